@@ -1,0 +1,1 @@
+"""The small models trained in this repository, each folder a complete hub repository."""

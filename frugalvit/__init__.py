@@ -1,0 +1,1 @@
+"""Vision transformers that need less: fewer tokens, less data, no extra parameters."""

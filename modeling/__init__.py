@@ -1,0 +1,1 @@
+"""Models, one file a family, and what is done to models."""

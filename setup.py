@@ -1,0 +1,21 @@
+"""Maps the repository's folders to the packages they are installed as; everything else stands in pyproject.toml."""
+
+from setuptools import setup
+
+PACKAGES = {
+    "frugalvit": "frugalvit",
+    "frugalvit.configuration": "configuration",
+    "frugalvit.modeling": "modeling",
+    "frugalvit.training": "training",
+    "frugalvit.checkpoints": "checkpoints",
+}
+
+setup(
+    packages=list(PACKAGES),
+    package_dir=PACKAGES,
+    package_data={
+        "frugalvit.training": ["cifar10/*.parquet", "cifar10/README.md"],
+        "frugalvit.checkpoints": ["*/*"],
+    },
+    exclude_package_data={"": ["__pycache__/*", "*/__pycache__/*"]},
+)

@@ -1,0 +1,1 @@
+"""Recipes, one a procedure of the papers, over shared data, metrics and loop modules."""
