@@ -1,0 +1,150 @@
+"""Models that save themselves as complete hub repositories, which load without this package."""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import tempfile
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from transformers import PreTrainedModel
+
+
+_RELATIVE_IMPORT = re.compile(r"^\s*from\s+(\.+[\w.]*)\s+import\s", re.MULTILINE)
+
+
+def flatten_imports(source: str) -> str:
+    """Source text of a module with the imports it needs when all files of a family lie side by side."""
+    return source.replace("from ..configuration.", "from .")
+
+
+def source_files(model_class: type) -> dict[str, str]:
+    """File names and flattened sources of the module that defines a class and of all that it imports relatively.
+
+    Works on an installed package and on remote code alike, as it follows the modules that are really loaded.
+    """
+    sources, pending = {}, [model_class.__module__]
+    while pending:
+        module = importlib.import_module(pending.pop())
+        path = Path(inspect.getsourcefile(module))
+        if path.name in sources:
+            continue
+        text = path.read_text(encoding="utf-8")
+        sources[path.name] = flatten_imports(text)
+        package = module.__spec__.parent if module.__spec__ else module.__name__.rpartition(".")[0]
+        pending += [importlib.util.resolve_name(name, package) for name in _RELATIVE_IMPORT.findall(text)]
+    return sources
+
+
+def image_processor_config(config) -> dict:
+    """The existing Transformers image processor, as the content of `preprocessor_config.json`, that a model wants.
+
+    A resize of the shorter side and a center crop where `config.resize_size` is set (CLIPImageProcessor), otherwise a
+    resize to `config.image_size` (ViTImageProcessor).
+    """
+    size = config.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    shared = {
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": list(config.image_mean),
+        "image_std": list(config.image_std),
+        "resample": config.resample,
+        "rescale_factor": 1 / 255,
+    }
+    if config.resize_size is None:
+        return {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}, **shared}
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": True,
+        "do_center_crop": True,
+        "crop_size": {"height": height, "width": width},
+        "size": {"shortest_edge": config.resize_size},
+        **shared,
+    }
+
+
+def model_card(model: PreTrainedModel) -> ModelCard:
+    """A card that says what the model is and how to load it; recipes write theirs with measured results instead."""
+    name = type(model).__name__
+    auto_class = next((auto for auto, own in model.auto_classes.items() if own == name), "AutoModel")
+    data = ModelCardData(
+        library_name="transformers",
+        tags=["frugalvit", model.config.model_type],
+        pipeline_tag="image-classification" if auto_class == "AutoModelForImageClassification" else None,
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return ModelCard(
+        f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n"
+        f"A {model.config.model_type} model with {parameters:,} parameters.\n\n"
+        "```python\n"
+        f"from transformers import AutoImageProcessor, {auto_class}\n\n"
+        'processor = AutoImageProcessor.from_pretrained("path/or/id")\n'
+        f'model = {auto_class}.from_pretrained("path/or/id", trust_remote_code=True)\n'
+        "```\n"
+    )
+
+
+class HubModel(PreTrainedModel):
+    """A `PreTrainedModel` whose `save_pretrained` (and so `Trainer` and `push_to_hub`) writes a folder that loads with
+    `trust_remote_code=True` where frugalvit is not installed.
+
+    Families set `auto_classes`, Auto class name to class name, for `auto_map`.
+    """
+
+    auto_classes: dict[str, str] = {}
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
+        """As in Transformers; besides weights and configuration it writes the family's source files, the image
+        processor's configuration and a model card. The last two are left alone where they exist."""
+        folder = Path(save_directory)
+        hub = {
+            name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs
+        }
+        writes = is_main_process and not folder.is_file()
+        if writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.write_code(folder)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if writes:
+            if not (folder / "preprocessor_config.json").exists():
+                text = json.dumps(image_processor_config(self.config), indent=2, sort_keys=True) + "\n"
+                (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
+            if not (folder / "README.md").exists():
+                model_card(self).save(folder / "README.md")
+            if push_to_hub:
+                upload_folder(folder, hub.pop("repo_id", folder.name), token=kwargs.get("token"), **hub)
+
+    def write_code(self, folder: Path):
+        """Write the source files of the model's class and point the configuration's `auto_map` at them."""
+        module_name = type(self).__module__.rpartition(".")[2]
+        # A configuration class imported through the modeling file is the one that the model itself uses.
+        self.config.auto_map = {
+            "AutoConfig": f"{module_name}.{type(self.config).__name__}",
+            **{auto_class: f"{module_name}.{name}" for auto_class, name in self.auto_classes.items()},
+        }
+        for name, source in source_files(type(self)).items():
+            (folder / name).write_text(source, encoding="utf-8")
+
+    def push_to_hub(self, repo_id: str, *, commit_message=None, private=None, token=None, create_pr=False, **kwargs):
+        """Save the complete repository and upload it in one commit; returns the commit's information."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, **kwargs)
+            return upload_folder(
+                folder, repo_id, commit_message=commit_message, private=private, token=token, create_pr=create_pr
+            )
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Does nothing: `save_pretrained` writes the source files itself."""
+
+
+def upload_folder(folder, repo_id: str, commit_message=None, private=None, token=None, create_pr=False):
+    """Upload a folder to a model repository on the hub, created if it does not exist, in one commit."""
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    message = commit_message or "Upload model"
+    return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, create_pr=create_pr)
