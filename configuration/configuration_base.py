@@ -6,7 +6,6 @@ from dataclasses import fields
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-
 # Keyword arguments that `PreTrainedConfig` takes without declaring them as fields.
 _KEYWORDS_OF_TRANSFORMERS = {"attn_implementation", "auto_map", "name_or_path", "num_labels", "torch_dtype"}
 

@@ -6,7 +6,6 @@ from huggingface_hub.dataclasses import strict
 
 from .configuration_base import FrugalViTConfig
 
-
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 INCEPTION_MEAN, INCEPTION_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -19,7 +18,7 @@ STEPS = ("sampling", "position_encoding", "attention", "mlp", "roi_adjustment")
 class SparseFormerConfig(FrugalViTConfig):
     r"""
     Configuration of a SparseFormer. The defaults are the base model bootstrapped from AugReg ViT-B/16 with 49 tokens
-    (Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*, table 1); `from_variant` names the others.
+    (Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*, table 1); `from_variant` has the rest.
 
     A SparseFormer is a stem, a focusing stage and a cortex. The focusing stage is one layer of width
     `focusing_hidden_size`, executed `num_focusing_iterations` times, and one at full width, executed once; the cortex
@@ -209,8 +208,8 @@ class SparseFormerConfig(FrugalViTConfig):
                 )
             if size % 8:
                 raise ValueError(
-                    f"`{width}`={size} is not a multiple of 8, as the RoI position encoding (four coordinates, sine and "
-                    "cosine) and fast matrix products want it."
+                    f"`{width}`={size} is not a multiple of 8, as the RoI position encoding (sine and cosine of "
+                    "four coordinates) wants it."
                 )
 
     def validate_steps(self):
@@ -225,8 +224,8 @@ class SparseFormerConfig(FrugalViTConfig):
             raise ValueError("No focusing step samples the image: put 'sampling' into `focusing_steps`.")
         if self.final_focusing_is_block and self.use_cls_token:
             raise ValueError(
-                "[CLS] has no RoI and joins after the focusing stage, but the full-width focusing layer attends and is "
-                "a cortex block: set `use_cls_token=False` or take 'attention' out of `final_focusing_steps`."
+                "[CLS] has no RoI and joins after the focusing stage, but the full-width focusing layer attends and "
+                "is a cortex block: set `use_cls_token=False` or take 'attention' out of `final_focusing_steps`."
             )
 
     def validate_choices(self):

@@ -225,8 +225,8 @@ class SparseFormerLatents(nn.Module):
 class SparseFormerMixing(nn.Module):
     """Adaptive mixing: a token generates the two matrices that decode what it sampled.
 
-    A channels x channels matrix, then a mixed_points x points matrix, then one linear layer to the token width. v1 adds
-    a bias and a GELU after each product, bootstrapped models have one GELU after both.
+    A channels x channels matrix, a mixed_points x points matrix, then one linear layer to the token width. v1 adds a
+    bias and a GELU after each product, bootstrapped models have one GELU after both.
     """
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
@@ -418,7 +418,7 @@ class SparseFormerPreTrainedModel(HubModel):
         )
         if attn_implementation and "fl" in attn_implementation and head_dim < 16:
             raise ValueError(
-                f"{attn_implementation!r} needs attention heads of at least 16 channels, this model's have {head_dim}. "
+                f"{attn_implementation!r} needs attention heads of 16 or more channels, this model's have {head_dim}. "
                 'Use attn_implementation="sdpa" or "eager".'
             )
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
@@ -493,8 +493,8 @@ class SparseFormerPreTrainedModel(HubModel):
             raise ValueError("You have to specify `pixel_values`.")
         if pixel_values.ndim != 4 or pixel_values.shape[1] != config.num_channels:
             raise ValueError(
-                f"Got pixel values of shape {tuple(pixel_values.shape)}, expected (batch, {config.num_channels}, height, "
-                "width). Prepare images with the model's AutoImageProcessor."
+                f"Got pixel values of shape {tuple(pixel_values.shape)}, expected (batch, {config.num_channels}, "
+                "height, width). Prepare images with the model's AutoImageProcessor."
             )
         if not pixel_values.is_floating_point():
             raise ValueError(
@@ -503,8 +503,8 @@ class SparseFormerPreTrainedModel(HubModel):
             )
         if min(pixel_values.shape[2:]) < 4:
             raise ValueError(
-                f"Got an image of {pixel_values.shape[2]} x {pixel_values.shape[3]} pixels, expected at least 4 x 4, the "
-                "stride of the stem. Resize it first."
+                f"Got an image of {pixel_values.shape[2]} x {pixel_values.shape[3]} pixels, expected at least 4 x 4, "
+                "the stride of the stem. Resize it first."
             )
         if not torch.compiler.is_compiling() and pixel_values.device.type == "cpu" and not torch.jit.is_tracing():
             finite = pixel_values.isfinite().flatten(1).all(1)
@@ -635,7 +635,7 @@ class SparseFormerForImageClassification(SparseFormerPreTrainedModel):
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             labels (`torch.Tensor`, *optional*):
-                `(batch,)` class indices, or `(batch, num_labels)` floats for multi-label classification and regression.
+                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
             num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
             kwargs: Passed to `SparseFormerModel.forward`, for example `output_rois=True`.
         """
@@ -679,8 +679,7 @@ class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
     def forward(
         self, pixel_values: torch.Tensor | None = None, **kwargs
     ) -> SparseFormerVisionModelWithProjectionOutput:
-        """`(batch, num_channels, height, width)` pixels to `image_embeds`, `(batch, projection_dim)`; keyword arguments
-        go to `SparseFormerModel.forward`."""
+        """Pixels to `image_embeds`, `(batch, projection_dim)`; keyword arguments go to `SparseFormerModel.forward`."""
         outputs = self.sparseformer(pixel_values, **kwargs)
         return SparseFormerVisionModelWithProjectionOutput(
             image_embeds=self.visual_projection(outputs.pooler_output),
