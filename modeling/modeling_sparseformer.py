@@ -20,6 +20,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration.configuration_sparseformer import SparseFormerConfig
 from .hub import HubModel
 from .layers import MLP, SelfAttention, drop_path, image_classification_loss
+from .teachers import check_inherited_block, read_teacher
 
 
 @dataclass
@@ -207,6 +208,16 @@ class SparseFormerLatents(nn.Module):
     def forward(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = self.token_embedding.expand(batch_size, self.num_latent_tokens, -1)
         return tokens, self.initial_rois.float().expand(batch_size, -1, -1)
+
+    @torch.no_grad()
+    def break_ties(self, std: float = 0.05):
+        """Move apart the RoIs of tokens that start on the same RoI with the same embedding.
+
+        They would get equal gradients and stay copies of each other for good: 12 of the paper's 48 tokens.
+        """
+        if len(self.token_embedding) == 1:
+            whole = (self.initial_rois == self.initial_rois.new_tensor([0.0, 0.0, 1.0, 1.0])).all(dim=1)
+            self.initial_rois[whole] += std * torch.randn_like(self.initial_rois[whole])
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
@@ -480,6 +491,83 @@ class SparseFormerPreTrainedModel(HubModel):
             raise ValueError(f"`num_latent_tokens` is {num_latent_tokens}, expected at least 1.")
         self.base_model.latents.resize_tokens(num_latent_tokens)
         self.config.num_latent_tokens = num_latent_tokens
+
+    @classmethod
+    @torch.no_grad()
+    def from_teacher(
+        cls,
+        teacher: nn.Module,
+        num_latent_tokens: int | None = None,
+        truncate: float | int = 1 / 3,
+        inherit_blocks: bool = True,
+        **fields,
+    ):
+        """A SparseFormer with a teacher's blocks, final LayerNorm and classifier inherited and its leading blocks left
+        out; the focusing stage is new and waits for bootstrapping (section 3.2 of the bootstrapping paper).
+
+        Args:
+            teacher (`nn.Module`):
+                A Transformers ViT or DeiT or a timm VisionTransformer. A mean-pooled one gives a mean-pooled model.
+            num_latent_tokens (`int`, *optional*):
+                Latent tokens. By default a quarter of the teacher's image tokens, [CLS] counted as the paper does.
+            truncate (`float` or `int`, *optional*, defaults to 1/3): Leading blocks left out, a fraction or a count.
+            inherit_blocks (`bool`, *optional*, defaults to `True`):
+                With `False`, only the classifier's weights are inherited (an ablation of table 3).
+            fields: Fields of `SparseFormerConfig` to set differently, for example `stem_channels=32`.
+
+        Returns:
+            The model, in evaluation mode.
+
+        Raises:
+            ValueError: if the teacher is no such transformer, has no classifier where one is needed, or the numbers
+                do not fit.
+        """
+        source = read_teacher(teacher)
+        blocks = len(source.blocks)
+        truncated = truncate if isinstance(truncate, int) else round(truncate * blocks)
+        if isinstance(truncate, bool) or not 0 <= truncated < blocks:
+            raise ValueError(
+                f"`truncate`={truncate} leaves none of the teacher's {blocks} blocks or more than it has; expected a "
+                f"fraction below 1 or a count from 0 to {blocks - 1}."
+            )
+        needs_classifier = issubclass(cls, SparseFormerForImageClassification)
+        if needs_classifier and source.classifier is None:
+            raise ValueError(
+                f"{type(teacher).__name__} has no linear classifier to inherit. Load the teacher with "
+                "AutoModelForImageClassification, or use SparseFormerModel.from_teacher for features alone."
+            )
+        use_cls_token = fields.get("use_cls_token", source.fields["use_cls_token"])
+        if num_latent_tokens is None:
+            num_latent_tokens = max(source.num_tokens // 4 - use_cls_token, 1)
+        # The papers halve the width from base (768 to 384); heads are 64 wide.
+        focusing_hidden_size = fields.get("focusing_hidden_size", max(source.fields["hidden_size"] // 16 * 8, 8))
+        config = SparseFormerConfig(
+            **{
+                **source.fields,
+                "num_latent_tokens": num_latent_tokens,
+                "num_hidden_layers": blocks - truncated,
+                "focusing_hidden_size": focusing_hidden_size,
+                **fields,
+            }
+        )
+        model = cls(config).eval()
+        base = model.base_model
+        if inherit_blocks:
+            base.layernorm.load_state_dict(source.norm)
+            for layer, weights, block in zip(
+                base.layers, source.blocks[truncated:], source.modules[truncated:], strict=True
+            ):
+                layer.load_state_dict(weights)
+                check_inherited_block(teacher, block, layer)
+        if needs_classifier:
+            if config.num_labels != len(source.classifier["weight"]):
+                raise ValueError(
+                    f"The teacher's classifier has {len(source.classifier['weight'])} classes, `num_labels` is "
+                    f"{config.num_labels}. Bootstrap with the teacher's classes first, then fine-tune."
+                )
+            model.classifier.load_state_dict(source.classifier)
+        base.latents.break_ties()
+        return model
 
     def check_pixel_values(self, pixel_values: torch.Tensor | None) -> torch.Tensor:
         """`pixel_values` in the dtype of the weights.
