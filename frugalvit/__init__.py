@@ -1,1 +1,55 @@
-"""Vision transformers that need less: fewer tokens, less data, no extra parameters."""
+"""Vision transformers that need less: fewer tokens, less data, no extra parameters.
+
+Importing this package registers its models with Transformers' Auto classes. Its names are imported when first used.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .registry import public_names, register
+from .version import __version__
+
+
+if TYPE_CHECKING:
+    from .configuration.configuration_sparseformer import SparseFormerConfig as SparseFormerConfig
+    from .macs import count_macs as count_macs
+    from .modeling.modeling_sparseformer import (
+        SparseFormerForImageClassification as SparseFormerForImageClassification,
+    )
+    from .modeling.modeling_sparseformer import SparseFormerModel as SparseFormerModel
+    from .modeling.modeling_sparseformer import SparseFormerPreTrainedModel as SparseFormerPreTrainedModel
+    from .modeling.modeling_sparseformer import SparseFormerVisionModel as SparseFormerVisionModel
+    from .modeling.modeling_sparseformer import (
+        SparseFormerVisionModelWithProjection as SparseFormerVisionModelWithProjection,
+    )
+    from .resources import checkpoint_path as checkpoint_path
+
+_NAMES = public_names()
+
+__all__ = ["__version__", *sorted(_NAMES)]
+
+
+def __getattr__(name: str):
+    if name not in _NAMES:
+        raise AttributeError(f"module 'frugalvit' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_NAMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NAMES})
+
+
+def _is_command() -> bool:
+    """Whether this process is `frugalvit …` or `python -m frugalvit …` rather than a user of the library."""
+    if not 0 < len(sys.argv) <= len(sys.orig_argv):
+        return False
+    program = sys.orig_argv[-len(sys.argv)]
+    return sys.argv[0] in (program, "-m") and Path(program).stem == "frugalvit"
+
+
+# The command registers before it runs something, so that `frugalvit --help` does not wait for PyTorch.
+if not _is_command():
+    register()

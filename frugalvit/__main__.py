@@ -1,0 +1,9 @@
+"""`python -m frugalvit` is the `frugalvit` command."""
+
+import sys
+
+from .cli import main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

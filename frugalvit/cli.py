@@ -1,0 +1,100 @@
+"""The `frugalvit` command: finds the module that a command names and turns user errors into one clear line.
+
+Every command's module has `main(argv)` and is imported only when it runs.
+"""
+
+import difflib
+import importlib
+import os
+import sys
+
+from .registry import register
+from .version import __version__
+
+
+# Command -> module, help line.
+COMMANDS = {
+    "quickstart": ("frugalvit.quickstart", "bootstrap a small SparseFormer from the shipped ViT on CIFAR-10 images"),
+    "predict": ("frugalvit.predict", "label images and draw where the tokens look"),
+    "info": ("frugalvit.info", "list tokens, parameters and multiply-accumulates of models"),
+    "bootstrap": ("frugalvit.training.bootstrap", "turn a ViT into a SparseFormer with fewer tokens, without labels"),
+    "train": ("frugalvit.training.train", "train an image classifier from scratch"),
+    "evaluate": ("frugalvit.evaluate", "measure the accuracy of an image classifier"),
+    "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
+}
+
+
+def usage() -> str:
+    """The text of `frugalvit --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: frugalvit [--version] [--debug] COMMAND ...",
+            "",
+            "Vision transformers that need less: fewer tokens, less data, no extra parameters.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`frugalvit COMMAND --help` explains one. --debug (or FRUGALVIT_DEBUG=1) shows where an error arose.",
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv (`list[str]`, *optional*): Arguments after the program's name; those of the process if not given.
+
+    Returns:
+        `int`: Exit code: 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0")
+    if "--debug" in argv:
+        argv.remove("--debug")
+        debug = True
+
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage(), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"frugalvit {__version__}")
+        return 0
+    command, *rest = argv
+    if command not in COMMANDS:
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}."
+        print(f"frugalvit: error: there is no command {command!r}; {hint}", file=sys.stderr)
+        return 2
+
+    try:
+        register()
+        code = importlib.import_module(COMMANDS[command][0]).main(rest)
+        sys.stdout.flush()
+        return code or 0
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print(f"\nfrugalvit {command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader, for example `head`, has seen enough; Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debug or not _is_user_error(error):
+            raise
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"frugalvit {command}: error: {message}", file=sys.stderr)
+        return 1
+
+
+def _is_user_error(error: Exception) -> bool:
+    """Whether an error comes from what the user gave (files, values, configurations) and not from a defect."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    return isinstance(error, (ValueError, OSError, StrictDataclassError, SafetensorError))

@@ -1,0 +1,107 @@
+"""`frugalvit info`: tokens, parameters and multiply-accumulates of the papers' variants and of model folders."""
+
+import argparse
+import difflib
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+import frugalvit
+
+from .configuration.configuration_sparseformer import SparseFormerConfig
+from .macs import count_macs
+from .modeling.modeling_sparseformer import (
+    SparseFormerForImageClassification,
+    SparseFormerVisionModelWithProjection,
+)
+from .tables import format_table
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="frugalvit info",
+        description="List tokens (latent and [CLS]), image size, parameters and multiply-accumulates for one image, "
+        "without and with attention's two products. Nothing is downloaded or computed for the variants.",
+    )
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="NAME|FOLDER",
+        help="variants of the papers, model folders or hub ids (default: every variant)",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    arguments = parser.parse_args(argv)
+
+    names = arguments.models or SparseFormerConfig.variants()
+    rows = [describe(name) for name in tqdm(names, desc="counting", leave=False, disable=None)]
+    print(json.dumps(rows, indent=2) if arguments.json else format_table(rows))
+
+
+def describe(name: str) -> dict[str, object]:
+    """What a model costs: `name, tokens, image_size, parameters, macs, macs_with_attention`.
+
+    Args:
+        name (`str`): A variant of `SparseFormerConfig`, a model folder or a hub id.
+
+    Returns:
+        `dict`: `tokens` counts as the papers do, latent tokens and [CLS]; `image_size` is an `int`, or height and
+        width if they differ; `macs` and `macs_with_attention` are those of `count_macs`.
+
+    Raises:
+        ValueError: if there is no such variant or model, or its architecture is unknown.
+    """
+    if name in SparseFormerConfig.variants():
+        config = SparseFormerConfig.from_variant(name)
+        projects = config.projection_dim is not None
+        model_class = SparseFormerVisionModelWithProjection if projects else SparseFormerForImageClassification
+    elif Path(name).is_dir() or "/" in name:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        model_class = _architecture(config, name)
+    else:
+        close = ", ".join(difflib.get_close_matches(name, SparseFormerConfig.variants(), n=3, cutoff=0.5))
+        hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
+        raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
+
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    with torch.device("meta"):
+        model = model_class._from_config(config)
+    macs = count_macs(model, (height, width), config.num_channels)
+    return {
+        "name": name,
+        "tokens": _count_tokens(model, height, width),
+        "image_size": height if height == width else [height, width],
+        "parameters": model.num_parameters(),
+        "macs": macs.macs,
+        "macs_with_attention": macs.macs_with_attention,
+    }
+
+
+def _architecture(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
+    """The class that a model was saved from, ours or Transformers'."""
+    architecture = (config.architectures or ["none"])[0]
+    model_class = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
+    if model_class is None:
+        raise ValueError(
+            f"{name!r} names the architecture {architecture!r}, which neither frugalvit nor Transformers has."
+        )
+    if not hasattr(config, "image_size") or not hasattr(config, "num_channels"):
+        raise ValueError(
+            f"{name!r} is a {architecture}, expected a vision model with `image_size` and `num_channels`."
+        )
+    return model_class
+
+
+def _count_tokens(model: PreTrainedModel, height: int, width: int) -> int | None:
+    """Tokens after the last block, [CLS] among them; `None` for a model that keeps a feature map."""
+    config = model.config
+    if config.model_type == SparseFormerConfig.model_type:
+        return config.num_latent_tokens + config.use_cls_token
+    image = torch.empty(1, config.num_channels, height, width, device="meta")
+    with torch.no_grad():
+        hidden_states = model(image, output_hidden_states=True).hidden_states[-1]
+    return hidden_states.shape[1] if hidden_states.ndim == 3 else None

@@ -1,0 +1,60 @@
+"""How many multiply-accumulates a model needs for one image."""
+
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+class Macs(NamedTuple):
+    """Multiply-accumulates of one forward pass over one image."""
+
+    macs: int
+    macs_with_attention: int
+
+
+def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> Macs:
+    """Count the multiply-accumulates of convolutions, linear layers and matrix products for one image.
+
+    Nothing is computed: the model runs on the meta device, its own weights stay where they are.
+
+    Args:
+        model (`nn.Module`): A Transformers, timm or open_clip vision model that takes `(1, channels, height, width)`.
+        image_size (`int` or pair of `int`): Side, or height and width, in pixels.
+        num_channels (`int`, *optional*, defaults to 3): Channels of the image.
+
+    Returns:
+        `Macs`: `macs` leaves out attention's two products (queries with keys, weights with values), as many counters
+        do; `macs_with_attention` counts everything. SparseFormer's mixing products are in both.
+    """
+    size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    tensors = {
+        name: tensor.detach().to("meta") for name, tensor in chain(model.named_parameters(), model.named_buffers())
+    }
+    dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    image = torch.empty(1, num_channels, *size, dtype=dtype, device="meta")
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        torch.func.functional_call(model, tensors, (image,))
+
+    flops = counter.get_flop_counts()
+    attention = sum(
+        count
+        for name in _attention_modules(model)
+        for operator, count in flops.get(name, {}).items()
+        if operator.__name__ in ("bmm", "baddbmm") or "dot_product_attention" in operator.__name__
+    )
+    total = sum(flops["Global"].values())
+    return Macs((total - attention) // 2, total // 2)
+
+
+def _attention_modules(model: nn.Module) -> list[str]:
+    """The outermost modules that attend, named as the counter names them."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in names)
+        if "Attention" in type(module).__name__ and not inside:
+            names.append(name)
+    return [f"{type(model).__name__}.{name}" for name in names]

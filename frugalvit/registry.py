@@ -1,0 +1,60 @@
+"""The model families, one line each, and what follows from them: public names and Auto classes."""
+
+import importlib
+
+
+# A family's public names in `configuration_<family>.py` and in `modeling_<family>.py`.
+FAMILIES = {
+    "sparseformer": (
+        ["SparseFormerConfig"],
+        [
+            "SparseFormerModel",
+            "SparseFormerForImageClassification",
+            "SparseFormerPreTrainedModel",
+            "SparseFormerVisionModel",
+            "SparseFormerVisionModelWithProjection",
+        ],
+    ),
+}
+
+FUNCTIONS = {
+    "checkpoint_path": "frugalvit.resources",
+    "count_macs": "frugalvit.macs",
+}
+
+
+def public_names() -> dict[str, str]:
+    """The names that `frugalvit` offers and the modules that define them."""
+    names = dict(FUNCTIONS)
+    for family, (configurations, models) in FAMILIES.items():
+        names |= dict.fromkeys(configurations, f"frugalvit.configuration.configuration_{family}")
+        names |= dict.fromkeys(models, f"frugalvit.modeling.modeling_{family}")
+    return names
+
+
+def register() -> None:
+    """Let Transformers' Auto classes load the families' folders with the installed classes.
+
+    Configurations are registered always, models and image processors if PyTorch is there. Which Auto class loads a
+    model stands in the model's own `auto_classes`.
+    """
+    import transformers
+    from transformers.utils import is_torch_available
+
+    for family, (configurations, models) in FAMILIES.items():
+        module = importlib.import_module(f"frugalvit.configuration.configuration_{family}")
+        for config_class in (getattr(module, name) for name in configurations):
+            transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+            if is_torch_available():
+                processors = {"torchvision": transformers.ViTImageProcessor, "pil": transformers.ViTImageProcessorPil}
+                transformers.AutoImageProcessor.register(
+                    config_class, image_processor_classes=processors, exist_ok=True
+                )
+        if is_torch_available():
+            module = importlib.import_module(f"frugalvit.modeling.modeling_{family}")
+            for model_class in (getattr(module, name) for name in models):
+                for auto_class, name in model_class.auto_classes.items():
+                    if name == model_class.__name__:
+                        getattr(transformers, auto_class).register(
+                            model_class.config_class, model_class, exist_ok=True
+                        )

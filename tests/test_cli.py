@@ -1,0 +1,175 @@
+"""The `frugalvit` command: fast help, clear errors, exit codes."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from frugalvit import cli
+from frugalvit.version import __version__
+
+
+def run(*arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    command = [sys.executable, *options, "-m", "frugalvit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Makes `frugalvit fake` call the function that a test gives."""
+
+    def install(function):
+        module = types.ModuleType("frugalvit.fake")
+        module.main = function
+        monkeypatch.setitem(sys.modules, "frugalvit.fake", module)
+        monkeypatch.setitem(cli.COMMANDS, "fake", ("frugalvit.fake", "a command for tests"))
+
+    monkeypatch.delenv("FRUGALVIT_DEBUG", raising=False)
+    return install
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version", "no-such-command"])
+def test_answers_at_once(argument):
+    result = run(argument, options=("-X", "importtime"))
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if "import time:" in line}
+    assert "frugalvit.cli" in imported
+    assert imported.isdisjoint({"torch", "transformers", "numpy", "huggingface_hub"})
+
+
+def test_help_lists_every_command():
+    result = run("--help")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    for name, (_, text) in cli.COMMANDS.items():
+        assert any(line.split()[:1] == [name] and line.endswith(text) for line in result.stdout.splitlines())
+    assert max(map(len, result.stdout.splitlines())) <= 119
+
+
+def test_version():
+    assert run("--version").stdout == f"frugalvit {__version__}\n"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_explains_itself(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--help"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: frugalvit {name} ")
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_refuses_an_unknown_option_with_usage(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--no-such-option", "1"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "--no-such-option" in error
+    assert "Traceback" not in error
+
+
+def test_no_command_prints_the_help_and_fails(capsys):
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == cli.usage() + "\n"
+
+
+@pytest.mark.parametrize(("word", "hint"), [("quikstart", "did you mean 'quickstart'?"), ("xyz", "the commands are ")])
+def test_unknown_command(word, hint, capsys):
+    assert cli.main([word]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"frugalvit: error: there is no command {word!r}; ")
+    assert hint in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("expected this,\n  got that"), "expected this, got that"),
+        (FileNotFoundError(2, "No such file or directory", "a.png"), "[Errno 2] No such file or directory: 'a.png'"),
+        (NotADirectoryError(20, "Not a directory", "a"), "[Errno 20] Not a directory: 'a'"),
+        (PermissionError(13, "Permission denied", "a"), "[Errno 13] Permission denied: 'a'"),
+        (OSError(), "OSError"),
+    ],
+)
+def test_user_errors_are_one_line(command, error, line, capsys):
+    def fail(argv):
+        raise error
+
+    command(fail)
+    assert cli.main(["fake"]) == 1
+    assert capsys.readouterr() == ("", f"frugalvit fake: error: {line}\n")
+
+
+def test_configuration_errors_are_one_line(command, capsys):
+    from frugalvit import SparseFormerConfig
+
+    command(lambda argv: SparseFormerConfig(hidden_size="wide"))
+    assert cli.main(["fake"]) == 1
+    error = capsys.readouterr().err
+    assert "hidden_size" in error
+    assert error.count("\n") == 1
+
+
+def test_defects_keep_their_traceback(command):
+    def fail(argv):
+        raise TypeError("a defect")
+
+    command(fail)
+    with pytest.raises(TypeError, match="a defect"):
+        cli.main(["fake"])
+
+
+@pytest.mark.parametrize("how", ["before", "after", "environment"])
+def test_debug_shows_the_traceback_of_user_errors(command, how, monkeypatch):
+    def fail(argv):
+        assert "--debug" not in argv
+        raise ValueError("what was given")
+
+    command(fail)
+    if how == "environment":
+        monkeypatch.setenv("FRUGALVIT_DEBUG", "1")
+    with pytest.raises(ValueError, match="what was given"):
+        cli.main({"before": ["--debug", "fake"], "after": ["fake", "--debug"], "environment": ["fake"]}[how])
+
+
+def test_interruption(command, capsys):
+    def fail(argv):
+        raise KeyboardInterrupt
+
+    command(fail)
+    assert cli.main(["fake"]) == 130
+    assert capsys.readouterr().err == "\nfrugalvit fake: interrupted\n"
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (3, 3)])
+def test_arguments_and_exit_codes_pass_through(command, returned, code):
+    received = []
+
+    def record(argv):
+        received.append(argv)
+        return returned
+
+    command(record)
+    assert cli.main(["fake", "--epochs", "2", "folder"]) == code
+    assert received == [["--epochs", "2", "folder"]]
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    code = "import sys; from frugalvit import cli; sys.exit(cli.main(['info', 'v1-tiny']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["info", "augreg-base-50-224"], ["info", "no/such-folder/anywhere"], ["info", "v1-tiny", "tests"]],
+)
+def test_bad_input_of_info(arguments, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert cli.main(arguments) == 1
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.startswith("frugalvit info: error: ")
+    assert error.count("\n") == 1

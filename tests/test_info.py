@@ -1,0 +1,157 @@
+"""`frugalvit info` against the counts of the reference implementation."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import ConvNextConfig, ConvNextForImageClassification, ViTConfig, ViTForImageClassification
+
+from frugalvit.info import describe, main
+from frugalvit.macs import count_macs
+from frugalvit.tables import format_table
+
+
+# Variant: tokens, image size, parameters, GMACs without and with attention's two products (None: not counted there).
+# v1 includes its biased mixing products.
+REFERENCE = {
+    "v1-tiny": (49, 224, 31_522_212, 2.160, None),
+    "v1-small": (64, 224, 47_575_056, 3.949, None),
+    "v1-base": (81, 224, 81_076_996, 7.883, None),
+    "augreg-base-49-224": (49, 224, 64_185_448, 3.749, 3.785),
+    "augreg-base-80-224": (80, 224, 64_185_572, 6.056, 6.154),
+    "augreg-base-80-320": (80, 320, 64_185_572, 6.179, None),
+    "augreg-base-100-320": (100, 320, 64_185_652, 7.668, 7.821),
+    "augreg-base-49-224-untruncated": (49, 224, 92_536_936, 5.137, None),
+    "augreg-large-49-224": (49, 224, 212_426_984, 11.268, 11.356),
+    "augreg-large-49-384": (49, 384, 212_426_984, 11.497, None),
+    "augreg-large-80-224": (80, 224, 212_427_108, 18.338, 18.574),
+    "augreg-large-80-320": (80, 320, 212_427_108, 18.461, 18.696),
+    "augreg-large-100-320": (100, 320, 212_427_188, 23.023, 23.390),
+    "augreg-large-144-384": (144, 384, 212_427_364, 33.164, 33.927),
+    "augreg-large-196-384": (196, 384, 212_427_572, 45.023, 46.438),
+    "augreg-large-49-224-untruncated": (49, 224, 313_196_776, 16.205, None),
+    "clip-base-49-224": (49, 224, 63_809_664, 3.748, None),
+    "clip-large-64-224": (64, 224, 212_188_476, 14.689, None),
+    "clip-large-128-224": (128, 224, 212_188_732, 29.286, 29.888),
+    "clip-large-144-336": (144, 336, 212_188_796, 33.082, 33.845),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_variants_cost_what_the_reference_implementation_costs(name):
+    tokens, image_size, parameters, gmacs, gmacs_with_attention = REFERENCE[name]
+    row = describe(name)
+    assert (row["tokens"], row["image_size"], row["parameters"]) == (tokens, image_size, parameters)
+    assert row["macs"] / 1e9 == pytest.approx(gmacs, rel=0.005)
+    assert row["macs"] < row["macs_with_attention"]
+    if gmacs_with_attention is not None:
+        assert row["macs_with_attention"] / 1e9 == pytest.approx(gmacs_with_attention, rel=0.005)
+
+
+def vit(attention: str = "sdpa") -> ViTForImageClassification:
+    config = ViTConfig(
+        image_size=32,
+        patch_size=4,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=96,
+        num_labels=10,
+    )
+    config._attn_implementation = attention
+    return ViTForImageClassification(config)
+
+
+# 64 patches of 48 values, then 2 blocks over 65 tokens, then the classifier on one.
+VIT_MACS = 64 * 48 * 48 + 2 * 65 * (4 * 48 * 48 + 2 * 48 * 96) + 48 * 10
+VIT_ATTENTION_MACS = 2 * 2 * 65 * 65 * 48
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_macs_of_a_vit_by_hand(attention):
+    model = vit(attention)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert count_macs(model, 32) == (VIT_MACS, VIT_MACS + VIT_ATTENTION_MACS)
+    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_macs_of_timm_and_open_clip_models_by_hand():
+    import timm
+    from open_clip.transformer import VisionTransformer
+
+    shape = {"patch_size": 4, "num_classes": 10, "embed_dim": 48, "depth": 2, "num_heads": 3, "mlp_ratio": 2}
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, **shape)
+    assert count_macs(model.half(), (32, 32)) == (VIT_MACS, VIT_MACS + VIT_ATTENTION_MACS)
+
+    tower = VisionTransformer(
+        image_size=32, patch_size=4, width=48, layers=2, heads=3, mlp_ratio=2, output_dim=10
+    ).eval()
+    assert count_macs(tower, 32) == (VIT_MACS, VIT_MACS + VIT_ATTENTION_MACS)
+
+
+def test_macs_count_matrix_products_outside_attention():
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix = nn.Parameter(torch.zeros(1, 5, 4))
+
+        def forward(self, image):
+            return torch.bmm(self.matrix, image.flatten(2)[:, :4])
+
+    assert count_macs(Mixing(), (2, 3), num_channels=4) == (5 * 4 * 6, 5 * 4 * 6)
+
+
+def test_folders_are_described_by_their_configuration(tmp_path):
+    vit().save_pretrained(tmp_path / "vit")
+    config = ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=32)
+    ConvNextForImageClassification(config).save_pretrained(tmp_path / "convnext")
+    row = describe(str(tmp_path / "vit"))
+    assert row["tokens"] == 65
+    assert row["image_size"] == 32
+    assert row["macs_with_attention"] == VIT_MACS + VIT_ATTENTION_MACS
+    assert describe(str(tmp_path / "convnext"))["tokens"] is None
+
+
+def test_json_and_table_carry_the_same_rows(capsys):
+    main(["v1-tiny", "clip-base-49-224", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == ["v1-tiny", "clip-base-49-224"]
+    assert list(rows[0]) == ["name", "tokens", "image_size", "parameters", "macs", "macs_with_attention"]
+    main(["v1-tiny", "clip-base-49-224"])
+    assert capsys.readouterr().out == format_table(rows) + "\n"
+
+
+def test_table_layout():
+    rows = [{"name": "a", "images/s": 12.34567, "tokens": 1000}, {"name": "long", "images/s": None, "tokens": 2}]
+    assert format_table(rows).splitlines() == [
+        "name  images/s  tokens",
+        "----  --------  ------",
+        "a        12.35   1,000",
+        "long         -       2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("augreg-base-49", "Did you mean: .*augreg-base-49-224"),
+        ("nonsense", "`frugalvit info` lists the variants"),
+    ],
+)
+def test_unknown_names(name, message):
+    with pytest.raises(ValueError, match=message):
+        describe(name)
+
+
+def test_folders_without_a_vision_model(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json"):
+        describe(str(tmp_path))
+    for config, message in (
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "expected a vision model"),
+        ({"model_type": "vit", "architectures": ["NoSuchModel"]}, "NoSuchModel"),
+        ({"model_type": "vit"}, "none"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message):
+            describe(str(tmp_path))

@@ -1,0 +1,180 @@
+"""What is installed and what `import frugalvit` does."""
+
+import ast
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification
+
+import frugalvit
+from frugalvit.registry import FAMILIES, public_names
+
+
+ROOT = Path(__file__).resolve().parents[1]
+# Imports point one way; the face of the package comes last.
+ROOMS = ("configuration", "modeling", "training", "frugalvit")
+SMALL = {
+    "num_latent_tokens": 4,
+    "focusing_hidden_size": 16,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_focusing_iterations": 1,
+    "mixing_hidden_size": 8,
+}
+
+
+def python(code: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=cwd, env={**os.environ, **environment}
+    )
+
+
+def test_version_is_the_installed_one():
+    assert importlib.metadata.version("frugalvit") == frugalvit.__version__
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_public_names(name):
+    value = getattr(frugalvit, name)
+    assert value.__name__ == name
+    assert value.__module__ == public_names()[name]
+    assert value.__doc__
+    assert name in dir(frugalvit)
+    assert name in frugalvit.__all__
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse(Path(frugalvit.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.asname: f"frugalvit.{node.module}" for node in block.body for alias in node.names}
+    assert seen == public_names()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_export_what_their_modules_export(family):
+    configuration, modeling = (
+        importlib.import_module(f"frugalvit.{room}.{room}_{family}") for room in ("configuration", "modeling")
+    )
+    configurations, models = FAMILIES[family]
+    assert configurations == configuration.__all__
+    assert sorted(configurations + models) == sorted(modeling.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'SparseFormr'"):
+        _ = frugalvit.SparseFormr
+    with pytest.raises(ImportError):
+        from frugalvit import SparseFormr  # noqa: F401
+
+
+def test_import_registers_with_auto_classes():
+    config = AutoConfig.for_model("sparseformer", **SMALL)
+    assert type(config) is frugalvit.SparseFormerConfig
+    assert type(AutoModel.from_config(config)) is frugalvit.SparseFormerModel
+    assert type(AutoModelForImageClassification.from_config(config)) is frugalvit.SparseFormerForImageClassification
+
+
+def test_image_processor_is_found_by_the_configuration_alone(tmp_path):
+    frugalvit.SparseFormerConfig(**SMALL).save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 8, "width": 8}}')
+    assert type(AutoImageProcessor.from_pretrained(tmp_path)).__name__.startswith("ViTImageProcessor")
+
+
+def test_import_leaves_optional_and_heavy_packages_alone():
+    result = python(
+        "import frugalvit, sys;"
+        "heavy = {'timm', 'open_clip', 'datasets', 'evaluate', 'matplotlib', 'accelerate', 'frugalvit.training',"
+        " 'frugalvit.macs', 'frugalvit.resources', 'frugalvit.cli'};"
+        "print(sorted(heavy & set(sys.modules)));"
+        "frugalvit.checkpoint_path;"
+        "print('frugalvit.resources' in sys.modules)"
+    )
+    assert result.stdout == "[]\nTrue\n", result.stderr
+
+
+def test_configurations_need_no_torch():
+    result = python(
+        "import sys\n"
+        "class NoTorch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'torchvision'):\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "import importlib.util\n"
+        "find_spec = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, package=None:"
+        " None if name.startswith('torch') else find_spec(name, package)\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
+        "import frugalvit\n"
+        "from transformers import AutoConfig\n"
+        "print(AutoConfig.for_model('sparseformer').num_latent_tokens)\n"
+        "print(frugalvit.SparseFormerConfig.from_variant('v1-tiny').num_latent_tokens)\n"
+    )
+    assert result.stdout == "48\n49\n", result.stderr
+
+
+@pytest.mark.parametrize("path", sorted(p for room in ROOMS for p in (ROOT / room).glob("*.py")), ids=lambda p: p.name)
+def test_imports_point_one_way(path):
+    room = path.parent.name
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        if isinstance(node, ast.ImportFrom) and node.level:
+            module = node.module or ""
+            inside_room = node.level == 1 and room != "frugalvit"
+            target = room if inside_room else module.partition(".")[0]
+        else:
+            module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+            if module.partition(".")[0] != "frugalvit":
+                continue
+            target = (module.split(".") + ["frugalvit"])[1]
+        target = target if target in ROOMS else "frugalvit"
+        assert ROOMS.index(target) <= ROOMS.index(room), f"{room} imports {ast.unparse(node)}"
+
+
+def test_shipped_checkpoints_are_found():
+    for name in ("cifar10-vit", "cifar10-sparseformer"):
+        folder = frugalvit.checkpoint_path(name)
+        assert {"config.json", "model.safetensors", "preprocessor_config.json", "README.md"} <= set(os.listdir(folder))
+    with pytest.raises(ValueError, match="cifar10-sparseformer, cifar10-vit"):
+        frugalvit.checkpoint_path("cifar10-resnet")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    source = tmp_path_factory.mktemp("source")
+    for name in (*ROOMS, "checkpoints", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    code = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, "."], cwd=source, check=True, capture_output=True, timeout=120)
+    return next(source.glob("*.whl"))
+
+
+def test_wheel_holds_code_data_and_checkpoints(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {
+        f"frugalvit/{path.relative_to(ROOT) if path.parts[-2] != 'frugalvit' else path.name}"
+        for room in ROOMS
+        for path in (ROOT / room).glob("*.py")
+    }
+    for folder in ("training/cifar10", "checkpoints/cifar10-vit", "checkpoints/cifar10-sparseformer"):
+        expected |= {f"frugalvit/{folder}/{path.name}" for path in (ROOT / folder).iterdir() if path.is_file()}
+    assert expected <= names
+    assert not [name for name in names if "__pycache__" in name or name.startswith(("tests", "benchmarks"))]
+
+
+def test_wheel_works_when_installed(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = "import frugalvit; print(frugalvit.__file__); print(frugalvit.checkpoint_path('cifar10-vit'))"
+    result = python(code, cwd=tmp_path)
+    assert result.stdout.splitlines() == [
+        str(tmp_path / "frugalvit" / "__init__.py"),
+        str(tmp_path / "frugalvit" / "checkpoints" / "cifar10-vit"),
+    ], result.stderr
