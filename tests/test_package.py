@@ -90,7 +90,7 @@ def test_image_processor_is_found_by_the_configuration_alone(tmp_path):
 def test_import_leaves_optional_and_heavy_packages_alone():
     result = python(
         "import frugalvit, sys;"
-        "heavy = {'timm', 'open_clip', 'datasets', 'evaluate', 'matplotlib', 'accelerate', 'frugalvit.training',"
+        "heavy = {'timm', 'open_clip', 'datasets', 'evaluate', 'matplotlib', 'frugalvit.training',"
         " 'frugalvit.macs', 'frugalvit.resources', 'frugalvit.cli'};"
         "print(sorted(heavy & set(sys.modules)));"
         "frugalvit.checkpoint_path;"
