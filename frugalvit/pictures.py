@@ -1,0 +1,235 @@
+"""Pictures of where the tokens look: RoIs of the focusing steps and the last sampling points."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+
+# What the margin adds on each side, as a share of the image; boxes that reach farther run off the picture.
+MIN_MARGIN, MAX_MARGIN = 0.02, 0.15
+
+# Lengths in inches, font sizes in points.
+EDGE, GAP, HEADING, CAPTION, LEGEND = 0.1, 0.08, 0.24, 0.26, 0.2
+HEADING_SIZE, CAPTION_SIZE, LEGEND_SIZE = 8.5, 8, 7
+TEXT_COLOR, LEGEND_COLOR, MARGIN_COLOR = "#333333", "#808080", "#f2f2f2"
+
+# Hues of one lightness (LCh 54, 70): each stands out as much as any other on a faded gray image.
+TOKEN_COLORS = LinearSegmentedColormap.from_list(
+    "tokens",
+    ["#ea405c", "#d25f1b", "#a17c00", "#5e8f00", "#009849", "#009c8f", "#009acf", "#0091f6", "#3e7cf5", "#b75bcd"],
+)
+
+
+def denormalize(pixel_values: torch.Tensor, image_mean: Sequence[float], image_std: Sequence[float]) -> torch.Tensor:
+    """What the model saw, as an image: the inverse of an image processor's normalization.
+
+    Args:
+        pixel_values (`torch.Tensor`): `(batch, channels, height, width)`.
+        image_mean, image_std (sequence of `float`): The image processor's, one for each channel.
+
+    Returns:
+        `torch.Tensor`: float32 of the same shape, 0 to 1.
+    """
+    pixel_values = pixel_values.detach().float().cpu()
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (image_mean, image_std))
+    return (pixel_values * std + mean).clamp(0, 1)
+
+
+def draw_rois(
+    images: torch.Tensor | Sequence[torch.Tensor],
+    rois: Sequence[torch.Tensor],
+    sampling_points: Sequence[torch.Tensor] = (),
+    *,
+    captions: Sequence[str] | None = None,
+    all_steps: bool = False,
+    panel_size: float = 2.1,
+) -> Figure:
+    """Draw where the tokens look, one row an image: the image, token RoIs of the first, third and last focusing step,
+    and the last sampling points (figure 3 of the bootstrapping paper), or the RoIs after every adjustment (figures 1
+    and 2 of its supplement).
+
+    RoIs are relative to what the model saw. If the image processor cropped the image, draw on the cropped view, which
+    `denormalize` makes from the pixel values. A token keeps its color in all panels. RoIs may leave the image: a light
+    margin, the same in all panels, shows up to 0.15 image sides beyond each edge.
+
+    Args:
+        images (`torch.Tensor` of shape `(batch, channels, height, width)`, or a sequence of images):
+            Values from 0 to 1; 1 or 3 channels.
+        rois (sequence of `torch.Tensor`):
+            `outputs.rois` of a model called with `output_rois=True`: `(batch, tokens, 4)` after every adjustment.
+        sampling_points (sequence of `torch.Tensor`, *optional*):
+            `outputs.sampling_points`: `(batch, tokens, points, 2)` of every sampling. The last is drawn.
+        captions (sequence of `str`, *optional*): A line of text for each image, for example its predicted label.
+        all_steps (`bool`, *optional*, defaults to `False`): Draw the RoIs after every adjustment.
+        panel_size (`float`, *optional*, defaults to 2.1): Width of a panel in inches.
+
+    Returns:
+        `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`.
+
+    Raises:
+        ValueError: if images, RoIs, points and captions do not fit each other.
+    """
+    images = [_to_array(image) for image in images]
+    steps = [_to_numpy(step) for step in rois]
+    points = [_to_numpy(sampling_points[-1])] if len(sampling_points) else []
+    if not images:
+        raise ValueError("Got no images, expected at least one.")
+    for name, values in (("RoIs", steps), ("sampling points", points), ("captions", [captions] if captions else [])):
+        if sizes := [len(value) for value in values if len(value) != len(images)]:
+            raise ValueError(f"Got {name} of {sizes[0]} images, expected those of the {len(images)} images given.")
+
+    shown = range(len(steps)) if all_steps or len(steps) <= 3 else (0, 2, len(steps) - 1)
+    headings = ["Input", *(_heading(step, len(steps)) for step in shown), *["Last sampling points"] * len(points)]
+    margin = _margin([steps[step] for step in shown] + points)
+
+    heights = [panel_size * image.shape[0] / image.shape[1] for image in images]
+    caption_height = CAPTION if captions else 0
+    width = 2 * EDGE + len(headings) * (panel_size + GAP) - GAP
+    height = 2 * EDGE + HEADING + sum(heights) + len(images) * (caption_height + GAP) - GAP + LEGEND
+    figure = Figure(figsize=(width, height), dpi=200, facecolor="white")
+    FigureCanvasAgg(figure)
+
+    bottom = height - EDGE - HEADING
+    for row, image in enumerate(images):
+        bottom -= heights[row]
+        for column, heading in enumerate(headings):
+            left = EDGE + column * (panel_size + GAP)
+            axes = figure.add_axes((left / width, bottom / height, panel_size / width, heights[row] / height))
+            _draw_image(axes, image, margin, faded=column > 0)
+            if 0 < column <= len(shown):
+                _draw_boxes(axes, steps[shown[column - 1]][row], image.shape)
+            elif column > 0:
+                _draw_points(axes, points[0][row], image.shape)
+            if row == 0:
+                axes.set_title(heading, fontsize=HEADING_SIZE, color=TEXT_COLOR, pad=4)
+            if captions and column == 0:
+                _write_caption(axes, captions[row], width)
+        bottom -= caption_height + GAP
+    legend = "One color per token; light gray lies outside the image."
+    figure.text(1 - EDGE / width, EDGE / height, legend, ha="right", va="bottom", size=LEGEND_SIZE, color=LEGEND_COLOR)
+    return figure
+
+
+def save_figure(figure: Figure, path: str | os.PathLike) -> None:
+    """Write a figure to a file whose ending names the format; it appears complete or not at all.
+
+    Args:
+        figure (`matplotlib.figure.Figure`): The figure.
+        path (`str` or `os.PathLike`): For example `rois.png`, `.jpg`, `.pdf` or `.svg`.
+
+    Raises:
+        ValueError: if Matplotlib does not write the format.
+        FileNotFoundError: if the folder does not exist.
+    """
+    path = check_picture_path(path)
+    aside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        figure.savefig(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def check_picture_path(path: str | os.PathLike) -> Path:
+    """The path, if a picture can be written there; raises as `save_figure` does."""
+    path = Path(path)
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ValueError(f"Cannot write {str(path)!r}: expected a file name ending in one of {', '.join(formats)}.")
+    if path.is_dir():
+        raise ValueError(f"Cannot write {str(path)!r}: it is a folder, expected a file name.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"Cannot write {str(path)!r}: the folder {str(path.parent)!r} does not exist; create it."
+        )
+    return path
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    # Boxes can run far off, or to infinity in half precision; all that matters is that they are outside.
+    return np.nan_to_num(torch.as_tensor(tensor).detach().float().cpu().numpy()).clip(-100, 100)
+
+
+def _to_array(image: torch.Tensor) -> np.ndarray:
+    """`(channels, height, width)` to `(height, width, 3)`."""
+    image = torch.as_tensor(image).detach().float().cpu()
+    if image.ndim != 3 or image.shape[0] not in (1, 3):
+        raise ValueError(
+            f"Got an image of shape {tuple(image.shape)}, expected (channels, height, width) with 1 or 3 channels."
+        )
+    return image.clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
+
+
+def _heading(step: int, num_steps: int) -> str:
+    return f"Token RoIs, step {step + 1}" + (" (last)" if step == num_steps - 1 > 0 else "")
+
+
+def _margin(values: Sequence[np.ndarray]) -> float:
+    """Share of the image's sides that the margin needs for RoIs and points beyond the image, within limits."""
+    beyond = max([max(-value.min(), value.max() - 1) for value in values], default=0)
+    return float(np.clip(beyond + MIN_MARGIN, MIN_MARGIN, MAX_MARGIN))
+
+
+def _draw_image(axes: Axes, image: np.ndarray, margin: float, faded: bool) -> None:
+    """The image, or a pale gray one to draw on, with its margin; axes count pixels from the upper left corner."""
+    height, width = image.shape[:2]
+    if faded:
+        luminance = image @ np.array([0.299, 0.587, 0.114])
+        image = np.repeat(0.5 + 0.5 * luminance[..., None], 3, axis=2)
+        axes.set_facecolor(MARGIN_COLOR)
+    # Interpolation keeps images of 32 pixels recognizable.
+    axes.imshow(image.clip(0, 1), extent=(0, width, height, 0), interpolation="bicubic")
+    axes.set_xlim(-margin * width, (1 + margin) * width)
+    axes.set_ylim((1 + margin) * height, -margin * height)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+
+
+def _draw_boxes(axes: Axes, rois: np.ndarray, shape: Sequence[int]) -> None:
+    """RoIs `(tokens, 4)` as boxes, the smaller ones on top."""
+    left, top, right, bottom = rois.T * np.array([[shape[1]], [shape[0]]] * 2)
+    corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1).reshape(-1, 4, 2)
+    order = np.argsort(-np.abs((right - left) * (bottom - top)))
+    colors = TOKEN_COLORS(np.linspace(0, 1, len(rois)))
+    boxes = PolyCollection(
+        corners[order],
+        facecolors="none",
+        edgecolors=colors[order],
+        linewidths=1.5 * min(1, (16 / len(rois)) ** 0.35),
+        joinstyle="miter",
+    )
+    axes.add_collection(boxes, autolim=False)
+
+
+def _draw_points(axes: Axes, points: np.ndarray, shape: Sequence[int]) -> None:
+    """Sampling points `(tokens, points, 2)`, in the colors of their tokens."""
+    x, y = points.reshape(-1, 2).T * np.array([[shape[1]], [shape[0]]])
+    colors = TOKEN_COLORS(np.linspace(0, 1, len(points))).repeat(points.shape[1], axis=0)
+    diameter = 3.8 * min(1, (128 / len(x)) ** 0.3)
+    axes.scatter(x, y, s=diameter**2, c=colors, edgecolors="white", linewidths=0.1 * diameter)
+
+
+def _write_caption(axes: Axes, caption: str, width: float) -> None:
+    """One line under the first panel that may extend below the whole row, cut where the figure ends."""
+    characters = int(width * 72 / (0.62 * CAPTION_SIZE))
+    caption = " ".join(caption.split())
+    caption = caption if len(caption) <= characters else caption[: characters - 1] + "…"
+    axes.annotate(
+        caption,
+        parse_math=False,
+        xy=(0, 0),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, -4),
+        textcoords="offset points",
+        verticalalignment="top",
+        fontsize=CAPTION_SIZE,
+        color=TEXT_COLOR,
+    )

@@ -1,0 +1,220 @@
+"""Pictures: the right panels, boxes and points at the right pixels, files that are whole or absent."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from frugalvit.pictures import MAX_MARGIN, MIN_MARGIN, denormalize, draw_rois, save_figure
+
+
+def make_rois(batch: int = 1, tokens: int = 4, steps: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    left_top = torch.rand(steps, batch, tokens, 2, generator=generator) * 0.5
+    return list(torch.cat([left_top, left_top + 0.3], dim=-1))
+
+
+def make_points(batch: int = 1, tokens: int = 4, points: int = 9, steps: int = 5) -> list[torch.Tensor]:
+    return list(torch.rand(steps, batch, tokens, points, 2, generator=torch.Generator().manual_seed(1)))
+
+
+def headings(figure) -> list[str]:
+    return [axes.get_title() for axes in figure.axes if axes.get_title()]
+
+
+def corners(axes) -> np.ndarray:
+    """Left, top, right, bottom of the drawn boxes, the smallest last."""
+    paths = axes.collections[0].get_paths()
+    return np.array([[*path.vertices.min(axis=0), *path.vertices.max(axis=0)] for path in paths])
+
+
+def render(figure) -> np.ndarray:
+    figure.canvas.draw()
+    return np.asarray(figure.canvas.buffer_rgba())[..., :3]
+
+
+@pytest.mark.parametrize(
+    "steps, all_steps, expected",
+    [
+        (0, False, []),
+        (1, False, ["step 1"]),
+        (2, False, ["step 1", "step 2 (last)"]),
+        (3, False, ["step 1", "step 2", "step 3 (last)"]),
+        (4, False, ["step 1", "step 3", "step 4 (last)"]),
+        (5, False, ["step 1", "step 3", "step 5 (last)"]),
+        (1, True, ["step 1"]),
+        (5, True, ["step 1", "step 2", "step 3", "step 4", "step 5 (last)"]),
+    ],
+)
+def test_panels(steps, all_steps, expected):
+    figure = draw_rois(torch.rand(2, 3, 32, 32), make_rois(2, steps=steps), make_points(2), all_steps=all_steps)
+    expected = ["Input", *(f"Token RoIs, {step}" for step in expected), "Last sampling points"]
+    assert headings(figure) == expected
+    assert len(figure.axes) == 2 * len(expected)
+
+
+def test_panels_without_sampling_points():
+    assert headings(draw_rois(torch.rand(1, 3, 32, 32), make_rois()))[-1] == "Token RoIs, step 4 (last)"
+
+
+def test_boxes_and_points_are_in_pixels_of_the_image():
+    rois = torch.tensor([[[0.25, 0.5, 0.75, 1.0], [0.0, 0.0, 1.0, 1.0]]])
+    points = torch.tensor([[[[0.25, 0.5], [0.5, 0.125]], [[0.75, 1.0], [0.0, 0.0]]]])
+    _, boxes, dots = draw_rois(torch.rand(1, 3, 48, 80), [rois], [points]).axes
+    np.testing.assert_allclose(corners(boxes), [[0, 0, 80, 48], [20, 24, 60, 48]])
+    np.testing.assert_allclose(dots.collections[0].get_offsets(), [[20, 24], [40, 6], [60, 48], [0, 0]])
+    left, right, bottom, top = boxes.images[0].get_extent()
+    assert (left, right, bottom, top) == (0, 80, 48, 0)
+
+
+def test_box_is_painted_over_its_part_of_the_image():
+    # A black square on white, and a RoI around it.
+    image = torch.ones(1, 3, 100, 100)
+    image[..., 30:50, 20:60] = 0
+    figure = draw_rois(image, [torch.tensor([[[0.2, 0.3, 0.6, 0.5]]])])
+    pixels = render(figure).astype(float) / 255
+    axes = figure.axes[1]
+    corner = np.round(axes.transData.transform([[20, 30], [60, 50]])).astype(int)
+    (left, right), (top, bottom) = corner[:, 0], len(pixels) - corner[:, 1]
+    color = axes.collections[0].get_edgecolors()[0, :3]
+    colored = np.abs(pixels - color).max(axis=2) < 0.1
+    rows, columns = np.nonzero(colored)
+    assert abs(rows.min() - top) <= 3 and abs(rows.max() - bottom) <= 3
+    assert abs(columns.min() - left) <= 3 and abs(columns.max() - right) <= 3
+    # Inside lies the faded square, around it white.
+    np.testing.assert_allclose(pixels[(top + bottom) // 2, (left + right) // 2], 0.5, atol=0.05)
+    np.testing.assert_allclose(pixels[top - 12, left - 12], 1, atol=0.05)
+
+
+def test_a_token_keeps_its_color():
+    rois, points = make_rois(tokens=3), make_points(tokens=3)
+    axes = draw_rois(torch.rand(1, 3, 32, 32), rois, points, all_steps=True).axes
+    points_colors = axes[-1].collections[0].get_facecolors()
+    for step, panel in zip(rois, axes[1:-1], strict=True):
+        expected = {tuple(box): tuple(points_colors[9 * i]) for i, box in enumerate((step[0] * 32).numpy().round(3))}
+        drawn = zip(corners(panel).astype(np.float32).round(3), panel.collections[0].get_edgecolors(), strict=True)
+        assert {tuple(box): tuple(color) for box, color in drawn} == expected
+
+
+@pytest.mark.parametrize(
+    "roi, margin",
+    [
+        ([0.1, 0.1, 0.9, 0.9], MIN_MARGIN),
+        ([-0.08, 0.1, 0.9, 0.9], 0.08 + MIN_MARGIN),
+        ([0.2, 0.2, 0.9, 1.05], 0.05 + MIN_MARGIN),
+        ([-3, 0.1, 9000, 0.9], MAX_MARGIN),
+        ([float("-inf"), 0.1, float("inf"), 0.9], MAX_MARGIN),
+    ],
+)
+def test_margin_shows_what_leaves_the_image(roi, margin):
+    figure = draw_rois(torch.rand(1, 3, 20, 40), [torch.tensor([[roi]])])
+    for axes in figure.axes:
+        np.testing.assert_allclose(axes.get_xlim(), (-40 * margin, 40 * (1 + margin)), rtol=1e-5)
+        np.testing.assert_allclose(axes.get_ylim(), (20 * (1 + margin), -20 * margin), rtol=1e-5)
+    assert np.isfinite(render(figure)).all()
+
+
+def test_images_of_different_sizes_keep_their_proportions():
+    figure = draw_rois([torch.rand(3, 20, 40), torch.rand(1, 40, 20)], make_rois(2))
+    width, height = figure.get_size_inches()
+    ratios = [box.height * height / (box.width * width) for box in (axes.get_position() for axes in figure.axes)]
+    np.testing.assert_allclose(ratios, [0.5] * 4 + [2] * 4)
+
+
+def test_panels_and_texts_do_not_overlap():
+    figure = draw_rois(torch.rand(2, 3, 32, 32), make_rois(2, steps=5), make_points(2), captions=["x" * 999] * 2)
+    renderer = figure.canvas.get_renderer()
+    boxes = [axes.get_window_extent(renderer) for axes in figure.axes]
+    boxes += [axes.title.get_window_extent(renderer) for axes in figure.axes if axes.get_title()]
+    boxes += [text.get_window_extent(renderer) for axes in figure.axes for text in axes.texts]
+    boxes += [text.get_window_extent(renderer) for text in figure.texts]
+    for i, box in enumerate(boxes):
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
+        assert not any(box.overlaps(other) for other in boxes[:i])
+
+
+def test_captions_are_plain_text():
+    figure = draw_rois(torch.rand(1, 3, 32, 32), make_rois(), captions=["$5_note\n^ $"])
+    assert figure.axes[0].texts[0].get_text() == "$5_note ^ $"
+    render(figure)
+
+
+def test_half_precision_with_gradient():
+    rois = [step.bfloat16().requires_grad_() for step in make_rois()]
+    draw_rois(torch.rand(1, 3, 32, 32).half(), rois, [points.half() for points in make_points()])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((torch.rand(3, 32, 32), make_rois()), "expected \\(channels, height, width\\)"),
+        ((torch.rand(1, 4, 32, 32), make_rois()), "1 or 3 channels"),
+        ((torch.rand(2, 3, 32, 32), make_rois(1)), "RoIs of 1 images, expected those of the 2"),
+        ((torch.rand(1, 3, 32, 32), make_rois(), make_points(3)), "sampling points of 3 images"),
+        (([], []), "no images"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        draw_rois(*arguments)
+
+
+def test_denormalize_inverts_the_image_processor():
+    from transformers import ViTImageProcessor
+
+    image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    mean, std = [0.48, 0.45, 0.4], [0.2, 0.25, 0.3]
+    processor = ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=mean, image_std=std)
+    seen = denormalize(processor(Image.fromarray(image), return_tensors="pt").pixel_values, mean, std)
+    np.testing.assert_allclose(seen[0].permute(1, 2, 0).numpy(), image / 255, atol=1e-5)
+
+
+def test_saved_picture_is_large_and_not_blank(tmp_path):
+    path = tmp_path / "rois.png"
+    save_figure(draw_rois(torch.rand(1, 3, 32, 32), make_rois(), make_points()), path)
+    with Image.open(path) as picture:
+        assert picture.width > 1500
+        colors = {color for _, color in picture.convert("RGB").getcolors(picture.width * picture.height)}
+    assert len(colors) > 100
+    assert {"#ea405c", "#b75bcd"} <= {"#%02x%02x%02x" % color for color in colors}
+    assert [file.name for file in tmp_path.iterdir()] == ["rois.png"]
+
+
+def test_failed_save_leaves_the_old_picture(tmp_path, monkeypatch):
+    path = tmp_path / "rois.png"
+    path.write_text("old")
+    figure = draw_rois(torch.rand(1, 3, 32, 32), make_rois())
+
+    def fail(path):
+        path.write_text("half a picture")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(figure, "savefig", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_figure(figure, path)
+    assert path.read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "name, error, message",
+    [
+        ("rois.xyz", ValueError, "ending in one of"),
+        ("rois", ValueError, "ending in one of"),
+        ("missing/rois.png", FileNotFoundError, "missing' does not exist"),
+        ("folder.png", ValueError, "is a folder"),
+    ],
+)
+def test_unwritable_paths(tmp_path, name, error, message):
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(error, match=message):
+        save_figure(draw_rois(torch.rand(1, 3, 32, 32), make_rois()), tmp_path / name)
+
+
+def test_import_leaves_the_backend_alone():
+    code = "import frugalvit.pictures, sys; assert 'matplotlib.pyplot' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
