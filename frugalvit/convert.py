@@ -1,0 +1,162 @@
+"""`frugalvit convert`: checkpoints of reference implementations to hub repositories."""
+
+import argparse
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from .modeling.conversion import (
+    TEMPLATES,
+    config_from_showlab,
+    convert_showlab,
+    infer_showlab_variant,
+    load_showlab_checkpoint,
+    showlab_model_class,
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="frugalvit convert", description=__doc__)
+    sources = parser.add_subparsers(dest="source", required=True, metavar="SOURCE")
+    showlab = sources.add_parser(
+        "showlab",
+        help="SparseFormer checkpoints of its authors",
+        description="Convert a checkpoint of github.com/showlab/sparseformer to a folder that `from_pretrained` loads. "
+        "Widths, tokens, points and blocks follow from the checkpoint, the rest from the variant.",
+    )
+    showlab.add_argument("checkpoint", metavar="CHECKPOINT", help=".pth or .safetensors file")
+    showlab.add_argument("output", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
+    showlab.add_argument("--variant", choices=list(TEMPLATES), help="default: the one whose names the checkpoint has")
+    showlab.add_argument(
+        "--iterations", type=int, help="executions of the focusing layer (default: stage embeddings, or the variant's)"
+    )
+    showlab.add_argument(
+        "--image-size",
+        "--image_size",
+        type=int,
+        nargs="+",
+        metavar="PIXELS",
+        help="side, or height and width, of the images that the model will get (default: 224): resized to 8/7 of the "
+        "side and cropped, or resized straight to height and width",
+    )
+    showlab.add_argument("--overwrite", action="store_true", help="replace the model folder OUT")
+    arguments = parser.parse_args(argv)
+    image_size = arguments.image_size
+    if image_size is not None:
+        if len(image_size) > 2:
+            parser.error(f"argument --image-size: got {len(image_size)} numbers, expected a side or height and width")
+        image_size = image_size[0] if len(image_size) == 1 else tuple(image_size)
+    convert_checkpoint(
+        arguments.checkpoint,
+        arguments.output,
+        variant=arguments.variant,
+        iterations=arguments.iterations,
+        image_size=image_size,
+        overwrite=arguments.overwrite,
+    )
+
+
+def convert_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    variant: str | None = None,
+    iterations: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Convert a checkpoint of the SparseFormer authors to a hub repository, and check that it loads.
+
+    Args:
+        checkpoint (`str` or `Path`): What `load_showlab_checkpoint` reads.
+        output (`str` or `Path`): Folder to write, whole or not at all.
+        variant, iterations, image_size: As for `config_from_showlab`.
+        overwrite (`bool`, *optional*, defaults to `False`): Replace `output` if it is a model folder.
+
+    Raises:
+        ValueError: if the checkpoint does not fit, or `output` is in the way.
+    """
+    state_dict = load_showlab_checkpoint(checkpoint)
+    config = config_from_showlab(state_dict, variant, iterations, image_size)
+    if config.projection_dim is None and config.num_labels == 1000:
+        config.id2label, config.label2id = imagenet_labels()
+    model_class = showlab_model_class(config)
+    with torch.device("meta"):
+        model = model_class(config)
+    model.load_state_dict(convert_showlab(state_dict, config), assign=True)
+    with whole_folder(output, overwrite) as folder:
+        model.eval().save_pretrained(folder)
+        check_reload(model, folder)
+
+    outputs = f"projection to {config.projection_dim}" if config.projection_dim else f"{config.num_labels} classes"
+    height, width = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+    print(
+        f"variant      {variant or infer_showlab_variant(state_dict, iterations)}\n"
+        f"tokens       {config.num_latent_tokens}{' and [CLS]' if config.use_cls_token else ''}, "
+        f"{config.num_sampling_points} points each, {config.stem_channels} stem channels\n"
+        f"focusing     width {config.focusing_hidden_size}, {config.num_focusing_iterations} iterations\n"
+        f"cortex       width {config.hidden_size}, {config.num_hidden_layers} blocks\n"
+        f"output       {outputs}\n"
+        f"images       {height} x {width}, mean {tuple(config.image_mean)}, std {tuple(config.image_std)}\n"
+        f"parameters   {model.num_parameters():,}\n"
+        f"{model_class.__name__} written to {output}; it loads again with every weight."
+    )
+
+
+@contextmanager
+def whole_folder(output: str | Path, overwrite: bool = False):
+    """A new folder beside `output` that takes its name if the block succeeds and is removed if it does not.
+
+    Raises:
+        ValueError: if `output` is a file or a folder with something in it, unless it is a model folder and
+            `overwrite` is set.
+    """
+    output = Path(output).absolute()
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"The output {str(output)!r} is a file, expected a folder to write; choose another name.")
+    if output.is_dir() and any(output.iterdir()):
+        if not overwrite:
+            raise ValueError(
+                f"The output folder {str(output)!r} exists and is not empty; choose another one or pass --overwrite."
+            )
+        if not (output / "config.json").is_file():
+            raise ValueError(
+                f"The output folder {str(output)!r} has no config.json, so it is no model folder and is not "
+                "overwritten; choose another one."
+            )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial, replaced = (output.with_name(f".{output.name}.{state}") for state in ("partial", "replaced"))
+    # A run that was killed may have left one.
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        if output.exists():
+            output.rename(replaced)
+        partial.rename(output)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def imagenet_labels() -> tuple[dict[int, str], dict[str, int]]:
+    """Names of the 1,000 classes of ImageNet, as timm knows them, by index; and the reverse."""
+    from timm.data import ImageNetInfo
+
+    info = ImageNetInfo()
+    id2label = {index: info.index_to_description(index) for index in range(1000)}
+    return id2label, {label: index for index, label in id2label.items()}
+
+
+def check_reload(model, folder: str | Path) -> None:
+    """Load a model that was just saved and compare.
+
+    Raises:
+        RuntimeError: if weights are missing, unexpected or changed.
+    """
+    loaded, info = type(model).from_pretrained(folder, output_loading_info=True)
+    weights = loaded.state_dict()
+    changed = [name for name, weight in model.state_dict().items() if not torch.equal(weight, weights[name])]
+    if any(info.values()) or changed:
+        raise RuntimeError(f"The saved model does not load as it was saved: {info}, changed: {changed}.")
