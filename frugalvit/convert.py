@@ -23,8 +23,8 @@ def main(argv: list[str] | None = None) -> None:
     showlab = sources.add_parser(
         "showlab",
         help="SparseFormer checkpoints of its authors",
-        description="Convert a checkpoint of github.com/showlab/sparseformer to a folder that `from_pretrained` loads. "
-        "Widths, tokens, points and blocks follow from the checkpoint, the rest from the variant.",
+        description="Convert a checkpoint of github.com/showlab/sparseformer to a folder that `from_pretrained` "
+        "loads. Widths, tokens, points and blocks follow from the checkpoint, the rest from the variant.",
     )
     showlab.add_argument("checkpoint", metavar="CHECKPOINT", help=".pth or .safetensors file")
     showlab.add_argument("output", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     image_size = arguments.image_size
     if image_size is not None:
         if len(image_size) > 2:
-            parser.error(f"argument --image-size: got {len(image_size)} numbers, expected a side or height and width")
+            showlab.error(f"argument --image-size: got {len(image_size)} numbers, expected a side or height and width")
         image_size = image_size[0] if len(image_size) == 1 else tuple(image_size)
     convert_checkpoint(
         arguments.checkpoint,

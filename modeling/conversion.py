@@ -103,8 +103,8 @@ def load_showlab_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
             state_dict = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{str(path)!r} is corrupt or holds Python objects besides tensors, which are not loaded as they could run "
-            "code. Download it again, or save its state dict alone with torch.save."
+            f"{str(path)!r} is corrupt or holds Python objects besides tensors, which are not loaded as they could "
+            "run code. Download it again, or save its state dict alone with torch.save."
         ) from error
     except Exception as error:
         # A damaged file makes the readers fail in a dozen ways, IndexError and struct.error among them.
@@ -166,6 +166,14 @@ def config_from_showlab(
     """
     if variant is not None and variant not in TEMPLATES:
         raise ValueError(f"There is no variant {variant!r}; expected one of {', '.join(TEMPLATES)}.")
+    if "layers.0.stage_embedding.weight" in state_dict:
+        stages = len(state_dict["layers.0.stage_embedding.weight"])
+        if iterations not in (None, stages):
+            raise ValueError(
+                f"{iterations} iterations were asked for, but the checkpoint has stage embeddings for {stages}; leave "
+                "the number of iterations out."
+            )
+        iterations = stages
     _check_names(state_dict, variant, iterations)
     variant = variant or infer_showlab_variant(state_dict, iterations)
 
@@ -204,14 +212,6 @@ def config_from_showlab(
     }
     if num_tokens > 1:
         fields["shared_token_embedding"] = num_embeddings == 1
-    if "layers.0.stage_embedding.weight" in shapes:
-        stages = shapes["layers.0.stage_embedding.weight"][0]
-        if iterations not in (None, stages):
-            raise ValueError(
-                f"{iterations} iterations were asked for, but the checkpoint has stage embeddings for {stages}; leave "
-                "the number of iterations out."
-            )
-        iterations = stages
     if iterations is not None:
         fields["num_focusing_iterations"] = iterations
     template = next((name for name in TEMPLATES[variant] if VARIANTS[name]["hidden_size"] == hidden_size), None)
@@ -353,8 +353,8 @@ def _check_names(state_dict: dict[str, torch.Tensor], variant: str | None, itera
     missing, unexpected = _differences(state_dict, best, iterations)
     if not state_dict.keys() & OUTER_NAMES.keys():
         raise ValueError(
-            f"This is no SparseFormer checkpoint: it has {len(state_dict)} tensors ({_listed(sorted(state_dict))}) and "
-            f"none of {_listed(sorted(OUTER_NAMES))}."
+            f"This is no SparseFormer checkpoint: it has {len(state_dict)} tensors ({_listed(sorted(state_dict))}), "
+            "expected names such as initial_roi.weight and layers.0.adaptive_mixing.out_proj.weight."
         )
     if any("tuo_proj" in name for name in state_dict):
         raise ValueError(
