@@ -96,6 +96,11 @@ class HubModel(PreTrainedModel):
 
     auto_classes: dict[str, str] = {}
 
+    def _initialize_weights(self, module, is_custom_code: bool = False):
+        # In custom code Transformers passes over modules whose own parameters are all loaded, and that is every module
+        # without parameters of its own. `transformers.initialization` looks at each parameter, so none needs it.
+        super()._initialize_weights(module)
+
     def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
         """As in Transformers; besides weights and configuration it writes the family's source files, the image
         processor's configuration and a model card. The last two are left alone where they exist."""
