@@ -1,0 +1,102 @@
+"""Image classifiers for the commands: loaded whole or refused, on the device that is there."""
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
+from transformers.utils import logging
+
+
+def choose_device(name: str | None = None) -> torch.device:
+    """The device of that name, or an accelerator if there is one and the CPU otherwise.
+
+    Raises:
+        ValueError: if this machine has no such device.
+    """
+    if name is None:
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"The device {name!r} cannot be used here ({_one_line(error)}); expected one like 'cpu', 'cuda', 'cuda:1' "
+            "or 'mps' that this machine has. Leave it out to have it chosen."
+        ) from error
+    return device
+
+
+def load_image_classifier(
+    name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, object]:
+    """Load a model for inference, in float32, and its image processor.
+
+    Args:
+        name (`str` or `os.PathLike`): A folder that `save_pretrained` wrote, or a hub id.
+        device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
+
+    Returns:
+        `tuple`: The model and the image processor.
+
+    Raises:
+        ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
+    """
+    name = os.fspath(name)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"There is no model in {name!r}: it has no config.json. Give a folder that `save_pretrained` wrote."
+            )
+        name = str(folder)
+    elif folder.exists():
+        raise ValueError(f"The model {name!r} is a file; give the folder that holds its config.json.")
+    elif name.startswith((".", "~", os.sep)) or name.count("/") != 1:
+        raise ValueError(f"There is no folder {name!r}; give a folder that `save_pretrained` wrote, or a hub id.")
+
+    device = choose_device(None if device is None else str(device))
+    try:
+        with _quiet_transformers():
+            model, report = AutoModelForImageClassification.from_pretrained(
+                name, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+            )
+            image_processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+    # Weights, configurations and remote code fail in more ways than can be listed.
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            message = "it brings its own code. Read that, and if you trust it, pass --trust-remote-code."
+        else:
+            message = f"{type(error).__name__}: {_one_line(error)}"
+        raise ValueError(f"Cannot load {name!r} as an image classifier: {message}") from error
+    for problem, keys in (("lacks", report["missing_keys"]), ("does not know", report["unexpected_keys"])):
+        if keys:
+            keys = sorted(keys)
+            names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+            part = "checkpoint" if problem == "lacks" else "model class"
+            raise ValueError(
+                f"{name!r} is no complete {type(model).__name__}: its {part} {problem} {names}. "
+                "Save it again as an image classifier."
+            )
+    return model.eval().to(device), image_processor
+
+
+@contextmanager
+def _quiet_transformers():
+    """Without Transformers' progress bar and report: errors say what matters."""
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _one_line(error: BaseException, limit: int = 300) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[:limit] + "…"

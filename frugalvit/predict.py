@@ -1,0 +1,262 @@
+"""`frugalvit predict`: labels of images, and pictures of where the tokens look."""
+
+import argparse
+import glob
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from PIL import Image, ImageOps
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from .loading import load_image_classifier
+from .resources import checkpoint_path
+
+
+# More rows than this make a picture that no one looks at.
+MAX_DRAWN = 32
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="frugalvit predict",
+        description="Print the top labels of images; with --rois, draw where the tokens of a SparseFormer look.",
+    )
+    parser.add_argument(
+        "images",
+        nargs="+",
+        metavar="IMAGE",
+        help="image files, folders, patterns such as 'photos/*.jpg', .parquet files",
+    )
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="model folder or hub id (default: the SparseFormer for CIFAR-10 that ships)"
+    )
+    parser.add_argument("--top", type=int, default=5, help="labels for each image (default: 5)")
+    parser.add_argument("--limit", type=int, help="take only this many images")
+    parser.add_argument(
+        "--rois",
+        metavar="FILE",
+        help="draw the input, the token RoIs of the first, third and last focusing step and the last sampling points "
+        f"(at most {MAX_DRAWN} images) into this .png, .pdf or .svg",
+    )
+    parser.add_argument("--all-steps", "--all_steps", action="store_true", help="draw the RoIs of every focusing step")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--batch-size", "--batch_size", type=int, default=32, help="images at a time (default: 32)")
+    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
+    parser.add_argument(
+        "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the model"
+    )
+    arguments = parser.parse_args(argv)
+    for name in ("top", "limit", "batch_size"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"argument --{name.replace('_', '-')}: got {value}, expected at least 1")
+    if arguments.all_steps and not arguments.rois:
+        parser.error("argument --all-steps: name the picture with --rois FILE")
+
+    # What costs little is checked before the model is loaded.
+    paths = find_images(arguments.images)
+    if arguments.rois:
+        from .pictures import check_picture_path, save_figure
+
+        check_picture_path(arguments.rois)
+    model, image_processor = load_image_classifier(
+        arguments.model or checkpoint_path("cifar10-sparseformer"), arguments.device, arguments.trust_remote_code
+    )
+    if arguments.rois and not has_rois(model):
+        raise ValueError(
+            f"--rois: {type(model).__name__} has no RoIs to draw, expected a SparseFormer. Leave --rois out or choose "
+            "another --model."
+        )
+
+    images = islice(read_images(paths), arguments.limit)
+    drawn, captions, results, count = [], [], [], 0
+    with tqdm(desc="predict", unit=" images", leave=False, disable=None) as progress:
+        while batch := list(islice(images, arguments.batch_size)):
+            draws = bool(arguments.rois) and len(drawn) < MAX_DRAWN
+            predictions = predict(model, image_processor, [image for _, image in batch], arguments.top, draws)
+            for (name, _), prediction in zip(batch, predictions, strict=True):
+                if arguments.json:
+                    labels = [{"label": label, "score": score} for label, score in prediction.labels]
+                    results.append({"image": name, "labels": labels})
+                else:
+                    tqdm.write(format_prediction(name, prediction))
+                if draws and len(drawn) < MAX_DRAWN:
+                    drawn.append(prediction)
+                    captions.append(f"{Path(name).name}: {format_labels(prediction.labels[:3])}")
+            count += len(batch)
+            progress.update(len(batch))
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+    if arguments.rois:
+        save_figure(draw_predictions(drawn, captions, arguments.all_steps), arguments.rois)
+        print(f"Drew {len(drawn)} of {count} images: {arguments.rois}", file=sys.stderr)
+
+
+@dataclass
+class Prediction:
+    """What a model says about an image.
+
+    Args:
+        labels (`list`): Pairs of label and score, the best first.
+        view (`torch.Tensor`, *optional*): `(channels, height, width)`, 0 to 1: the image as the model saw it.
+        rois (`list`): `(tokens, 4)` after every adjustment.
+        sampling_points (`list`): `(tokens, points, 2)` of every sampling.
+    """
+
+    labels: list[tuple[str, float]]
+    view: torch.Tensor | None = None
+    rois: list[torch.Tensor] = field(default_factory=list)
+    sampling_points: list[torch.Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def predict(
+    model: PreTrainedModel, image_processor, images: Sequence[Image.Image], top: int = 5, output_rois: bool = False
+) -> list[Prediction]:
+    """Label images in one batch.
+
+    Args:
+        model (`PreTrainedModel`): An image classifier of this project or of Transformers.
+        image_processor: Its image processor.
+        images (sequence of `PIL.Image.Image`): RGB images.
+        top (`int`, *optional*, defaults to 5): Labels for each image.
+        output_rois (`bool`, *optional*, defaults to `False`): Return RoIs too; the model must have them.
+
+    Returns:
+        `list[Prediction]`: One for each image, on the CPU. Scores are sigmoids for multi-label models and softmax
+        probabilities otherwise.
+    """
+    pixel_values = image_processor(list(images), return_tensors="pt").pixel_values
+    outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))
+    logits = outputs.logits.float()
+    multi_label = model.config.problem_type == "multi_label_classification"
+    scores, indices = (logits.sigmoid() if multi_label else logits.softmax(-1)).topk(min(top, logits.shape[-1]))
+    predictions = [
+        Prediction([(model.config.id2label[index], score) for index, score in zip(*row, strict=True)])
+        for row in zip(indices.tolist(), scores.tolist(), strict=True)
+    ]
+    if output_rois:
+        from .pictures import denormalize
+
+        if getattr(image_processor, "do_normalize", False):
+            pixel_values = denormalize(pixel_values, image_processor.image_mean, image_processor.image_std)
+        for i, prediction in enumerate(predictions):
+            prediction.view = pixel_values[i]
+            prediction.rois = [step[i].cpu() for step in outputs.rois]
+            prediction.sampling_points = [step[i].cpu() for step in outputs.sampling_points]
+    return predictions
+
+
+def has_rois(model: PreTrainedModel) -> bool:
+    """Whether the model takes `output_rois=True`."""
+    return "rois" in getattr(model.config, "keys_to_ignore_at_inference", ())
+
+
+def draw_predictions(
+    predictions: Sequence[Prediction], captions: Sequence[str] | None = None, all_steps: bool = False
+):
+    """`draw_rois` for what `predict(…, output_rois=True)` returned; a `matplotlib.figure.Figure`."""
+    from .pictures import draw_rois
+
+    rois = [torch.stack(step) for step in zip(*(prediction.rois for prediction in predictions), strict=True)]
+    points = torch.stack([prediction.sampling_points[-1] for prediction in predictions])
+    views = [prediction.view for prediction in predictions]
+    return draw_rois(views, rois, [points], captions=captions, all_steps=all_steps)
+
+
+def format_labels(labels: Sequence[tuple[str, float]]) -> str:
+    return ", ".join(f"{label} {score:.1%}" for label, score in labels)
+
+
+def format_prediction(name: str, prediction: Prediction) -> str:
+    return "\n".join([name, *(f"{score:8.1%}  {label}" for label, score in prediction.labels)])
+
+
+def find_images(arguments: Sequence[str]) -> list[Path]:
+    """Image and parquet files that arguments stand for: files, folders with all that is in them, patterns.
+
+    Raises:
+        FileNotFoundError: if an argument stands for nothing.
+    """
+    endings = {*Image.registered_extensions(), ".parquet"}
+    found = []
+    for argument in arguments:
+        path = Path(argument).expanduser()
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.suffix.lower() in endings and file.is_file())
+            problem = "no images in the folder"
+        elif path.exists():
+            files, problem = [path], ""
+        else:
+            files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
+            problem = "no file matches the pattern" if glob.has_magic(argument) else "no such file or folder:"
+        if not files:
+            raise FileNotFoundError(f"There is {problem} {argument!r}; give image files, folders or patterns.")
+        found += files
+    return found
+
+
+def read_images(paths: Sequence[Path]) -> Iterator[tuple[str, Image.Image]]:
+    """Names and RGB images of image files and of parquet files with an image column.
+
+    Raises:
+        ValueError: if a file is no image or is corrupt.
+    """
+    for path in paths:
+        if path.suffix.lower() == ".parquet":
+            for index, encoded in enumerate(_read_parquet(path)):
+                name = f"{path}[{index}]"
+                yield name, _decode(io.BytesIO(encoded or b""), name)
+        else:
+            yield str(path), _decode(path, str(path))
+
+
+def _read_parquet(path: Path) -> Iterator[bytes | None]:
+    """Encoded images, from the columns that `datasets` writes, or from a column of bytes."""
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"Cannot read {str(path)!r}: it is no parquet file or is corrupt.") from error
+    with file:
+        for column in file.schema_arrow:
+            struct = pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0
+            if struct or pa.types.is_binary(column.type):
+                break
+        else:
+            raise ValueError(
+                f"{str(path)!r} has no column with images, only {', '.join(file.schema_arrow.names)}; expected one of "
+                "bytes, or as `datasets` writes them."
+            )
+        for batch in file.iter_batches(64, columns=[column.name]):
+            for value in batch.column(0).to_pylist():
+                yield value["bytes"] if struct and value else value
+
+
+def _decode(file: Path | io.BytesIO, name: str) -> Image.Image:
+    """An RGB image as it is meant to be seen: turned upright, transparency on white, 16 bits scaled to 8."""
+    try:
+        with Image.open(file) as image:
+            image = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I"):
+                image = Image.fromarray((np.asarray(image) / 257).clip(0, 255).round().astype(np.uint8))
+            elif image.has_transparency_data:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return image.convert("RGB")
+    except PermissionError:
+        raise
+    # Decoders raise whatever a broken file leads them to.
+    except Exception as error:
+        raise ValueError(
+            f"Cannot read {name!r}: it is no image that Pillow reads, or is corrupt ({error})."
+        ) from error

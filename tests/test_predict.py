@@ -1,0 +1,356 @@
+"""`frugalvit predict`: labels, RoI pictures, every kind of image, and errors of one line."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
+from frugalvit.cli import main
+from frugalvit.loading import load_image_classifier
+from frugalvit.predict import draw_predictions, find_images, predict, read_images
+
+
+torch.set_num_threads(1)
+
+LABELS = ["airplane", "bird", "cat", "dog"]
+SIZES = {"id2label": dict(enumerate(LABELS)), "label2id": {label: i for i, label in enumerate(LABELS)}}
+
+
+def tiny_config(**overrides) -> SparseFormerConfig:
+    fields = {
+        "image_size": 32,
+        "num_latent_tokens": 4,
+        "num_sampling_points": 4,
+        "stem_channels": 8,
+        "focusing_hidden_size": 64,
+        "num_focusing_iterations": 4,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "mixing_hidden_size": 8,
+        **SIZES,
+    }
+    return SparseFormerConfig(**{**fields, **overrides})
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A SparseFormer whose RoIs move."""
+    torch.manual_seed(0)
+    model = SparseFormerForImageClassification(tiny_config())
+    torch.nn.init.normal_(model.sparseformer.focusing_layer.roi_deltas.out_proj.weight, std=0.2)
+    torch.nn.init.normal_(model.classifier.weight, std=0.1)
+    folder = tmp_path_factory.mktemp("models") / "sparseformer"
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vit_folder(tmp_path_factory):
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    config.id2label, config.label2id = SIZES["id2label"], SIZES["label2id"]
+    folder = tmp_path_factory.mktemp("models") / "vit"
+    ViTForImageClassification(config).save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def images(tmp_path):
+    """A folder with three images, one of them deeper."""
+    folder = tmp_path / "images"
+    (folder / "more").mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for name in ("a.png", "b.jpg", "more/c.webp"):
+        Image.fromarray(generator.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(folder / name)
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+def run(*arguments, capsys) -> tuple[int, str, str]:
+    try:
+        code = main(["predict", *map(str, arguments)])
+    except SystemExit as stop:
+        code = stop.code
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def fails(*arguments, capsys) -> str:
+    """The one line that a failing command says."""
+    code, output, error = run(*arguments, capsys=capsys)
+    assert code == 1 and not output
+    assert error.startswith("frugalvit predict: error: ") and error.count("\n") == 1
+    return error
+
+
+def test_top_labels(model_folder, images, capsys):
+    code, output, _ = run(images / "a.png", "--model", model_folder, "--top", 2, capsys=capsys)
+    lines = output.splitlines()
+    assert code == 0 and lines[0] == str(images / "a.png") and len(lines) == 3
+    model, processor = load_image_classifier(model_folder, "cpu")
+    pixel_values = processor(Image.open(images / "a.png"), return_tensors="pt").pixel_values
+    scores, indices = model(pixel_values).logits[0].softmax(-1).topk(2)
+    expected = [f"{score:8.1%}  {LABELS[i]}" for score, i in zip(scores.tolist(), indices.tolist(), strict=True)]
+    assert lines[1:] == expected
+
+
+def test_folders_patterns_and_batches_as_json(model_folder, images, capsys):
+    arguments = ["--model", model_folder, "--json", "--batch_size"]
+    code, output, _ = run(images, *arguments, 2, capsys=capsys)
+    results = json.loads(output)
+    assert code == 0
+    assert [result["image"] for result in results] == [str(images / n) for n in ("a.png", "b.jpg", "more/c.webp")]
+    for result in results:
+        assert sum(label["score"] for label in result["labels"]) == pytest.approx(1)
+    for image in (images / "*.*g", images / "**" / "*.webp"):
+        _, output, _ = run(image, *arguments, 1, capsys=capsys)
+        for single in json.loads(output):
+            batched = next(result for result in results if result["image"] == single["image"])
+            assert [label["label"] for label in single["labels"]] == [label["label"] for label in batched["labels"]]
+            scores = [[label["score"] for label in result["labels"]] for result in (single, batched)]
+            np.testing.assert_allclose(*scores, atol=1e-5)
+
+
+def test_limit(model_folder, images, capsys):
+    _, output, _ = run(images, "--model", model_folder, "--json", "--limit", 2, capsys=capsys)
+    assert len(json.loads(output)) == 2
+
+
+@pytest.mark.parametrize("column", ["struct", "bytes"])
+def test_parquet(model_folder, images, tmp_path, column, capsys):
+    encoded = [(images / name).read_bytes() for name in ("a.png", "b.jpg")]
+    values = [{"bytes": item, "path": None} for item in encoded] if column == "struct" else encoded
+    pq.write_table(pa.table({"label": [1, 2], "img": values}), tmp_path / "images.parquet")
+    arguments = ["--model", model_folder, "--json"]
+    _, expected, _ = run(images / "a.png", images / "b.jpg", *arguments, capsys=capsys)
+    _, output, _ = run(tmp_path / "images.parquet", *arguments, capsys=capsys)
+    assert [r["labels"] for r in json.loads(output)] == [r["labels"] for r in json.loads(expected)]
+    assert json.loads(output)[1]["image"] == f"{tmp_path / 'images.parquet'}[1]"
+
+
+def test_foreign_vit(vit_folder, images, capsys):
+    code, output, _ = run(images / "a.png", "--model", vit_folder, "--top", 9, capsys=capsys)
+    assert code == 0 and len(output.splitlines()) == 1 + len(LABELS)
+
+
+@pytest.mark.parametrize("flags, panels", [([], 5), (["--all-steps"], 6), (["--all_steps"], 6)])
+def test_rois(model_folder, images, tmp_path, capsys, monkeypatch, flags, panels):
+    from frugalvit import pictures
+
+    saved = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: saved.append((figure, path)))
+    picture = str(tmp_path / "rois.png")
+    code, output, error = run(images, "--model", model_folder, "--rois", picture, *flags, capsys=capsys)
+    assert code == 0 and len(output.splitlines()) == 3 * 5 and "Drew 3 of 3 images" in error
+    (figure, path) = saved[0]
+    assert path == picture and len(figure.axes) == 3 * panels
+    captions = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert [caption.split(":")[0] for caption in captions] == ["a.png", "b.jpg", "c.webp"]
+    assert output.splitlines()[1].split()[1] in captions[0]
+
+
+def test_rois_are_drawn_on_the_cropped_view(model_folder, tmp_path):
+    folder = tmp_path / "cropping"
+    model = SparseFormerForImageClassification(tiny_config(resize_size=48))
+    model.save_pretrained(folder)
+    model, processor = load_image_classifier(folder, "cpu")
+    pixels = np.zeros((48, 48, 3), np.uint8)
+    pixels[8:40, 8:40] = (255, 128, 0)
+    (prediction,) = predict(model, processor, [Image.fromarray(pixels)], output_rois=True)
+    assert prediction.view.shape == (3, 32, 32)
+    expected = torch.tensor([1, 128 / 255, 0]).view(3, 1, 1).expand(3, 32, 32)
+    torch.testing.assert_close(prediction.view, expected, atol=1e-3, rtol=0)
+    with torch.no_grad():
+        outputs = model(processor(Image.fromarray(pixels), return_tensors="pt").pixel_values, output_rois=True)
+    torch.testing.assert_close(prediction.rois, [step[0] for step in outputs.rois])
+    drawn = draw_predictions([prediction]).axes[3].collections[0].get_paths()
+    boxes = torch.tensor(np.array([path.vertices[[0, 2]].ravel() for path in drawn])) / 32
+    assert sorted(map(tuple, boxes.numpy().round(4))) == sorted(
+        map(tuple, outputs.rois[-1][0].double().numpy().round(4))
+    )
+
+
+def test_picture_file(model_folder, images, tmp_path, capsys):
+    run(images / "a.png", "--model", model_folder, "--rois", tmp_path / "rois.png", capsys=capsys)
+    with Image.open(tmp_path / "rois.png") as picture:
+        assert len(picture.convert("RGB").getcolors(10**8)) > 100
+    assert {file.name for file in tmp_path.iterdir()} == {"images", "rois.png"}
+
+
+def test_every_kind_of_image_becomes_rgb(tmp_path):
+    gradient = np.linspace(0, 255, 64).astype(np.uint8).reshape(8, 8)
+    color = np.stack([gradient, gradient[::-1], gradient.T], axis=-1)
+    transparent = np.concatenate([color, np.full((8, 8, 1), 0, np.uint8)], axis=-1)
+    cases = {
+        "gray.png": (Image.fromarray(gradient), gradient[..., None].repeat(3, axis=2)),
+        "bilevel.png": (Image.fromarray(gradient > 99), (gradient > 99)[..., None].repeat(3, axis=2) * 255),
+        "16.png": (Image.fromarray(gradient.astype(np.uint16) * 257), gradient[..., None].repeat(3, axis=2)),
+        "16.tif": (Image.fromarray(gradient.astype(np.uint16) * 257), gradient[..., None].repeat(3, axis=2)),
+        "palette.png": (Image.fromarray(gradient).convert("P"), gradient[..., None].repeat(3, axis=2)),
+        "transparent.png": (Image.fromarray(transparent), np.full((8, 8, 3), 255)),
+        "color.bmp": (Image.fromarray(color), color),
+    }
+    for name, (image, expected) in cases.items():
+        image.save(tmp_path / name)
+        ((_, read),) = read_images([tmp_path / name])
+        assert read.mode == "RGB"
+        np.testing.assert_allclose(np.asarray(read), expected, err_msg=name)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(color).save(tmp_path / "turned.png", exif=exif)
+    ((_, read),) = read_images([tmp_path / "turned.png"])
+    np.testing.assert_allclose(np.asarray(read), np.rot90(color, -1))
+
+
+def test_find_images_takes_upper_case_endings(tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "A.PNG")
+    assert find_images([str(tmp_path)]) == [tmp_path / "A.PNG"]
+
+
+def test_multi_label_scores_are_sigmoids(model_folder, images):
+    model, processor = load_image_classifier(model_folder, "cpu")
+    model.config.problem_type = "multi_label_classification"
+    image = Image.open(images / "a.png")
+    (prediction,) = predict(model, processor, [image])
+    with torch.no_grad():
+        logits = model(processor(image, return_tensors="pt").pixel_values).logits[0]
+    assert dict(prediction.labels) == pytest.approx(dict(zip(LABELS, logits.sigmoid().tolist(), strict=True)))
+
+
+def test_missing_file(model_folder, tmp_path, capsys):
+    assert "no such file or folder" in fails(tmp_path / "x.png", "--model", model_folder, capsys=capsys)
+
+
+def test_empty_pattern(model_folder, tmp_path, capsys):
+    assert "no file matches" in fails(tmp_path / "*.png", "--model", model_folder, capsys=capsys)
+
+
+def test_empty_folder(model_folder, tmp_path, capsys):
+    assert "no images in the folder" in fails(tmp_path, "--model", model_folder, capsys=capsys)
+
+
+@pytest.mark.parametrize("content", ["text", "truncated", "empty"])
+def test_corrupt_image(model_folder, images, content, capsys):
+    encoded = (images / "b.jpg").read_bytes()
+    broken = images / "broken.jpg"
+    broken.write_bytes({"text": b"no image", "truncated": encoded[: len(encoded) // 2], "empty": b""}[content])
+    picture = images / "rois.png"
+    error = fails(broken, "--model", model_folder, "--rois", picture, capsys=capsys)
+    assert str(broken) in error and "no image that Pillow reads, or is corrupt" in error
+    assert not picture.exists()
+
+
+def test_corrupt_parquet(model_folder, tmp_path, capsys):
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    assert "no parquet file or is corrupt" in fails(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
+    pq.write_table(pa.table({"label": [1], "name": ["a"]}), tmp_path / "x.parquet")
+    error = fails(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
+    assert "no column with images, only label, name" in error
+
+
+def test_corrupt_image_in_parquet_is_named_by_its_index(model_folder, images, tmp_path, capsys):
+    table = pa.table({"image": [(images / "a.png").read_bytes(), b"no image", None]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    assert "x.parquet[1]'" in fails(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
+
+
+def test_rois_of_a_model_without(vit_folder, images, tmp_path, capsys):
+    error = fails(images, "--model", vit_folder, "--rois", tmp_path / "rois.png", capsys=capsys)
+    assert "ViTForImageClassification has no RoIs" in error
+    assert not (tmp_path / "rois.png").exists()
+
+
+@pytest.mark.parametrize("name, message", [("no/rois.png", "does not exist"), ("rois.txt", "ending in one of")])
+def test_picture_that_cannot_be_written(model_folder, images, tmp_path, name, message, capsys):
+    assert message in fails(images, "--model", model_folder, "--rois", tmp_path / name, capsys=capsys)
+
+
+@pytest.mark.parametrize("flag, value", [("--top", 0), ("--limit", -1), ("--batch-size", 0)])
+def test_impossible_numbers(images, flag, value, capsys):
+    code, _, error = run(images, flag, value, capsys=capsys)
+    assert code == 2 and f"argument {flag}: got {value}, expected at least 1" in error
+
+
+def test_all_steps_needs_a_picture(images, capsys):
+    code, _, error = run(images, "--all-steps", capsys=capsys)
+    assert code == 2 and "--rois" in error
+
+
+def test_no_model(images, tmp_path, capsys):
+    assert "There is no folder" in fails(images, "--model", tmp_path / "x", capsys=capsys)
+    assert "has no config.json" in fails(images, "--model", tmp_path, capsys=capsys)
+    assert "is a file" in fails(images, "--model", images / "a.png", capsys=capsys)
+
+
+def broken_copy(model_folder, tmp_path, change):
+    folder = tmp_path / "broken"
+    shutil.copytree(model_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_missing_weights(model_folder, images, tmp_path, capsys):
+    folder = broken_copy(model_folder, tmp_path, lambda weights: weights.pop("classifier.weight"))
+    assert "checkpoint lacks classifier.weight." in fails(images, "--model", folder, capsys=capsys)
+
+
+def test_unexpected_weights(model_folder, images, tmp_path, capsys):
+    folder = broken_copy(model_folder, tmp_path, lambda weights: weights.update(extra=torch.zeros(1)))
+    assert "model class does not know extra." in fails(images, "--model", folder, capsys=capsys)
+
+
+def test_weights_of_another_size(model_folder, images, tmp_path, capsys):
+    change = {"classifier.weight": torch.zeros(7, 64)}
+    folder = broken_copy(model_folder, tmp_path, lambda weights: weights.update(change))
+    assert "Cannot load" in fails(images, "--model", folder, capsys=capsys)
+
+
+def test_corrupt_weights(model_folder, images, tmp_path, capsys):
+    folder = tmp_path / "broken"
+    shutil.copytree(model_folder, folder)
+    (folder / "model.safetensors").write_bytes(b"\x00" * 99)
+    assert "Cannot load" in fails(images, "--model", folder, capsys=capsys)
+
+
+def test_model_without_classifier(images, tmp_path, capsys):
+    SparseFormerModel(tiny_config()).save_pretrained(tmp_path / "bare")
+    capsys.readouterr()
+    assert "lacks classifier.bias, classifier.weight" in fails(images, "--model", tmp_path / "bare", capsys=capsys)
+
+
+def test_model_without_image_processor(model_folder, images, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    (folder / "preprocessor_config.json").unlink()
+    assert "Cannot load" in fails(images, "--model", folder, capsys=capsys)
+
+
+def test_custom_code_needs_trust(model_folder, images, tmp_path, capsys):
+    folder = tmp_path / "custom"
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "somethingelse"}))
+    assert "pass --trust-remote-code" in fails(images, "--model", folder, capsys=capsys)
+
+
+def test_unknown_device(model_folder, images, capsys):
+    error = fails(images, "--model", model_folder, "--device", "abacus", capsys=capsys)
+    assert "'abacus' cannot be used here" in error
+
+
+def test_image_processor_is_the_folder_s(model_folder):
+    _, processor = load_image_classifier(model_folder, "cpu")
+    assert type(processor) is type(AutoImageProcessor.from_pretrained(model_folder))
