@@ -2,6 +2,7 @@
 
 from setuptools import setup
 
+
 PACKAGES = {
     "frugalvit": "frugalvit",
     "frugalvit.configuration": "configuration",
