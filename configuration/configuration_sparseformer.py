@@ -76,7 +76,8 @@ class SparseFormerConfig(FrugalViTConfig):
         drop_path_rate (`float`, *optional*, defaults to 0.0):
             Largest stochastic depth rate; rises linearly over all layer executions.
         initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
-        image_mean, image_std (sequence of `float`, *optional*): Normalization written into the image processor.
+        image_mean, image_std (`float` or sequence of `float`, *optional*):
+            Normalization written into the image processor, for all channels or each.
         resize_size (`int`, *optional*):
             Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
         resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
@@ -87,6 +88,7 @@ class SparseFormerConfig(FrugalViTConfig):
     """
 
     model_type = "sparseformer"
+    attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
     keys_to_ignore_at_inference = ["rois", "sampling_points", "focusing_hidden_states"]
 
     image_size: int | list[int] | tuple[int, int] = 224
@@ -129,15 +131,17 @@ class SparseFormerConfig(FrugalViTConfig):
     projection_dim: int | None = None
     drop_path_rate: float | int = 0.0
     initializer_range: float | int = 0.02
-    image_mean: list[float] | tuple[float, ...] = INCEPTION_MEAN
-    image_std: list[float] | tuple[float, ...] = INCEPTION_STD
+    image_mean: float | list[float] | tuple[float, ...] = INCEPTION_MEAN
+    image_std: float | list[float] | tuple[float, ...] = INCEPTION_STD
     resize_size: int | None = None
     resample: int = 2
 
     def __post_init__(self, **kwargs):
         self.focusing_steps = tuple(self.focusing_steps)
         self.final_focusing_steps = tuple(self.final_focusing_steps)
-        self.image_mean, self.image_std = tuple(self.image_mean), tuple(self.image_std)
+        for name in ("image_mean", "image_std"):
+            if not isinstance(getattr(self, name), float):
+                setattr(self, name, tuple(getattr(self, name)))
         if self.num_mixed_points is None:
             self.num_mixed_points = max(self.num_sampling_points, 32)
         if self.num_attention_heads is None:
@@ -189,9 +193,10 @@ class SparseFormerConfig(FrugalViTConfig):
                 "(the stride of the stem)."
             )
         for name in ("image_mean", "image_std"):
-            if len(getattr(self, name)) != self.num_channels:
+            value = getattr(self, name)
+            if not isinstance(value, float) and len(value) != self.num_channels:
                 raise ValueError(
-                    f"`{name}` has {len(getattr(self, name))} values, expected one for each of the "
+                    f"`{name}` has {len(value)} values, expected one number or one for each of the "
                     f"`num_channels`={self.num_channels} channels."
                 )
 

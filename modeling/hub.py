@@ -49,8 +49,8 @@ def image_processor_config(config) -> dict:
         "do_normalize": True,
         "do_rescale": True,
         "do_resize": True,
-        "image_mean": list(config.image_mean),
-        "image_std": list(config.image_std),
+        "image_mean": config.image_mean,
+        "image_std": config.image_std,
         "resample": config.resample,
         "rescale_factor": 1 / 255,
     }

@@ -14,6 +14,8 @@ from torch import nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput, ModelOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -419,7 +421,9 @@ class SparseFormerPreTrainedModel(HubModel):
         "hidden_states": OutputRecorder(SparseFormerLayer, index=0, layer_name="layers"),
         "attentions": OutputRecorder(SelfAttention, index=1, layer_name="layers"),
     }
-    _input_embed_layer = "stem"
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base_model.stem.convolution
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
         config = self.config
@@ -646,7 +650,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         pixel_values: torch.Tensor | None = None,
         output_rois: bool = False,
         output_focusing_hidden_states: bool = False,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerModelOutput:
         """
         Args:
@@ -717,7 +721,7 @@ class SparseFormerForImageClassification(SparseFormerPreTrainedModel):
         pixel_values: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerImageClassifierOutput:
         """
         Args:
@@ -765,7 +769,7 @@ class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self, pixel_values: torch.Tensor | None = None, **kwargs
+        self, pixel_values: torch.Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
     ) -> SparseFormerVisionModelWithProjectionOutput:
         """Pixels to `image_embeds`, `(batch, projection_dim)`; keyword arguments go to `SparseFormerModel.forward`."""
         outputs = self.sparseformer(pixel_values, **kwargs)
