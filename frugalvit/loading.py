@@ -54,7 +54,7 @@ def load_image_classifier(
         name = str(folder)
     elif folder.exists():
         raise ValueError(f"The model {name!r} is a file; give the folder that holds its config.json.")
-    elif name.startswith((".", "~", os.sep)) or name.count("/") != 1:
+    elif name.startswith((".", "~", os.sep)) or name.count("/") != 1 or folder.parent.is_dir():
         raise ValueError(f"There is no folder {name!r}; give a folder that `save_pretrained` wrote, or a hub id.")
 
     device = choose_device(None if device is None else str(device))

@@ -287,8 +287,11 @@ def test_all_steps_needs_a_picture(images, capsys):
     assert code == 2 and "--rois" in error
 
 
-def test_no_model(images, tmp_path, capsys):
+def test_no_model(images, tmp_path, monkeypatch, capsys):
     assert "There is no folder" in fails(images, "--model", tmp_path / "x", capsys=capsys)
+    monkeypatch.chdir(tmp_path)
+    for name in ("x", "./x", "images/x", "a/b/c"):
+        assert f"There is no folder {name!r}" in fails(images, "--model", name, capsys=capsys)
     assert "has no config.json" in fails(images, "--model", tmp_path, capsys=capsys)
     assert "is a file" in fails(images, "--model", images / "a.png", capsys=capsys)
 
