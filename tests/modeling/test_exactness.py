@@ -1,0 +1,462 @@
+"""SparseFormer computes what the reference implementation computes, at any size and precision.
+
+The fixtures hold checkpoints of the reference implementation with inputs and outputs; their metadata says the sizes.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
+from frugalvit.convert import convert_checkpoint
+from frugalvit.modeling.modeling_sparseformer import (
+    adjust_rois,
+    encode_rois,
+    initial_rois,
+    initial_sampling_offsets,
+    locate_sampling_points,
+    sample_features,
+)
+
+
+torch.set_num_threads(1)
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+VARIANTS = ("v1", "bootstrapped")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """The fixtures' checkpoints, converted and saved."""
+    root = tmp_path_factory.mktemp("converted")
+    for variant in VARIANTS:
+        convert_checkpoint(FIXTURES / f"sparseformer_{variant}.safetensors", root / variant)
+    return {variant: root / variant for variant in VARIANTS}
+
+
+@pytest.fixture(params=VARIANTS)
+def case(request, folders):
+    """A folder and the tensors of its fixture."""
+    return folders[request.param], load_file(FIXTURES / f"sparseformer_{request.param}.safetensors")
+
+
+def load(folder: Path, **kwargs) -> SparseFormerForImageClassification:
+    return SparseFormerForImageClassification.from_pretrained(folder, **kwargs).eval()
+
+
+class TestReference:
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    @torch.no_grad()
+    def test_float32(self, case, attention):
+        folder, reference = case
+        model = load(folder, attn_implementation=attention)
+        outputs = model(reference["input"], output_rois=True)
+        tokens = model.base_model(reference["input"]).last_hidden_state
+        after_first_unit = model.config.num_focusing_iterations - 1
+        for name, actual in {
+            "logits": outputs.logits,
+            "token_embedding": tokens,
+            "token_roi": outputs.rois[-1],
+            "roi_after_unit_0": outputs.rois[after_first_unit],
+            "roi_after_unit_1": outputs.rois[-1],
+        }.items():
+            torch.testing.assert_close(actual, reference[name], atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        adjusts_at_full_width = "roi_adjustment" in model.config.final_focusing_steps
+        assert len(outputs.rois) == model.config.num_focusing_iterations + adjusts_at_full_width
+
+    # Measured on the fixtures, whose logits reach 0.9 and whose tokens 3.9: bfloat16 0.003 and 0.043, float16 0.0005
+    # and 0.005; RoIs 0.0007 and 0.0001.
+    @pytest.mark.parametrize("autocast", [False, True], ids=["cast", "autocast"])
+    @pytest.mark.parametrize(
+        ("dtype", "logits_within", "tokens_within", "rois_within"),
+        [(torch.bfloat16, 0.01, 0.15, 2e-3), (torch.float16, 0.002, 0.02, 3e-4)],
+        ids=["bfloat16", "float16"],
+    )
+    @torch.no_grad()
+    def test_half_precision(self, case, dtype, logits_within, tokens_within, rois_within, autocast):
+        folder, reference = case
+        model = load(folder) if autocast else load(folder, dtype=dtype)
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            outputs = model(reference["input"], output_rois=True)
+            tokens = model.base_model(reference["input"]).last_hidden_state
+        assert outputs.logits.dtype == dtype
+        assert all(rois.dtype == torch.float32 for rois in outputs.rois)
+        assert all(points.dtype == torch.float32 for points in outputs.sampling_points)
+        torch.testing.assert_close(outputs.logits.float(), reference["logits"], atol=logits_within, rtol=0)
+        torch.testing.assert_close(tokens.float(), reference["token_embedding"], atol=tokens_within, rtol=0)
+        torch.testing.assert_close(outputs.rois[-1], reference["token_roi"], atol=rois_within, rtol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+    def test_initial_rois_stay_float32(self, case, dtype):
+        folder, reference = case
+        model = load(folder, dtype=dtype)
+        assert model.classifier.weight.dtype == dtype
+        torch.testing.assert_close(
+            model.base_model.latents.initial_rois.data, reference["state.initial_roi.weight"], atol=0, rtol=0
+        )
+
+    @pytest.mark.parametrize("size", [(4, 4), (5, 4), (7, 9), (31, 96), (64, 32), (65, 63)])
+    def test_any_image_size(self, case, size):
+        folder, _ = case
+        model = load(folder)
+        outputs = model(torch.randn(2, 3, *size), output_rois=True)
+        assert outputs.logits.shape == (2, 10)
+        assert outputs.logits.isfinite().all()
+        outputs.logits.sum().backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+    @torch.no_grad()
+    def test_rois_are_relative_to_the_image(self, case):
+        """A constant image has the same features everywhere, so that its size does not matter."""
+        folder, _ = case
+        model = load(folder)
+        # Away from the border, whose zeros the stem's convolution sees.
+        model.base_model.latents.initial_rois.data = torch.tensor([0.45, 0.4, 0.6, 0.55]).repeat(9, 1)
+        small = model(torch.ones(1, 3, 128, 160), output_rois=True)
+        large = model(torch.ones(1, 3, 192, 128), output_rois=True)
+        torch.testing.assert_close(small.rois[-1], large.rois[-1], atol=1e-5, rtol=0)
+        torch.testing.assert_close(small.logits, large.logits, atol=1e-5, rtol=0)
+
+
+DEGENERATE_ROIS = {
+    "a point": [0.5, 0.5, 0.5, 0.5],
+    "no width": [0.5, 0.2, 0.5, 0.8],
+    "negative": [0.8, 0.9, 0.2, 0.1],
+    "far away": [100.0, -200.0, 101.0, -199.0],
+    "very far away": [1e8, 1e8, 2e8, 2e8],
+    "very large": [-1e4, -1e4, 1e4, 1e4],
+    "at the corner": [1.0, 1.0, 1.0, 1.0],
+}
+
+
+class TestDegenerate:
+    @pytest.mark.parametrize("roi", DEGENERATE_ROIS.values(), ids=DEGENERATE_ROIS.keys())
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    def test_rois(self, case, roi, dtype):
+        folder, reference = case
+        model = load(folder, dtype=dtype)
+        model.base_model.latents.initial_rois.data[:] = torch.tensor(roi)
+        self.check(model.train(), reference)
+
+    def test_equal_offsets(self, case):
+        folder, reference = case
+        model = load(folder)
+        for module in model.modules():
+            if hasattr(module, "offset_bias"):
+                nn.init.zeros_(module.offset_bias)
+                nn.init.zeros_(module.offset_proj.weight)
+        outputs = self.check(model, reference)
+        for points in outputs.sampling_points:
+            assert (points == points[:, :, :1]).all()
+
+    @pytest.mark.parametrize("delta", [-1e4, 1e4])
+    def test_deltas(self, case, delta):
+        """Shifts by thousands of sizes and scales beyond float32, at every adjustment."""
+        folder, reference = case
+        model = load(folder)
+        for module in model.modules():
+            if hasattr(module, "roi_deltas"):
+                nn.init.constant_(module.roi_deltas.out_proj.weight, delta)
+        self.check(model, reference)
+
+    def check(self, model, reference):
+        outputs = model(reference["input"], output_rois=True)
+        assert outputs.logits.isfinite().all()
+        assert all(rois.isfinite().all() for rois in outputs.rois)
+        outputs.logits.float().sum().backward()
+        bad = [name for name, parameter in model.named_parameters() if not parameter.grad.isfinite().all()]
+        assert not bad
+        return outputs
+
+
+def tensors(*shape: int, low: float, high: float):
+    """Strategy for float32 tensors of a shape."""
+    values = st.floats(low, high, width=32)
+    return st.lists(values, min_size=math.prod(shape), max_size=math.prod(shape)).map(
+        lambda numbers: torch.tensor(numbers).reshape(shape)
+    )
+
+
+def boxes(count: int):
+    """Strategy for `(1, count, 4)` RoIs in and around the image, wider and higher than 0.0625."""
+    corners, sizes = tensors(1, count, 2, low=-1, high=1), tensors(1, count, 2, low=0.0625, high=2)
+    return st.builds(lambda corner, size: torch.cat([corner, corner + size], dim=-1), corners, sizes)
+
+
+def deltas(count: int):
+    return tensors(1, count, 4, low=-1, high=1)
+
+
+properties = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+
+class TestGeometry:
+    @properties
+    @given(boxes(3))
+    def test_zero_deltas_adjust_nothing(self, rois):
+        torch.testing.assert_close(adjust_rois(rois, torch.zeros_like(rois)), rois, atol=1e-6, rtol=0)
+
+    @properties
+    @given(boxes(3))
+    def test_adjusting_makes_sizes_positive(self, rois):
+        flipped = rois[..., [2, 3, 0, 1]]
+        torch.testing.assert_close(adjust_rois(flipped, torch.zeros_like(rois)), rois, atol=1e-6, rtol=0)
+
+    @properties
+    @given(boxes(2), deltas(2), deltas(2))
+    def test_adjustments_compose(self, rois, first, second):
+        shift = first[..., :2] + second[..., :2] * first[..., 2:].exp()
+        both = torch.cat([shift, first[..., 2:] + second[..., 2:]], dim=-1)
+        torch.testing.assert_close(
+            adjust_rois(adjust_rois(rois, first), second), adjust_rois(rois, both), atol=2e-5, rtol=1e-5
+        )
+
+    @properties
+    @given(boxes(2), deltas(2), tensors(2, low=-1, high=1), st.floats(0.25, 4, width=32))
+    def test_adjusting_commutes_with_moving_and_scaling_the_image(self, rois, delta, shift, scale):
+        moved = rois * scale + shift.repeat(2)
+        expected = adjust_rois(rois, delta) * scale + shift.repeat(2)
+        torch.testing.assert_close(adjust_rois(moved, delta), expected, atol=2e-5, rtol=1e-5)
+
+    def test_deltas_are_in_units_of_the_roi(self):
+        rois = torch.tensor([[[0.0, 0.2, 0.5, 0.4]]])
+        delta = torch.tensor([[[1.0, -0.5, math.log(2), 0.0]]])
+        expected = torch.tensor([[[0.25, 0.1, 1.25, 0.3]]])
+        torch.testing.assert_close(adjust_rois(rois, delta), expected)
+
+    @properties
+    @given(boxes(2), st.integers(2, 40), st.integers(0, 1000))
+    def test_points_have_the_mean_and_spread_of_the_roi(self, rois, num_points, seed):
+        offsets = torch.randn(1, 2, num_points, 2, generator=torch.Generator().manual_seed(seed)) * 3 + 5
+        points = locate_sampling_points(rois, offsets)
+        left_top, right_bottom = rois.chunk(2, dim=-1)
+        torch.testing.assert_close(points.mean(2), (left_top + right_bottom) / 2, atol=1e-5, rtol=0)
+        torch.testing.assert_close(points.std(2), (right_bottom - left_top) / 3, atol=1e-5, rtol=1e-3)
+
+    @properties
+    @given(boxes(2), tensors(1, 2, 9, 2, low=-2, high=2))
+    def test_points_use_the_signed_size(self, rois, offsets):
+        flipped = rois[..., [2, 1, 0, 3]]
+        points, mirrored = locate_sampling_points(rois, offsets), locate_sampling_points(flipped, offsets)
+        center = (rois[..., :2] + rois[..., 2:]).unsqueeze(2) / 2
+        expected = torch.stack([2 * center[..., 0] - points[..., 0], points[..., 1]], dim=-1)
+        torch.testing.assert_close(mirrored, expected, atol=1e-5, rtol=0)
+
+    @properties
+    @given(boxes(1), tensors(1, 1, 6, 2, low=-2, high=2), st.floats(0.5, 4, width=32), tensors(2, low=-2, high=2))
+    def test_points_ignore_shift_and_scale_of_offsets(self, rois, offsets, scale, shift):
+        offsets = offsets + torch.arange(6.0).view(6, 1)  # spread, so that the epsilon does not matter
+        points = locate_sampling_points(rois, offsets)
+        torch.testing.assert_close(locate_sampling_points(rois, offsets * scale + shift), points, atol=1e-4, rtol=0)
+
+    @properties
+    @given(st.integers(2, 20), st.integers(2, 20), st.integers(0, 1000), st.sampled_from(["zeros", "border"]))
+    def test_sampling_a_ramp_returns_the_coordinates(self, height, width, seed, padding_mode):
+        y = ((torch.arange(height) + 0.5) / height).view(-1, 1).expand(height, width)
+        x = ((torch.arange(width) + 0.5) / width).expand(height, width)
+        features = torch.stack([x, y]).unsqueeze(0)
+        margin = torch.tensor([0.5 / width, 0.5 / height])
+        points = torch.rand(1, 3, 5, 2, generator=torch.Generator().manual_seed(seed)) * (1 - 2 * margin) + margin
+        torch.testing.assert_close(sample_features(features, points, padding_mode), points, atol=1e-5, rtol=0)
+
+    @pytest.mark.parametrize(
+        ("far", "border"),
+        [(1.5, [2, 4, 4]), (1e10, [2, 4, 4]), (math.inf, [2, 4, 4]), (-0.5, [1, 2, 1]), (-1e30, [1, 2, 1])],
+    )
+    def test_sampling_outside(self, far, border):
+        features = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
+        points = torch.tensor([[[[far, 0.25], [0.75, far], [far, far]]]])
+        assert sample_features(features, points, "border").flatten().tolist() == border
+        assert not sample_features(features, points, "zeros").any()
+
+    @properties
+    @given(boxes(2), st.sampled_from([8, 16, 64]))
+    def test_position_encoding(self, rois, hidden_size):
+        count = hidden_size // 4
+        expected = []
+        for roi in rois[0].tolist():
+            row = []
+            for coordinate in roi:
+                frequencies = [128 ** (k / (count - 1)) for k in range(count)]
+                row += [math.sin(coordinate * math.pi * frequency) for frequency in frequencies[0::2]]
+                row += [math.cos(coordinate * math.pi * frequency) for frequency in frequencies[1::2]]
+            expected.append(row)
+        # Angles reach 128 * 3 pi, where float32 is good to 1e-4.
+        torch.testing.assert_close(encode_rois(rois, hidden_size), torch.tensor([expected]), atol=5e-4, rtol=0)
+
+    @pytest.mark.parametrize("count", [4, 9, 12, 48, 63, 64, 79, 143, 195])
+    def test_initial_rois(self, count):
+        root = int(count**0.5)
+        expected = [[0.0, 0.0, 1.0, 1.0] for _ in range(count)]
+        for i in range(root):
+            for j in range(root):
+                x, y = 0.5 * i / (root - 1), 0.5 * j / (root - 1)
+                expected[i * root + j] = [x, y, x + 0.5, y + 0.5]
+        torch.testing.assert_close(initial_rois(count), torch.tensor(expected), atol=1e-6, rtol=0)
+
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    def test_few_tokens_see_the_whole_image(self, count):
+        assert initial_rois(count).tolist() == [[0.0, 0.0, 1.0, 1.0]] * count
+
+    @pytest.mark.parametrize("count", [4, 9, 16, 36])
+    def test_initial_sampling_offsets_are_a_grid(self, count):
+        root = int(count**0.5)
+        expected = [[(j + 0.5) / root - 0.5, (i + 0.5) / root - 0.5] for i in range(root) for j in range(root)]
+        torch.testing.assert_close(initial_sampling_offsets(count), torch.tensor(expected))
+
+    @pytest.mark.parametrize("count", [2, 7, 40])
+    def test_initial_sampling_offsets_of_other_counts_are_random(self, count):
+        offsets = initial_sampling_offsets(count)
+        assert offsets.shape == (count, 2)
+        assert offsets.abs().max() <= 0.5
+        assert len(offsets.unique(dim=0)) == count
+
+
+class TestResizeTokens:
+    @pytest.mark.parametrize("count", [20, 9, 5, 1])
+    @torch.no_grad()
+    def test_kept_tokens_stay_as_they_are(self, case, count, tmp_path):
+        folder, reference = case
+        model = load(folder)
+        latents = model.base_model.latents
+        rois, embedding = latents.initial_rois.clone(), latents.token_embedding.clone()
+        others = {name: tensor.clone() for name, tensor in model.state_dict().items() if "latents" not in name}
+        model.resize_tokens(count)
+
+        kept = min(count, 9)
+        assert model.config.num_latent_tokens == count
+        assert latents.initial_rois.shape == (count, 4)
+        assert torch.equal(latents.initial_rois[:kept], rois[:kept])
+        assert torch.equal(latents.initial_rois[kept:], initial_rois(count - kept))
+        if model.config.shared_token_embedding:
+            assert torch.equal(latents.token_embedding, embedding)
+        else:
+            assert latents.token_embedding.shape == (count, embedding.shape[1])
+            assert torch.equal(latents.token_embedding[:kept], embedding[:kept])
+        weights = model.state_dict()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in others.items())
+
+        outputs = model(reference["input"], output_rois=True)
+        assert outputs.rois[-1].shape == (2, count, 4)
+        assert outputs.logits.isfinite().all()
+        if count == 9:
+            torch.testing.assert_close(outputs.logits, reference["logits"], atol=1e-5, rtol=0)
+        model.save_pretrained(tmp_path)
+        again = load(tmp_path)
+        assert again.config.num_latent_tokens == count
+        assert torch.equal(again(reference["input"]).logits, outputs.logits)
+
+    def test_new_tokens_learn(self, case):
+        folder, reference = case
+        model = load(folder)
+        model.resize_tokens(12)
+        model(reference["input"]).logits.sum().backward()
+        assert (model.base_model.latents.initial_rois.grad[9:] != 0).any(dim=1).all()
+
+    def test_no_tokens(self, case):
+        model = load(case[0])
+        with pytest.raises(ValueError, match="`num_latent_tokens` is 0, expected at least 1"):
+            model.resize_tokens(0)
+        assert model.config.num_latent_tokens == 9
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("v1-tiny", 36), ("augreg-base-49-224", 16), ("augreg-base-49-224", 7)],
+    ids=["v1", "bootstrapped", "7 points"],
+)
+def new_model(request) -> SparseFormerForImageClassification:
+    torch.manual_seed(0)
+    variant, points = request.param
+    config = SparseFormerConfig.from_variant(
+        variant,
+        num_sampling_points=points,
+        num_mixed_points=None,
+        stem_channels=64,
+        focusing_hidden_size=128,
+        focusing_intermediate_size=512,
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_labels=100,
+    )
+    return SparseFormerForImageClassification(config)
+
+
+class TestInitialization:
+    """What the reference implementation starts from; bootstrapping depends on it."""
+
+    def test_linear_layers(self, new_model):
+        special = ("sampling.offset_proj", "mixing.generator", "roi_deltas.out_proj")
+        checked = 0
+        for name, module in new_model.named_modules():
+            if isinstance(module, nn.Linear) and not name.endswith(special):
+                assert module.weight.std().item() == pytest.approx(0.02, rel=0.1), name
+                assert abs(module.weight.mean().item()) < 1e-3, name
+                assert module.bias is None or not module.bias.any(), name
+                checked += 1
+        assert checked > 15
+
+    def test_layer_norms(self, new_model):
+        small = ("sampling.offset_layernorm", "sampling.mixing.layernorm", "roi_deltas.layernorm")
+        norms = {name: module for name, module in new_model.named_modules() if isinstance(module, nn.LayerNorm)}
+        assert sum(name.endswith(small) for name in norms) >= 5
+        for name, norm in norms.items():
+            (width,) = norm.normalized_shape
+            weight = width**-0.5 if name.endswith(small) else 1.0
+            torch.testing.assert_close(norm.weight.data, torch.full((width,), weight))
+            assert not norm.bias.any()
+
+    def test_rois_and_points_start_the_same_for_every_image(self, new_model):
+        for name, module in new_model.named_modules():
+            if name.endswith("roi_deltas"):
+                assert not module.out_proj.weight.any()
+            if name.endswith("sampling"):
+                assert not module.offset_proj.weight.any()
+                offsets = module.offset_bias.view(-1, 2)
+                assert offsets.abs().max() <= 0.5
+                if len(offsets) != 7:
+                    torch.testing.assert_close(offsets.data, initial_sampling_offsets(len(offsets)))
+        count = new_model.config.num_latent_tokens
+        with torch.no_grad():
+            rois = new_model(torch.randn(2, 3, 32, 32), output_rois=True).rois
+        for after in rois:
+            torch.testing.assert_close(after, initial_rois(count).expand(2, -1, -1), atol=1e-6, rtol=0)
+
+    def test_mixing(self, new_model):
+        mixings = [module for name, module in new_model.named_modules() if name.endswith("sampling.mixing")]
+        assert len(mixings) == 2
+        for mixing in mixings:
+            assert not mixing.generator.weight.any()
+            sizes = [rows * columns for rows, columns in mixing.shapes]
+            for (rows, columns), values in zip(mixing.shapes, mixing.generator.bias.split(sizes), strict=True):
+                bound = math.sqrt(6 / (rows + columns))
+                assert values.abs().max() <= bound
+                assert values.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
+            if new_model.config.mixing_bias:
+                assert not mixing.channel_bias.any()
+                assert not mixing.point_bias.any()
+
+    def test_stem(self, new_model):
+        weight = new_model.base_model.stem.convolution.weight
+        assert weight.std().item() == pytest.approx(math.sqrt(2 / (64 * 49)), rel=0.05)
+
+    def test_embeddings(self, new_model):
+        latents, config = new_model.base_model.latents, new_model.config
+        count = 1 if config.shared_token_embedding else config.num_latent_tokens
+        assert latents.token_embedding.shape == (count, 128)
+        assert latents.token_embedding.abs().max() <= 2
+        assert latents.token_embedding.std().item() == pytest.approx(0.88, abs=0.15)
+        torch.testing.assert_close(latents.initial_rois.data, initial_rois(config.num_latent_tokens))
+        if config.use_cls_token:
+            assert latents.cls_token.std().item() == pytest.approx(1, abs=0.2)
+        if config.stage_embedding:
+            assert new_model.base_model.focusing_layer.stage_embedding.std().item() == pytest.approx(1, abs=0.2)
+
+    def test_initial_rois_do_not_decay(self, new_model):
+        assert "sparseformer.latents.initial_rois" in new_model.no_weight_decay()

@@ -1,0 +1,520 @@
+"""`frugalvit convert showlab`: what it infers, what it writes, and what it refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification
+
+from frugalvit import (
+    SparseFormerConfig,
+    SparseFormerForImageClassification,
+    SparseFormerVisionModelWithProjection,
+    convert,
+)
+from frugalvit.cli import main as frugalvit
+from frugalvit.modeling import conversion
+from frugalvit.modeling.conversion import (
+    config_from_showlab,
+    convert_showlab,
+    infer_showlab_variant,
+    load_showlab_checkpoint,
+    showlab_model_class,
+)
+
+
+torch.set_num_threads(1)
+FIXTURES = {
+    name: Path(__file__).parent / f"fixtures/sparseformer_{name}.safetensors" for name in ("v1", "bootstrapped")
+}
+COMPLETE = {"README.md", "config.json", "model.safetensors", "modeling_sparseformer.py", "preprocessor_config.json"}
+
+
+def checkpoint_of(variant: str) -> dict[str, torch.Tensor]:
+    state_dict = load_showlab_checkpoint(FIXTURES[variant.removesuffix("-clip")])
+    if variant == "bootstrapped-clip":
+        del state_dict["proj.bias"]
+    return state_dict
+
+
+def to_showlab(model) -> dict[str, torch.Tensor]:
+    """Weights of one of our models under the reference implementation's names."""
+    weights = model.state_dict()
+    transition = model.config.focusing_hidden_size != model.config.hidden_size
+    state_dict = {}
+    for theirs, ours in conversion._names(model.config, transition).items():
+        if "qkv_proj" in ours:
+            state_dict[theirs] = torch.cat([weights[ours.replace("qkv", letter)] for letter in "qkv"])
+        elif ours.endswith("point_bias"):
+            state_dict[theirs] = weights[ours].squeeze(-1)
+        else:
+            state_dict[theirs] = weights[ours]
+    return state_dict
+
+
+def run(*arguments) -> int:
+    return frugalvit(["convert", "showlab", *map(str, arguments)])
+
+
+class TestInference:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "v1-tiny",
+            "v1-small",
+            "v1-base",
+            "augreg-base-49-224",
+            "augreg-base-80-320",
+            "augreg-base-49-224-untruncated",
+            "augreg-large-49-224",
+            "augreg-large-196-384",
+            "clip-base-49-224",
+            "clip-large-128-224",
+            "clip-large-144-336",
+        ],
+    )
+    def test_variants_of_the_papers(self, name):
+        """From a checkpoint of the size of a variant follows the variant's configuration, to the last field."""
+        expected = SparseFormerConfig.from_variant(name)
+        with torch.device("meta"):
+            state_dict = to_showlab(showlab_model_class(expected)(expected))
+        config = config_from_showlab(state_dict, image_size=expected.image_size)
+        assert config.to_dict() == expected.to_dict()
+        assert (
+            infer_showlab_variant(state_dict)
+            == {
+                "v1": "v1",
+                "augreg": "bootstrapped",
+                "clip": "bootstrapped-clip",
+            }[name.split("-")[0]]
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "fields"),
+        [
+            (
+                "v1-tiny",
+                {"num_labels": 5, "focusing_hidden_size": 192, "num_latent_tokens": 5, "shared_token_embedding": True},
+            ),
+            ("v1-tiny", {"num_hidden_layers": 1, "mixing_hidden_size": 24, "intermediate_size": 64}),
+            ("v1-tiny", {"mixing_bias": False, "num_roi_delta_layers": 2, "transition_layer_norm": False}),
+            ("augreg-base-49-224", {"num_focusing_iterations": 2, "num_sampling_points": 40, "num_mixed_points": 40}),
+            ("augreg-base-49-224", {"num_hidden_layers": 1, "shared_token_embedding": False, "mixing_bias": True}),
+            ("augreg-base-49-224", {"num_roi_delta_layers": 1, "stem_channels": 33, "focusing_hidden_size": 256}),
+            ("clip-base-49-224", {"projection_dim": 24, "num_sampling_points": 7, "num_latent_tokens": 16}),
+        ],
+    )
+    @torch.no_grad()
+    def test_other_sizes(self, name, fields):
+        sizes = {
+            "num_latent_tokens": 6,
+            "focusing_hidden_size": 64,
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "stem_channels": 8,
+        }
+        expected = SparseFormerConfig.from_variant(name, **{**sizes, **fields})
+        model = showlab_model_class(expected)(expected).eval()
+        state_dict = to_showlab(model)
+        config = config_from_showlab(state_dict)
+        assert config.to_dict() == expected.to_dict()
+        converted = convert_showlab(state_dict, config)
+        assert converted.keys() == model.state_dict().keys()
+        assert all(torch.equal(converted[name], tensor) for name, tensor in model.state_dict().items())
+
+    @torch.no_grad()
+    def test_equal_widths_have_no_transition(self):
+        config = SparseFormerConfig.from_variant(
+            "augreg-base-49-224", focusing_hidden_size=64, hidden_size=64, num_hidden_layers=2, num_latent_tokens=5
+        )
+        model = SparseFormerForImageClassification(config)
+        transition = model.sparseformer.transition
+        transition.weight.copy_(torch.eye(64))
+        transition.bias.zero_()
+        state_dict = to_showlab(model)
+        assert "layers.1.roi_offset_bias" in state_dict
+        inferred = config_from_showlab(state_dict)
+        assert inferred.to_dict() == config.to_dict()
+        converted = convert_showlab(state_dict, inferred)
+        assert all(torch.equal(converted[name], tensor) for name, tensor in model.state_dict().items())
+
+    def test_iterations(self):
+        v1, bootstrapped = checkpoint_of("v1"), checkpoint_of("bootstrapped")
+        assert config_from_showlab(v1).num_focusing_iterations == 4
+        assert config_from_showlab(v1, iterations=2).num_focusing_iterations == 2
+        assert config_from_showlab(bootstrapped).num_focusing_iterations == 4
+        bootstrapped["layers.0.stage_embedding.weight"] = torch.randn(3, 64)
+        assert config_from_showlab(bootstrapped).num_focusing_iterations == 3
+        assert config_from_showlab(bootstrapped, iterations=3).num_focusing_iterations == 3
+        with pytest.raises(ValueError, match="4 iterations were asked for, .* stage embeddings for 3"):
+            config_from_showlab(bootstrapped, iterations=4)
+        del bootstrapped["layers.0.stage_embedding.weight"]
+        with pytest.raises(ValueError, match="executed once, it has no stage embedding: give 1 as the iterations"):
+            config_from_showlab(bootstrapped)
+        assert config_from_showlab(bootstrapped, iterations=1).num_focusing_iterations == 1
+
+    def test_activation_of_clip(self):
+        state_dict = checkpoint_of("bootstrapped-clip")
+        config = config_from_showlab(state_dict)
+        assert (config.hidden_act, config.focusing_hidden_act) == ("quick_gelu", "gelu")
+        del state_dict["layers.0.stage_embedding.weight"]
+        config = config_from_showlab(state_dict, iterations=1)
+        assert (config.hidden_act, config.focusing_hidden_act) == ("quick_gelu", "quick_gelu")
+
+    def test_fields_can_be_set(self):
+        config = config_from_showlab(checkpoint_of("v1"), drop_path_rate=0.05, image_mean=(0.1, 0.2, 0.3))
+        assert config.drop_path_rate == 0.05
+        assert config.image_mean == (0.1, 0.2, 0.3)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("key", [None, "model", "state_dict"])
+    @pytest.mark.parametrize("prefix", ["", "module.", "state."])
+    def test_layouts(self, tmp_path, key, prefix):
+        expected = checkpoint_of("v1")
+        state_dict = {prefix + name: tensor for name, tensor in expected.items()}
+        torch.save({key: state_dict, "epoch": 3} if key else state_dict, tmp_path / "checkpoint.pth")
+        loaded = load_showlab_checkpoint(tmp_path / "checkpoint.pth")
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+    def test_half_precision_becomes_float32(self):
+        state_dict = {name: tensor.half() for name, tensor in checkpoint_of("bootstrapped").items()}
+        converted = convert_showlab(state_dict, config_from_showlab(state_dict))
+        assert {tensor.dtype for tensor in converted.values()} == {torch.float32}
+
+
+class TestCommand:
+    @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+    @pytest.mark.parametrize("given", [True, False], ids=["given", "inferred"])
+    @pytest.mark.parametrize("variant", ["v1", "bootstrapped"])
+    @torch.no_grad()
+    def test_classifiers(self, tmp_path, capsys, variant, given, suffix):
+        source = FIXTURES[variant]
+        if suffix == ".pth":
+            source = tmp_path / "checkpoint.pth"
+            torch.save({"model": checkpoint_of(variant)}, source)
+        out = tmp_path / "deep" / "out"
+        assert run(source, out, *(["--variant", variant] if given else [])) == 0
+
+        printed = capsys.readouterr().out
+        assert f"variant      {variant}\n" in printed
+        assert {"v1": "596,002", "bootstrapped": "813,294"}[variant] in printed
+        assert {path.name for path in out.iterdir()} >= COMPLETE
+        assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+        reference = load_file(FIXTURES[variant])
+        model, info = AutoModelForImageClassification.from_pretrained(out, output_loading_info=True)
+        assert not any(info.values())
+        torch.testing.assert_close(model(reference["input"]).logits, reference["logits"], atol=1e-5, rtol=0)
+        tokens = AutoModel.from_pretrained(out)(reference["input"]).last_hidden_state
+        torch.testing.assert_close(tokens, reference["token_embedding"], atol=1e-5, rtol=0)
+
+    @torch.no_grad()
+    def test_clip(self, tmp_path, capsys):
+        save_file(checkpoint_of("bootstrapped-clip"), tmp_path / "clip.safetensors")
+        assert run(tmp_path / "clip.safetensors", tmp_path / "out") == 0
+        assert "projection to 10" in capsys.readouterr().out
+        config = AutoConfig.from_pretrained(tmp_path / "out")
+        assert config.architectures == ["SparseFormerVisionModelWithProjection"]
+        assert (config.projection_dim, config.hidden_act) == (10, "quick_gelu")
+        # With the activation of the fixture, the projection is the fixture's classifier without its bias.
+        model = SparseFormerVisionModelWithProjection.from_pretrained(tmp_path / "out", hidden_act="gelu")
+        reference = load_file(FIXTURES["bootstrapped"])
+        expected = reference["logits"] - reference["state.proj.bias"]
+        torch.testing.assert_close(model(reference["input"]).image_embeds, expected, atol=1e-5, rtol=0)
+
+    @pytest.mark.parametrize(
+        ("variant", "mean", "std"),
+        [
+            ("v1", [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+            ("bootstrapped", [0.5] * 3, [0.5] * 3),
+            ("bootstrapped-clip", [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]),
+        ],
+    )
+    def test_preprocessing(self, tmp_path, variant, mean, std):
+        save_file(checkpoint_of(variant), tmp_path / "checkpoint.safetensors")
+        run(tmp_path / "checkpoint.safetensors", tmp_path / "out")
+        processor = json.loads((tmp_path / "out/preprocessor_config.json").read_text())
+        assert processor["size"] == {"shortest_edge": 256}
+        assert processor["crop_size"] == {"height": 224, "width": 224}
+        assert (processor["image_mean"], processor["image_std"]) == (mean, std)
+        image = torch.randint(256, (3, 300, 400), dtype=torch.uint8)
+        pixels = AutoImageProcessor.from_pretrained(tmp_path / "out")(image, return_tensors="pt").pixel_values
+        assert pixels.shape == (1, 3, 224, 224)
+
+    @pytest.mark.parametrize(
+        ("arguments", "size"),
+        [(["64"], 64), (["64", "64"], 64), (["48", "96"], [48, 96])],
+        ids=lambda value: str(value),
+    )
+    def test_image_size(self, tmp_path, arguments, size):
+        assert run(FIXTURES["v1"], tmp_path / "out", "--image-size", *arguments) == 0
+        config = AutoConfig.from_pretrained(tmp_path / "out")
+        assert config.image_size == size if isinstance(size, int) else list(config.image_size) == size
+        image = torch.randint(256, (3, 70, 200), dtype=torch.uint8)
+        pixels = AutoImageProcessor.from_pretrained(tmp_path / "out")(image, return_tensors="pt").pixel_values
+        assert list(pixels.shape[2:]) == ([size, size] if isinstance(size, int) else size)
+
+    def test_imagenet_labels(self, tmp_path):
+        state_dict = checkpoint_of("v1")
+        state_dict |= {"proj.weight": torch.randn(1000, 128), "proj.bias": torch.randn(1000)}
+        save_file(state_dict, tmp_path / "checkpoint.safetensors")
+        assert run(tmp_path / "checkpoint.safetensors", tmp_path / "out") == 0
+        config = AutoConfig.from_pretrained(tmp_path / "out")
+        assert config.num_labels == len(config.id2label) == 1000
+        assert config.id2label[0] == "tench, Tinca tinca"
+        assert config.label2id["toilet tissue, toilet paper, bathroom tissue"] == 999
+
+    def test_iterations(self, tmp_path):
+        assert run(FIXTURES["v1"], tmp_path / "out", "--iterations", 2) == 0
+        assert AutoConfig.from_pretrained(tmp_path / "out").num_focusing_iterations == 2
+
+    def test_an_empty_folder_is_filled(self, tmp_path):
+        assert run(FIXTURES["v1"], tmp_path) == 0
+        assert {path.name for path in tmp_path.iterdir()} >= COMPLETE
+
+    def test_overwrite(self, tmp_path):
+        out = tmp_path / "out"
+        assert run(FIXTURES["v1"], out) == 0
+        (out / "old.txt").write_text("old")
+        assert run(FIXTURES["bootstrapped"], out) == 1
+        assert (out / "old.txt").exists()
+        assert run(FIXTURES["bootstrapped"], out, "--overwrite") == 0
+        assert AutoConfig.from_pretrained(out).use_cls_token
+        assert not (out / "old.txt").exists()
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def dropped(variant, *names):
+    state_dict = checkpoint_of(variant)
+    for name in names:
+        del state_dict[name]
+    return state_dict
+
+
+def changed(variant, **tensors):
+    return checkpoint_of(variant) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+
+
+REFUSED = {
+    # name: (checkpoint, arguments, parts of the message)
+    "v1 as bootstrapped": (
+        checkpoint_of("v1"),
+        ["--variant", "bootstrapped"],
+        ["not of variant 'bootstrapped'", "cls_embedding.weight", "It fits 'v1': give that variant"],
+    ),
+    "v1 as clip": (checkpoint_of("v1"), ["--variant", "bootstrapped-clip"], ["It fits 'v1'"]),
+    "bootstrapped as v1": (
+        checkpoint_of("bootstrapped"),
+        ["--variant", "v1"],
+        ["not of variant 'v1'", "17 missing", "10 unexpected", "It fits 'bootstrapped'"],
+    ),
+    "bootstrapped as clip": (
+        checkpoint_of("bootstrapped"),
+        ["--variant", "bootstrapped-clip"],
+        ["1 unexpected (proj.bias)", "It fits 'bootstrapped'"],
+    ),
+    "clip as bootstrapped": (
+        checkpoint_of("bootstrapped-clip"),
+        ["--variant", "bootstrapped"],
+        ["1 missing (proj.bias)", "It fits 'bootstrapped-clip'"],
+    ),
+    "one name missing": (
+        dropped("v1", "layers.2.mlp.fc1.weight"),
+        [],
+        ["does not fit variant 'v1'", "1 missing (layers.2.mlp.fc1.weight)", "Check that the file is complete"],
+    ),
+    "a layer missing": (
+        {name: tensor for name, tensor in checkpoint_of("bootstrapped").items() if "layers.3." not in name},
+        ["--variant", "bootstrapped"],
+        ["12 missing (layers.3.attn.proj.bias, layers.3.attn.proj.weight, ", ", ...)"],
+    ),
+    "no stem": (dropped("v1", "feat_extractor.conv1.weight", "feat_extractor.conv1.bias"), [], ["2 missing"]),
+    "no [CLS]": (dropped("bootstrapped", "cls_embedding.weight"), [], ["1 missing (cls_embedding.weight)"]),
+    "half of the mixing biases": (
+        dropped("v1", "layers.0.adaptive_mixing.m_beta"),
+        [],
+        ["1 missing (layers.0.adaptive_mixing.m_beta)"],
+    ),
+    "half of a LayerNorm": (dropped("v1", "layers.1.1.bias"), [], ["1 missing (layers.1.1.bias)"]),
+    "half of the RoI deltas": (
+        dropped("bootstrapped", "layers.0.roi_adjust_module.1.bias"),
+        [],
+        ["1 missing (layers.0.roi_adjust_module.1.bias)"],
+    ),
+    "unexpected names": (
+        changed("bootstrapped", decoder__weight=torch.ones(2), ema=torch.ones(1)),
+        [],
+        ["2 unexpected (decoder.weight, ema)"],
+    ),
+    "missing and unexpected": (
+        changed("v1", extra=torch.ones(1)) | {"norm.wieght": torch.ones(128)},
+        [],
+        ["2 unexpected (extra, norm.wieght)"],
+    ),
+    "contradicting shapes": (
+        changed("v1", layers__3__mlp__fc2__weight=torch.ones(128, 100)),
+        [],
+        ["1 tensors", "layers.3.mlp.fc2.weight is (128, 100), expected (128, 512)"],
+    ),
+    "fewer queries than channels": (
+        changed("v1", layers__3__attn__qkv__weight=torch.ones(300, 128)),
+        [],
+        ["layers.3.attn.qkv.weight is (100, 128), expected (128, 128)"],
+    ),
+    "a video model": (
+        changed("v1", feat_extractor__conv1__weight=torch.ones(16, 3, 1, 7, 7)),
+        [],
+        ["unexpected number of dimensions", "made for video"],
+    ),
+    "another model": (
+        {"blocks.0.attn.qkv.weight": torch.ones(3)},
+        [],
+        ["no SparseFormer checkpoint", "blocks.0.attn"],
+    ),
+    "training code of v1": (
+        changed("v1", layers__0__adaptive_mixing__tuo_proj__weight=torch.ones(1)),
+        [],
+        ["v1's training code", "_converted.pth"],
+    ),
+    "other iterations than stage embeddings": (
+        checkpoint_of("bootstrapped"),
+        ["--iterations", "3"],
+        ["3 iterations were asked for", "stage embeddings for 4"],
+    ),
+    "no iterations": (checkpoint_of("v1"), ["--iterations", "0"], ["`num_focusing_iterations` is 0"]),
+    "a tiny image": (checkpoint_of("v1"), ["--image-size", "2"], ["`image_size` is 2", "at least 4"]),
+}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(("state_dict", "arguments", "parts"), REFUSED.values(), ids=REFUSED.keys())
+    def test_checkpoints(self, tmp_path, capsys, state_dict, arguments, parts):
+        torch.save(state_dict, tmp_path / "checkpoint.pth")
+        self.refused(tmp_path, capsys, tmp_path / "checkpoint.pth", arguments, parts)
+
+    @pytest.mark.parametrize(
+        ("name", "content", "parts"),
+        [
+            ("absent.pth", None, ["There is no checkpoint file", "absent.pth"]),
+            ("empty.pth", b"", ["no readable checkpoint"]),
+            ("text.pth", b"not found", ["text.pth"]),
+            ("empty.safetensors", b"", ["no readable checkpoint"]),
+            ("text.safetensors", b"<!DOCTYPE html><html>", ["no readable checkpoint", "download it again"]),
+        ],
+    )
+    def test_corrupt_files(self, tmp_path, capsys, name, content, parts):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        self.refused(tmp_path, capsys, tmp_path / name, [], parts)
+
+    @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+    def test_truncated_files(self, tmp_path, capsys, suffix):
+        path = tmp_path / f"checkpoint{suffix}"
+        torch.save(checkpoint_of("v1"), path) if suffix == ".pth" else save_file(checkpoint_of("v1"), path)
+        path.write_bytes(path.read_bytes()[:10_000])
+        self.refused(tmp_path, capsys, path, [], ["no readable checkpoint", "truncated"])
+
+    @pytest.mark.parametrize(
+        ("content", "parts"),
+        [
+            ([1, 2, 3], ["holds a list, expected names and tensors"]),
+            ({}, ["holds no state dict: nothing in it"]),
+            ({"epoch": 3, "lr": 0.1}, ["holds no state dict: epoch, lr in it where tensors were expected"]),
+            ({"model": Path("x")}, ["Python objects besides tensors", "save its state dict alone"]),
+        ],
+        ids=["list", "empty", "numbers", "objects"],
+    )
+    def test_other_contents(self, tmp_path, capsys, content, parts):
+        torch.save(content, tmp_path / "checkpoint.pth")
+        self.refused(tmp_path, capsys, tmp_path / "checkpoint.pth", [], parts)
+
+    def refused(self, tmp_path, capsys, checkpoint, arguments, parts):
+        assert run(checkpoint, tmp_path / "out", *arguments) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("frugalvit convert: error: ")
+        assert error.count("\n") == 1
+        for part in parts:
+            assert part in error
+        assert {path.name for path in tmp_path.iterdir()} <= {checkpoint.name}
+
+    def test_unknown_variant(self, tmp_path, capsys):
+        with pytest.raises(SystemExit):
+            run(FIXTURES["v1"], tmp_path / "out", "--variant", "v2")
+        assert "invalid choice: 'v2'" in capsys.readouterr().err
+        with pytest.raises(ValueError, match="no variant 'v2'; expected one of v1, bootstrapped, bootstrapped-clip"):
+            config_from_showlab(checkpoint_of("v1"), "v2")
+
+    def test_three_image_sizes(self, tmp_path, capsys):
+        with pytest.raises(SystemExit):
+            run(FIXTURES["v1"], tmp_path / "out", "--image-size", 1, 2, 3)
+        assert "got 3 numbers, expected a side or height and width" in capsys.readouterr().err
+
+    def test_output_with_something_in_it(self, tmp_path, capsys):
+        (tmp_path / "notes.txt").write_text("mine")
+        assert run(FIXTURES["v1"], tmp_path) == 1
+        assert "exists and is not empty; choose another one or pass --overwrite" in capsys.readouterr().err
+        assert run(FIXTURES["v1"], tmp_path, "--overwrite") == 1
+        assert "no model folder and is not overwritten" in capsys.readouterr().err
+        assert run(FIXTURES["v1"], tmp_path / "notes.txt") == 1
+        assert "is a file, expected a folder" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+
+    def test_a_checkpoint_that_does_not_fit_a_configuration(self):
+        with pytest.raises(ValueError, match="does not fit the configuration: .* missing"):
+            convert_showlab(checkpoint_of("v1"), config_from_showlab(checkpoint_of("bootstrapped")))
+
+
+class TestInterruption:
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_errors_leave_what_was_there(self, tmp_path, monkeypatch, capsys, error, overwrite):
+        out = tmp_path / "out"
+        if overwrite:
+            assert run(FIXTURES["v1"], out) == 0
+        before = {path.name: path.read_bytes() for path in out.glob("*")}
+
+        def fail(model, folder):
+            assert (folder / "model.safetensors").exists()
+            raise error("disk full")
+
+        monkeypatch.setattr(convert, "check_reload", fail)
+        assert run(FIXTURES["bootstrapped"], out, *(["--overwrite"] if overwrite else [])) in (1, 130)
+        capsys.readouterr()
+        assert {path.name: path.read_bytes() for path in out.glob("*")} == before
+        assert [path.name for path in tmp_path.iterdir()] == (["out"] if overwrite else [])
+
+    def test_a_killed_run_writes_nothing_and_the_next_one_cleans_up(self, tmp_path):
+        code = (
+            "import os, signal, sys; from frugalvit import convert;"
+            "convert.check_reload = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
+            "convert.convert_checkpoint(*sys.argv[1:])"
+        )
+        command = [sys.executable, "-c", code, str(FIXTURES["v1"]), str(tmp_path / "out")]
+        result = subprocess.run(command, capture_output=True, timeout=120, env=os.environ)
+        assert result.returncode == -signal.SIGKILL
+        assert not (tmp_path / "out").exists()
+        assert run(FIXTURES["v1"], tmp_path / "out") == 0
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    def test_a_model_that_changes_when_it_is_saved_is_not_written(self, tmp_path, monkeypatch):
+        save = SparseFormerForImageClassification.save_pretrained
+
+        def damage(model, folder):
+            save(model, folder)
+            weights = load_file(folder / "model.safetensors")
+            weights["classifier.bias"] += 1
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+        monkeypatch.setattr(SparseFormerForImageClassification, "save_pretrained", damage)
+        with pytest.raises(RuntimeError, match=r"does not load as it was saved: .*classifier\.bias"):
+            run(FIXTURES["v1"], tmp_path / "out")
+        assert not list(tmp_path.iterdir())
