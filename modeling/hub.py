@@ -11,6 +11,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
+
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+(\.+[\w.]*)\s+import\s", re.MULTILINE)
 
 

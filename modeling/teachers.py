@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+
 # Names inside a block, of timm, Transformers and older Transformers, to those of `SparseFormerLayer`.
 _RENAMES = (
     (r"^(?:norm1|layer_norm1|layernorm_before)\.", "layernorm_before."),
