@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 
 # What the margin adds on each side, as a share of the image; boxes that reach farther run off the picture.
@@ -19,7 +20,7 @@ MIN_MARGIN, MAX_MARGIN = 0.02, 0.15
 # Lengths in inches, font sizes in points.
 EDGE, GAP, HEADING, CAPTION, LEGEND = 0.1, 0.08, 0.24, 0.26, 0.2
 HEADING_SIZE, CAPTION_SIZE, LEGEND_SIZE = 8.5, 8, 7
-TEXT_COLOR, LEGEND_COLOR, MARGIN_COLOR = "#333333", "#808080", "#f2f2f2"
+TEXT_COLOR, LEGEND_COLOR, OUTLINE_COLOR, MARGIN_COLOR = "#333333", "#808080", "#c8c8c8", "#f2f2f2"
 
 # Hues of one lightness (LCh 54, 70): each stands out as much as any other on a faded gray image.
 TOKEN_COLORS = LinearSegmentedColormap.from_list(
@@ -183,10 +184,11 @@ def _draw_image(axes: Axes, image: np.ndarray, margin: float, faded: bool) -> No
     height, width = image.shape[:2]
     if faded:
         luminance = image @ np.array([0.299, 0.587, 0.114])
-        image = np.repeat(0.5 + 0.5 * luminance[..., None], 3, axis=2)
+        image = np.repeat(0.57 + 0.43 * luminance[..., None], 3, axis=2)
         axes.set_facecolor(MARGIN_COLOR)
     # Interpolation keeps images of 32 pixels recognizable.
     axes.imshow(image.clip(0, 1), extent=(0, width, height, 0), interpolation="bicubic")
+    axes.add_patch(Rectangle((0, 0), width, height, fill=False, edgecolor=OUTLINE_COLOR, linewidth=0.4))
     axes.set_xlim(-margin * width, (1 + margin) * width)
     axes.set_ylim((1 + margin) * height, -margin * height)
     axes.set(xticks=[], yticks=[])

@@ -82,7 +82,7 @@ def test_box_is_painted_over_its_part_of_the_image():
     assert abs(rows.min() - top) <= 3 and abs(rows.max() - bottom) <= 3
     assert abs(columns.min() - left) <= 3 and abs(columns.max() - right) <= 3
     # Inside lies the faded square, around it white.
-    np.testing.assert_allclose(pixels[(top + bottom) // 2, (left + right) // 2], 0.5, atol=0.05)
+    np.testing.assert_allclose(pixels[(top + bottom) // 2, (left + right) // 2], 0.57, atol=0.05)
     np.testing.assert_allclose(pixels[top - 12, left - 12], 1, atol=0.05)
 
 
