@@ -1,0 +1,142 @@
+"""Arguments that recipes share, and how a command line is read."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import transformers
+
+from .data import SUBSET
+
+
+# What may change when a run is resumed: these alter neither the model nor what is measured.
+RESUMABLE = frozenset(
+    {"output_dir", "overwrite", "num_workers", "eval_batch_size", "logging_steps", "checkpointing_steps", "report_to"}
+)
+
+
+def argument(default=dataclasses.MISSING, help: str = "", **metadata):
+    """A dataclass field with a help text."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help, **metadata})
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def check(value, fits: bool, name: str, expected: str):
+    """Raise a ValueError that names the argument, what was given and what was expected."""
+    if not fits:
+        raise ValueError(f"--{name} is {value!r}, expected {expected}.")
+
+
+def check_at_least(arguments, low, *names: str):
+    for name in names:
+        check(getattr(arguments, name), getattr(arguments, name) >= low, name, f"{low} or more")
+
+
+def check_share(arguments, *names: str):
+    for name in names:
+        check(getattr(arguments, name), 0 <= getattr(arguments, name) <= 1, name, "a number from 0 to 1")
+
+
+@dataclass
+class DataArguments:
+    """What to train and evaluate on."""
+
+    dataset: list[str] = argument(
+        [SUBSET], f"datasets hub id, image folder, parquet files (wildcards too) or folder of them, or {SUBSET}."
+    )
+    dataset_config: str | None = argument(None, "Configuration of a hub data set that has several.")
+    train_split: str = argument("train", "Split to train on; slices such as train[:1000] too.")
+    eval_dataset: list[str] | None = argument(None, "Data set to evaluate on, if not another split of --dataset.")
+    eval_split: str | None = argument(
+        None, 'Split to evaluate on. Default: "test", or "train", all of it, where --eval_dataset is given as files.'
+    )
+    image_column: str | None = argument(None, "Name of the image column, where types do not tell.")
+    label_column: str | None = argument(None, "Name of the label column, where types do not tell.")
+    class_names: list[str] | None = argument(None, "Names of the labels 0, 1, …, where the data set has none.")
+    steps_per_epoch: int | None = argument(None, "Optimizer steps of an epoch. Default: all images once.")
+    skip_corrupt: bool = argument(False, "Replace images that cannot be read by the next one and count them.")
+    num_workers: int = argument(
+        0 if (os.cpu_count() or 1) < 3 else min(8, os.cpu_count() - 1),
+        "Processes that decode images, for every training process. They change nothing but speed.",
+    )
+
+    def __post_init__(self):
+        check_at_least(self, 0, "num_workers")
+        if self.steps_per_epoch is not None:
+            check_at_least(self, 1, "steps_per_epoch")
+        if self.eval_split is None:
+            files = self.eval_dataset and all(path.endswith(".parquet") for path in self.eval_dataset)
+            self.eval_split = "train" if files else "test"
+
+
+@dataclass
+class RunArguments:
+    """How long, how and where to train."""
+
+    output_dir: str = argument(help="Folder for the best model, results and checkpoints.")
+    epochs: int = argument(100, "Epochs.")
+    batch_size: int = argument(128, "Images of one optimizer step, over all processes and accumulation steps.")
+    eval_batch_size: int = argument(256, "Images of one evaluation step, over all processes.")
+    gradient_accumulation_steps: int = argument(1, "Parts that a batch is computed in, to save memory.")
+    seed: int = argument(0, "Of initialization, order and augmentation.")
+    mixed_precision: str = argument("no", "Arithmetic of the forward pass.", choices=["no", "bf16", "fp16"])
+    compile: bool = argument(False, "Compile the model (torch.compile).")
+    max_grad_norm: float = argument(1.0, "Clip the gradient to this norm; 0 does not.")
+    logging_steps: int = argument(50, "Optimizer steps between lines of metrics.jsonl.")
+    checkpointing_steps: int = argument(500, "Optimizer steps between checkpoints, besides each epoch's.")
+    report_to: list[str] = argument([], "Trackers, for example tensorboard or wandb.")
+    overwrite: bool = argument(False, "Start anew in an output folder that has a run.")
+
+    def __post_init__(self):
+        check_at_least(self, 1, "epochs", "batch_size", "eval_batch_size", "gradient_accumulation_steps")
+        check_at_least(self, 1, "logging_steps", "checkpointing_steps")
+        check_at_least(self, 0, "seed", "max_grad_norm")
+
+
+@dataclass
+class OptimizerArguments:
+    """AdamW with a warm-up and a schedule."""
+
+    learning_rate: float = argument(1e-3, "Highest learning rate.")
+    weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, positions and [CLS].")
+    adam_beta1: float = argument(0.9, "AdamW's first decay.")
+    adam_beta2: float = argument(0.999, "AdamW's second decay.")
+    warmup_epochs: float = argument(5.0, "Epochs of linear warm-up from 0.")
+    lr_scheduler: str = argument("cosine", "Schedule after the warm-up, a name of transformers.get_scheduler.")
+
+    def __post_init__(self):
+        check(self.learning_rate, self.learning_rate > 0, "learning_rate", "a positive number")
+        check_at_least(self, 0, "weight_decay", "warmup_epochs")
+        for name in ("adam_beta1", "adam_beta2"):
+            check(getattr(self, name), 0 <= getattr(self, name) < 1, name, "a number from 0 to below 1")
+        names = [kind.value for kind in transformers.SchedulerType]
+        check(self.lr_scheduler, self.lr_scheduler in names, "lr_scheduler", f"one of {', '.join(names)}")
+
+
+class ArgumentParser(transformers.HfArgumentParser):
+    """`HfArgumentParser` whose errors are one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the arguments)\n")
+
+
+def parse_arguments(prog: str, description: str, dataclass_types: list[type], argv: list[str] | None) -> tuple:
+    """One instance of each dataclass from a command line; ends the process with code 2 and one line on errors."""
+    parser = ArgumentParser(dataclass_types, prog=prog, description=description)
+    try:
+        return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def run_as_program(main: Callable, prog: str):
+    """Run `main()` as a process of its own: what the user can mend is one line, not a traceback."""
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:
+        if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0"):
+            raise
+        sys.exit(f"{prog}: error: {' '.join(str(error).split())}")

@@ -1,0 +1,294 @@
+"""Train an image classifier from scratch or go on from a checkpoint: the standard recipe for little data.
+
+    accelerate launch -m frugalvit.training.train --output_dir OUT --model_type vit --config_overrides patch_size=4,…
+
+RandAugment, mixup, label smoothing, AdamW, warm-up and cosine, on any image classifier of Transformers or of this
+package.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ViTImageProcessor,
+    get_scheduler,
+)
+
+from ..modeling.initialization import mimetic_init_
+from .arguments import (
+    DataArguments,
+    OptimizerArguments,
+    RunArguments,
+    argument,
+    check,
+    check_at_least,
+    check_share,
+    parse_arguments,
+    run_as_program,
+)
+from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
+from .data import TrainingLoader, class_names, evaluation_loader, load_images
+from .loop import TrainingState, fit, parameter_groups, start_accelerator
+from .metrics import evaluate_classifier
+
+
+PROG = "frugalvit train"
+
+
+@dataclass
+class ModelArguments:
+    """What to train."""
+
+    model: str | None = argument(None, "Folder or hub id of an image classifier to go on from.")
+    model_type: str = argument("vit", "Architecture to train from scratch, a model_type of Transformers or frugalvit.")
+    config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
+    initialization: str = argument(
+        "default", "The architecture's own, or mimetic attention for ViTs.", choices=["default", "mimetic"]
+    )
+    attn_implementation: str | None = argument(None, "eager, sdpa, …; the model's default if not given.")
+    image_mean: list[float] = argument([0.5, 0.5, 0.5], "Mean of the channels, of values in 0..1, from scratch.")
+    image_std: list[float] = argument([0.5, 0.5, 0.5], "Standard deviation of the channels, from scratch.")
+
+
+@dataclass
+class RecipeArguments:
+    """The recipe for little data."""
+
+    crop: str = argument(
+        "padded",
+        "padded: a crop from the padded image, for small images. resized: a random part, resized.",
+        choices=["padded", "resized"],
+    )
+    crop_padding: int = argument(4, "Pixels of padding on each side for --crop padded.")
+    crop_scale: list[float] = argument([0.08, 1.0], "Lowest and highest share of the area for --crop resized.")
+    crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio for --crop resized.")
+    flip: float = argument(0.5, "Probability of a horizontal flip.")
+    randaugment_layers: int = argument(2, "RandAugment's operations for an image; 0 turns it off.")
+    randaugment_magnitude: int = argument(9, "RandAugment's strength, 0 to 30.")
+    erasing: float = argument(0.0, "Probability of erasing a rectangle.")
+    mixup: float = argument(0.2, "Mixup's Beta parameter; 0 turns it off.")
+    cutmix: float = argument(0.0, "CutMix's Beta parameter; 0 turns it off.")
+    label_smoothing: float = argument(0.1, "Share of the target that is spread over all classes.")
+    drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
+    distill_from: str | None = argument(None, "Folder or hub id of a classifier to learn from.")
+    distill_weight: float = argument(0.5, "Weight of its divergence, the labels' loss has the rest.")
+    distill_temperature: float = argument(1.0, "Temperature of both distributions in the divergence.")
+
+    def __post_init__(self):
+        check_share(self, "flip", "erasing", "label_smoothing", "drop_path", "distill_weight")
+        check_at_least(self, 0, "crop_padding", "randaugment_layers", "mixup", "cutmix")
+        check(self.randaugment_magnitude, 0 <= self.randaugment_magnitude <= 30, "randaugment_magnitude", "0 to 30")
+        check(self.distill_temperature, self.distill_temperature > 0, "distill_temperature", "a positive number")
+        for name in ("crop_scale", "crop_ratio"):
+            value = getattr(self, name)
+            check(value, len(value) == 2 and 0 < value[0] <= value[1], name, "two positive numbers, lower first")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe with a command line's arguments."""
+    groups = [ModelArguments, DataArguments, RecipeArguments, OptimizerArguments, RunArguments]
+    arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
+    model_arguments, data, recipe, optimization, run = arguments
+    accelerator = start_accelerator(run, PROG, argv, list(arguments))
+
+    columns = {"image_column": data.image_column, "label_column": data.label_column, "class_names": data.class_names}
+    train_images = load_images(data.dataset, data.train_split, name=data.dataset_config, **columns)
+    eval_images = load_images(data.eval_dataset or data.dataset, data.eval_split, name=data.dataset_config, **columns)
+    names = class_names(train_images)
+
+    model, processor = build_model(model_arguments, recipe, names)
+    if run.compile:
+        model.compile()
+    teacher = load_teacher(recipe, len(names), accelerator) if recipe.distill_from else None
+
+    image_format = ImageFormat.from_processor(processor)
+    view = SmallDataView(
+        image_format,
+        recipe.crop,
+        recipe.crop_padding,
+        recipe.crop_scale,
+        recipe.crop_ratio,
+        recipe.flip,
+        recipe.randaugment_layers,
+        recipe.randaugment_magnitude,
+        recipe.erasing,
+    )
+    loader = TrainingLoader(
+        accelerator,
+        train_images,
+        view,
+        batch_size=run.batch_size,
+        seed=run.seed,
+        mix=Mix(len(names), recipe.mixup, recipe.cutmix, recipe.label_smoothing, run.seed),
+        num_workers=data.num_workers,
+        skip_corrupt=data.skip_corrupt,
+        steps_per_epoch=data.steps_per_epoch,
+    )
+    eval_loader = evaluation_loader(
+        accelerator,
+        eval_images,
+        EvalView(image_format),
+        batch_size=run.eval_batch_size,
+        num_workers=data.num_workers,
+        skip_corrupt=data.skip_corrupt,
+    )
+
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, optimization.weight_decay),
+        lr=optimization.learning_rate,
+        betas=(optimization.adam_beta1, optimization.adam_beta2),
+        fused=True,
+    )
+    scheduler = get_scheduler(
+        optimization.lr_scheduler,
+        optimizer,
+        num_warmup_steps=round(optimization.warmup_epochs * loader.steps_per_epoch),
+        num_training_steps=run.epochs * loader.steps_per_epoch,
+    )
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+
+    def compute_loss(model, batch):
+        logits = model(pixel_values=batch["pixel_values"]).logits
+        loss = F.cross_entropy(logits, batch["targets"])
+        if teacher is not None:
+            divergence = teacher(logits, batch["pixel_values"])
+            loss = (1 - recipe.distill_weight) * loss + recipe.distill_weight * divergence
+        return loss
+
+    def save(folder: Path, state: TrainingState):
+        accelerator.unwrap_model(model).save_pretrained(folder)
+        processor.save_pretrained(folder)
+        write_card(folder, accelerator.unwrap_model(model), data, run, state)
+
+    state = fit(
+        accelerator,
+        run,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        compute_loss=compute_loss,
+        evaluate=lambda model: evaluate_classifier(accelerator, model, eval_loader),
+        save=save,
+    )
+    accelerator.print(
+        f"Best accuracy {state.best['accuracy']:.4f}, epoch {state.best['epoch']}. See {run.output_dir}."
+    )
+    return 0
+
+
+def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[str]):
+    """The classifier for these class names, in float32, and its image processor."""
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
+    if arguments.model:
+        config = AutoConfig.from_pretrained(arguments.model, **labels)
+        set_drop_path(config, recipe.drop_path)
+        model = AutoModelForImageClassification.from_pretrained(
+            arguments.model, config=config, ignore_mismatched_sizes=True, dtype=torch.float32, **options
+        )
+        return model, AutoImageProcessor.from_pretrained(arguments.model)
+    config = AutoConfig.for_model(
+        arguments.model_type, **parse_overrides(arguments.model_type, arguments.config_overrides), **labels
+    )
+    set_drop_path(config, recipe.drop_path)
+    model = AutoModelForImageClassification.from_config(config, **options)
+    if arguments.initialization == "mimetic":
+        mimetic_init_(model)
+    size = config.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    processor = ViTImageProcessor(
+        size={"height": height, "width": width}, image_mean=arguments.image_mean, image_std=arguments.image_std
+    )
+    return model, processor
+
+
+def set_drop_path(config, rate: float):
+    if rate and not hasattr(config, "drop_path_rate"):
+        raise ValueError(f"--drop_path is {rate}, but {config.model_type} models have none; expected 0.")
+    if rate:
+        config.drop_path_rate = rate
+
+
+def parse_overrides(model_type: str, text: str) -> dict:
+    """`"image_size=32,hidden_act=gelu"` as a dict; values are JSON where they can be, text otherwise.
+
+    Raises:
+        ValueError: if the configuration has no such field.
+    """
+    defaults, overrides = AutoConfig.for_model(model_type), {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        check(part, bool(equals), "config_overrides", "name=value pairs with commas between")
+        if not hasattr(defaults, name):
+            raise ValueError(f"--config_overrides: {model_type} configurations have no {name!r}.")
+        try:
+            overrides[name] = json.loads(value)
+        except json.JSONDecodeError:
+            overrides[name] = value
+    return overrides
+
+
+def load_teacher(recipe: RecipeArguments, num_labels: int, accelerator):
+    """A function from logits and pixels to the divergence from the teacher's distribution, times temperature^2."""
+    teacher = AutoModelForImageClassification.from_pretrained(recipe.distill_from, dtype=torch.float32)
+    if teacher.config.num_labels != num_labels:
+        raise ValueError(
+            f"--distill_from {recipe.distill_from} has {teacher.config.num_labels} classes, the data set {num_labels}."
+        )
+    teacher = teacher.eval().to(accelerator.device)
+    temperature = recipe.distill_temperature
+
+    def divergence(logits, pixel_values):
+        with torch.inference_mode(), accelerator.autocast():
+            expected = teacher(pixel_values=pixel_values).logits.float()
+        return temperature**2 * F.kl_div(
+            F.log_softmax(logits / temperature, dim=1),
+            F.log_softmax(expected / temperature, dim=1),
+            log_target=True,
+            reduction="batchmean",
+        )
+
+    return divergence
+
+
+def write_card(folder: Path, model, data: DataArguments, run: RunArguments, state: TrainingState):
+    """The model card, with what was measured so far."""
+    dataset = " ".join(data.dataset)
+    accuracy, parameters = state.best["accuracy"], sum(p.numel() for p in model.parameters())
+    result = EvalResult(
+        task_type="image-classification",
+        dataset_type=dataset,
+        dataset_name=dataset,
+        dataset_split=data.eval_split,
+        metric_type="accuracy",
+        metric_value=round(accuracy, 4),
+    )
+    card = ModelCardData(
+        library_name="transformers",
+        tags=["frugalvit", model.config.model_type],
+        pipeline_tag="image-classification",
+        model_name=Path(run.output_dir).name,
+        eval_results=[result],
+    )
+    command = json.loads((Path(run.output_dir) / "run.json").read_text(encoding="utf-8"))["command"]
+    ModelCard(
+        f"---\n{card.to_yaml()}\n---\n\n# {Path(run.output_dir).name}\n\n"
+        f"A {model.config.model_type} with {parameters:,} parameters, trained on {dataset}: accuracy {accuracy:.2%} "
+        f"on the split {data.eval_split} after {state.epoch} of {run.epochs} epochs (seed {run.seed}), the best.\n\n"
+        "```python\nfrom transformers import AutoImageProcessor, AutoModelForImageClassification\n\n"
+        'processor = AutoImageProcessor.from_pretrained("path/or/id")\n'
+        'model = AutoModelForImageClassification.from_pretrained("path/or/id")\n```\n\n'
+        f"Trained with\n\n```\n{command}\n```\n"
+    ).save(folder / "README.md")
+
+
+if __name__ == "__main__":
+    run_as_program(main, PROG)
