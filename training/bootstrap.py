@@ -1,0 +1,364 @@
+"""Bootstrap a SparseFormer from a vision transformer, without labels.
+
+    accelerate launch -m frugalvit.training.bootstrap --teacher TEACHER --dataset IMAGES --output_dir OUT
+
+Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2: the student inherits
+the teacher's blocks without the leading third, learns to focus from random weights, tunes the next third, keeps the
+rest frozen, and aligns its final embedding with the teacher's. The paper's numbers are the defaults; it names no
+optimizer, AdamW is our choice. Continued bootstrapping starts from `--student`, with more tokens or pixels.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from ..modeling.modeling_sparseformer import SparseFormerForImageClassification
+from ..modeling.teachers import classifier_of, embed, read_teacher
+from .arguments import (
+    DataArguments,
+    RunArguments,
+    argument,
+    check,
+    check_at_least,
+    check_share,
+    parse_arguments,
+    run_as_program,
+)
+from .augmentation import BootstrapView, EvalView, ImageFormat, View
+from .cards import write_card
+from .data import TrainingLoader, evaluation_loader, load_images
+from .loop import TrainingState, fit, parameter_groups, start_accelerator
+from .metrics import TopKAccuracy
+from .train import parse_overrides
+
+
+PROG = "frugalvit bootstrap"
+
+
+@dataclass
+class StudentArguments:
+    """Teacher and student."""
+
+    teacher: str = argument(help="Folder or hub id of the vision transformer to bootstrap from.")
+    student: str | None = argument(None, "Folder or hub id of a SparseFormer to continue from.")
+    num_latent_tokens: int | None = argument(
+        None, "Latent tokens, [CLS] not counted. Default: a quarter of the teacher's with [CLS], or --student's."
+    )
+    image_size: int | None = argument(None, "Pixels of the student's images. Default: the teacher's, or --student's.")
+    config_overrides: str = argument("", "The student's configuration, for example stem_channels=32.")
+    truncate: float = argument(1 / 3, "Leading blocks left out: a share of the teacher's below 1, or a count.")
+    tune: float = argument(
+        1 / 3, "Blocks to tune, from the first inherited one: a share of the teacher's, or a count."
+    )
+    tune_all: bool = argument(False, "Tune every inherited block.")
+    inherit_blocks: bool = argument(True, "Inherit the teacher's blocks, or its classifier alone.")
+
+    def __post_init__(self):
+        for name in ("num_latent_tokens", "image_size"):
+            if getattr(self, name) is not None:
+                check_at_least(self, 1, name)
+        for name in ("truncate", "tune"):
+            value = getattr(self, name)
+            check(value, 0 <= value < 1 or value == int(value) > 0, name, "a share from 0 to below 1, or a count")
+
+
+@dataclass
+class AlignmentArguments:
+    """What is aligned, on which views."""
+
+    loss: str = argument(
+        "cosine", "cosine: of the final embeddings (eq. 5). kl: of the class distributions.", choices=["cosine", "kl"]
+    )
+    temperature: float = argument(3.0, "Of both distributions, for --loss kl.")
+    label_loss_weight: float = argument(0.0, "Weight of an added cross-entropy with the labels.")
+    crop_scale: list[float] = argument([0.5, 1.0], "Lowest and highest share of the area that a crop shows.")
+    crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio of a crop.")
+    flip: float = argument(0.5, "Probability of a horizontal flip.")
+
+    def __post_init__(self):
+        check(self.temperature, self.temperature > 0, "temperature", "a positive number")
+        check_share(self, "flip")
+        check_at_least(self, 0, "label_loss_weight")
+        for name in ("crop_scale", "crop_ratio"):
+            value = getattr(self, name)
+            check(value, len(value) == 2 and 0 < value[0] <= value[1], name, "two positive numbers, lower first")
+
+
+@dataclass
+class ScheduleArguments:
+    """AdamW; a warm-up in which inherited weights stay as they are, then half a cosine."""
+
+    learning_rate: float | None = argument(None, "Highest learning rate. Default: 2e-4, or 5e-5 with --student.")
+    inherited_learning_rate: float = argument(0.1, "That of inherited blocks, relative to --learning_rate.")
+    weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, RoIs, token embeddings and [CLS].")
+    warmup_epochs: float | None = argument(None, "Epochs of warm-up. Default: 1, or 0 with --student.")
+
+    def __post_init__(self):
+        check_at_least(self, 0, "inherited_learning_rate", "weight_decay")
+        if self.learning_rate is not None:
+            check(self.learning_rate, self.learning_rate > 0, "learning_rate", "a positive number")
+        if self.warmup_epochs is not None:
+            check_at_least(self, 0, "warmup_epochs")
+
+
+@dataclass
+class BootstrapRunArguments(RunArguments):
+    """How long, how and where to train."""
+
+    epochs: int | None = argument(None, "Epochs. Default: 20, or 5 with --student.")
+
+    def __post_init__(self):
+        check(self.epochs, self.epochs is None or self.epochs > 0, "epochs", "1 or more")
+        epochs, self.epochs = self.epochs, self.epochs or 1
+        super().__post_init__()
+        self.epochs = epochs
+
+
+class PairedEvalView(View):
+    """What student and teacher see of an image in evaluation; one tensor where both take the same."""
+
+    def __init__(self, student: ImageFormat, teacher: ImageFormat):
+        self.formats = {"pixel_values": student}
+        if student != teacher:
+            self.formats["teacher_pixel_values"] = teacher
+        self.views = {name: EvalView(image_format) for name, image_format in self.formats.items()}
+
+    def __call__(self, image):
+        return {name: view(image)["pixel_values"] for name, view in self.views.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe with a command line's arguments."""
+    groups = [StudentArguments, AlignmentArguments, DataArguments, ScheduleArguments, BootstrapRunArguments]
+    arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
+    pair, alignment, data, schedule, run = arguments
+    run.epochs = run.epochs or (5 if pair.student else 20)
+    schedule.learning_rate = schedule.learning_rate or (5e-5 if pair.student else 2e-4)
+    if schedule.warmup_epochs is None:
+        schedule.warmup_epochs = 0 if pair.student else 1
+    accelerator = start_accelerator(run, PROG, argv, list(arguments))
+
+    teacher = AutoModelForImageClassification.from_pretrained(pair.teacher, dtype=torch.float32)
+    teacher = teacher.eval().requires_grad_(False).to(accelerator.device)
+    teacher_format = ImageFormat.from_processor(AutoImageProcessor.from_pretrained(pair.teacher))
+    num_blocks = len(read_teacher(teacher).blocks)
+    student = build_student(pair, teacher, teacher_format)
+    student_format = format_of(student.config)
+    tuned = freeze(student, pair, num_blocks)
+
+    columns = {"image_column": data.image_column, "label_column": data.label_column, "class_names": data.class_names}
+    train_images = load_images(data.dataset, data.train_split, name=data.dataset_config, **columns)
+    eval_images = load_images(data.eval_dataset or data.dataset, data.eval_split, name=data.dataset_config, **columns)
+    if alignment.label_loss_weight and "label" not in train_images.features:
+        raise ValueError("--label_loss_weight needs labels, but the data set has none; leave it at 0.")
+    loader = TrainingLoader(
+        accelerator,
+        train_images,
+        BootstrapView(student_format, teacher_format, alignment.crop_scale, alignment.crop_ratio, alignment.flip),
+        batch_size=run.batch_size,
+        seed=run.seed,
+        num_workers=data.num_workers,
+        skip_corrupt=data.skip_corrupt,
+        steps_per_epoch=data.steps_per_epoch,
+    )
+    eval_loader = evaluation_loader(
+        accelerator,
+        eval_images,
+        PairedEvalView(student_format, teacher_format),
+        batch_size=run.eval_batch_size,
+        num_workers=data.num_workers,
+        skip_corrupt=data.skip_corrupt,
+    )
+
+    optimizer, scheduler = build_optimizer(student, tuned, schedule, loader.steps_per_epoch, run.epochs)
+    student.to(accelerator.device)
+    if run.compile:
+        student.base_model.compile()
+    # The classifier stays frozen, so the base model alone is what learns.
+    model, optimizer, scheduler = accelerator.prepare(student.base_model, optimizer, scheduler)
+    classify, classify_teacher = student.classifier, classifier_of(teacher)
+
+    def compute_loss(model, batch):
+        pixel_values = batch["pixel_values"]
+        with torch.inference_mode(), accelerator.autocast():
+            target = embed(teacher, batch.get("teacher_pixel_values", pixel_values)).float()
+        # Out of inference mode, so that the loss may keep it for its gradient.
+        embedding, target = model(pixel_values).pooler_output.float(), target.clone()
+        if alignment.loss == "cosine":
+            loss = (1 - F.cosine_similarity(embedding, target)).mean()
+        else:
+            loss = kl_divergence(classify(embedding), classify_teacher(target), alignment.temperature)
+        if alignment.label_loss_weight:
+            loss = loss + alignment.label_loss_weight * F.cross_entropy(classify(embedding), batch["labels"])
+        return loss
+
+    def save(folder: Path, state: TrainingState):
+        student.save_pretrained(folder)
+        write_card(folder, student, describe(pair, student, state), data, run, state, pair.teacher)
+
+    state = fit(
+        accelerator,
+        run,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        compute_loss=compute_loss,
+        evaluate=lambda model: evaluate_student(accelerator, model, classify, teacher, eval_loader),
+        save=save,
+        metric="alignment",
+    )
+    accelerator.print(f"{describe(pair, student, state)} See {run.output_dir}.")
+    return 0
+
+
+def build_student(
+    pair: StudentArguments, teacher: nn.Module, teacher_format: ImageFormat
+) -> SparseFormerForImageClassification:
+    """A new student with the teacher's blocks, or `--student` with the tokens and pixels that are wanted."""
+    if pair.student:
+        student, info = SparseFormerForImageClassification.from_pretrained(
+            pair.student, dtype=torch.float32, output_loading_info=True
+        )
+        if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
+            raise ValueError(f"--student {pair.student} is no SparseFormer classifier; its weights do not fit.")
+        width = classifier_of(teacher).in_features
+        if student.config.hidden_size != width:
+            raise ValueError(
+                f"--student {pair.student} is {student.config.hidden_size} wide and --teacher {width}; embeddings of "
+                "different widths cannot be aligned. Give the teacher that the student was bootstrapped from."
+            )
+        if pair.num_latent_tokens:
+            student.resize_tokens(pair.num_latent_tokens)
+        if pair.image_size:
+            set_image_size(student.config, pair.image_size)
+        return student
+    truncate = int(pair.truncate) if pair.truncate >= 1 else pair.truncate
+    student = SparseFormerForImageClassification.from_teacher(
+        teacher,
+        num_latent_tokens=pair.num_latent_tokens,
+        truncate=truncate,
+        inherit_blocks=pair.inherit_blocks,
+        image_mean=teacher_format.mean,
+        image_std=teacher_format.std,
+        resample=teacher_format.resample,
+        resize_size=teacher_format.resize,
+        **{"image_size": list(teacher_format.size), **parse_overrides("sparseformer", pair.config_overrides)},
+    )
+    if pair.image_size:
+        set_image_size(student.config, pair.image_size)
+    return student
+
+
+def set_image_size(config, image_size: int):
+    """Other pixels for the preprocessing; the model takes any."""
+    if config.resize_size is not None:
+        config.resize_size = round(config.resize_size * image_size / min(pair_of(config.image_size)))
+    config.image_size = image_size
+
+
+def pair_of(size) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def format_of(config) -> ImageFormat:
+    """The images that a SparseFormer's configuration wants."""
+    return ImageFormat(
+        pair_of(config.image_size), config.image_mean, config.image_std, config.resample, config.resize_size
+    )
+
+
+def freeze(student: SparseFormerForImageClassification, pair: StudentArguments, num_blocks: int) -> set[nn.Parameter]:
+    """Leave the focusing stage and the blocks to tune trainable; returns the parameters of the latter.
+
+    Without inherited blocks the whole transformer is trained, and only the inherited classifier is frozen.
+    """
+    student.classifier.requires_grad_(False)
+    if not pair.inherit_blocks:
+        return set()
+    layers = student.base_model.layers
+    count = int(pair.tune) if pair.tune >= 1 else round(pair.tune * num_blocks)
+    count = len(layers) if pair.tune_all else count
+    if count > len(layers):
+        raise ValueError(f"--tune asks for {count} blocks, the student has {len(layers)}; --tune_all tunes them all.")
+    student.base_model.layernorm.requires_grad_(False)
+    layers[count:].requires_grad_(False)
+    return set(layers[:count].parameters())
+
+
+def build_optimizer(student, tuned: set[nn.Parameter], schedule: ScheduleArguments, steps_per_epoch: int, epochs: int):
+    """AdamW whose learning rate rises over the warm-up, at 0 for inherited weights, and falls as half a cosine."""
+    warmup, total = round(schedule.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
+
+    def inherited_rate(step: int) -> float:
+        return 0.0 if step < warmup else schedule.inherited_learning_rate * rate(step)
+
+    groups, rates = [], []
+    for group in parameter_groups(student, schedule.weight_decay):
+        for members, factor in (
+            ([p for p in group["params"] if p not in tuned], rate),
+            ([p for p in group["params"] if p in tuned], inherited_rate),
+        ):
+            groups.append({**group, "params": members})
+            rates.append(factor)
+    optimizer = torch.optim.AdamW(groups, lr=schedule.learning_rate, fused=True)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+
+
+def kl_divergence(logits: torch.Tensor, target_logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divergence of the student's class distribution from the teacher's at a temperature, times its square."""
+    return temperature**2 * F.kl_div(
+        F.log_softmax(logits / temperature, dim=1),
+        F.log_softmax(target_logits / temperature, dim=1),
+        log_target=True,
+        reduction="batchmean",
+    )
+
+
+@torch.inference_mode()
+def evaluate_student(accelerator: Accelerator, model, classify, teacher, loader) -> dict[str, float]:
+    """Mean cosine of student's and teacher's embeddings and, where there are labels, the accuracy of both."""
+    model.eval()
+    cosines, accuracies = [], {"accuracy": TopKAccuracy(), "teacher_accuracy": TopKAccuracy()}
+    labeled = False
+    for batch in loader:
+        pixel_values = batch["pixel_values"]
+        embedding = model(pixel_values).pooler_output.float()
+        with accelerator.autocast():
+            target = embed(teacher, batch.get("teacher_pixel_values", pixel_values)).float()
+        cosines.append(accelerator.gather_for_metrics(F.cosine_similarity(embedding, target)))
+        if labeled := "labels" in batch:
+            for name, classifier, features in (
+                ("accuracy", classify, embedding),
+                ("teacher_accuracy", classifier_of(teacher), target),
+            ):
+                logits, labels = accelerator.gather_for_metrics((classifier(features), batch["labels"]))
+                accuracies[name].add_batch(predictions=logits.cpu().numpy(), references=labels.cpu().numpy())
+    results = {"alignment": torch.cat(cosines).mean().item()}
+    if labeled:
+        results |= {name: metric.compute()["accuracy"] for name, metric in accuracies.items()}
+    return results
+
+
+def describe(pair: StudentArguments, student: SparseFormerForImageClassification, state: TrainingState) -> str:
+    """What came out, in a sentence."""
+    tokens = student.config.num_latent_tokens + student.config.use_cls_token
+    text = f"A SparseFormer with {tokens} tokens, bootstrapped from {pair.teacher} without labels"
+    if "accuracy" in state.best:
+        return f"{text}: accuracy {state.best['accuracy']:.2%}, the teacher's is {state.best['teacher_accuracy']:.2%}."
+    return f"{text}: mean cosine with the teacher's embeddings {state.best['alignment']:.4f}."
+
+
+if __name__ == "__main__":
+    run_as_program(main, PROG)

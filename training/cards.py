@@ -1,0 +1,60 @@
+"""Model cards of recipes, with what they measured."""
+
+import json
+from pathlib import Path
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from .arguments import DataArguments, RunArguments
+from .loop import TrainingState
+
+
+def write_card(
+    folder: Path,
+    model,
+    summary: str,
+    data: DataArguments,
+    run: RunArguments,
+    state: TrainingState,
+    base_model: str | None = None,
+):
+    """Write the card of a trained image classifier.
+
+    Args:
+        folder (`Path`): Where it goes, as `README.md`.
+        model: The classifier.
+        summary (`str`): What it is and what was measured, a sentence or two.
+        data, run, state: The recipe's data, arguments and the state it is in.
+        base_model (`str`, *optional*): The model that it came from.
+    """
+    dataset, name = " ".join(data.dataset), Path(run.output_dir).name
+    results = [
+        EvalResult(
+            task_type="image-classification",
+            dataset_type=dataset,
+            dataset_name=dataset,
+            dataset_split=data.eval_split,
+            metric_type="accuracy",
+            metric_value=round(state.best["accuracy"], 4),
+        )
+    ]
+    card = ModelCardData(
+        library_name="transformers",
+        tags=["frugalvit", model.config.model_type],
+        pipeline_tag="image-classification",
+        base_model=base_model,
+        model_name=name,
+        eval_results=results if "accuracy" in state.best else None,
+    )
+    command = json.loads((Path(run.output_dir) / "run.json").read_text(encoding="utf-8"))["command"]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    remote = ", trust_remote_code=True" if hasattr(model, "auto_classes") else ""
+    ModelCard(
+        f"---\n{card.to_yaml()}\n---\n\n# {name}\n\n{summary}\n\n"
+        f"{parameters:,} parameters; epoch {state.epoch} of {run.epochs}, the best on the split {data.eval_split} of "
+        f"{' '.join(data.eval_dataset or data.dataset)}; seed {run.seed}.\n\n"
+        "```python\nfrom transformers import AutoImageProcessor, AutoModelForImageClassification\n\n"
+        'processor = AutoImageProcessor.from_pretrained("path/or/id")\n'
+        f'model = AutoModelForImageClassification.from_pretrained("path/or/id"{remote})\n```\n\n'
+        f"Made by\n\n```\n{command}\n```\n"
+    ).save(folder / "README.md")
