@@ -1,0 +1,212 @@
+"""`frugalvit evaluate`: the numbers of a brute-force loop, labels matched by name, errors of one line."""
+
+import io
+import json
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
+
+from frugalvit.cli import main
+from frugalvit.evaluate import classification_accuracy, match_labels
+from frugalvit.training.data import load_images
+
+
+torch.set_num_threads(1)
+
+LABELS = ["airplane", "bird", "cat", "dog", "frog", "horse", "ship"]
+COUNT = 23
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random ViT for 7 classes."""
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    config.id2label, config.label2id = dict(enumerate(LABELS)), {label: i for i, label in enumerate(LABELS)}
+    model = ViTForImageClassification(config)
+    torch.nn.init.normal_(model.classifier.weight)
+    folder = tmp_path_factory.mktemp("models") / "vit"
+    model.save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+def encode(image: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_images(path, names=LABELS, broken=()):
+    """A data set as `datasets` writes them; the images at `broken` are cut short."""
+    generator = np.random.default_rng(0)
+    encoded = [encode(generator.integers(0, 256, (24, 40, 3), dtype=np.uint8)) for _ in range(COUNT)]
+    encoded = [data[:50] if i in broken else data for i, data in enumerate(encoded)]
+    labels = generator.integers(0, len(names), COUNT).tolist()
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+    values = {"img": [{"bytes": data, "path": None} for data in encoded], "label": labels}
+    datasets.Dataset.from_dict(values, features=features).to_parquet(str(path))
+    return encoded, labels
+
+
+@pytest.fixture
+def images(tmp_path):
+    write_images(tmp_path / "images.parquet")
+    return tmp_path / "images.parquet"
+
+
+def brute_force(folder, encoded, labels) -> dict[str, float]:
+    """One image at a time."""
+    model = AutoModelForImageClassification.from_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder)
+    top1, top5, loss = 0, 0, 0.0
+    for data, label in zip(encoded, labels, strict=True):
+        with torch.no_grad():
+            pixel_values = processor(Image.open(io.BytesIO(data)), return_tensors="pt").pixel_values
+            probabilities = model(pixel_values).logits[0].softmax(-1)
+        ranking = sorted(range(len(LABELS)), key=lambda i: -probabilities[i])
+        top1 += ranking[0] == label
+        top5 += label in ranking[:5]
+        loss -= probabilities[label].log().item()
+    return {"accuracy": top1 / len(labels), "top5_accuracy": top5 / len(labels), "loss": loss / len(labels)}
+
+
+def run(*arguments, capsys) -> tuple[int, str, str]:
+    try:
+        code = main(["evaluate", *map(str, arguments)])
+    except SystemExit as stop:
+        code = stop.code
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def fails(*arguments, capsys) -> str:
+    """What a failing command says last, in one line."""
+    code, output, error = run(*arguments, capsys=capsys)
+    assert code == 1 and not output
+    return next(line for line in error.splitlines() if line.startswith("frugalvit evaluate: error: "))
+
+
+def test_equals_brute_force(folder, tmp_path, capsys):
+    encoded, labels = write_images(tmp_path / "images.parquet")
+    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--batch_size", 5]
+    code, output, _ = run("classification", *arguments, "--json", tmp_path / "results.json", capsys=capsys)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert code == 0
+    expected = brute_force(folder, encoded, labels)
+    assert {name: results[name] for name in expected} == pytest.approx(expected)
+    assert 0 < results["accuracy"] < results["top5_accuracy"] < 1
+    assert (results["images"], results["skipped"], results["split"]) == (COUNT, 0, "train")
+    assert f"{results['accuracy']:.4g}" in output and "top5_accuracy" in output
+    assert {file.name for file in tmp_path.iterdir()} == {"images.parquet", "results.json"}
+
+
+def test_limit(folder, tmp_path, capsys):
+    encoded, labels = write_images(tmp_path / "images.parquet")
+    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--limit", 9]
+    run("classification", *arguments, "--json", tmp_path / "results.json", capsys=capsys)
+    results = json.loads((tmp_path / "results.json").read_text())
+    expected = brute_force(folder, encoded[:9], labels[:9])
+    assert results["images"] == 9
+    assert {name: results[name] for name in expected} == pytest.approx(expected)
+
+
+def test_labels_are_matched_by_name(folder, tmp_path):
+    names = [name.upper() for name in reversed(LABELS)]
+    encoded, labels = write_images(tmp_path / "images.parquet", names)
+    model = AutoModelForImageClassification.from_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder)
+    results = classification_accuracy(model, processor, load_images(str(tmp_path / "images.parquet")))
+    expected = brute_force(folder, encoded, [len(LABELS) - 1 - label for label in labels])
+    assert {name: results[name] for name in expected} == pytest.approx(expected)
+
+
+def test_match_labels():
+    id2label = {0: "cat", 1: "dog", 2: "frog"}
+    assert match_labels(["frog", "Cat"], id2label) == [2, 0]
+    assert match_labels(["tabby", "dog"], id2label) == [0, 1]
+    assert match_labels(["1", "2", "3"], {0: "a", 1: "a", 2: "b"}) == [0, 1, 2]
+    with pytest.raises(ValueError, match="4 classes .* the model only 3"):
+        match_labels(["0", "1", "2", "3"], id2label)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_corrupt_images(folder, tmp_path, num_workers, capsys):
+    encoded, labels = write_images(tmp_path / "images.parquet", broken=(3, 4, 22))
+    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--num_workers", num_workers]
+    arguments += ["--batch_size", 1 + num_workers, "--json", tmp_path / "results.json"]
+    assert "Image 3 of the data set cannot be read" in fails("classification", *arguments, capsys=capsys)
+    assert not (tmp_path / "results.json").exists()
+    code, _, _ = run("classification", *arguments, "--skip_corrupt", capsys=capsys)
+    results = json.loads((tmp_path / "results.json").read_text())
+    kept = [i for i in range(COUNT) if i not in (3, 4, 22)]
+    expected = brute_force(folder, [encoded[i] for i in kept], [labels[i] for i in kept])
+    assert code == 0 and (results["images"], results["skipped"]) == (COUNT - 3, 3)
+    assert {name: results[name] for name in expected} == pytest.approx(expected)
+
+
+def test_nothing_readable(folder, tmp_path, capsys):
+    write_images(tmp_path / "images.parquet", broken=range(COUNT))
+    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--skip-corrupt"]
+    assert "None of the 23 images" in fails("classification", *arguments, capsys=capsys)
+
+
+def test_image_folder(folder, tmp_path, capsys):
+    for label in ("cat", "dog"):
+        (tmp_path / "images" / "test" / label).mkdir(parents=True)
+        Image.new("RGB", (32, 32), "red").save(tmp_path / "images" / "test" / label / "0.png")
+    arguments = ["--model", folder, "--dataset", tmp_path / "images", "--json", tmp_path / "results.json"]
+    code, _, _ = run("classification", *arguments, capsys=capsys)
+    assert code == 0 and json.loads((tmp_path / "results.json").read_text())["images"] == 2
+
+
+def test_unlabeled_images(folder, images, tmp_path, capsys):
+    table = pq.read_table(images)
+    pq.write_table(table.drop_columns(["label"]).replace_schema_metadata(), tmp_path / "x.parquet")
+    arguments = ["--model", folder, "--dataset", tmp_path / "x.parquet"]
+    assert "no labels" in fails("classification", *arguments, capsys=capsys)
+
+
+def test_missing_label(folder, images, tmp_path, capsys):
+    table = pq.read_table(images)
+    table = table.set_column(1, "label", pa.array([0, 1, -1] + [2] * (COUNT - 3)))
+    pq.write_table(table, tmp_path / "x.parquet")
+    arguments = ["--model", folder, "--dataset", tmp_path / "x.parquet"]
+    assert "Image 2 of the data set has no label" in fails("classification", *arguments, capsys=capsys)
+
+
+def test_too_many_classes(folder, tmp_path, capsys):
+    write_images(tmp_path / "images.parquet", [*LABELS, "truck"])
+    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet"]
+    assert "8 classes" in fails("classification", *arguments, capsys=capsys)
+
+
+def test_no_such_data_split_model_or_output(folder, images, tmp_path, capsys):
+    def error(model=folder, dataset=images, more=()):
+        return fails("classification", "--model", model, "--dataset", dataset, *more, capsys=capsys)
+
+    assert "No file" in error(dataset=tmp_path / "no.parquet")
+    assert "test" in error(more=["--split", "test"])
+    assert "There is no folder" in error(model=tmp_path / "no")
+    assert "there is no folder" in error(more=["--json", tmp_path / "no" / "results.json"])
+    assert "is a folder" in error(more=["--json", tmp_path])
+
+
+def test_usage(folder, capsys):
+    for arguments in ([], ["nonsense"], ["classification"], ["classification", "--model", folder, "--limit", "0"]):
+        code, _, error = run(*arguments, capsys=capsys)
+        assert code == 2 and "error: " in error
