@@ -183,6 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     # The classifier stays frozen, so the base model alone is what learns.
     model, optimizer, scheduler = accelerator.prepare(student.base_model, optimizer, scheduler)
     classify, classify_teacher = student.classifier, classifier_of(teacher)
+    uses_labels = alignment.label_loss_weight > 0
 
     def compute_loss(model, batch):
         pixel_values = batch["pixel_values"]
@@ -194,13 +195,13 @@ def main(argv: list[str] | None = None) -> int:
             loss = (1 - F.cosine_similarity(embedding, target)).mean()
         else:
             loss = kl_divergence(classify(embedding), classify_teacher(target), alignment.temperature)
-        if alignment.label_loss_weight:
+        if uses_labels:
             loss = loss + alignment.label_loss_weight * F.cross_entropy(classify(embedding), batch["labels"])
         return loss
 
     def save(folder: Path, state: TrainingState):
         student.save_pretrained(folder)
-        write_card(folder, student, describe(pair, student, state), data, run, state, pair.teacher)
+        write_card(folder, student, describe(pair, student, uses_labels, state), data, run, state, pair.teacher)
 
     state = fit(
         accelerator,
@@ -214,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
         save=save,
         metric="alignment",
     )
-    accelerator.print(f"{describe(pair, student, state)} See {run.output_dir}.")
+    accelerator.print(f"{describe(pair, student, uses_labels, state)} See {run.output_dir}.")
     return 0
 
 
@@ -351,10 +352,14 @@ def evaluate_student(accelerator: Accelerator, model, classify, teacher, loader)
     return results
 
 
-def describe(pair: StudentArguments, student: SparseFormerForImageClassification, state: TrainingState) -> str:
+def describe(
+    pair: StudentArguments, student: SparseFormerForImageClassification, labels: bool, state: TrainingState
+) -> str:
     """What came out, in a sentence."""
     tokens = student.config.num_latent_tokens + student.config.use_cls_token
-    text = f"A SparseFormer with {tokens} tokens, bootstrapped from {pair.teacher} without labels"
+    text = (
+        f"A SparseFormer with {tokens} tokens, bootstrapped from {pair.teacher}{'' if labels else ' without labels'}"
+    )
     if "accuracy" in state.best:
         return f"{text}: accuracy {state.best['accuracy']:.2%}, the teacher's is {state.best['teacher_accuracy']:.2%}."
     return f"{text}: mean cosine with the teacher's embeddings {state.best['alignment']:.4f}."

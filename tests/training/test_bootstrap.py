@@ -1,0 +1,221 @@
+"""The bootstrap recipe on a few embedded images."""
+
+import json
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+from frugalvit.training import bootstrap
+
+
+NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(0)
+    labels = {"id2label": dict(enumerate(NAMES)), "label2id": {name: i for i, name in enumerate(NAMES)}}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, layer_norm_eps=1e-6, **sizes, **labels))
+    model.save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}, image_std=[0.25] * 3).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def run(teacher, output_dir, *arguments, images=128, epochs=2):
+    bootstrap.main(
+        [
+            *("--teacher", str(teacher), "--output_dir", str(output_dir)),
+            *("--train_split", f"train[:{images}]", "--eval_split", "test[:64]"),
+            *("--batch_size", "32", "--config_overrides", SMALL),
+            *(("--epochs", str(epochs)) if epochs else ()),
+            *arguments,
+        ]
+    )
+    return json.loads((output_dir / "results.json").read_text(encoding="utf-8"))
+
+
+def weights(folder):
+    return AutoModelForImageClassification.from_pretrained(folder).state_dict()
+
+
+def test_aligns_student_and_teacher_and_saves_a_complete_repository(teacher, tmp_path):
+    results = run(teacher, tmp_path / "out", "--learning_rate", "3e-3", images=512, epochs=4)
+    first, last = results["epochs"][0], results["epochs"][-1]
+    assert last["alignment"] > first["alignment"] + 0.05
+    assert last["train_loss"] < first["train_loss"] - 0.05
+    assert results["best"]["alignment"] == max(record["alignment"] for record in results["epochs"])
+    assert {"accuracy", "teacher_accuracy", "images_per_second"} <= last.keys()
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "preprocessor_config.json", "modeling_sparseformer.py"} <= names
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "bootstrapped from" in card and f"{results['best']['accuracy']:.2%}" in card
+    assert "frugalvit bootstrap --teacher" in card
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert student.config.id2label == dict(enumerate(NAMES))
+    assert student.config.num_latent_tokens == 3
+
+
+def test_tunes_the_middle_and_freezes_the_end(teacher, tmp_path):
+    run(teacher, tmp_path / "out", "--learning_rate", "1e-2")
+    before, after = weights(teacher), weights(tmp_path / "out")
+
+    def changed(ours, theirs):
+        return not torch.equal(after[ours], before[theirs])
+
+    # Block 0 is left out, block 1 tuned, block 2 frozen.
+    assert changed("sparseformer.layers.0.mlp.fc1.weight", "vit.layers.1.mlp.fc1.weight")
+    assert not changed("sparseformer.layers.1.mlp.fc1.weight", "vit.layers.2.mlp.fc1.weight")
+    assert not changed("sparseformer.layernorm.weight", "vit.layernorm.weight")
+    assert not changed("classifier.weight", "classifier.weight")
+
+
+def test_inherited_weights_rest_during_warm_up(teacher, tmp_path):
+    run(teacher, tmp_path / "out", "--warmup_epochs", "1", "--learning_rate", "1e-2", epochs=1)
+    before, after = weights(teacher), weights(tmp_path / "out")
+    name = "mlp.fc1.weight"
+    assert torch.equal(after[f"sparseformer.layers.0.{name}"], before[f"vit.layers.1.{name}"])
+    assert after["sparseformer.latents.initial_rois"].dtype == torch.float32
+
+
+def test_schedule_is_a_warm_up_and_half_a_cosine():
+    pair = bootstrap.StudentArguments(teacher="t")
+    config = bootstrap.SparseFormerForImageClassification.config_class(
+        hidden_size=16, focusing_hidden_size=8, num_hidden_layers=2, num_latent_tokens=4, stem_channels=4
+    )
+    student = bootstrap.SparseFormerForImageClassification(config)
+    tuned = bootstrap.freeze(student, pair, 3)
+    schedule = bootstrap.ScheduleArguments(learning_rate=1.0, warmup_epochs=1)
+    optimizer, scheduler = bootstrap.build_optimizer(student, tuned, schedule, steps_per_epoch=4, epochs=3)
+    rates = []
+    for _ in range(12):
+        rates.append(sorted({group["lr"] for group in optimizer.param_groups if group["params"]}))
+        optimizer.step()
+        scheduler.step()
+    assert [rate[-1] for rate in rates[:4]] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert [rate[0] for rate in rates[:4]] == [0, 0, 0, 0]
+    assert rates[4] == pytest.approx([0.1, 1.0])
+    assert rates[8] == pytest.approx([0.05, 0.5])
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert trained == {id(p) for p in student.parameters() if p.requires_grad}
+    rois = student.sparseformer.latents.initial_rois
+    assert all(
+        group["weight_decay"] == 0 for group in optimizer.param_groups if any(p is rois for p in group["params"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "trained_layers"),
+    [
+        (("--tune", "0"), []),
+        (("--tune_all",), [0, 1]),
+        (("--truncate", "0", "--tune", "2"), [0, 1]),
+        (("--no_inherit_blocks",), [0, 1]),
+    ],
+    ids=["all frozen", "all tunable", "without truncation", "without inherited blocks"],
+)
+def test_the_ablations_choose_what_is_trained(teacher, arguments, trained_layers):
+    pair, *_ = bootstrap.parse_arguments(
+        "test", "", [bootstrap.StudentArguments], ["--teacher", str(teacher), "--config_overrides", SMALL, *arguments]
+    )
+    model = AutoModelForImageClassification.from_pretrained(teacher)
+    teacher_format = bootstrap.ImageFormat.from_processor(bootstrap.AutoImageProcessor.from_pretrained(teacher))
+    student = bootstrap.build_student(pair, model, teacher_format)
+    bootstrap.freeze(student, pair, 3)
+    trained = [
+        number
+        for number, layer in enumerate(student.sparseformer.layers)
+        if all(parameter.requires_grad for parameter in layer.parameters())
+    ]
+    assert trained == trained_layers
+    assert not student.classifier.weight.requires_grad
+    assert student.sparseformer.layernorm.weight.requires_grad == ("--no_inherit_blocks" in arguments)
+
+
+def test_distills_with_labels_at_another_size(teacher, tmp_path):
+    """Class distributions instead of embeddings, a cross-entropy added, and a student that sees more pixels."""
+    results = run(
+        teacher,
+        tmp_path / "out",
+        *("--loss", "kl", "--temperature", "5", "--label_loss_weight", "0.5", "--image_size", "48"),
+        epochs=1,
+    )
+    assert results["epochs"][0]["train_loss"] > 0
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert student.config.image_size == 48
+    processor = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text(encoding="utf-8"))
+    assert processor["size"] == {"height": 48, "width": 48}
+
+
+def test_kl_divergence_is_zero_for_equal_logits_and_matches_the_definition():
+    logits, target = torch.tensor([[1.0, 2.0, 0.5]]), torch.tensor([[0.3, -1.0, 2.0]])
+    assert bootstrap.kl_divergence(target, target, 3.0).item() == pytest.approx(0, abs=1e-6)
+    p, q = (target / 3).softmax(1), (logits / 3).softmax(1)
+    assert bootstrap.kl_divergence(logits, target, 3.0).item() == pytest.approx(9 * (p * (p / q).log()).sum().item())
+
+
+def test_continues_with_more_tokens_at_the_lower_rate(teacher, tmp_path):
+    run(teacher, tmp_path / "first", epochs=1)
+    results = run(
+        teacher,
+        tmp_path / "second",
+        *("--student", str(tmp_path / "first"), "--num_latent_tokens", "9"),
+        epochs=None,
+    )
+    assert results["arguments"]["learning_rate"] == 5e-5
+    assert (results["arguments"]["warmup_epochs"], len(results["epochs"])) == (0, 5)
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "second")
+    assert student.config.num_latent_tokens == len(student.sparseformer.latents.initial_rois) == 9
+
+
+def test_a_finished_run_is_not_trained_again(teacher, tmp_path):
+    first = run(teacher, tmp_path / "out", epochs=1)
+    modified = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
+    AcceleratorState._reset_state(True)
+    assert run(teacher, tmp_path / "out", epochs=1)["epochs"] == first["epochs"]
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == modified
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--student", "{teacher}"), "no SparseFormer"),
+        (("--tune", "7"), "7 blocks"),
+        (("--config_overrides", "stem_chanels=8"), "no 'stem_chanels'"),
+        (("--truncate", "3"), "`truncate`"),
+    ],
+)
+def test_bad_input_is_one_clear_error(teacher, tmp_path, arguments, message):
+    arguments = [argument.format(teacher=teacher) for argument in arguments]
+    with pytest.raises(ValueError, match=message):
+        run(teacher, tmp_path / "out", *arguments, epochs=1)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--truncate", "1.5"), "--truncate is 1.5"),
+        (("--temperature", "0"), "--temperature is 0.0"),
+        (("--crop_scale", "1", "0.5"), "--crop_scale"),
+        (("--epochs", "0"), "--epochs is 0"),
+        (("--loss", "mse"), "invalid choice"),
+    ],
+)
+def test_bad_arguments_end_with_one_line(teacher, tmp_path, arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(teacher, tmp_path / "out", *arguments, epochs=None)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
