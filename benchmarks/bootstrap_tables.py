@@ -1,0 +1,157 @@
+"""The tables of the bootstrapping paper at the scale of CIFAR-10: one command a table.
+
+    python benchmarks/bootstrap_tables.py tokens    # table 2: fewer and more tokens, continued, more pixels
+    python benchmarks/bootstrap_tables.py losses    # table 3: what to align, what to inherit
+    python benchmarks/bootstrap_tables.py blocks    # supplement, table 1: truncate, tune, freeze
+
+Runs are kept under --runs_dir and found again, so that a killed command goes on. Writes results/bootstrap_TABLE.json.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForImageClassification
+
+import frugalvit
+from frugalvit.quickstart import STUDENT
+from frugalvit.tables import format_table
+from frugalvit.training import bootstrap, train
+from frugalvit.training.loop import versions, write_json
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Rows: name -> arguments of the recipe besides the shared ones. "{16 tokens}" is the folder of that row's run.
+TABLES = {
+    "tokens": {
+        "8 tokens": ["--num_latent_tokens", "7"],
+        "16 tokens": [],
+        "32 tokens": ["--num_latent_tokens", "31"],
+        "16 tokens, continued": ["--student", "{16 tokens}"],
+        "16 to 32 tokens, continued": ["--student", "{16 tokens}", "--num_latent_tokens", "31"],
+        "16 tokens at 48 px, continued": ["--student", "{16 tokens}", "--image_size", "48"],
+    },
+    "losses": {
+        "bootstrapping": [],
+        "with classification loss": ["--label_loss_weight", "1"],
+        "without reusing weights": ["--no_inherit_blocks"],
+        "KL distillation, temperature 3": ["--loss", "kl", "--temperature", "3"],
+        "KL distillation, temperature 5": ["--loss", "kl", "--temperature", "5"],
+        "supervised from scratch": "train",
+    },
+    "blocks": {
+        "default: truncate 2, tune 2 of 4": [],
+        "all frozen: truncate 2, tune 0 of 4": ["--tune", "0"],
+        "all tunable: truncate 2, tune 4 of 4": ["--tune_all"],
+        "without truncation, tune 2 of 6": ["--truncate", "0"],
+        "without truncation, tune 4 of 6": ["--truncate", "0", "--tune", "4"],
+    },
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
+    parser.add_argument("--images", type=int, default=6000, help="embedded training images (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=6, help="of every run but continued ones (default: %(default)s)")
+    parser.add_argument("--continued_epochs", type=int, default=2, help="of continued runs (default: %(default)s)")
+    parser.add_argument("--learning_rate", type=float, default=1e-3, help="default: %(default)s")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
+    parser.add_argument("--runs_dir", type=Path, default=Path("runs/bootstrap_tables"), help="default: %(default)s")
+    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    arguments = parser.parse_args()
+
+    teacher_accuracy = run(arguments, "16 tokens", [], arguments.seeds[0])["best"]["teacher_accuracy"]
+    rows = []
+    for name, extra in TABLES[arguments.table].items():
+        measured = [run(arguments, name, extra, seed) for seed in arguments.seeds]
+        # Of the last epoch: choosing an epoch by its accuracy would be choosing on test images.
+        accuracies = [result["epochs"][-1]["accuracy"] for result in measured]
+        folder = folder_of(arguments, name, arguments.seeds[0])
+        model = AutoModelForImageClassification.from_pretrained(folder)
+        counted = frugalvit.count_macs(model, model.config.image_size)
+        rows.append(
+            {
+                "row": name,
+                "accuracy": statistics.mean(accuracies),
+                "spread": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+                "of_teacher": statistics.mean(accuracies) / teacher_accuracy,
+                "tokens": model.config.num_latent_tokens + model.config.use_cls_token,
+                "parameters": model.num_parameters(),
+                "macs_with_attention": counted.macs_with_attention,
+                "accuracies": accuracies,
+            }
+        )
+        print(format_table([{k: v for k, v in row.items() if k != "accuracies"} for row in rows]), flush=True)
+
+    write_json(
+        arguments.results_dir / f"bootstrap_{arguments.table}.json",
+        {
+            "command": " ".join(["python", "benchmarks/bootstrap_tables.py", *sys.argv[1:]]),
+            "data": f"CIFAR-10, {arguments.images} embedded training and 2,000 embedded test images, 32 px",
+            "teacher": {"name": Path(arguments.teacher).name, "accuracy": teacher_accuracy},
+            "settings": {
+                name: getattr(arguments, name)
+                for name in ("images", "epochs", "continued_epochs", "learning_rate", "seeds", "mixed_precision")
+            },
+            "spread": "standard deviation over seeds",
+            "versions": versions(),
+            "rows": rows,
+        },
+    )
+
+
+def folder_of(arguments, name: str, seed: int) -> Path:
+    """The folder of a run; equal runs of different tables share one."""
+    if name in ("bootstrapping", "default: truncate 2, tune 2 of 4"):
+        name = "16 tokens"
+    return arguments.runs_dir / f"{''.join(c if c.isalnum() else '-' for c in name)}-seed{seed}"
+
+
+def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
+    """Results of a row's run with a seed, trained now or before."""
+    folder = folder_of(arguments, name, seed)
+    shared = [
+        *("--train_split", f"train[:{arguments.images}]", "--output_dir", str(folder), "--seed", str(seed)),
+        *("--batch_size", "64", "--mixed_precision", arguments.mixed_precision),
+    ]
+    if extra == "train":
+        train.main([*shared, "--epochs", str(arguments.epochs), *scratch_arguments(arguments)])
+    else:
+        continued = "--student" in extra
+        extra = [part.replace("{16 tokens}", str(folder_of(arguments, "16 tokens", seed))) for part in extra]
+        epochs = arguments.continued_epochs if continued else arguments.epochs
+        # The paper continues at a quarter of the first learning rate.
+        rate = arguments.learning_rate / 4 if continued else arguments.learning_rate
+        bootstrap.main(
+            [
+                *(*shared, "--teacher", arguments.teacher, "--config_overrides", STUDENT),
+                *("--epochs", str(epochs), "--learning_rate", str(rate), *extra),
+            ]
+        )
+    AcceleratorState._reset_state(True)
+    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
+
+
+def scratch_arguments(arguments) -> list[str]:
+    """The same architecture under supervision from random weights, with the recipe's own augmentation."""
+    teacher = AutoModelForImageClassification.from_pretrained(arguments.teacher)
+    config = frugalvit.SparseFormerForImageClassification.from_teacher(teacher).config
+    fields = ("image_size", "num_latent_tokens", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    fields += ("intermediate_size", "focusing_hidden_size", "layer_norm_eps")
+    sizes = ",".join(f"{field}={json.dumps(getattr(config, field))}" for field in fields)
+    return [
+        *("--model_type", "sparseformer", "--config_overrides", f"{sizes},{STUDENT}"),
+        *("--warmup_epochs", "1", "--learning_rate", str(arguments.learning_rate)),
+        *("--image_std", "0.25", "0.25", "0.25"),
+    ]
+
+
+if __name__ == "__main__":
+    main()
