@@ -21,6 +21,7 @@ COMMANDS = {
     "train": ("frugalvit.training.train", "train an image classifier from scratch"),
     "evaluate": ("frugalvit.evaluate", "measure the accuracy of an image classifier"),
     "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
+    "publish": ("frugalvit.publish", "write a model as a repository to share, in half the bytes"),
 }
 
 
