@@ -30,7 +30,7 @@ def trained(tmp_path):
 def test_stores_half_precision_that_loads_as_float32(trained, tmp_path):
     publish.main([str(trained), str(tmp_path / "out")])
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as weights:
-        dtypes = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}
+        dtypes = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     assert {name for name, dtype in dtypes.items() if dtype == "F32"} == {"sparseformer.latents.initial_rois"}
     assert set(dtypes.values()) == {"F16", "F32"}
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
