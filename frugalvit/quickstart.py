@@ -1,12 +1,14 @@
 """`frugalvit quickstart`: from a ViT to a SparseFormer with a quarter of its tokens, on real images, in minutes."""
 
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from .convert import whole_folder
 from .evaluate import classification_accuracy, write_json
 from .loading import load_image_classifier
 from .macs import count_macs
@@ -23,6 +25,8 @@ from .training.data import SUBSET, decode_image, load_images
 # The focusing stage at the size of 32-pixel images; the paper's (64 stem channels, 16 points, 4 iterations, 32 mixed
 # points) is made for 224 pixels and would cost as much as the teacher here. The shipped student has it too.
 STUDENT = "stem_channels=32,num_sampling_points=9,num_mixed_points=16,num_focusing_iterations=2,mixing_hidden_size=64"
+# What a run leaves beside the model, to be resumed.
+NOT_IN_REPOSITORY = shutil.ignore_patterns("checkpoints", "logs", "metrics.jsonl", "results.json", "run.json")
 TRAIN_IMAGES, HELD_BACK_IMAGES = 12000, 2000
 
 
@@ -57,12 +61,15 @@ def main(argv: list[str] | None = None) -> None:
             *("--config_overrides", STUDENT),
             *("--dataset", SUBSET, "--train_split", f"train[:{arguments.images}]"),
             *("--eval_split", f"test[:{HELD_BACK_IMAGES}]"),
-            *("--output_dir", str(folder / "model")),
+            *("--output_dir", str(folder / "run")),
             *("--epochs", str(epochs), "--seed", str(arguments.seed)),
             *("--batch_size", "64", "--learning_rate", "1e-3"),
             *("--mixed_precision", "bf16" if bf16 else "no"),
         ]
     )
+
+    with whole_folder(folder / "model", overwrite=True) as repository:
+        shutil.copytree(folder / "run", repository, ignore=NOT_IN_REPOSITORY, dirs_exist_ok=True)
 
     teacher, teacher_processor = load_image_classifier(teacher_path, "cpu")
     student, student_processor = load_image_classifier(folder / "model", "cpu")
@@ -120,7 +127,7 @@ def claim(folder: Path):
     """Refuse a folder with something else in it; a quickstart that was interrupted there goes on."""
     if (folder / "results.json").exists():
         raise ValueError(f"--output_dir {folder} holds a finished quickstart. Give another folder, or remove it.")
-    interrupted = (folder / "model" / "run.json").exists()
+    interrupted = (folder / "run" / "run.json").exists()
     if folder.exists() and not interrupted and (not folder.is_dir() or any(os.scandir(folder))):
         raise ValueError(f"--output_dir {folder} exists and is not an empty folder. Give another, or empty it.")
     folder.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,8 @@ def write_card(
         library_name="transformers",
         tags=["frugalvit", model.config.model_type],
         pipeline_tag="image-classification",
-        base_model=base_model,
+        # The hub knows its own ids only.
+        base_model=None if base_model is None or Path(base_model).is_dir() else base_model,
         model_name=name,
         eval_results=results if "accuracy" in state.best else None,
     )

@@ -1,0 +1,457 @@
+"""Saved folders are complete hub repositories: they load where frugalvit is not installed."""
+
+import base64
+import functools
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from huggingface_hub import HfApi, ModelCard
+from safetensors.torch import load_file, save, save_file
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+import frugalvit
+from frugalvit import (
+    SparseFormerForImageClassification,
+    SparseFormerModel,
+    SparseFormerVisionModel,
+    SparseFormerVisionModelWithProjection,
+)
+from frugalvit.modeling.hub import flatten_imports, source_files
+
+
+CLASSES = (
+    SparseFormerModel,
+    SparseFormerForImageClassification,
+    SparseFormerVisionModel,
+    SparseFormerVisionModelWithProjection,
+)
+GENERATIONS = ("bootstrapped", "v1")
+CHECKPOINTS = sorted(path.parent for path in Path(__file__).parents[2].glob("checkpoints/*/config.json"))
+CODE = {
+    "configuration_base.py",
+    "configuration_sparseformer.py",
+    "hub.py",
+    "layers.py",
+    "modeling_sparseformer.py",
+    "teachers.py",
+}
+COMPLETE = CODE | {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
+MAIN_OUTPUTS = ("logits", "image_embeds", "last_hidden_state")
+
+
+@torch.no_grad()
+def main_output(model, pixel_values: torch.Tensor) -> torch.Tensor:
+    outputs = model.eval()(pixel_values)
+    return next(outputs[name] for name in MAIN_OUTPUTS if getattr(outputs, name, None) is not None)
+
+
+def code_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).glob("*.py")}
+
+
+def loaders(model_class) -> list[str]:
+    """Ways to load what a class saved; `AutoModel` reads the base model out of every folder."""
+    by_name = f"modeling_sparseformer.{model_class.__name__}"
+    if model_class is SparseFormerForImageClassification:
+        return [by_name, "AutoModelForImageClassification", "AutoModel"]
+    return [by_name, "AutoModel"]
+
+
+CASES = [
+    f"{where}/{generation}-{model_class.__name__}/{loader}"
+    for where in ("local", "cached")
+    for generation in GENERATIONS
+    for model_class in CLASSES
+    for loader in loaders(model_class)
+]
+
+
+def run_without_frugalvit(home: Path, *arguments):
+    """Run without_frugalvit.py, with an own home of the hub's caches and without a network."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))},
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+    }
+    script = Path(__file__).with_name("without_frugalvit.py")
+    process = subprocess.run(
+        [sys.executable, "-P", str(script), *map(str, arguments)],
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, make_model, pixel_values) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder of saved models of every class and generation, and what each computed before it was saved."""
+    root, outputs = tmp_path_factory.mktemp("saved"), {}
+    for generation in GENERATIONS:
+        for model_class in CLASSES:
+            name = f"{generation}-{model_class.__name__}"
+            model = make_model(model_class, generation)
+            model.save_pretrained(root / name)
+            outputs[name] = main_output(model, pixel_values)
+            outputs[f"{name}/AutoModel"] = main_output(model.base_model, pixel_values)
+    return root, outputs
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory, saved, pixel_values):
+    """Every folder, loaded without frugalvit from the disk and from a cache of the hub: report and outputs."""
+    root, _ = saved
+    home = tmp_path_factory.mktemp("hub")
+    save_file({"pixel_values": pixel_values}, home / "inputs.safetensors")
+    for folder in root.iterdir():
+        cached = home / "hub" / f"models--tests--{folder.name}"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text("0123456789abcdef" * 2 + "01234567")
+        shutil.copytree(folder, cached / "snapshots" / ("0123456789abcdef" * 2 + "01234567"))
+    jobs = {}
+    for case in CASES:
+        where, name, loader = case.split("/")
+        source = str(root / name) if where == "local" else f"tests/{name}"
+        jobs[case] = {"source": source, "loader": loader, "inputs": str(home / "inputs.safetensors")}
+    for folder in CHECKPOINTS:
+        if "auto_map" in json.loads((folder / "config.json").read_text()):
+            jobs[folder.name] = {
+                "source": str(folder),
+                "loader": "AutoModelForImageClassification",
+                "inputs": str(home / "inputs.safetensors"),
+            }
+    (home / "jobs.json").write_text(json.dumps(jobs))
+    run_without_frugalvit(home, "load", home / "jobs.json", home / "results")
+    report = json.loads((home / "results" / "report.json").read_text())
+    return report, load_file(home / "results" / "outputs.safetensors")
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(tmp_path_factory, saved) -> dict[str, Path]:
+    """What three generations of fine-tuning without frugalvit wrote, for each generation of SparseFormer."""
+    root, _ = saved
+    out = {}
+    for generation in GENERATIONS:
+        home = tmp_path_factory.mktemp("fine-tuned")
+        run_without_frugalvit(
+            home, "fine_tune", root / f"{generation}-SparseFormerForImageClassification", home / "out"
+        )
+        out[generation] = home / "out"
+    return out
+
+
+class TestWithoutThePackage:
+    @pytest.mark.parametrize("case", CASES)
+    def test_loads_and_computes_the_same(self, case, saved, loaded):
+        where, name, loader = case.split("/")
+        report, outputs = loaded[0][case], loaded[1][case]
+        expected = {"AutoModel": "SparseFormerModel", "AutoModelForImageClassification": CLASSES[1].__name__}
+        assert report["class"] == expected.get(loader, loader.rpartition(".")[2])
+        assert report["module"].startswith("transformers_modules.")
+        assert report["config_class_is_the_models"]
+        assert report["dtype"] == "torch.float32"
+        assert report["processor"].startswith("ViTImageProcessor")
+        assert torch.equal(outputs, saved[1].get(f"{name}/{loader}", saved[1][name]))
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_new_models_are_initialized_as_with_the_package(self, case, loaded):
+        assert loaded[0][case]["new_model_is_initialized"]
+
+    def test_class_names_are_the_same_with_the_package(self, saved, loaded):
+        for case, report in loaded[0].items():
+            where, _, rest = case.partition("/")
+            name, _, loader = rest.partition("/")
+            if where == "local" and loader.startswith("Auto"):
+                for trust in (True, None):
+                    model = getattr(transformers, loader).from_pretrained(saved[0] / name, trust_remote_code=trust)
+                    assert type(model).__name__ == report["class"]
+                    assert type(model).__module__ == "frugalvit.modeling.modeling_sparseformer"
+
+    def test_fine_tuned_remote_code_keeps_its_files(self, generation, saved, fine_tuned):
+        original = code_of(saved[0] / f"{generation}-SparseFormerForImageClassification")
+        assert set(original) == CODE
+        for name in ("first", "second", "third"):
+            for folder in (
+                fine_tuned[generation] / name,
+                *sorted((fine_tuned[generation] / f"{name}-checkpoints").iterdir()),
+            ):
+                assert code_of(folder) == original
+                assert set(os.listdir(folder)) >= COMPLETE
+
+    def test_fine_tuned_remote_code_computes_the_same_when_loaded_again(self, generation, fine_tuned):
+        logits = load_file(fine_tuned[generation] / "logits.safetensors")
+        for name in ("first", "second", "third"):
+            assert torch.equal(logits[name], logits[f"{name} checkpoint"])
+            assert torch.equal(logits[name], logits[f"{name} resumed"])
+        for before, after in (("first", "second"), ("second", "third")):
+            assert torch.equal(logits[before], logits[f"{after} loaded"])
+            assert not torch.equal(logits[before], logits[after])
+
+    def test_the_package_loads_what_remote_code_saved(self, generation, fine_tuned):
+        model = transformers.AutoModelForImageClassification.from_pretrained(fine_tuned[generation] / "third")
+        assert type(model) is SparseFormerForImageClassification
+        torch.manual_seed(0)
+        pixel_values = torch.stack([torch.randn(3, 32, 32) for _ in range(2)])
+        logits = load_file(fine_tuned[generation] / "logits.safetensors")
+        assert torch.equal(main_output(model, pixel_values), logits["third"])
+
+    def test_classes_from_dynamic_modules(self, generation, saved, pixel_values, tmp_path):
+        folder = saved[0] / f"{generation}-SparseFormerVisionModelWithProjection"
+        model_class = get_class_from_dynamic_module(
+            "modeling_sparseformer.SparseFormerVisionModelWithProjection", str(folder)
+        )
+        model = model_class.from_pretrained(folder)
+        assert type(model.config) is model_class.config_class
+        model.save_pretrained(tmp_path)
+        assert code_of(tmp_path) == code_of(folder)
+        reloaded = SparseFormerVisionModelWithProjection.from_pretrained(tmp_path)
+        assert torch.equal(main_output(model, pixel_values), main_output(reloaded, pixel_values))
+
+
+class TestFolder:
+    def test_files(self, generation, saved):
+        for model_class in CLASSES:
+            folder = saved[0] / f"{generation}-{model_class.__name__}"
+            assert set(os.listdir(folder)) == COMPLETE
+
+    def test_code_is_the_flattened_repository(self, saved):
+        root = Path(frugalvit.__file__).parents[1]
+        sources = {
+            path.name: path for folder in ("configuration", "modeling") for path in (root / folder).glob("*.py")
+        }
+        for name, shipped in code_of(saved[0] / "v1-SparseFormerModel").items():
+            text = shipped.decode()
+            assert text == flatten_imports(sources[name].read_text(encoding="utf-8"))
+            assert flatten_imports(text) == text
+            assert "import frugalvit" not in text and "from frugalvit" not in text
+
+    def test_code_needs_nothing_but_the_libraries_of_transformers(self, saved):
+        # On the hub, Transformers wants every import of every file; it looks into functions, but not into `try`.
+        for path in (saved[0] / "v1-SparseFormerModel").glob("*.py"):
+            needed = set(transformers.dynamic_module_utils.get_imports(path)) - set(sys.stdlib_module_names)
+            assert needed <= {"torch", "transformers", "huggingface_hub"}
+
+    def test_classes_derived_elsewhere_ship_the_family(self, generation, make_model, pixel_values, tmp_path):
+        class Derived(SparseFormerForImageClassification):
+            """As in a notebook, whose `__main__` has no file."""
+
+        Derived.__module__ = "__main__"
+        model = make_model(Derived, generation)
+        model.save_pretrained(tmp_path)
+        assert set(code_of(tmp_path)) == CODE
+        loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
+        assert torch.equal(main_output(model, pixel_values), main_output(loaded, pixel_values))
+
+    def test_sources_follow_relative_imports(self):
+        assert set(source_files(SparseFormerModel)) == CODE
+
+    def test_image_processor_is_written_once(self, generation, make_model, tmp_path):
+        model = make_model(SparseFormerModel, generation, resize_size=40)
+        model.save_pretrained(tmp_path)
+        file = tmp_path / "preprocessor_config.json"
+        processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
+        assert processor.size["shortest_edge"] == 40
+        assert dict(processor.crop_size) == {"height": 32, "width": 32}
+        assert tuple(processor.image_mean) == model.config.image_mean
+        file.write_text(file.read_text().replace("40", "48"))
+        model.save_pretrained(tmp_path)
+        assert transformers.AutoImageProcessor.from_pretrained(tmp_path).size["shortest_edge"] == 48
+
+    def test_image_processor_of_rectangular_images_and_one_mean(self, generation, make_model, tmp_path):
+        model = make_model(SparseFormerModel, generation, image_size=[32, 48], image_mean=0.5, image_std=0.25)
+        model.save_pretrained(tmp_path)
+        processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
+        image = torch.full((3, 10, 10), 255, dtype=torch.uint8)
+        assert processor(image, return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 48)
+        assert processor(image, return_tensors="pt")["pixel_values"].unique().tolist() == [2.0]
+        assert type(model).from_pretrained(tmp_path).config.image_std == 0.25
+
+    def test_card_says_how_to_load(self, generation, saved, pixel_values):
+        for model_class in CLASSES:
+            folder = saved[0] / f"{generation}-{model_class.__name__}"
+            card = ModelCard.load(folder / "README.md")
+            assert card.data.library_name == "transformers"
+            code = card.text.split("```python\n")[1].split("```")[0].replace("path/or/id", str(folder))
+            names = {}
+            exec(code, names)
+            assert type(names["model"]).__name__ == model_class.__name__
+            output = main_output(names["model"], pixel_values)
+            assert torch.equal(output, saved[1][folder.name])
+
+    def test_card_is_written_once(self, generation, make_model, tmp_path):
+        (tmp_path / "README.md").write_text("# Mine\n")
+        make_model(SparseFormerModel, generation).save_pretrained(tmp_path)
+        assert (tmp_path / "README.md").read_text() == "# Mine\n"
+
+    @pytest.mark.parametrize("is_main_process", [True, False])
+    def test_only_the_main_process_writes(self, is_main_process, generation, make_model, tmp_path):
+        make_model(SparseFormerModel, generation).save_pretrained(tmp_path, is_main_process=is_main_process)
+        assert ("modeling_sparseformer.py" in os.listdir(tmp_path)) == is_main_process
+        assert ("README.md" in os.listdir(tmp_path)) == is_main_process
+
+    def test_a_file_in_the_place_of_the_folder(self, generation, make_model, tmp_path):
+        (tmp_path / "file").write_text("mine")
+        make_model(SparseFormerModel, generation).save_pretrained(tmp_path / "file")
+        assert (tmp_path / "file").read_text() == "mine"
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision(self, dtype, generation, make_model, pixel_values, tmp_path):
+        model = make_model(SparseFormerForImageClassification, generation)
+        expected = main_output(model, pixel_values)
+        model.to(dtype).save_pretrained(tmp_path)
+        half = SparseFormerForImageClassification.from_pretrained(tmp_path)
+        assert half.dtype == dtype and half.base_model.latents.initial_rois.dtype == torch.float32
+        assert torch.equal(main_output(half, pixel_values), main_output(model, pixel_values))
+        full = SparseFormerForImageClassification.from_pretrained(tmp_path, dtype=torch.float32)
+        assert full.dtype == torch.float32
+        torch.testing.assert_close(main_output(full, pixel_values), expected, atol=0.05, rtol=0.05)
+
+    @pytest.mark.parametrize("folder", CHECKPOINTS, ids=lambda folder: folder.name)
+    def test_shipped_folders_load_as_float32(self, folder, loaded):
+        model, info = transformers.AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+        assert transformers.AutoImageProcessor.from_pretrained(folder) is not None
+        if "auto_map" in json.loads((folder / "config.json").read_text()):
+            assert loaded[0][folder.name]["dtype"] == "torch.float32"
+            assert code_of(folder) == {
+                name: source.encode() for name, source in source_files(SparseFormerModel).items()
+            }
+
+
+class TestAdapters:
+    def test_add_adapter_then_save(self, generation, saved, pixel_values, tmp_path):
+        folder = saved[0] / f"{generation}-SparseFormerForImageClassification"
+        model = SparseFormerForImageClassification.from_pretrained(folder)
+        model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        model.save_pretrained(tmp_path)
+        assert "adapter_model.safetensors" in os.listdir(tmp_path)
+        loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
+        output = main_output(model, pixel_values)
+        assert not torch.equal(output, saved[1][folder.name])
+        assert torch.equal(main_output(loaded, pixel_values), output)
+
+    def test_merge_and_unload_then_save(self, generation, saved, pixel_values, tmp_path):
+        folder = saved[0] / f"{generation}-SparseFormerForImageClassification"
+        model = SparseFormerForImageClassification.from_pretrained(folder)
+        config = peft.LoraConfig(target_modules=["q_proj", "fc1"], init_lora_weights=False)
+        merged = peft.get_peft_model(model, config).merge_and_unload()
+        merged.save_pretrained(tmp_path)
+        assert code_of(tmp_path) == code_of(folder)
+        loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
+        assert torch.equal(main_output(loaded, pixel_values), main_output(merged, pixel_values))
+        assert not torch.equal(main_output(merged, pixel_values), saved[1][folder.name])
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The hub's side of creating a repository and committing files, on this machine."""
+
+    files: list[str]
+    created: list[dict]
+    branches: list[str]
+    commits: list[tuple[str, dict, dict[str, bytes]]]
+
+    def answer(self, content: dict, error: str | None = None):
+        body = json.dumps(content).encode()
+        self.send_response(404 if error else 200)
+        if error:
+            self.send_header("X-Error-Code", error)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_HEAD(self):
+        self.answer({}, None if self.path.rpartition("/")[2] in self.files else "EntryNotFound")
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            self.answer({"url": f"{self.server.url}/someone/{self.created[-1]['name']}"})
+        elif self.path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif "/branch/" in self.path:
+            self.branches.append(self.path.rpartition("/")[2])
+            self.answer({})
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
+            self.answer({"files": modes})
+        else:
+            header, *files = (json.loads(line) for line in body.splitlines())
+            contents = {file["value"]["path"]: base64.b64decode(file["value"]["content"]) for file in files}
+            self.commits.append((self.path, header["value"], contents))
+            self.answer({"commitUrl": f"{self.server.url}/someone/model/commit/0", "commitOid": "0", "success": True})
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    handler = type("Handler", (Hub,), {"files": [], "created": [], "branches": [], "commits": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        api = functools.partial(HfApi, endpoint=server.url)
+        monkeypatch.setattr("frugalvit.modeling.hub.HfApi", api)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield handler
+        server.shutdown()
+        thread.join()
+
+
+class TestUpload:
+    def test_push_to_hub(self, generation, make_model, hub):
+        model = make_model(SparseFormerForImageClassification, generation)
+        info = model.push_to_hub("someone/model", commit_message="Mine", private=True, tags=["tiny"], revision="dev")
+        assert info.oid == "0"
+        assert hub.created[0]["private"] and hub.created[0]["name"] == "model" and hub.branches == ["dev"]
+        [(path, commit, files)] = hub.commits
+        assert path == "/api/models/someone/model/commit/dev" and commit["summary"] == "Mine"
+        assert set(files) == COMPLETE
+        card = ModelCard(files["README.md"].decode())
+        assert "# SparseFormerForImageClassification" in card.text and "tiny" in card.data.tags
+        assert files["model.safetensors"] == save(model.state_dict(), {"format": "pt"})
+
+    def test_push_to_hub_keeps_a_card_that_is_there(self, make_model, hub):
+        hub.files.append("README.md")
+        make_model(SparseFormerModel, "bootstrapped").push_to_hub("someone/model")
+        [(_, _, files)] = hub.commits
+        assert set(files) == COMPLETE - {"README.md"}
+
+    def test_save_pretrained_uploads_what_it_wrote(self, make_model, hub, tmp_path):
+        folder = tmp_path / "model"
+        (folder / "checkpoint-1").mkdir(parents=True)
+        (folder / "checkpoint-1" / "optimizer.pt").write_text("private")
+        (folder / "notes.txt").write_text("private")
+        (folder / "README.md").write_text("# Mine\n")
+        model = make_model(SparseFormerModel, "bootstrapped")
+        model.save_pretrained(folder, push_to_hub=True, commit_message="Mine", repo_id="someone/other")
+        [(path, commit, files)] = hub.commits
+        assert path == "/api/models/someone/other/commit/main" and commit["summary"] == "Mine"
+        assert set(files) == COMPLETE
+        assert files["README.md"] == b"# Mine\n"
+        model.save_pretrained(folder, push_to_hub=True)
+        assert hub.commits[1][0] == "/api/models/someone/model/commit/main"
+
+    def test_nothing_is_uploaded_unless_asked(self, make_model, hub, tmp_path):
+        make_model(SparseFormerModel, "bootstrapped").save_pretrained(tmp_path)
+        assert not hub.created and not hub.commits

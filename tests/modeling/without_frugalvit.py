@@ -1,0 +1,122 @@
+"""A process in which frugalvit cannot be imported, for test_hub.py.
+
+`load JOBS RESULTS` loads models and computes outputs; `fine_tune START OUT` fine-tunes a model with `Trainer`, saves
+it, and does so again with what it saved.
+"""
+
+import importlib.abc
+import json
+import sys
+import warnings
+from pathlib import Path
+
+
+class Blocker(importlib.abc.MetaPathFinder):
+    """As if frugalvit were not installed."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "frugalvit":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Blocker())
+try:
+    import frugalvit  # noqa: F401
+except ModuleNotFoundError:
+    pass
+else:
+    sys.exit("frugalvit could be imported")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: E402
+
+
+torch.set_num_threads(1)
+warnings.simplefilter("error")
+
+
+def load_model(source: str, loader: str, **kwargs):
+    """By an Auto class's name, or by the name of a class in the source files."""
+    if hasattr(transformers, loader):
+        return getattr(transformers, loader).from_pretrained(source, trust_remote_code=True, **kwargs)
+    return get_class_from_dynamic_module(loader, source).from_pretrained(source, **kwargs)
+
+
+@torch.no_grad()
+def main_output(model, pixel_values: torch.Tensor) -> torch.Tensor:
+    outputs = model.eval()(pixel_values)
+    return next(
+        outputs[name]
+        for name in ("logits", "image_embeds", "last_hidden_state")
+        if getattr(outputs, name, None) is not None
+    )
+
+
+def load(jobs_file: str, results: str):
+    report, outputs = {}, {}
+    for name, job in json.loads(Path(jobs_file).read_text()).items():
+        model = load_model(job["source"], job["loader"])
+        config = transformers.AutoConfig.from_pretrained(job["source"], trust_remote_code=True)
+        processor = transformers.AutoImageProcessor.from_pretrained(job["source"])
+        outputs[name] = main_output(model, load_file(job["inputs"])["pixel_values"])
+        fresh = type(model)(config).base_model
+        report[name] = {
+            "class": type(model).__name__,
+            "module": type(model).__module__,
+            "config_class_is_the_models": type(model.config) is type(model).config_class is type(config),
+            "dtype": str(model.dtype),
+            "processor": type(processor).__name__,
+            # As in the reference implementation: RoIs do not move, stems are far wider than 0.02.
+            "new_model_is_initialized": not fresh.focusing_layer.roi_deltas.out_proj.weight.any()
+            and fresh.stem.convolution.weight.std().item() > 0.04,
+        }
+    Path(results).mkdir()
+    save_file(outputs, Path(results) / "outputs.safetensors")
+    (Path(results) / "report.json").write_text(json.dumps(report))
+
+
+def fine_tune(start: str, out: str):
+    """Three generations, each in `OUT/<generation>`, with `Trainer`'s checkpoints beside, and logits of each."""
+    torch.manual_seed(0)
+    examples = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 3} for i in range(8)]
+    pixel_values = torch.stack([example["pixel_values"] for example in examples[:2]])
+    source, logits = start, {}
+    for generation in ("first", "second", "third"):
+        model = load_model(source, "AutoModelForImageClassification")
+        loaded = main_output(model, pixel_values)
+        if generation != "first":
+            logits[f"{generation} loaded"] = loaded
+        arguments = transformers.TrainingArguments(
+            output_dir=f"{out}/{generation}-checkpoints",
+            per_device_train_batch_size=4,
+            max_steps=4,
+            save_steps=2,
+            learning_rate=1e-2,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = transformers.Trainer(model, arguments, train_dataset=examples)
+        trainer.train()
+        trainer.save_model(f"{out}/{generation}")
+        logits[generation] = main_output(trainer.model, pixel_values)
+        logits[f"{generation} checkpoint"] = main_output(
+            load_model(f"{out}/{generation}-checkpoints/checkpoint-4", "AutoModelForImageClassification"), pixel_values
+        )
+        # Another run takes up where the first was after two steps.
+        resumed = transformers.Trainer(
+            load_model(source, "AutoModelForImageClassification"), arguments, train_dataset=examples
+        )
+        resumed.train(resume_from_checkpoint=f"{out}/{generation}-checkpoints/checkpoint-2")
+        logits[f"{generation} resumed"] = main_output(resumed.model, pixel_values)
+        source = f"{out}/{generation}"
+    save_file(logits, f"{out}/logits.safetensors")
+
+
+if __name__ == "__main__":
+    {"load": load, "fine_tune": fine_tune}[sys.argv[1]](*sys.argv[2:])
+    if any(name.partition(".")[0] == "frugalvit" for name in sys.modules):
+        sys.exit("frugalvit was imported")
