@@ -13,11 +13,15 @@ from transformers import PreTrainedModel
 
 
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+(\.+[\w.]*)\s+import\s", re.MULTILINE)
+_CONFIGURATION_IMPORT = re.compile(r"^(\s*from )\.\.configuration\.", re.MULTILINE)
+
+# Arguments of `save_pretrained` that are meant for the upload.
+_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr")
 
 
 def flatten_imports(source: str) -> str:
     """Source text of a module with the imports it needs when all files of a family lie side by side."""
-    return source.replace("from ..configuration.", "from .")
+    return _CONFIGURATION_IMPORT.sub(r"\1.", source)
 
 
 def source_files(model_class: type) -> dict[str, str]:
@@ -67,24 +71,37 @@ def image_processor_config(config) -> dict:
     }
 
 
-def model_card(model: PreTrainedModel) -> ModelCard:
+_LOADING_BY_AUTO_CLASS = """\
+from transformers import AutoImageProcessor, {auto_class}
+
+processor = AutoImageProcessor.from_pretrained("path/or/id")
+model = {auto_class}.from_pretrained("path/or/id", trust_remote_code=True)"""
+
+_LOADING_BY_CLASS_NAME = """\
+from transformers import AutoImageProcessor
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+processor = AutoImageProcessor.from_pretrained("path/or/id")
+model_class = get_class_from_dynamic_module("{module}.{name}", "path/or/id")
+model = model_class.from_pretrained("path/or/id")"""
+
+
+def model_card(model: "HubModel") -> ModelCard:
     """A card that says what the model is and how to load it; recipes write theirs with measured results instead."""
-    name = type(model).__name__
-    auto_class = next((auto for auto, own in model.auto_classes.items() if own == name), "AutoModel")
+    name, module = type(model).__name__, model.family_class().__module__.rpartition(".")[2]
+    auto_class = next((auto for auto, own in model.auto_classes.items() if own == name), None)
+    pipelines = {"AutoModelForImageClassification": "image-classification", "AutoModel": "image-feature-extraction"}
     data = ModelCardData(
         library_name="transformers",
         tags=["frugalvit", model.config.model_type],
-        pipeline_tag="image-classification" if auto_class == "AutoModelForImageClassification" else None,
+        pipeline_tag=pipelines.get(auto_class),
     )
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    loading = _LOADING_BY_AUTO_CLASS if auto_class else _LOADING_BY_CLASS_NAME
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n"
         f"A {model.config.model_type} model with {parameters:,} parameters.\n\n"
-        "```python\n"
-        f"from transformers import AutoImageProcessor, {auto_class}\n\n"
-        'processor = AutoImageProcessor.from_pretrained("path/or/id")\n'
-        f'model = {auto_class}.from_pretrained("path/or/id", trust_remote_code=True)\n'
-        "```\n"
+        f"```python\n{loading.format(auto_class=auto_class, module=module, name=name)}\n```\n"
     )
 
 
@@ -102,14 +119,25 @@ class HubModel(PreTrainedModel):
         # without parameters of its own. `transformers.initialization` looks at each parameter, so none needs it.
         super()._initialize_weights(module)
 
+    @classmethod
+    def family_class(cls) -> type:
+        """The class that sets `auto_classes`. Its module is what a folder ships, also for classes that were derived
+        from the family's elsewhere, for example in a notebook."""
+        return next(base for base in cls.__mro__ if "auto_classes" in vars(base))
+
     def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
         """As in Transformers; besides weights and configuration it writes the family's source files, the image
-        processor's configuration and a model card. The last two are left alone where they exist."""
+        processor's configuration and a model card. The last two are left alone where they exist.
+
+        Of a model with adapters, only the adapters are saved.
+        """
+        if getattr(self, "_hf_peft_config_loaded", False):
+            super().save_pretrained(save_directory, is_main_process=is_main_process, push_to_hub=push_to_hub, **kwargs)
+            return
         folder = Path(save_directory)
-        hub = {
-            name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs
-        }
+        upload = {name: kwargs.pop(name) for name in _UPLOAD_ARGUMENTS if name in kwargs}
         writes = is_main_process and not folder.is_file()
+        before = {path: path.stat().st_mtime_ns for path in folder.glob("*")}
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
             self.write_code(folder)
@@ -121,35 +149,71 @@ class HubModel(PreTrainedModel):
             if not (folder / "README.md").exists():
                 model_card(self).save(folder / "README.md")
             if push_to_hub:
-                upload_folder(folder, hub.pop("repo_id", folder.name), token=kwargs.get("token"), **hub)
+                # The folder may hold what is no part of the model, for example a `Trainer`'s checkpoints.
+                written = [path.name for path in folder.glob("*") if before.get(path) != path.stat().st_mtime_ns]
+                upload_folder(
+                    folder,
+                    upload.pop("repo_id", folder.name),
+                    token=kwargs.get("token"),
+                    allow_patterns=[*written, "preprocessor_config.json", "README.md"],
+                    **upload,
+                )
 
     def write_code(self, folder: Path):
-        """Write the source files of the model's class and point the configuration's `auto_map` at them."""
-        module_name = type(self).__module__.rpartition(".")[2]
+        """Write the source files of the model's family and point the configuration's `auto_map` at them."""
+        family = self.family_class()
+        module_name = family.__module__.rpartition(".")[2]
         # A configuration class imported through the modeling file is the one that the model itself uses.
         self.config.auto_map = {
-            "AutoConfig": f"{module_name}.{type(self.config).__name__}",
+            "AutoConfig": f"{module_name}.{family.config_class.__name__}",
             **{auto_class: f"{module_name}.{name}" for auto_class, name in self.auto_classes.items()},
         }
-        for name, source in source_files(type(self)).items():
-            (folder / name).write_text(source, encoding="utf-8")
+        for name, source in source_files(family).items():
+            (folder / name).write_text(source, encoding="utf-8", newline="\n")
 
-    def push_to_hub(self, repo_id: str, *, commit_message=None, private=None, token=None, create_pr=False, **kwargs):
-        """Save the complete repository and upload it in one commit; returns the commit's information."""
+    def push_to_hub(self, repo_id: str, *, private=None, token=None, tags=None, max_shard_size="50GB", **commit):
+        """Save the complete repository and upload it in one commit; a model card that is already there stays.
+
+        Args:
+            repo_id (`str`): Repository on the hub, created if it does not exist.
+            private (`bool`, *optional*): Whether to create a private repository.
+            token (`str`, *optional*): Access token; the one of `hf auth login` by default.
+            tags (list of `str`, *optional*): Tags to add to the model card.
+            max_shard_size (`int` or `str`, *optional*, defaults to `"50GB"`): Largest file of weights.
+            commit: `commit_message`, `commit_description`, `revision` and `create_pr`.
+
+        Returns:
+            `huggingface_hub.CommitInfo`: Where it went.
+        """
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, **kwargs)
-            return upload_folder(
-                folder, repo_id, commit_message=commit_message, private=private, token=token, create_pr=create_pr
-            )
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            card = ModelCard.load(Path(folder) / "README.md")
+            card.data.tags += tags or []
+            card.save(Path(folder) / "README.md")
+            return upload_folder(folder, repo_id, private=private, token=token, keep_card=True, **commit)
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
         """Does nothing: `save_pretrained` writes the source files itself."""
 
 
-def upload_folder(folder, repo_id: str, commit_message=None, private=None, token=None, create_pr=False):
-    """Upload a folder to a model repository on the hub, created if it does not exist, in one commit."""
+def upload_folder(
+    folder, repo_id: str, private=None, token=None, commit_message=None, revision=None, keep_card=False, **commit
+):
+    """Upload a folder to a model repository on the hub, created if it does not exist, in one commit.
+
+    With `keep_card`, a model card that is already in the repository is not replaced.
+    """
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    message = commit_message or "Upload model"
-    return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, create_pr=create_pr)
+    if revision is not None and not revision.startswith("refs/pr"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    keeps = keep_card and api.file_exists(repo_id, "README.md", revision=revision)
+    return api.upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        commit_message=commit_message or "Upload model",
+        revision=revision,
+        ignore_patterns=["README.md"] if keeps else None,
+        **commit,
+    )
