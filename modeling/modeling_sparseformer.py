@@ -401,6 +401,8 @@ class SparseFormerLayer(GradientCheckpointingLayer):
 
 
 class SparseFormerPreTrainedModel(HubModel):
+    """What all SparseFormers share: initialization, checks of their input, teachers, and the number of tokens."""
+
     config: SparseFormerConfig
     base_model_prefix = "sparseformer"
     main_input_name = "pixel_values"
