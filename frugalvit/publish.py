@@ -20,17 +20,22 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="frugalvit publish", description=__doc__)
     parser.add_argument("model", metavar="FOLDER", help="an image classifier, for example a recipe's output folder")
     parser.add_argument("output", metavar="OUT", help="folder to write: weights, configuration, code, card")
+    parser.add_argument("--card", metavar="FILE", help="model card to put into OUT (default: the one in FOLDER)")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     parser.add_argument("--repo-id", "--repo_id", help="also upload OUT to this hub repository, in one commit")
     parser.add_argument("--private", action="store_true", help="make a new hub repository private")
     arguments = parser.parse_args(argv)
 
+    if arguments.card and not Path(arguments.card).is_file():
+        raise ValueError(f"--card: there is no file {arguments.card!r}; expected a model card in Markdown.")
     model, _ = load_image_classifier(arguments.model, "cpu")
     with whole_folder(arguments.output, arguments.overwrite) as folder:
         save_compact(model, folder)
         for name in COMPANIONS:
             if (Path(arguments.model) / name).is_file():
                 shutil.copyfile(Path(arguments.model) / name, folder / name)
+        if arguments.card:
+            shutil.copyfile(arguments.card, folder / "README.md")
     size = sum(path.stat().st_size for path in Path(arguments.output).iterdir())
     print(f"Wrote {arguments.output}: {model.num_parameters():,} parameters, {size / 1e6:.1f} MB.")
     if arguments.repo_id:
