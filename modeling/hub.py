@@ -114,6 +114,12 @@ class HubModel(PreTrainedModel):
 
     auto_classes: dict[str, str] = {}
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "auto_classes" in vars(cls):
+            # Read at import: what a long run saves is what it ran, whatever happened to the files in the meantime.
+            cls._sources = source_files(cls)
+
     def _initialize_weights(self, module, is_custom_code: bool = False):
         # In custom code Transformers passes over modules whose own parameters are all loaded, and that is every module
         # without parameters of its own. `transformers.initialization` looks at each parameter, so none needs it.
@@ -168,7 +174,7 @@ class HubModel(PreTrainedModel):
             "AutoConfig": f"{module_name}.{family.config_class.__name__}",
             **{auto_class: f"{module_name}.{name}" for auto_class, name in self.auto_classes.items()},
         }
-        for name, source in source_files(family).items():
+        for name, source in family._sources.items():
             (folder / name).write_text(source, encoding="utf-8", newline="\n")
 
     def push_to_hub(self, repo_id: str, *, private=None, token=None, tags=None, max_shard_size="50GB", **commit):
