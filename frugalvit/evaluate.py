@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .loading import load_image_classifier
 from .tables import format_table
 from .training.data import SUBSET, CorruptImageError, decode_image, load_images
+from .training.loading import load_image_classifier
 from .training.metrics import evaluate_classifier
 
 

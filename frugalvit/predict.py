@@ -18,8 +18,8 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .loading import load_image_classifier
 from .resources import checkpoint_path
+from .training.loading import load_image_classifier
 
 
 # More rows than this make a picture that no one looks at.

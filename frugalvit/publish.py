@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from .convert import whole_folder
-from .loading import load_image_classifier
 from .modeling.hub import upload_folder
+from .training.loading import load_image_classifier
 
 
 # What a model's folder may hold besides weights and configuration and what goes along as it is.

@@ -10,7 +10,6 @@ import torch
 
 from .convert import whole_folder
 from .evaluate import classification_accuracy, write_json
-from .loading import load_image_classifier
 from .macs import count_macs
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
@@ -20,6 +19,7 @@ from .tables import format_table
 from .training import bootstrap
 from .training.arguments import argument, check, parse_arguments
 from .training.data import SUBSET, decode_image, load_images
+from .training.loading import load_image_classifier
 
 
 # The focusing stage at the size of 32-pixel images; the paper's (64 stem channels, 16 points, 4 iterations, 32 mixed

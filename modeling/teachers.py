@@ -88,9 +88,13 @@ def read_teacher(model: nn.Module) -> Teacher:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"A teacher is a model, got {type(model).__name__}; load it first.")
-    model = _unwrap(model)
+    wrapper, model = model, _unwrap(model)
     if _is_timm(model):
-        return _read_timm(model)
+        teacher = _read_timm(model)
+        if teacher.classifier is not None and hasattr(wrapper, "config"):
+            teacher.fields.pop("num_labels")
+            teacher.fields.update(_labels(wrapper.config))
+        return teacher
     if hasattr(model, "config") and hasattr(model, "base_model"):
         return _read_transformers(model)
     _refuse(model, "it has no list of transformer blocks")
@@ -144,7 +148,7 @@ def _read_transformers(model: nn.Module) -> Teacher:
         "pooling": "cls",
     }
     if isinstance(classifier, nn.Linear):
-        fields.update(id2label=dict(config.id2label), label2id=dict(config.label2id))
+        fields.update(_labels(config))
     else:
         classifier = None
     num_tokens = (height // patch_height) * (width // patch_width)
@@ -242,6 +246,10 @@ def classifier_of(model: nn.Module) -> nn.Module | None:
     model = _unwrap(model)
     classifier = model.head if _is_timm(model) else getattr(model, "classifier", None)
     return classifier if isinstance(classifier, nn.Linear) else None
+
+
+def _labels(config) -> dict:
+    return {"id2label": dict(config.id2label), "label2id": dict(config.label2id)}
 
 
 def _bias(module: nn.Module) -> torch.Tensor:

@@ -5,6 +5,7 @@ regenerate the very same views. Geometry and color are torchvision v2 transforms
 the sample and put back after it; pixels stay uint8 until a whole batch is normalized at once.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -62,7 +63,16 @@ class ImageFormat:
 
     @classmethod
     def from_processor(cls, processor) -> "ImageFormat":
-        """What a Transformers image processor says."""
+        """What a Transformers image processor says, also one that wraps timm's settings."""
+        if (timm := getattr(processor, "data_config", None)) is not None:
+            size = tuple(timm["input_size"][1:])
+            return cls(
+                size=size,
+                mean=tuple(timm["mean"]),
+                std=tuple(timm["std"]),
+                resample={"nearest": 0, "bilinear": 2, "bicubic": 3}[timm["interpolation"]],
+                resize=math.floor(min(size) / timm["crop_pct"]),
+            )
         size, crop = processor.size, getattr(processor, "crop_size", None)
         shorter = size.get("shortest_edge")
         crop = crop if getattr(processor, "do_center_crop", None) else None

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from ..modeling.modeling_sparseformer import SparseFormerForImageClassification
 from ..modeling.teachers import classifier_of, embed, read_teacher
@@ -33,6 +32,7 @@ from .arguments import (
 from .augmentation import BootstrapView, EvalView, ImageFormat, View
 from .cards import write_card
 from .data import TrainingLoader, evaluation_loader, load_images
+from .loading import load_image_classifier
 from .loop import TrainingState, fit, parameter_groups, start_accelerator
 from .metrics import TopKAccuracy
 from .train import parse_overrides
@@ -58,6 +58,7 @@ class StudentArguments:
     )
     tune_all: bool = argument(False, "Tune every inherited block.")
     inherit_blocks: bool = argument(True, "Inherit the teacher's blocks, or its classifier alone.")
+    trust_remote_code: bool = argument(False, "Run code that comes with the teacher.")
 
     def __post_init__(self):
         for name in ("num_latent_tokens", "image_size"):
@@ -144,9 +145,9 @@ def main(argv: list[str] | None = None) -> int:
         schedule.warmup_epochs = 0 if pair.student else 1
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
 
-    teacher = AutoModelForImageClassification.from_pretrained(pair.teacher, dtype=torch.float32)
-    teacher = teacher.eval().requires_grad_(False).to(accelerator.device)
-    teacher_format = ImageFormat.from_processor(AutoImageProcessor.from_pretrained(pair.teacher))
+    teacher, processor = load_image_classifier(pair.teacher, accelerator.device, pair.trust_remote_code)
+    teacher.requires_grad_(False)
+    teacher_format = ImageFormat.from_processor(processor)
     num_blocks = len(read_teacher(teacher).blocks)
     student = build_student(pair, teacher, teacher_format)
     student_format = format_of(student.config)
@@ -224,11 +225,9 @@ def build_student(
 ) -> SparseFormerForImageClassification:
     """A new student with the teacher's blocks, or `--student` with the tokens and pixels that are wanted."""
     if pair.student:
-        student, info = SparseFormerForImageClassification.from_pretrained(
-            pair.student, dtype=torch.float32, output_loading_info=True
-        )
-        if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
-            raise ValueError(f"--student {pair.student} is no SparseFormer classifier; its weights do not fit.")
+        student, _ = load_image_classifier(pair.student, "cpu")
+        if not isinstance(student, SparseFormerForImageClassification):
+            raise ValueError(f"--student {pair.student} is no SparseFormer but a {type(student).__name__}.")
         width = classifier_of(teacher).in_features
         if student.config.hidden_size != width:
             raise ValueError(
@@ -240,6 +239,8 @@ def build_student(
         if pair.image_size:
             set_image_size(student.config, pair.image_size)
         return student
+    height, width = teacher_format.size
+    image_size = height if height == width else [height, width]
     truncate = int(pair.truncate) if pair.truncate >= 1 else pair.truncate
     student = SparseFormerForImageClassification.from_teacher(
         teacher,
@@ -250,7 +251,7 @@ def build_student(
         image_std=teacher_format.std,
         resample=teacher_format.resample,
         resize_size=teacher_format.resize,
-        **{"image_size": list(teacher_format.size), **parse_overrides("sparseformer", pair.config_overrides)},
+        **{"image_size": image_size, **parse_overrides("sparseformer", pair.config_overrides)},
     )
     if pair.image_size:
         set_image_size(student.config, pair.image_size)

@@ -71,11 +71,16 @@ def load_image_classifier(
         else:
             message = f"{type(error).__name__}: {_one_line(error)}"
         raise ValueError(f"Cannot load {name!r} as an image classifier: {message}") from error
-    for problem, keys in (("lacks", report["missing_keys"]), ("does not know", report["unexpected_keys"])):
+    mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
+    for problem, keys in (
+        ("lacks", report["missing_keys"]),
+        ("does not know", report["unexpected_keys"]),
+        ("has other shapes of", mismatched),
+    ):
         if keys:
             keys = sorted(keys)
             names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-            part = "checkpoint" if problem == "lacks" else "model class"
+            part = "model class" if problem == "does not know" else "checkpoint"
             raise ValueError(
                 f"{name!r} is no complete {type(model).__name__}: its {part} {problem} {names}. "
                 "Save it again as an image classifier."

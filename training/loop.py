@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import transformers
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import ProjectConfiguration, set_seed
 from tqdm import tqdm
@@ -67,6 +68,8 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
     )
     claim_folder(accelerator, folder, run.overwrite, prog, argv, arguments)
     set_seed(run.seed)
+    # One progress bar, the training's: models load and save in a moment.
+    transformers.utils.logging.disable_progress_bar()
     values = {name: value for name, value in _fixed_values(arguments).items() if isinstance(value, (int, float, str))}
     accelerator.init_trackers("frugalvit", config=values)
     return accelerator

@@ -35,6 +35,7 @@ from .arguments import (
 )
 from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .data import TrainingLoader, class_names, evaluation_loader, load_images
+from .loading import load_image_classifier
 from .loop import TrainingState, fit, parameter_groups, start_accelerator
 from .metrics import evaluate_classifier
 
@@ -238,12 +239,11 @@ def parse_overrides(model_type: str, text: str) -> dict:
 
 def load_teacher(recipe: RecipeArguments, num_labels: int, accelerator):
     """A function from logits and pixels to the divergence from the teacher's distribution, times temperature^2."""
-    teacher = AutoModelForImageClassification.from_pretrained(recipe.distill_from, dtype=torch.float32)
+    teacher, _ = load_image_classifier(recipe.distill_from, accelerator.device)
     if teacher.config.num_labels != num_labels:
         raise ValueError(
             f"--distill_from {recipe.distill_from} has {teacher.config.num_labels} classes, the data set {num_labels}."
         )
-    teacher = teacher.eval().to(accelerator.device)
     temperature = recipe.distill_temperature
 
     def divergence(logits, pixel_values):

@@ -5,7 +5,15 @@ import json
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessor
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    TimmWrapperConfig,
+    TimmWrapperForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
 
 from frugalvit.training import bootstrap
 
@@ -129,7 +137,7 @@ def test_the_ablations_choose_what_is_trained(teacher, arguments, trained_layers
         "test", "", [bootstrap.StudentArguments], ["--teacher", str(teacher), "--config_overrides", SMALL, *arguments]
     )
     model = AutoModelForImageClassification.from_pretrained(teacher)
-    teacher_format = bootstrap.ImageFormat.from_processor(bootstrap.AutoImageProcessor.from_pretrained(teacher))
+    teacher_format = bootstrap.ImageFormat.from_processor(AutoImageProcessor.from_pretrained(teacher))
     student = bootstrap.build_student(pair, model, teacher_format)
     bootstrap.freeze(student, pair, 3)
     trained = [
@@ -184,6 +192,25 @@ def test_a_finished_run_is_not_trained_again(teacher, tmp_path):
     AcceleratorState._reset_state(True)
     assert run(teacher, tmp_path / "out", epochs=1)["epochs"] == first["epochs"]
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == modified
+
+
+def test_bootstraps_from_a_timm_model_that_pools_its_tokens(tmp_path):
+    arguments = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2}
+    arguments |= {"global_pool": "avg", "class_token": False}
+    settings = {"input_size": [3, 32, 32], "mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bicubic"}
+    config = TimmWrapperConfig(
+        architecture="vit_tiny_patch16_224",
+        model_args=arguments,
+        id2label=dict(enumerate(NAMES)),
+        label2id={name: i for i, name in enumerate(NAMES)},
+        pretrained_cfg={**settings, "crop_pct": 0.875},
+    )
+    TimmWrapperForImageClassification(config).save_pretrained(tmp_path / "teacher")
+    run(tmp_path / "teacher", tmp_path / "out", epochs=1)
+    config = AutoModelForImageClassification.from_pretrained(tmp_path / "out").config
+    assert (config.pooling, config.use_cls_token, config.num_latent_tokens) == ("mean", False, 4)
+    assert (config.resize_size, config.image_size, config.resample) == (36, 32, 3)
+    assert config.id2label == dict(enumerate(NAMES))
 
 
 @pytest.mark.parametrize(
