@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -34,6 +33,7 @@ from .arguments import (
     run_as_program,
 )
 from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
+from .cards import write_card
 from .data import TrainingLoader, class_names, evaluation_loader, load_images
 from .loading import load_image_classifier
 from .loop import TrainingState, fit, parameter_groups, start_accelerator
@@ -166,7 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     def save(folder: Path, state: TrainingState):
         accelerator.unwrap_model(model).save_pretrained(folder)
         processor.save_pretrained(folder)
-        write_card(folder, accelerator.unwrap_model(model), data, run, state)
+        summary = f"An image classifier: accuracy {state.best['accuracy']:.2%} on the split {data.eval_split}."
+        write_card(folder, accelerator.unwrap_model(model), summary, data, run, state, model_arguments.model)
 
     state = fit(
         accelerator,
@@ -257,37 +258,6 @@ def load_teacher(recipe: RecipeArguments, num_labels: int, accelerator):
         )
 
     return divergence
-
-
-def write_card(folder: Path, model, data: DataArguments, run: RunArguments, state: TrainingState):
-    """The model card, with what was measured so far."""
-    dataset = " ".join(data.dataset)
-    accuracy, parameters = state.best["accuracy"], sum(p.numel() for p in model.parameters())
-    result = EvalResult(
-        task_type="image-classification",
-        dataset_type=dataset,
-        dataset_name=dataset,
-        dataset_split=data.eval_split,
-        metric_type="accuracy",
-        metric_value=round(accuracy, 4),
-    )
-    card = ModelCardData(
-        library_name="transformers",
-        tags=["frugalvit", model.config.model_type],
-        pipeline_tag="image-classification",
-        model_name=Path(run.output_dir).name,
-        eval_results=[result],
-    )
-    command = json.loads((Path(run.output_dir) / "run.json").read_text(encoding="utf-8"))["command"]
-    ModelCard(
-        f"---\n{card.to_yaml()}\n---\n\n# {Path(run.output_dir).name}\n\n"
-        f"A {model.config.model_type} with {parameters:,} parameters, trained on {dataset}: accuracy {accuracy:.2%} "
-        f"on the split {data.eval_split} after {state.epoch} of {run.epochs} epochs (seed {run.seed}), the best.\n\n"
-        "```python\nfrom transformers import AutoImageProcessor, AutoModelForImageClassification\n\n"
-        'processor = AutoImageProcessor.from_pretrained("path/or/id")\n'
-        'model = AutoModelForImageClassification.from_pretrained("path/or/id")\n```\n\n'
-        f"Trained with\n\n```\n{command}\n```\n"
-    ).save(folder / "README.md")
 
 
 if __name__ == "__main__":
