@@ -143,14 +143,10 @@ def loaded(tmp_path_factory, saved, pixel_values):
 def fine_tuned(tmp_path_factory, saved) -> dict[str, Path]:
     """What three generations of fine-tuning without frugalvit wrote, for each generation of SparseFormer."""
     root, _ = saved
-    out = {}
-    for generation in GENERATIONS:
-        home = tmp_path_factory.mktemp("fine-tuned")
-        run_without_frugalvit(
-            home, "fine_tune", root / f"{generation}-SparseFormerForImageClassification", home / "out"
-        )
-        out[generation] = home / "out"
-    return out
+    home = tmp_path_factory.mktemp("fine-tuned")
+    names = {generation: f"{generation}-SparseFormerForImageClassification" for generation in GENERATIONS}
+    run_without_frugalvit(home, "fine_tune", home, *(root / name for name in names.values()))
+    return {generation: home / name for generation, name in names.items()}
 
 
 class TestWithoutThePackage:

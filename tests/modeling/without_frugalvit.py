@@ -1,7 +1,7 @@
 """A process in which frugalvit cannot be imported, for test_hub.py.
 
-`load JOBS RESULTS` loads models and computes outputs; `fine_tune START OUT` fine-tunes a model with `Trainer`, saves
-it, and does so again with what it saved.
+`load JOBS RESULTS` loads models and computes outputs; `fine_tune OUT START…` fine-tunes models with `Trainer`, saves
+them, and does so again with what it saved.
 """
 
 import importlib.abc
@@ -77,17 +77,18 @@ def load(jobs_file: str, results: str):
     (Path(results) / "report.json").write_text(json.dumps(report))
 
 
-def fine_tune(start: str, out: str):
+def fine_tune(out: str, *starts: str):
+    for start in starts:
+        fine_tune_three_times(start, f"{out}/{Path(start).name}")
+
+
+def fine_tune_three_times(source: str, out: str):
     """Three generations, each in `OUT/<generation>`, with `Trainer`'s checkpoints beside, and logits of each."""
     torch.manual_seed(0)
     examples = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 3} for i in range(8)]
     pixel_values = torch.stack([example["pixel_values"] for example in examples[:2]])
-    source, logits = start, {}
+    logits = {}
     for generation in ("first", "second", "third"):
-        model = load_model(source, "AutoModelForImageClassification")
-        loaded = main_output(model, pixel_values)
-        if generation != "first":
-            logits[f"{generation} loaded"] = loaded
         arguments = transformers.TrainingArguments(
             output_dir=f"{out}/{generation}-checkpoints",
             per_device_train_batch_size=4,
@@ -99,17 +100,18 @@ def fine_tune(start: str, out: str):
             disable_tqdm=True,
             dataloader_pin_memory=False,
         )
-        trainer = transformers.Trainer(model, arguments, train_dataset=examples)
-        trainer.train()
-        trainer.save_model(f"{out}/{generation}")
-        logits[generation] = main_output(trainer.model, pixel_values)
-        logits[f"{generation} checkpoint"] = main_output(
-            load_model(f"{out}/{generation}-checkpoints/checkpoint-4", "AutoModelForImageClassification"), pixel_values
-        )
-        # Another run takes up where the first was after two steps.
-        resumed = transformers.Trainer(
-            load_model(source, "AutoModelForImageClassification"), arguments, train_dataset=examples
-        )
+
+        def trainer(source=source, arguments=arguments):
+            model = load_model(source, "AutoModelForImageClassification")
+            return transformers.Trainer(model, arguments, train_dataset=examples)
+
+        trained, resumed = trainer(), trainer()
+        logits[f"{generation} loaded"] = main_output(trained.model, pixel_values)
+        trained.train()
+        trained.save_model(f"{out}/{generation}")
+        logits[generation] = main_output(trained.model, pixel_values)
+        checkpoint = load_model(f"{out}/{generation}-checkpoints/checkpoint-4", "AutoModelForImageClassification")
+        logits[f"{generation} checkpoint"] = main_output(checkpoint, pixel_values)
         resumed.train(resume_from_checkpoint=f"{out}/{generation}-checkpoints/checkpoint-2")
         logits[f"{generation} resumed"] = main_output(resumed.model, pixel_values)
         source = f"{out}/{generation}"
