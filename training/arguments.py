@@ -1,12 +1,17 @@
 """Arguments that recipes share, and how a command line is read."""
 
+import argparse
 import dataclasses
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import transformers
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 
 from .data import SUBSET
 
@@ -57,14 +62,18 @@ class DataArguments:
     label_column: str | None = argument(None, "Name of the label column, where types do not tell.")
     class_names: list[str] | None = argument(None, "Names of the labels 0, 1, …, where the data set has none.")
     steps_per_epoch: int | None = argument(None, "Optimizer steps of an epoch. Default: all images once.")
+    streaming: bool = argument(False, "Read training images as training goes; needs --steps_per_epoch.")
+    shuffle_buffer: int = argument(1000, "Images among which a stream is shuffled, besides its files.")
     skip_corrupt: bool = argument(False, "Replace images that cannot be read by the next one and count them.")
     num_workers: int = argument(
-        0 if (os.cpu_count() or 1) < 3 else min(8, os.cpu_count() - 1),
+        # Two cores are better left to the model.
+        min(8, (os.cpu_count() or 1) - 1) if (os.cpu_count() or 1) > 2 else 0,
         "Processes that decode images, for every training process. They change nothing but speed.",
     )
 
     def __post_init__(self):
         check_at_least(self, 0, "num_workers")
+        check_at_least(self, 1, "shuffle_buffer")
         if self.steps_per_epoch is not None:
             check_at_least(self, 1, "steps_per_epoch")
         if self.eval_split is None:
@@ -88,7 +97,9 @@ class RunArguments:
     logging_steps: int = argument(50, "Optimizer steps between lines of metrics.jsonl.")
     checkpointing_steps: int = argument(500, "Optimizer steps between checkpoints, besides each epoch's.")
     report_to: list[str] = argument([], "Trackers, for example tensorboard or wandb.")
-    overwrite: bool = argument(False, "Start anew in an output folder that has a run.")
+    overwrite: bool = argument(False, "Start anew in an output folder that is not empty.")
+    # What `run.json` holds, noted when the run starts.
+    record: dict = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
         check_at_least(self, 1, "epochs", "batch_size", "eval_batch_size", "gradient_accumulation_steps")
@@ -124,19 +135,53 @@ class ArgumentParser(transformers.HfArgumentParser):
 
 
 def parse_arguments(prog: str, description: str, dataclass_types: list[type], argv: list[str] | None) -> tuple:
-    """One instance of each dataclass from a command line; ends the process with code 2 and one line on errors."""
+    """One instance of each dataclass from a command line; ends the process with code 2 and one line on errors.
+
+    `--config FILE` reads arguments from YAML or JSON, for example the `results.json` of an earlier run; those on the
+    command line go before.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
     parser = ArgumentParser(dataclass_types, prog=prog, description=description)
+    parser.add_argument("--config", metavar="FILE", help="YAML or JSON file of arguments, or a run's results.json.")
     try:
-        return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
-    except ValueError as error:
-        parser.error(str(error))
+        if file := _value_of("--config", argv):
+            argv = _read_arguments(file) + argv
+        *parsed, _, rest = parser.parse_args_into_dataclasses(
+            argv, look_for_args_file=False, return_remaining_strings=True
+        )
+        if rest:
+            raise ValueError(f"there is no argument {rest[0]}")
+        return tuple(parsed)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+
+
+def _value_of(option: str, argv: list[str]) -> str | None:
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument(option, dest="value", nargs="?")
+    return finder.parse_known_args(argv)[0].value
+
+
+def _read_arguments(file: str) -> list[str]:
+    """A file's arguments as on a command line."""
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))  # JSON is YAML
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {file} is neither YAML nor JSON ({error}).") from error
+    if isinstance(content, dict):
+        content = content.get("arguments", content)
+    check(file, isinstance(content, dict), "config", "a file of names and values")
+    values = {name: value if isinstance(value, list) else [value] for name, value in content.items()}
+    return [
+        text for name, value in values.items() if value != [None] and value for text in (f"--{name}", *map(str, value))
+    ]
 
 
 def run_as_program(main: Callable, prog: str):
     """Run `main()` as a process of its own: what the user can mend is one line, not a traceback."""
     try:
         sys.exit(main())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StrictDataclassError, SafetensorError) as error:
         if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0"):
             raise
         sys.exit(f"{prog}: error: {' '.join(str(error).split())}")

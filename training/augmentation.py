@@ -9,14 +9,16 @@ import math
 import random
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
 
-# What a random number is for: streams that share (seed, epoch, index) must not share numbers.
+# What a random number is for: uses that share (seed, epoch, index) must not share numbers.
 VIEW, MIX, ORDER, SHUFFLE = range(4)
 
 
@@ -63,7 +65,11 @@ class ImageFormat:
 
     @classmethod
     def from_processor(cls, processor) -> "ImageFormat":
-        """What a Transformers image processor says, also one that wraps timm's settings."""
+        """What a Transformers image processor says, also one that wraps timm's settings.
+
+        Raises:
+            ValueError: if it resizes in another way than to a size, or the shorter side before a center crop.
+        """
         if (timm := getattr(processor, "data_config", None)) is not None:
             size = tuple(timm["input_size"][1:])
             return cls(
@@ -73,14 +79,21 @@ class ImageFormat:
                 resample={"nearest": 0, "bilinear": 2, "bicubic": 3}[timm["interpolation"]],
                 resize=math.floor(min(size) / timm["crop_pct"]),
             )
-        size, crop = processor.size, getattr(processor, "crop_size", None)
+        size = dict(getattr(processor, "size", None) or {})
+        crop = dict(processor.crop_size) if getattr(processor, "do_center_crop", None) else size
         shorter = size.get("shortest_edge")
-        crop = crop if getattr(processor, "do_center_crop", None) else None
-        if shorter is not None and crop is None:
+        if crop is size and shorter is not None:
+            # ConvNeXt's processor: below 384 pixels a crop from an image that is larger by a fixed share.
             crop = {"height": shorter, "width": shorter}
-        target = crop or size
+            share = getattr(processor, "crop_pct", None)
+            shorter = None if share and shorter >= 384 else int(shorter / (share or 1))
+        if not crop.keys() >= {"height", "width"}:
+            raise ValueError(
+                f"{type(processor).__name__} resizes images in a way that training does not follow (size {size}); "
+                'expected "height" and "width", or "shortest_edge" before a center crop.'
+            )
         return cls(
-            size=(target["height"], target["width"]),
+            size=(crop["height"], crop["width"]),
             mean=tuple(processor.image_mean) if processor.do_normalize else (0.0, 0.0, 0.0),
             std=tuple(processor.image_std) if processor.do_normalize else (1.0, 1.0, 1.0),
             resample=int(processor.resample),
@@ -100,8 +113,22 @@ class ImageFormat:
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """`(batch, channels, height, width)` uint8 to normalized float32."""
-        mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (self.mean, self.std))
-        return pixels.float().mul_(1 / 255).sub_(mean).div_(std)
+        return pixels.float().mul_(1 / 255).sub_(_channels(self.mean)).div_(_channels(self.std))
+
+    def convert(self, pixel_values: torch.Tensor, source: "ImageFormat") -> torch.Tensor:
+        """Normalized images of another format in this one."""
+        if source.size != self.size:
+            pixel_values = v2.functional.resize(pixel_values, list(self.size), self.interpolation, antialias=True)
+        if (source.mean, source.std) == (self.mean, self.std):
+            return pixel_values
+        mean, std, own_mean, own_std = (
+            _channels(values).to(pixel_values.device) for values in (source.mean, source.std, self.mean, self.std)
+        )
+        return (pixel_values * std + (mean - own_mean)) / own_std
+
+
+def _channels(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values).view(-1, 1, 1)
 
 
 class View:
@@ -158,28 +185,44 @@ class SmallDataView(View):
         erasing: float = 0.0,
     ):
         self.formats = {"pixel_values": image_format}
-        size, interpolation = list(image_format.size), image_format.interpolation
-        if crop == "padded":
-            steps = [v2.Resize(size, interpolation), v2.RandomCrop(size, padding, padding_mode="reflect")]
-        else:
-            steps = [v2.RandomResizedCrop(size, scale, ratio, interpolation)]
-        steps.append(v2.RandomHorizontalFlip(flip))
+        self.size, self.interpolation = image_format.size, image_format.interpolation
+        if padding >= min(self.size):
+            raise ValueError(f"--crop_padding is {padding}, expected less than the images' {min(self.size)} pixels.")
+        self.flip, self.padding = flip, padding
+        self.part = v2.RandomResizedCrop(self.size, scale, ratio) if crop == "resized" else None
+        self.randaugment = self.erasing = None
         if randaugment_layers:
-            steps.append(
-                v2.RandAugment(
-                    randaugment_layers,
-                    randaugment_magnitude,
-                    interpolation=InterpolationMode.BILINEAR,
-                    fill=image_format.fill,
-                )
+            self.randaugment = v2.RandAugment(
+                randaugment_layers,
+                randaugment_magnitude,
+                interpolation=InterpolationMode.BILINEAR,
+                fill=image_format.fill,
             )
-        steps.append(v2.PILToTensor())
         if erasing:
-            steps.append(v2.RandomErasing(erasing, value=image_format.fill))
-        self.transform = v2.Compose(steps)
+            self.erasing = v2.RandomErasing(erasing, value=image_format.fill)
 
     def __call__(self, image):
-        return {"pixel_values": self.transform(image)}
+        if self.part:
+            box = self.part.make_params([image])
+            image = v2.functional.resized_crop(image, **box, size=self.size, interpolation=self.interpolation)
+        elif image.size != self.size[::-1]:
+            image = v2.functional.resize(image, self.size, self.interpolation)
+        pixels = self.crop_and_flip(np.asarray(image))
+        if self.randaugment:
+            pixels = np.array(self.randaugment(Image.fromarray(pixels)))
+        pixels = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+        return {"pixel_values": self.erasing(pixels) if self.erasing else pixels}
+
+    def crop_and_flip(self, pixels: np.ndarray) -> np.ndarray:
+        """Pad by reflection, crop and flip `(height, width, channels)` in one indexing, which is quick."""
+        height, width = pixels.shape[:2]
+        padding = 0 if self.part else self.padding
+        top, left = torch.randint(2 * padding + 1, (2,)).tolist() if padding else (0, 0)
+        rows, columns = np.arange(height) + (top - padding), np.arange(width) + (left - padding)
+        if torch.rand(()) < self.flip:
+            columns = columns[::-1]
+        rows, columns = (n - 1 - abs(n - 1 - abs(at)) for n, at in ((height, rows), (width, columns)))
+        return pixels[rows[:, None], columns]
 
 
 class BootstrapView(View):
@@ -203,12 +246,7 @@ class BootstrapView(View):
         flip: float = 0.5,
     ):
         self.formats = {"pixel_values": student}
-        if teacher is not None and (teacher.size, teacher.mean, teacher.std, teacher.resample) != (
-            student.size,
-            student.mean,
-            student.std,
-            student.resample,
-        ):
+        if teacher is not None and replace(teacher, resize=None) != replace(student, resize=None):
             self.formats["teacher_pixel_values"] = teacher
         self.crop = v2.RandomResizedCrop(student.size, list(scale), list(ratio))
         self.flip = flip
@@ -245,37 +283,39 @@ class Mix:
     cutmix: float = 0.0
     label_smoothing: float = 0.0
     seed: int = 0
-    names: tuple[str, ...] = field(default=("pixel_values",))
 
     @property
-    def mixes(self) -> bool:
+    def pairs(self) -> bool:
+        """Whether images mix at all."""
         return bool(self.mixup or self.cutmix)
 
     def __call__(self, batch: dict[str, torch.Tensor]):
-        targets = torch.nn.functional.one_hot(batch["labels"], self.num_labels).float()
+        targets = F.one_hot(batch["labels"], self.num_labels).float()
         targets = targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_labels
-        if self.mixes:
-            partner = torch.arange(len(targets)) ^ 1
-            height, width = batch[self.names[0]].shape[-2:]
-            draws = [self._draw(*key, height, width) for key in zip(batch["epoch"], batch["index"], strict=True)]
-            masks, kept = torch.stack([mask for mask, _ in draws]), torch.tensor([kept for _, kept in draws])
-            for name in self.names:
-                batch[name] = torch.lerp(batch[name][partner], batch[name], masks)
+        if self.pairs:
+            pixels = batch["pixel_values"]
+            partner = torch.arange(len(pixels)) ^ 1
+            keys = zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True)
+            kept, boxes = zip(*(self._draw(*key, *pixels.shape[-2:]) for key in keys), strict=True)
+            kept, blended = torch.tensor(kept), torch.tensor([box is None for box in boxes])
+            share = torch.where(blended, kept, 1.0).view(-1, 1, 1, 1)
+            batch["pixel_values"] = torch.lerp(pixels[partner], pixels, share)
+            for i, box in enumerate(boxes):
+                if box is not None:
+                    batch["pixel_values"][(i, slice(None), *box)] = pixels[(i ^ 1, slice(None), *box)]
             targets = torch.lerp(targets[partner], targets, kept[:, None])
         batch["targets"] = targets
 
-    def _draw(self, epoch, index, height: int, width: int) -> tuple[torch.Tensor, float]:
-        """How much of the image itself each pixel keeps, `(1, height, width)`, and the mean of that."""
-        numbers = random.Random(random_seed(self.seed, int(epoch), int(index), MIX))
-        cuts = self.cutmix and (not self.mixup or numbers.random() < 0.5)
-        alpha = self.cutmix if cuts else self.mixup
-        kept = numbers.betavariate(alpha, alpha)
-        if not cuts:
-            return torch.full((1, height, width), kept), kept
-        mask = torch.ones(1, height, width)
-        side = (1 - kept) ** 0.5
-        y, x = numbers.random() * height, numbers.random() * width
-        rows = slice(max(0, round(y - side * height / 2)), round(y + side * height / 2))
-        columns = slice(max(0, round(x - side * width / 2)), round(x + side * width / 2))
-        mask[:, rows, columns] = 0
-        return mask, mask.mean().item()
+    def _draw(self, epoch: int, index: int, height: int, width: int) -> tuple[float, tuple[slice, slice] | None]:
+        """The share that an image keeps of itself, and the box that it takes from its neighbor if it cuts."""
+        numbers = random.Random(random_seed(self.seed, epoch, index, MIX))
+        if not self.cutmix or (self.mixup and numbers.random() < 0.5):
+            return numbers.betavariate(self.mixup, self.mixup), None
+        side = (1 - numbers.betavariate(self.cutmix, self.cutmix)) ** 0.5
+        box = []
+        for length in (height, width):
+            center = numbers.random() * length
+            low, high = (round(center + sign * side * length / 2) for sign in (-1, 1))
+            box.append(slice(max(low, 0), min(high, length)))
+        area = math.prod(part.stop - part.start for part in box)
+        return 1 - area / (height * width), tuple(box)

@@ -31,7 +31,7 @@ from .arguments import (
 )
 from .augmentation import BootstrapView, EvalView, ImageFormat, View
 from .cards import write_card
-from .data import TrainingLoader, evaluation_loader, load_images
+from .data import TrainingLoader, evaluation_loader, load_splits
 from .loading import load_image_classifier
 from .loop import TrainingState, fit, parameter_groups, start_accelerator
 from .metrics import TopKAccuracy
@@ -58,6 +58,9 @@ class StudentArguments:
     )
     tune_all: bool = argument(False, "Tune every inherited block.")
     inherit_blocks: bool = argument(True, "Inherit the teacher's blocks, or its classifier alone.")
+    attn_implementation: str | None = argument(
+        None, "The student's attention in training. Default: eager on CPUs, whose fused attention goes back slowly."
+    )
     trust_remote_code: bool = argument(False, "Run code that comes with the teacher.")
 
     def __post_init__(self):
@@ -153,9 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     student_format = format_of(student.config)
     tuned = freeze(student, pair, num_blocks)
 
-    columns = {"image_column": data.image_column, "label_column": data.label_column, "class_names": data.class_names}
-    train_images = load_images(data.dataset, data.train_split, name=data.dataset_config, **columns)
-    eval_images = load_images(data.eval_dataset or data.dataset, data.eval_split, name=data.dataset_config, **columns)
+    train_images, eval_images = load_splits(data)
     if alignment.label_loss_weight and "label" not in train_images.features:
         raise ValueError("--label_loss_weight needs labels, but the data set has none; leave it at 0.")
     loader = TrainingLoader(
@@ -167,6 +168,7 @@ def main(argv: list[str] | None = None) -> int:
         num_workers=data.num_workers,
         skip_corrupt=data.skip_corrupt,
         steps_per_epoch=data.steps_per_epoch,
+        shuffle_buffer=data.shuffle_buffer,
     )
     eval_loader = evaluation_loader(
         accelerator,
@@ -179,6 +181,8 @@ def main(argv: list[str] | None = None) -> int:
 
     optimizer, scheduler = build_optimizer(student, tuned, schedule, loader.steps_per_epoch, run.epochs)
     student.to(accelerator.device)
+    if attention := pair.attn_implementation or ("eager" if accelerator.device.type == "cpu" else None):
+        student.set_attn_implementation(attention)
     if run.compile:
         student.base_model.compile()
     # The classifier stays frozen, so the base model alone is what learns.

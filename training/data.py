@@ -1,7 +1,8 @@
 """Images to train on: found, decoded and put into batches that depend neither on workers nor on processes."""
 
 import glob
-import io
+import itertools
+import os
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -22,7 +23,7 @@ class CorruptImageError(ValueError):
     """An image of a data set that cannot be decoded."""
 
     def __init__(self, message: str):
-        # DataLoader re-raises what a worker raised with the worker's whole traceback as the message.
+        # DataLoader raises again what a worker raised, with the worker's whole traceback as the message.
         super().__init__(message.strip().splitlines()[-1].removeprefix(f"{__name__}.{type(self).__name__}: "))
 
 
@@ -56,58 +57,100 @@ def load_images(
         ValueError: if there is no such data set, split or column.
     """
     loaded = _load(dataset, split, name, streaming)
-    features = loaded.features
-    if features is None:
+    if loaded.features is None:
         loaded = loaded._resolve_features()
-        features = loaded.features
+    features = loaded.features
     image = _find_column(features, image_column, _is_image, "image", dataset)
-    label = _find_column(features, label_column, lambda f: isinstance(f, datasets.ClassLabel), "label", dataset)
-    if label is None and isinstance(getattr(features.get("label"), "dtype", None), str):
-        label = "label" if features["label"].dtype.startswith(("int", "uint")) else None
+    label = _find_column(
+        features, label_column, lambda feature: isinstance(feature, datasets.ClassLabel), "label", dataset
+    )
+    if label is None and str(getattr(features.get("label"), "dtype", "")).startswith(("int", "uint")):
+        label = "label"
     columns = {image: "image"} | ({label: "label"} if label else {})
     loaded = loaded.select_columns(list(columns))
     loaded = loaded.rename_columns({old: new for old, new in columns.items() if old != new})
     loaded = loaded.cast_column("image", datasets.Image(decode=False))
-    if label:
-        loaded = _name_labels(loaded, class_names)
-    return loaded
+    return _name_labels(loaded, class_names) if label else loaded
 
 
-def _load(dataset, split: str, name: str | None, streaming: bool):
+def load_splits(data) -> tuple[datasets.Dataset | datasets.IterableDataset, datasets.Dataset]:
+    """The images to train on and those to evaluate on that `DataArguments` tell. The latter are never streamed.
+
+    Raises:
+        ValueError: as `load_images`, and if the two have different classes.
+    """
+    options = {
+        "name": data.dataset_config,
+        "image_column": data.image_column,
+        "label_column": data.label_column,
+        "class_names": data.class_names,
+    }
+    train = load_images(data.dataset, data.train_split, streaming=data.streaming, **options)
+    evaluation = load_images(data.eval_dataset or data.dataset, data.eval_split, **options)
+    names, eval_names = class_names(train), class_names(evaluation)
+    if names and eval_names and names != eval_names:
+        raise ValueError(
+            f"The training images have the classes {_short(names)}, the evaluation images {_short(eval_names)}; "
+            "expected the same. Name them with --class_names if the data sets do not."
+        )
+    return train, evaluation
+
+
+def class_names(images) -> list[str] | None:
+    """Names of the labels, or None if there are no labels."""
+    return list(images.features["label"].names) if "label" in images.features else None
+
+
+def _load(dataset: str | list[str], split: str, name: str | None, streaming: bool):
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
+    path = Path(paths[0])
     if paths == [SUBSET]:
         folder = files(__package__) / "cifar10"
-        arguments = {"path": "parquet", "data_files": {s: str(folder / f"{s}.parquet") for s in ("train", "test")}}
+        source = {
+            "path": "parquet",
+            "data_files": {part: str(folder / f"{part}.parquet") for part in ("train", "test")},
+        }
     elif all(path.endswith(".parquet") for path in paths):
-        found = [sorted(glob.glob(path)) for path in paths]
-        for path, matches in zip(paths, found, strict=True):
-            if not matches:
-                raise ValueError(f"No file {path!r}; expected a parquet file or a pattern that matches some.")
-        arguments = {"path": "parquet", "data_files": sum(found, [])}
+        source = {"path": "parquet", "data_files": [file for path in paths for file in _matching(path)]}
     elif len(paths) > 1:
-        raise ValueError(f"Several data sets, {paths}; expected one, or several parquet files.")
-    elif Path(paths[0]).is_dir():
-        kind = "parquet" if any(Path(paths[0]).rglob("*.parquet")) else "imagefolder"
-        arguments = {"path": kind, "data_dir": paths[0]}
+        raise ValueError(f"Several data sets, {', '.join(paths)}; expected one, or several parquet files.")
+    elif path.is_dir():
+        parquet = next(path.rglob("*.parquet"), None)
+        source = {"path": "parquet" if parquet else "imagefolder", "data_dir": str(path)}
+    elif path.exists() or paths[0].startswith((".", "~", os.sep)) or paths[0].count("/") > 1:
+        raise ValueError(f"{paths[0]!r} is no data set; {_EXPECTED}.")
     else:
-        arguments = {"path": paths[0], "name": name}
+        source = {"path": paths[0], "name": name}
     try:
-        return datasets.load_dataset(**arguments, split=split, streaming=streaming)
-    except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
-        raise ValueError(
-            f"Cannot load the data set {paths[0]!r} ({_first_line(error)}). Expected a datasets hub id, an image "
-            f"folder, parquet files or {SUBSET!r}."
-        ) from error
+        return datasets.load_dataset(**source, split=split, streaming=streaming)
     except datasets.exceptions.DatasetGenerationError as error:
         raise ValueError(f"Cannot read the data set {paths[0]!r}: {_first_line(error.__cause__ or error)}") from error
+    except (datasets.exceptions.DatasetsError, OSError) as error:
+        raise ValueError(f"Cannot load the data set {paths[0]!r} ({_first_line(error)}); {_EXPECTED}.") from error
+    except ValueError as error:
+        raise ValueError(f"Cannot load the split {split!r} of {paths[0]!r}: {_first_line(error)}") from error
+
+
+_EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
+
+
+def _matching(pattern: str) -> list[str]:
+    found = sorted(glob.glob(pattern))
+    if not found:
+        raise ValueError(f"There is no file {pattern!r}; expected a parquet file or a pattern that matches some.")
+    return found
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def _short(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({len(names)})"
+
+
 def _is_image(feature) -> bool:
-    # Parquet files written without the `datasets` library hold images as structures of bytes and path.
+    # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
     return isinstance(feature, datasets.Image) or (isinstance(feature, dict) and feature.keys() == {"bytes", "path"})
 
 
@@ -119,41 +162,40 @@ def _find_column(features, given: str | None, fits, what: str, dataset) -> str |
     found = [name for name, feature in features.items() if fits(feature)]
     if len(found) > 1 or (what == "image" and not found):
         raise ValueError(
-            f"{dataset!r} has {len(found) or 'no'} {what} columns among {', '.join(features)}; "
-            f"expected one. Name it with --{what}_column."
+            f"{dataset!r} has {len(found) or 'no'} {what} columns among {', '.join(features)}; expected one. "
+            f"Name it with --{what}_column."
         )
     return found[0] if found else None
 
 
-def _name_labels(loaded, class_names: list[str] | None):
-    feature = loaded.features["label"]
-    if class_names is None:
-        if isinstance(feature, datasets.ClassLabel):
+def _name_labels(loaded, names: list[str] | None):
+    if names is None:
+        if isinstance(loaded.features["label"], datasets.ClassLabel):
             return loaded
         if isinstance(loaded, datasets.IterableDataset):
-            raise ValueError("A stream of labels without names; name the classes with --class_names.")
-        class_names = [str(i) for i in range(max(loaded["label"], default=-1) + 1)]
-    return loaded.cast_column("label", datasets.ClassLabel(names=class_names))
+            raise ValueError("The stream's labels have no names; give them with --class_names.")
+        names = [str(label) for label in range(max(loaded["label"], default=-1) + 1)]
+    try:
+        return loaded.cast_column("label", datasets.ClassLabel(names=names))
+    except ValueError as error:
+        raise ValueError(f"{len(names)} --class_names do not fit the labels: {_first_line(error)}") from error
 
 
-def class_names(images) -> list[str] | None:
-    """Names of the labels, or None if there are no labels."""
-    return list(images.features["label"].names) if "label" in images.features else None
+_DECODER = datasets.Image(mode="RGB")
 
 
 def decode_image(image: dict, index: int) -> Image.Image:
-    """The RGB image of an undecoded `datasets` record.
+    """The RGB image of an undecoded `datasets` record, upright.
 
     Raises:
         CorruptImageError: with the index, if it cannot be read.
     """
     try:
-        source = io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]
-        with Image.open(source) as opened:
-            return opened.convert("RGB")
+        return _DECODER.decode_example(image)
     except Exception as error:
+        path = f", {image['path']}" if image.get("path") else ""
         raise CorruptImageError(
-            f"Image {index} of the data set cannot be read ({_first_line(error)}). "
+            f"Image {index} of the data set cannot be read ({_first_line(error)}{path}). "
             "Repair or remove it, or go on without such images: --skip_corrupt."
         ) from error
 
@@ -175,24 +217,30 @@ class ViewDataset(Dataset):
         epoch, index = key
         for skipped in range(len(self)):
             position = (index + skipped) % len(self)
-            record = self.images[position]
-            try:
-                image = decode_image(record["image"], position)
-                break
-            except CorruptImageError:
-                if not self.skip_corrupt:
-                    raise
-        else:
-            raise ValueError(f"None of the {len(self)} images of the data set can be read.")
-        return make_sample(self.view, image, record, self.seed, epoch, position, skipped)
+            sample = self.sample(epoch, position, self.images[position])
+            if sample:
+                return sample | {"skipped": skipped}
+        raise ValueError(f"None of the {len(self)} images of the data set can be read.")
+
+    def sample(self, epoch: int, index: int, record: dict) -> dict | None:
+        """The view of a record that belongs to (seed, epoch, index), with what a batch needs besides."""
+        try:
+            image = decode_image(record["image"], index)
+        except CorruptImageError:
+            if not self.skip_corrupt:
+                raise
+            return None
+        with seeded(self.seed, epoch, index, VIEW):
+            sample = self.view(image)
+        label = {"labels": record["label"]} if "label" in record else {}
+        return {**sample, **label, "epoch": epoch, "index": index, "skipped": 0}
 
 
-def make_sample(view: View, image: Image.Image, record: dict, seed: int, epoch: int, index: int, skipped: int) -> dict:
-    """The view of an image that belongs to (seed, epoch, index), with what a batch needs besides."""
-    with seeded(seed, epoch, index, VIEW):
-        sample = view(image)
-    label = {"labels": record["label"]} if "label" in record else {}
-    return {**sample, **label, "epoch": epoch, "index": index, "skipped": skipped}
+class StreamedViewDataset(ViewDataset):
+    """Views of images that come with their keys (epoch, position in the epoch, record); None for skipped ones."""
+
+    def __getitem__(self, key: tuple[int, int, dict]) -> dict | None:
+        return self.sample(*key)
 
 
 class Collate:
@@ -201,7 +249,8 @@ class Collate:
     def __init__(self, view: View, mix: Mix | None = None):
         self.formats, self.mix = view.formats, mix
 
-    def __call__(self, samples: list[dict]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[dict | None]) -> dict[str, torch.Tensor]:
+        samples = self.replace_skipped(samples) if None in samples else samples
         batch = {
             name: self.formats[name].normalize(torch.stack([sample[name] for sample in samples]))
             if name in self.formats
@@ -212,6 +261,15 @@ class Collate:
             self.mix(batch)
         return batch
 
+    @staticmethod
+    def replace_skipped(samples: list[dict | None]) -> list[dict]:
+        """The next readable image of the batch for each skipped one: a stream cannot be asked for others."""
+        readable = [sample for sample in samples if sample]
+        if not readable:
+            raise ValueError(f"None of {len(samples)} images of the stream in a row can be read.")
+        following = samples + readable[:1]
+        return [sample or next(filter(None, following[i:])) | {"skipped": 1} for i, sample in enumerate(samples)]
+
 
 class EpochSampler(Sampler):
     """Keys (epoch, index) of `length` out of `size` images, in an order that is a function of (seed, epoch)."""
@@ -219,16 +277,41 @@ class EpochSampler(Sampler):
     def __init__(self, size: int, length: int, seed: int):
         self.size, self.length, self.seed, self.epoch, self.position = size, length, seed, 0, 0
 
-    def start_at(self, epoch: int, position: int = 0):
+    def start_at(self, epoch: int, position: int):
         self.epoch, self.position = epoch, position
 
     def __len__(self) -> int:
         return self.length
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple]:
         generator = torch.Generator().manual_seed(random_seed(self.seed, self.epoch, ORDER))
         order = torch.randperm(self.size, generator=generator)[self.position : self.length]
         return ((self.epoch, index) for index in order.tolist())
+
+
+class StreamSampler(EpochSampler):
+    """Keys (epoch, position, record) of `length` images of a stream, begun anew when it ends.
+
+    It reads and the data set decodes, so that one process reads a stream once whatever its number of workers.
+    """
+
+    def __init__(self, images: datasets.IterableDataset, buffer_size: int, length: int, seed: int):
+        super().__init__(0, length, seed)
+        self.images, self.buffer_size = images, buffer_size
+
+    def __iter__(self):
+        records = itertools.islice(self.read(), self.position, self.length)
+        return ((self.epoch, position, record) for position, record in enumerate(records, self.position))
+
+    def read(self) -> Iterator[dict]:
+        for repeat in itertools.count():
+            seed = random_seed(self.seed, self.epoch, repeat, ORDER)
+            records = iter(self.images.shuffle(seed=seed, buffer_size=self.buffer_size))
+            first = next(records, None)
+            if first is None:
+                raise ValueError("The stream has no images.")
+            yield first
+            yield from records
 
 
 class TrainingLoader:
@@ -242,14 +325,16 @@ class TrainingLoader:
         seed (`int`): Of order and views.
         mix (`Mix`, *optional*): Applied to every share.
         num_workers (`int`): Processes that decode.
-        skip_corrupt (`bool`): See `ViewDataset`; `skipped` counts for this process.
-        steps_per_epoch (`int`, *optional*): Optimizer steps of an epoch, all images if not given.
+        skip_corrupt (`bool`): See `ViewDataset`.
+        steps_per_epoch (`int`, *optional*): Optimizer steps of an epoch; all images once if not given. A stream, which
+            has no length, needs it.
+        shuffle_buffer (`int`): Images among which a stream is shuffled, besides its files.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        images,
+        images: datasets.Dataset | datasets.IterableDataset,
         view: View,
         *,
         batch_size: int,
@@ -258,25 +343,37 @@ class TrainingLoader:
         num_workers: int = 0,
         skip_corrupt: bool = False,
         steps_per_epoch: int | None = None,
+        shuffle_buffer: int = 1000,
     ):
-        shares = accelerator.num_processes * accelerator.gradient_accumulation_steps
-        if batch_size % (shares * (2 if mix and mix.mixes else 1)):
+        pairs = mix is not None and mix.pairs
+        parts = accelerator.num_processes * accelerator.gradient_accumulation_steps * (2 if pairs else 1)
+        if batch_size % parts:
             raise ValueError(
-                f"--batch_size {batch_size} cannot be shared evenly; expected a multiple of {shares} (processes times "
-                f"gradient accumulation steps){', twice that where images mix in pairs' if mix and mix.mixes else ''}."
+                f"--batch_size {batch_size} cannot be shared evenly; expected a multiple of {parts} (processes times "
+                f"accumulation steps{', twice that as images mix in pairs' if pairs else ''})."
             )
-        available = len(images) // batch_size
-        self.steps_per_epoch = steps_per_epoch or available
-        if not 0 < self.steps_per_epoch <= available:
-            raise ValueError(
-                f"{len(images)} training images give {available} batches of --batch_size {batch_size}, "
-                f"but {max(self.steps_per_epoch, 1)} are wanted an epoch. Lower --batch_size or --steps_per_epoch."
-            )
-        self.batch_size, self.skipped = batch_size, 0
+        streams = isinstance(images, datasets.IterableDataset)
+        if streams and steps_per_epoch is None:
+            raise ValueError("A stream has no length; say how long an epoch is with --steps_per_epoch.")
+        if not streams:
+            available = len(images) // batch_size
+            steps_per_epoch = steps_per_epoch or available
+            if not 0 < steps_per_epoch <= available:
+                raise ValueError(
+                    f"{len(images)} training images make {available} batches of --batch_size {batch_size}, and an "
+                    f"epoch takes {max(steps_per_epoch, 1)}. Lower --batch_size or --steps_per_epoch."
+                )
+        self.batch_size, self.steps_per_epoch, self.skipped = batch_size, steps_per_epoch, 0
+        length = steps_per_epoch * batch_size
+        if streams:
+            dataset = StreamedViewDataset(images, view, seed, skip_corrupt)
+            self.sampler = StreamSampler(images, shuffle_buffer, length, seed)
+        else:
+            dataset = ViewDataset(images, view, seed, skip_corrupt)
+            self.sampler = EpochSampler(len(images), length, seed)
         share = batch_size // accelerator.gradient_accumulation_steps
-        self.sampler = EpochSampler(len(images), self.steps_per_epoch * batch_size, seed)
         loader = DataLoader(
-            ViewDataset(images, view, seed, skip_corrupt),
+            dataset,
             batch_sampler=BatchSampler(self.sampler, share, drop_last=True),
             collate_fn=Collate(view, mix),
             num_workers=num_workers,
@@ -286,7 +383,10 @@ class TrainingLoader:
         self.loader = accelerator.prepare_data_loader(loader)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[dict[str, torch.Tensor]]:
-        """Batches of an epoch for this process, on its device, from optimizer step `start` on."""
+        """Batches of an epoch for this process, on its device, from optimizer step `start` on.
+
+        They hold what the view makes, `labels`, if there are any, `epoch` and `index`, and what `mix` adds.
+        """
         self.sampler.start_at(epoch, start * self.batch_size)
         for batch in self.loader:
             self.skipped += int(batch.pop("skipped").sum())
@@ -309,6 +409,8 @@ def evaluation_loader(
     skip_corrupt: bool = False,
 ) -> DataLoader:
     """All images once, in order, shared among processes; use `accelerator.gather_for_metrics` on what is computed."""
+    if not len(images):
+        raise ValueError("There are no images to evaluate on; check --eval_dataset and --eval_split.")
     processes = accelerator.num_processes
     loader = DataLoader(
         ViewDataset(images, view, skip_corrupt=skip_corrupt),

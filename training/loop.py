@@ -53,57 +53,55 @@ class TrainingState:
 
 
 def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, arguments: list) -> Accelerator:
-    """Seed everything, claim the output folder and start Accelerate.
+    """Start Accelerate, refuse an output folder that holds something else than the same run, and seed everything.
+
+    Nothing is written before `fit`.
+
+    Args:
+        run (`RunArguments`): One of `arguments`; its `record` is filled.
+        prog (`str`): The command, for example `"frugalvit train"`.
+        argv (`list[str]`, *optional*): Its arguments; those of the process if not given.
+        arguments (`list`): All dataclasses of arguments.
 
     Raises:
-        ValueError: if the folder holds something else than the same run.
+        ValueError: if the folder is taken.
     """
-    folder = Path(run.output_dir)
+    command = shlex.join([*prog.split(), *(sys.argv[1:] if argv is None else argv)])
+    run.record |= {"command": command, "arguments": _fixed_values(arguments), "versions": _versions()}
     accelerator = Accelerator(
         mixed_precision=run.mixed_precision,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
         log_with=run.report_to or None,
-        project_config=ProjectConfiguration(project_dir=run.output_dir, logging_dir=str(folder / "logs")),
+        project_config=ProjectConfiguration(run.output_dir, logging_dir=str(Path(run.output_dir) / "logs")),
     )
-    claim_folder(accelerator, folder, run.overwrite, prog, argv, arguments)
+    check_output_folder(Path(run.output_dir), run, arguments)
     set_seed(run.seed)
-    # One progress bar, the training's: models load and save in a moment.
+    # Saving a model would draw its own bar through that of the epochs.
     transformers.utils.logging.disable_progress_bar()
-    values = {name: value for name, value in _fixed_values(arguments).items() if isinstance(value, (int, float, str))}
-    accelerator.init_trackers("frugalvit", config=values)
     return accelerator
 
 
-def claim_folder(accelerator: Accelerator, folder: Path, overwrite: bool, prog: str, argv, arguments: list):
-    """Make the output folder and note the run in `run.json`, or find the same run there to go on with."""
-    fixed = _fixed_values(arguments)
-    problem = None
+def check_output_folder(folder: Path, run: RunArguments, arguments: list):
+    """Refuse a folder that is not free, unless the same run can go on there or is to be overwritten."""
     if folder.exists() and not folder.is_dir():
-        problem = f"--output_dir {folder} is a file; expected a folder, or a name that is free."
-    elif (folder / "run.json").is_file() and not overwrite:
-        earlier = json.loads((folder / "run.json").read_text(encoding="utf-8"))["arguments"]
-        changed = [name for name in sorted({*earlier, *fixed}) if earlier.get(name) != fixed.get(name)]
-        if changed:
-            what = ", ".join(
-                f"{name} {earlier.get(name)!r} there and {fixed.get(name)!r} here" for name in changed[:3]
-            )
-            problem = (
-                f"--output_dir {folder} holds a run with other arguments ({what}). "
-                "Give another folder, the same arguments to go on with it, or --overwrite to start anew."
-            )
-    elif not overwrite and folder.is_dir() and any(folder.iterdir()):
-        problem = f"--output_dir {folder} is not empty and holds no run to go on with. Give another, or --overwrite."
-    accelerator.wait_for_everyone()
-    if problem:
-        raise ValueError(problem)
-    if accelerator.is_main_process:
-        if overwrite:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        command = shlex.join([*prog.split(), *(sys.argv[1:] if argv is None else argv)])
-        write_json(folder / "run.json", {"command": command, "arguments": fixed, "versions": versions()})
-    accelerator.wait_for_everyone()
+        raise ValueError(f"--output_dir {folder} is a file; expected a folder, or a name that is free.")
+    if run.overwrite or not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not (folder / "run.json").is_file():
+        raise ValueError(f"--output_dir {folder} is not empty and holds no run to go on with; give another folder.")
+    defaults = {f.name: _default(f) for group in arguments for f in dataclasses.fields(group)}
+    here = json.loads(json.dumps(run.record["arguments"]))
+    there = json.loads((folder / "run.json").read_text(encoding="utf-8"))["arguments"]
+    # A run of an earlier version lacks the arguments that came later.
+    there = {name: default for name, default in defaults.items() if name in here} | there
+    changed = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
+    if changed:
+        raise ValueError(
+            f"--output_dir {folder} holds another run ("
+            + ", ".join(f"{name} is {there.get(name)!r} there, {here.get(name)!r} here" for name in changed[:3])
+            + "). Give another folder, the same arguments to go on, or --overwrite to start anew."
+        )
 
 
 def _fixed_values(arguments: list) -> dict:
@@ -112,28 +110,45 @@ def _fixed_values(arguments: list) -> dict:
         f.name: getattr(group, f.name)
         for group in arguments
         for f in dataclasses.fields(group)
-        if f.name not in RESUMABLE
+        if f.init and f.name not in RESUMABLE
     }
 
 
-def versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
+def _default(argument: dataclasses.Field):
+    if argument.default_factory is not dataclasses.MISSING:
+        return argument.default_factory()
+    return None if argument.default is dataclasses.MISSING else argument.default
+
+
+def _versions() -> dict[str, str]:
     packages = ("frugalvit", "torch", "torchvision", "transformers", "accelerate", "datasets")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
 
 
-def write_json(path: Path, content):
-    """Write a JSON file so that it is either the old or the new one, whenever the process dies."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
 def write_text(path: Path, text: str):
+    """Write a file so that it is either the old or the new one, whenever the process dies."""
     aside = path.with_name(f".{path.name}.aside")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float, learning_rate: float | None = None) -> list[dict]:
+def write_json(path: Path, content):
+    """As `write_text`, in JSON."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def replace_files(folder: Path, write: Callable[[Path], None]):
+    """Let `write` fill a folder aside, then move its files over, the weights last."""
+    aside = folder / ".best.aside"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    write(aside)
+    for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
+        os.replace(path, folder / path.name)
+    aside.rmdir()
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
     """Parameters for AdamW: matrices and filters decay; biases, norms, positions, [CLS] and the like do not.
 
     A model adds names to the latter by a method `no_weight_decay()`.
@@ -145,11 +160,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float, learning_rate:
         if parameter.requires_grad:
             spare = parameter.ndim < 2 or name in spared or any(word in name for word in words)
             (kept if spare else decayed).append(parameter)
-    rate = {} if learning_rate is None else {"lr": learning_rate}
-    return [
-        {"params": decayed, "weight_decay": weight_decay, **rate},
-        {"params": kept, "weight_decay": 0.0, **rate},
-    ]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
 
 class Checkpoints:
@@ -162,9 +173,8 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*"))
 
     def save(self, state: TrainingState):
-        """Model, optimizer, schedule, scaler and random numbers (of every process) by Accelerate, and `state`."""
-        target = self.folder / f"step-{state.step:08d}"
-        aside = self.folder / ".aside"
+        """Model, optimizer, schedule, scaler and every process' random numbers by Accelerate, and `state`."""
+        target, aside = self.folder / f"step-{state.step:08d}", self.folder / ".aside"
         if self.accelerator.is_main_process:
             shutil.rmtree(aside, ignore_errors=True)
         self.accelerator.wait_for_everyone()
@@ -172,20 +182,18 @@ class Checkpoints:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             write_json(aside / "state.json", dataclasses.asdict(state))
-            shutil.rmtree(target, ignore_errors=True)
             os.rename(aside, target)
             for old in self.all()[: -self.limit]:
                 shutil.rmtree(old)
-        self.accelerator.wait_for_everyone()
 
     def resume(self) -> TrainingState:
-        """Load the newest checkpoint, or start at the beginning."""
+        """Load the newest checkpoint, or begin at the beginning."""
         if not self.all():
             return TrainingState()
         newest = self.all()[-1]
         self.accelerator.load_state(str(newest))
         state = TrainingState(**json.loads((newest / "state.json").read_text(encoding="utf-8")))
-        self.accelerator.print(f"Going on from {newest}: epoch {state.epoch + 1}, step {state.step}.")
+        self.accelerator.print(f"Going on from {newest}: {state.epoch} epochs and {state.step} steps are done.")
         return state
 
 
@@ -206,7 +214,7 @@ def fit(
     """Train to `run.epochs`, from the newest checkpoint in `run.output_dir` on if there is one.
 
     Args:
-        accelerator (`Accelerator`): Has prepared model, optimizer and scheduler.
+        accelerator (`Accelerator`): What `start_accelerator` returns; has prepared model, optimizer and scheduler.
         run (`RunArguments`): Epochs, folder, clipping and the like.
         model, optimizer, scheduler: As prepared; the scheduler steps with the optimizer.
         loader (`TrainingLoader`): Gives the batches.
@@ -225,26 +233,18 @@ def fit(
     """
     folder = Path(run.output_dir)
     checkpoints = Checkpoints(accelerator, folder / "checkpoints")
+    if accelerator.is_main_process:
+        if run.overwrite:
+            shutil.rmtree(checkpoints.folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "run.json", run.record)
+    accelerator.wait_for_everyone()
+    values = run.record["arguments"].items()
+    accelerator.init_trackers("frugalvit", {k: v for k, v in values if isinstance(v, int | float | str)})
+    set_seed(run.seed, device_specific=True)
     state = checkpoints.resume()
+
     unread: list[torch.Tensor] = []
-
-    def read_losses():
-        """Bring the losses since the last call here, over processes and accumulation steps."""
-        if not unread:
-            return
-        parts = torch.stack(unread).view(-1, run.gradient_accumulation_steps).mean(1)
-        losses = accelerator.reduce(parts, reduction="mean").tolist()
-        unread.clear()
-        first = state.step - len(losses) + 1
-        for step, loss in enumerate(losses, first):
-            if not math.isfinite(loss):
-                kept = checkpoints.all()
-                raise ValueError(
-                    f"The loss is {loss} at step {step}, so training stopped. Lower --learning_rate, or lengthen the "
-                    f"warm-up. {f'The checkpoint {kept[-1]} is kept' if kept else 'There is no checkpoint yet'}."
-                )
-        state.losses += losses
-
     progress = tqdm(
         total=run.epochs * loader.steps_per_epoch,
         initial=state.step,
@@ -257,8 +257,9 @@ def fit(
             before_epoch(epoch)
         model.train()
         progress.set_description(f"epoch {epoch + 1}/{run.epochs}")
-        started = time.perf_counter()
-        for batch in loader.epoch(epoch, state.step - epoch * loader.steps_per_epoch):
+        end, started = (epoch + 1) * loader.steps_per_epoch, time.perf_counter()
+        for batch in loader.epoch(epoch, loader.steps_per_epoch - (end - state.step)):
+            learning_rate = scheduler.get_last_lr()[0]
             with accelerator.accumulate(model):
                 loss = compute_loss(model, batch)
                 accelerator.backward(loss)
@@ -270,65 +271,67 @@ def fit(
             unread.append(loss.detach().float())
             if not accelerator.sync_gradients:
                 continue
-
             state.step += 1
             progress.update()
-            in_epoch = state.step - epoch * loader.steps_per_epoch
-            if state.step % run.logging_steps == 0:
-                read_losses()
+
+            logs, saves = state.step % run.logging_steps == 0, state.step % run.checkpointing_steps == 0
+            # Reading a loss makes an accelerator wait; a CPU has it anyway.
+            if logs or saves or state.step == end or accelerator.device.type == "cpu":
+                state.losses += read_losses(accelerator, unread, state.step, checkpoints)
+            if logs:
                 recent = state.losses[-run.logging_steps :]
-                record = {"step": state.step, "loss": sum(recent) / len(recent), "lr": scheduler.get_last_lr()[0]}
+                record = {"step": state.step, "loss": sum(recent) / len(recent), "learning_rate": learning_rate}
                 state.log.append(record)
                 accelerator.log(record, step=state.step)
                 progress.set_postfix(loss=f"{record['loss']:.3f}")
-            if state.step % run.checkpointing_steps == 0 and in_epoch < loader.steps_per_epoch:
-                read_losses()
+            if saves or state.step == end:
                 state.seconds += time.perf_counter() - started
                 state.skipped += loader.take_skipped(accelerator)
-                checkpoints.save(state)
+                if state.step < end:
+                    checkpoints.save(state)
                 started = time.perf_counter()
 
-        read_losses()
-        state.seconds += time.perf_counter() - started
-        state.skipped += loader.take_skipped(accelerator)
-        state.epoch = epoch + 1
         record = {
-            "epoch": state.epoch,
+            "epoch": epoch + 1,
             "step": state.step,
             "train_loss": sum(state.losses) / len(state.losses),
             "images_per_second": len(state.losses) * loader.batch_size / state.seconds,
             **({"skipped": state.skipped} if state.skipped else {}),
             **evaluate(model),
         }
-        state.log.append(record)
-        state.losses, state.seconds, state.skipped = [], 0.0, 0
+        is_best = state.best is None or record[metric] > state.best[metric]
+        state = TrainingState(epoch + 1, state.step, record if is_best else state.best, [*state.log, record])
         accelerator.log({name: value for name, value in record.items() if name != "step"}, step=state.step)
-        numbers = ", ".join(f"{k} {v:.4g}" for k, v in record.items() if k not in ("epoch", "step"))
-        progress.write(f"epoch {state.epoch}: {numbers}") if accelerator.is_main_process else None
-
-        best = state.best is None or record[metric] > state.best[metric]
-        if best:
-            state.best = record
         if accelerator.is_main_process:
-            if best:
-                replace_files(folder, lambda aside: save(aside, state))
+            progress.write(", ".join(f"{name} {value:.4g}" for name, value in record.items() if name != "step"))
+            if is_best:
+                replace_files(folder, lambda aside, state=state: save(aside, state))
             write_text(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in state.log))
         checkpoints.save(state)
 
     progress.close()
     if accelerator.is_main_process:
-        noted = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        write_json(folder / "results.json", {**noted, "best": state.best, "epochs": state.epochs})
+        write_json(folder / "results.json", run.record | {"best": state.best, "epochs": state.epochs})
     accelerator.end_training()
     return state
 
 
-def replace_files(folder: Path, write: Callable[[Path], None]):
-    """Let `write` fill a folder aside, then move each file over; the weights last."""
-    aside = folder / ".best.aside"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    write(aside)
-    for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
-        os.replace(path, folder / path.name)
-    aside.rmdir()
+def read_losses(
+    accelerator: Accelerator, unread: list[torch.Tensor], step: int, checkpoints: Checkpoints
+) -> list[float]:
+    """Take the losses up to `step` off the device, as means over processes and accumulation steps.
+
+    Raises:
+        ValueError: if one is not finite.
+    """
+    losses = torch.stack(unread).view(-1, accelerator.gradient_accumulation_steps).mean(1)
+    losses = accelerator.reduce(losses, reduction="mean").tolist()
+    unread.clear()
+    for at, loss in enumerate(losses, step - len(losses) + 1):
+        if not math.isfinite(loss):
+            kept = checkpoints.all()
+            raise ValueError(
+                f"The loss is {loss} at step {at}, so training stopped. Lower --learning_rate or warm up longer. "
+                + (f"The checkpoint {kept[-1]} is kept." if kept else "There is no checkpoint yet.")
+            )
+    return losses

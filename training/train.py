@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
+from accelerate import Accelerator
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -20,6 +22,7 @@ from transformers import (
     get_scheduler,
 )
 
+from ..modeling.hub import image_processor_config
 from ..modeling.initialization import mimetic_init_
 from .arguments import (
     DataArguments,
@@ -34,7 +37,7 @@ from .arguments import (
 )
 from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .cards import write_card
-from .data import TrainingLoader, class_names, evaluation_loader, load_images
+from .data import TrainingLoader, class_names, evaluation_loader, load_splits
 from .loading import load_image_classifier
 from .loop import TrainingState, fit, parameter_groups, start_accelerator
 from .metrics import evaluate_classifier
@@ -54,6 +57,7 @@ class ModelArguments:
         "default", "The architecture's own, or mimetic attention for ViTs.", choices=["default", "mimetic"]
     )
     attn_implementation: str | None = argument(None, "eager, sdpa, …; the model's default if not given.")
+    image_size: int | None = argument(None, "Pixels of the images, for architectures that take any.")
     image_mean: list[float] = argument([0.5, 0.5, 0.5], "Mean of the channels, of values in 0..1, from scratch.")
     image_std: list[float] = argument([0.5, 0.5, 0.5], "Standard deviation of the channels, from scratch.")
 
@@ -95,21 +99,21 @@ class RecipeArguments:
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe with a command line's arguments."""
     groups = [ModelArguments, DataArguments, RecipeArguments, OptimizerArguments, RunArguments]
-    arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
-    model_arguments, data, recipe, optimization, run = arguments
-    accelerator = start_accelerator(run, PROG, argv, list(arguments))
+    all_arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
+    arguments, data, recipe, optimization, run = all_arguments
+    accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
 
-    columns = {"image_column": data.image_column, "label_column": data.label_column, "class_names": data.class_names}
-    train_images = load_images(data.dataset, data.train_split, name=data.dataset_config, **columns)
-    eval_images = load_images(data.eval_dataset or data.dataset, data.eval_split, name=data.dataset_config, **columns)
+    train_images, eval_images = load_splits(data)
     names = class_names(train_images)
+    if names is None:
+        raise ValueError(f"{' '.join(data.dataset)} has no labels to train with. Name their column by --label_column.")
 
-    model, processor = build_model(model_arguments, recipe, names)
+    model, processor = build_model(arguments, recipe, names)
     if run.compile:
         model.compile()
-    teacher = load_teacher(recipe, len(names), accelerator) if recipe.distill_from else None
-
     image_format = ImageFormat.from_processor(processor)
+    divergence = load_teacher(recipe, image_format, len(names), accelerator) if recipe.distill_from else None
+
     view = SmallDataView(
         image_format,
         recipe.crop,
@@ -131,6 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         num_workers=data.num_workers,
         skip_corrupt=data.skip_corrupt,
         steps_per_epoch=data.steps_per_epoch,
+        shuffle_buffer=data.shuffle_buffer,
     )
     eval_loader = evaluation_loader(
         accelerator,
@@ -158,16 +163,17 @@ def main(argv: list[str] | None = None) -> int:
     def compute_loss(model, batch):
         logits = model(pixel_values=batch["pixel_values"]).logits
         loss = F.cross_entropy(logits, batch["targets"])
-        if teacher is not None:
-            divergence = teacher(logits, batch["pixel_values"])
-            loss = (1 - recipe.distill_weight) * loss + recipe.distill_weight * divergence
+        if divergence:
+            loss = torch.lerp(loss, divergence(logits, batch["pixel_values"]), recipe.distill_weight)
         return loss
 
     def save(folder: Path, state: TrainingState):
-        accelerator.unwrap_model(model).save_pretrained(folder)
+        trained = accelerator.unwrap_model(model)
+        trained.save_pretrained(folder)
         processor.save_pretrained(folder)
-        summary = f"An image classifier: accuracy {state.best['accuracy']:.2%} on the split {data.eval_split}."
-        write_card(folder, accelerator.unwrap_model(model), summary, data, run, state, model_arguments.model)
+        accuracy = f"{state.best['accuracy']:.2%}"
+        summary = f"A {trained.config.model_type} classifier trained on {' '.join(data.dataset)}: accuracy {accuracy}."
+        write_card(folder, trained, summary, data, run, state, arguments.model)
 
     state = fit(
         accelerator,
@@ -193,30 +199,60 @@ def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[
     if arguments.model:
         config = AutoConfig.from_pretrained(arguments.model, **labels)
         set_drop_path(config, recipe.drop_path)
-        model = AutoModelForImageClassification.from_pretrained(
-            arguments.model, config=config, ignore_mismatched_sizes=True, dtype=torch.float32, **options
+        model, info = AutoModelForImageClassification.from_pretrained(
+            arguments.model,
+            config=config,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
         )
+        check_loading(model, info, arguments.model)
         return model, AutoImageProcessor.from_pretrained(arguments.model)
-    config = AutoConfig.for_model(
-        arguments.model_type, **parse_overrides(arguments.model_type, arguments.config_overrides), **labels
-    )
+
+    overrides = parse_overrides(arguments.model_type, arguments.config_overrides)
+    config = AutoConfig.for_model(arguments.model_type, **overrides, **labels)
     set_drop_path(config, recipe.drop_path)
+    if hasattr(config, "image_mean"):
+        config.image_mean, config.image_std = arguments.image_mean, arguments.image_std
+        values = image_processor_config(config)
+        processor = getattr(transformers, values.pop("image_processor_type"))(**values)
+    else:
+        height, width = image_size(config, arguments)
+        size = {"height": height, "width": width}
+        processor = ViTImageProcessor(size=size, image_mean=arguments.image_mean, image_std=arguments.image_std)
     model = AutoModelForImageClassification.from_config(config, **options)
     if arguments.initialization == "mimetic":
         mimetic_init_(model)
-    size = config.image_size
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    processor = ViTImageProcessor(
-        size={"height": height, "width": width}, image_mean=arguments.image_mean, image_std=arguments.image_std
-    )
     return model, processor
 
 
+def image_size(config, arguments: ModelArguments) -> tuple[int, int]:
+    """Height and width of the images that a configuration wants."""
+    size = getattr(config, "image_size", None) or arguments.image_size
+    if size is None:
+        raise ValueError(f"{config.model_type} models take images of any size; say which with --image_size.")
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
 def set_drop_path(config, rate: float):
+    """Let blocks' branches be left out in training, where the model has that."""
     if rate and not hasattr(config, "drop_path_rate"):
         raise ValueError(f"--drop_path is {rate}, but {config.model_type} models have none; expected 0.")
     if rate:
         config.drop_path_rate = rate
+
+
+def check_loading(model, info: dict, name: str):
+    """A new classifier is expected where classes differ; anything else that did not fit is an error."""
+    backbone = f"{model.base_model_prefix}."
+    lost = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
+    lost = [key for key in lost if key.startswith(backbone)] + list(info["unexpected_keys"])
+    if lost:
+        raise ValueError(
+            f"--model {name} does not fit a {type(model).__name__}: {', '.join(sorted(lost)[:3])} and others, "
+            f"{len(lost)} in all, are missing, unexpected or of another size. Expected a complete image classifier."
+        )
 
 
 def parse_overrides(model_type: str, text: str) -> dict:
@@ -238,18 +274,19 @@ def parse_overrides(model_type: str, text: str) -> dict:
     return overrides
 
 
-def load_teacher(recipe: RecipeArguments, num_labels: int, accelerator):
-    """A function from logits and pixels to the divergence from the teacher's distribution, times temperature^2."""
-    teacher, _ = load_image_classifier(recipe.distill_from, accelerator.device)
+def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels: int, accelerator: Accelerator):
+    """A function of logits and pixels: the divergence from the teacher's distribution, times temperature^2."""
+    teacher, processor = load_image_classifier(recipe.distill_from, accelerator.device)
+    teacher_format = ImageFormat.from_processor(processor)
     if teacher.config.num_labels != num_labels:
         raise ValueError(
             f"--distill_from {recipe.distill_from} has {teacher.config.num_labels} classes, the data set {num_labels}."
         )
     temperature = recipe.distill_temperature
 
-    def divergence(logits, pixel_values):
-        with torch.inference_mode(), accelerator.autocast():
-            expected = teacher(pixel_values=pixel_values).logits.float()
+    def divergence(logits: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), accelerator.autocast():
+            expected = teacher(pixel_values=teacher_format.convert(pixel_values, image_format)).logits.float()
         return temperature**2 * F.kl_div(
             F.log_softmax(logits / temperature, dim=1),
             F.log_softmax(expected / temperature, dim=1),
