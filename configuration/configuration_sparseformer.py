@@ -84,8 +84,8 @@ class SparseFormerConfig(FrugalViTConfig):
         resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
 
     Raises:
-        ValueError: if the values contradict each other; the message says which and what would fit.
-        huggingface_hub.errors.StrictDataclassFieldValidationError: if a value has the wrong type.
+        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
+            if a name looks like a misspelled field; the message says what was given and what would fit.
     """
 
     model_type = "sparseformer"
@@ -200,6 +200,8 @@ class SparseFormerConfig(FrugalViTConfig):
                     f"`{name}` has {len(value)} values, expected one number or one for each of the "
                     f"`num_channels`={self.num_channels} channels."
                 )
+        if 0 in (self.image_std if isinstance(self.image_std, tuple) else (self.image_std,)):
+            raise ValueError(f"`image_std` is {self.image_std}, expected numbers to divide by.")
 
     def validate_widths(self):
         """Heads divide widths, and the positional encoding divides into sines and cosines of four coordinates."""
@@ -240,6 +242,8 @@ class SparseFormerConfig(FrugalViTConfig):
             ("pooling", ("cls", "mean")),
             ("sampling_padding_mode", ("border", "zeros")),
             ("num_roi_delta_layers", (1, 2)),
+            ("resample", tuple(range(6))),
+            ("problem_type", (None, "regression", "single_label_classification", "multi_label_classification")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {list(allowed)}.")
@@ -247,8 +251,9 @@ class SparseFormerConfig(FrugalViTConfig):
             raise ValueError("`pooling='cls'` needs `use_cls_token=True`; without [CLS] choose `pooling='mean'`.")
         if not 0 <= self.drop_path_rate < 1:
             raise ValueError(f"`drop_path_rate` is {self.drop_path_rate}, expected 0 <= rate < 1.")
-        if not self.layer_norm_eps > 0:
-            raise ValueError(f"`layer_norm_eps` is {self.layer_norm_eps}, expected a positive number.")
+        for name in ("layer_norm_eps", "initializer_range"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, expected a positive number.")
 
     @classmethod
     def variants(cls) -> list[str]:

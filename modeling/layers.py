@@ -58,6 +58,8 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str):
         super().__init__()
+        if hidden_act not in ACT2FN:
+            raise ValueError(f"There is no activation {hidden_act!r}; there are {', '.join(sorted(ACT2FN))}.")
         self.fc1 = nn.Linear(hidden_size, intermediate_size)
         self.activation = ACT2FN[hidden_act]
         self.fc2 = nn.Linear(intermediate_size, hidden_size)
@@ -89,7 +91,8 @@ def image_classification_loss(
         num_items_in_batch (`int`, *optional*): Labels in the whole batch that this one is a part of.
 
     Raises:
-        ValueError: if the shape of the labels does not fit the problem type.
+        ValueError: if the shape of the labels does not fit the problem type, or (looked at on CPU only) if they are no
+            classes of the model; -100 is ignored.
     """
     if config.problem_type is None:
         if config.num_labels == 1:
@@ -107,6 +110,13 @@ def image_classification_loss(
                 f"expects {logits.shape[0]} integers. For zeros and ones per class, set "
                 '`config.problem_type="multi_label_classification"` and pass floats.'
             )
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = labels[(labels >= config.num_labels) | (labels < 0) & (labels != -100)]
+            if len(wrong):
+                raise ValueError(
+                    f"Got labels {wrong.unique().tolist()}; the model's classes are 0 to {config.num_labels - 1}. For "
+                    "other classes, load it with `num_labels` and `ignore_mismatched_sizes=True`."
+                )
         loss = F.cross_entropy(logits, labels, reduction=reduction)
     else:
         if labels.numel() != logits.numel():

@@ -207,9 +207,10 @@ class SparseFormerLatents(nn.Module):
         self.initial_rois = nn.Parameter(torch.empty(config.num_latent_tokens, 4))
         self.cls_token = nn.Parameter(torch.empty(1, config.hidden_size)) if config.use_cls_token else None
 
-    def forward(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         tokens = self.token_embedding.expand(batch_size, self.num_latent_tokens, -1)
-        return tokens, self.initial_rois.float().expand(batch_size, -1, -1)
+        cls_token = None if self.cls_token is None else self.cls_token.expand(batch_size, 1, -1)
+        return tokens, self.initial_rois.float().expand(batch_size, -1, -1), cls_token
 
     @torch.no_grad()
     def break_ties(self, std: float = 0.05):
@@ -580,7 +581,7 @@ class SparseFormerPreTrainedModel(HubModel):
 
         Raises:
             ValueError: if they are missing, no `(batch, num_channels, height, width)` floats, smaller than the stem's
-                stride, or (looked at on CPU only, where it costs no synchronization) not finite.
+                stride, or (looked at on CPU only, where it costs no synchronization) none or not finite.
         """
         config = self.config
         if pixel_values is None:
@@ -601,6 +602,8 @@ class SparseFormerPreTrainedModel(HubModel):
                 "the stride of the stem. Resize it first."
             )
         if not torch.compiler.is_compiling() and pixel_values.device.type == "cpu" and not torch.jit.is_tracing():
+            if len(pixel_values) == 0:
+                raise ValueError("Got a batch of no images, expected at least one.")
             finite = pixel_values.isfinite().flatten(1).all(1)
             if not finite.all():
                 raise ValueError(
@@ -663,7 +666,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 Return `focusing_hidden_states`.
         """
         features = self.stem(self.check_pixel_values(pixel_values))
-        hidden_states, rois = self.latents(features.shape[0])
+        hidden_states, rois, cls_token = self.latents(features.shape[0])
         all_rois, all_points, focusing_hidden_states = [], [], []
 
         def run(layer, hidden_states, rois, iteration=0):
@@ -681,8 +684,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         hidden_states = self.transition_layernorm(self.transition(hidden_states))
         if self.final_focusing_layer is not None:
             hidden_states, rois = run(self.final_focusing_layer, hidden_states, rois)
-        if self.latents.cls_token is not None:
-            cls_token = self.latents.cls_token.expand(hidden_states.shape[0], 1, -1)
+        if cls_token is not None:
             hidden_states = torch.cat([cls_token.to(hidden_states.dtype), hidden_states], dim=1)
         for layer in self.layers:
             hidden_states, rois = run(layer, hidden_states, rois)
