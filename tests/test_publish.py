@@ -1,5 +1,6 @@
 """`frugalvit publish`: half the bytes, the same model."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,9 @@ from transformers import AutoModelForImageClassification
 
 import frugalvit
 from frugalvit import publish
+
+
+CARDS = Path(__file__).parents[1] / "model_cards"
 
 
 @pytest.fixture
@@ -68,3 +72,10 @@ def test_refuses_a_folder_with_something_in_it(trained, tmp_path):
     with pytest.raises(ValueError, match="not empty"):
         publish.main([str(trained), str(tmp_path / "out")])
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("card", sorted(CARDS.glob("*.md")), ids=lambda card: card.stem)
+def test_shipped_models_carry_their_cards_and_fit_into_the_repository(card):
+    folder = frugalvit.checkpoint_path(card.stem)
+    assert (folder / "README.md").read_text(encoding="utf-8") == card.read_text(encoding="utf-8")
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 8e6
