@@ -20,7 +20,8 @@ import frugalvit
 from frugalvit.quickstart import STUDENT
 from frugalvit.tables import format_table
 from frugalvit.training import bootstrap, train
-from frugalvit.training.loop import versions, write_json
+from frugalvit.training.files import write_json
+from frugalvit.training.loop import versions
 
 
 ROOT = Path(__file__).resolve().parents[1]

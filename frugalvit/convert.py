@@ -1,8 +1,6 @@
 """`frugalvit convert`: checkpoints of reference implementations to hub repositories."""
 
 import argparse
-import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,6 +13,7 @@ from .modeling.conversion import (
     load_showlab_checkpoint,
     showlab_model_class,
 )
+from .training.files import whole_folder
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -102,42 +101,6 @@ def convert_checkpoint(
         f"parameters   {model.num_parameters():,}\n"
         f"{model_class.__name__} written to {output}; it loads again with every weight."
     )
-
-
-@contextmanager
-def whole_folder(output: str | Path, overwrite: bool = False):
-    """A new folder beside `output` that takes its name if the block succeeds and is removed if it does not.
-
-    Raises:
-        ValueError: if `output` is a file or a folder with something in it, unless it is a model folder and
-            `overwrite` is set.
-    """
-    output = Path(output).absolute()
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"The output {str(output)!r} is a file, expected a folder to write; choose another name.")
-    if output.is_dir() and any(output.iterdir()):
-        if not overwrite:
-            raise ValueError(
-                f"The output folder {str(output)!r} exists and is not empty; choose another one or pass --overwrite."
-            )
-        if not (output / "config.json").is_file():
-            raise ValueError(
-                f"The output folder {str(output)!r} has no config.json, so it is no model folder and is not "
-                "overwritten; choose another one."
-            )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial, replaced = (output.with_name(f".{output.name}.{state}") for state in ("partial", "replaced"))
-    # A run that was killed may have left one.
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        if output.exists():
-            output.rename(replaced)
-        partial.rename(output)
-        shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def imagenet_labels() -> tuple[dict[int, str], dict[str, int]]:

@@ -1,11 +1,8 @@
 """`frugalvit evaluate`: how good a model is on a task."""
 
 import argparse
-import json
-import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import datasets
 import torch
@@ -16,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .tables import format_table
 from .training.data import SUBSET, CorruptImageError, decode_image, load_images
+from .training.files import check_file_path, write_json
 from .training.loading import load_image_classifier
 from .training.metrics import evaluate_classifier
 
@@ -26,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     add_classification(tasks)
     arguments = parser.parse_args(argv)
     if arguments.json:
-        check_json_path(arguments.json)
+        check_file_path(arguments.json)
     results = {"task": arguments.task, **arguments.evaluate(arguments)}
     print(format_table([{"measure": name, "value": value} for name, value in results.items()]))
     if arguments.json:
@@ -184,27 +182,6 @@ class _Collate:
             labels.append(self.label_indices[record["label"]])
         pixel_values = self.image_processor(decoded, return_tensors="pt").pixel_values if decoded else torch.empty(0)
         return {"pixel_values": pixel_values, "labels": torch.tensor(labels), "skipped": len(indices) - len(labels)}
-
-
-def check_json_path(path: str | os.PathLike) -> Path:
-    """The path, if a file can be written there."""
-    path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"Cannot write {str(path)!r}: it is a folder, expected a file name.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"Cannot write {str(path)!r}: there is no folder {str(path.parent)!r}; create it.")
-    return path
-
-
-def write_json(path: str | os.PathLike, value: object) -> None:
-    """Write JSON; the file appears complete or not at all."""
-    path = check_json_path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _positive(text: str) -> int:

@@ -13,6 +13,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from .training.files import check_file_path, whole_file
+
 
 # What the margin adds on each side, as a share of the image; boxes that reach farther run off the picture.
 MIN_MARGIN, MAX_MARGIN = 0.02, 0.15
@@ -131,12 +133,8 @@ def save_figure(figure: Figure, path: str | os.PathLike) -> None:
         FileNotFoundError: if the folder does not exist.
     """
     path = check_picture_path(path)
-    aside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
+    with whole_file(path) as aside:
         figure.savefig(aside)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def check_picture_path(path: str | os.PathLike) -> Path:
@@ -145,13 +143,7 @@ def check_picture_path(path: str | os.PathLike) -> Path:
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise ValueError(f"Cannot write {str(path)!r}: expected a file name ending in one of {', '.join(formats)}.")
-    if path.is_dir():
-        raise ValueError(f"Cannot write {str(path)!r}: it is a folder, expected a file name.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"Cannot write {str(path)!r}: the folder {str(path.parent)!r} does not exist; create it."
-        )
-    return path
+    return check_file_path(path)
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

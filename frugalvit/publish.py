@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from .convert import whole_folder
 from .modeling.hub import upload_folder
+from .training.files import whole_folder
 from .training.loading import load_image_classifier
 
 

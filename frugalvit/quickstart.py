@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .convert import whole_folder
-from .evaluate import classification_accuracy, write_json
+from .evaluate import classification_accuracy
 from .macs import count_macs
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
@@ -19,6 +18,7 @@ from .tables import format_table
 from .training import bootstrap
 from .training.arguments import argument, check, parse_arguments
 from .training.data import SUBSET, decode_image, load_images
+from .training.files import whole_folder, write_json
 from .training.loading import load_image_classifier
 
 

@@ -202,7 +202,7 @@ def test_no_such_data_split_model_or_output(folder, images, tmp_path, capsys):
     assert "No file" in error(dataset=tmp_path / "no.parquet")
     assert "test" in error(more=["--split", "test"])
     assert "There is no folder" in error(model=tmp_path / "no")
-    assert "there is no folder" in error(more=["--json", tmp_path / "no" / "results.json"])
+    assert "does not exist; create it" in error(more=["--json", tmp_path / "no" / "results.json"])
     assert "is a folder" in error(more=["--json", tmp_path])
 
 

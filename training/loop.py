@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from .arguments import RESUMABLE, RunArguments
 from .data import TrainingLoader
+from .files import write_json, write_text
 
 
 @dataclass
@@ -67,7 +68,7 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
         ValueError: if the folder is taken.
     """
     command = shlex.join([*prog.split(), *(sys.argv[1:] if argv is None else argv)])
-    run.record |= {"command": command, "arguments": _fixed_values(arguments), "versions": _versions()}
+    run.record |= {"command": command, "arguments": _fixed_values(arguments), "versions": versions()}
     accelerator = Accelerator(
         mixed_precision=run.mixed_precision,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
@@ -120,21 +121,10 @@ def _default(argument: dataclasses.Field):
     return None if argument.default is dataclasses.MISSING else argument.default
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
     packages = ("frugalvit", "torch", "torchvision", "transformers", "accelerate", "datasets")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
-
-
-def write_text(path: Path, text: str):
-    """Write a file so that it is either the old or the new one, whenever the process dies."""
-    aside = path.with_name(f".{path.name}.aside")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
-
-
-def write_json(path: Path, content):
-    """As `write_text`, in JSON."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def replace_files(folder: Path, write: Callable[[Path], None]):
