@@ -199,7 +199,7 @@ def test_no_such_data_split_model_or_output(folder, images, tmp_path, capsys):
     def error(model=folder, dataset=images, more=()):
         return fails("classification", "--model", model, "--dataset", dataset, *more, capsys=capsys)
 
-    assert "No file" in error(dataset=tmp_path / "no.parquet")
+    assert "no file" in error(dataset=tmp_path / "no.parquet")
     assert "test" in error(more=["--split", "test"])
     assert "There is no folder" in error(model=tmp_path / "no")
     assert "does not exist; create it" in error(more=["--json", tmp_path / "no" / "results.json"])
