@@ -1,0 +1,131 @@
+"""Building blocks that the model families share."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Softmax attention that returns its weights, `(batch, heads, queries, keys)`; the softmax is in float32."""
+    weights = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        weights = weights + attention_mask
+    weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention through Transformers' attention interface.
+
+    Args:
+        config: The model's configuration, read for the attention implementation only.
+        hidden_size (`int`): Width of the tokens.
+        num_heads (`int`): Heads; divides `hidden_size`.
+        qkv_bias (`bool`): Biases on queries, keys and values.
+    """
+
+    def __init__(self, config, hidden_size: int, num_heads: int, qkv_bias: bool = True):
+        super().__init__()
+        self.config = config
+        self.head_dim = hidden_size // num_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = False
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+        self.o_proj = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`(batch, tokens, hidden_size)` to the same, and the attention weights if the implementation has them."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attention(self, query, key, value, None, scaling=self.scaling, **kwargs)
+        return self.o_proj(output.reshape(hidden_states.shape)), weights
+
+
+class MLP(nn.Module):
+    """Two linear layers with an activation between."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str):
+        super().__init__()
+        if hidden_act not in ACT2FN:
+            raise ValueError(f"There is no activation {hidden_act!r}; there are {', '.join(sorted(ACT2FN))}.")
+        self.fc1 = nn.Linear(hidden_size, intermediate_size)
+        self.activation = ACT2FN[hidden_act]
+        self.fc2 = nn.Linear(intermediate_size, hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.activation(self.fc1(hidden_states)))
+
+
+def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor:
+    """Stochastic depth (Huang et al. 2016): zeroes a residual branch for whole images, `(batch, ...)`."""
+    if rate == 0.0 or not training:
+        return branch
+    keep = branch.new_empty((branch.shape[0],) + (1,) * (branch.ndim - 1)).bernoulli_(1 - rate)
+    return branch * keep / (1 - rate)
+
+
+def image_classification_loss(
+    logits: torch.Tensor, labels: torch.Tensor, config, num_items_in_batch: torch.Tensor | int | None = None
+) -> torch.Tensor:
+    """Loss of an image classifier for `config.problem_type`, inferred from the labels and kept there if it is unset.
+
+    With `num_items_in_batch` (what `Trainer` hands over when it accumulates gradients) the summed loss is divided by
+    that count, for every problem type, so that accumulated steps add up to the large batch.
+
+    Args:
+        logits (`torch.Tensor`): `(batch, num_labels)`.
+        labels (`torch.Tensor`): `(batch,)` integers, `(batch, num_labels)` zeros and ones, or floats for regression.
+        config: Its `problem_type` and `num_labels` are read.
+        num_items_in_batch (`int`, *optional*): Labels in the whole batch that this one is a part of.
+
+    Raises:
+        ValueError: if the shape of the labels does not fit the problem type, or (looked at on CPU only) if they are no
+            classes of the model; -100 is ignored.
+    """
+    if config.problem_type is None:
+        if config.num_labels == 1:
+            config.problem_type = "regression"
+        elif labels.is_floating_point():
+            config.problem_type = "multi_label_classification"
+        else:
+            config.problem_type = "single_label_classification"
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    logits, labels = logits.float(), labels.to(logits.device)
+    if config.problem_type == "single_label_classification":
+        if labels.shape != logits.shape[:1] or labels.is_floating_point():
+            raise ValueError(
+                f"Got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}; single-label classification "
+                f"expects {logits.shape[0]} integers. For zeros and ones per class, set "
+                '`config.problem_type="multi_label_classification"` and pass floats.'
+            )
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = labels[(labels >= config.num_labels) | (labels < 0) & (labels != -100)]
+            if len(wrong):
+                raise ValueError(
+                    f"Got labels {wrong.unique().tolist()}; the model's classes are 0 to {config.num_labels - 1}. For "
+                    "other classes, load it with `num_labels` and `ignore_mismatched_sizes=True`."
+                )
+        loss = F.cross_entropy(logits, labels, reduction=reduction)
+    else:
+        if labels.numel() != logits.numel():
+            raise ValueError(
+                f"Got labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}; "
+                f"{config.problem_type} expects one value for each logit."
+            )
+        labels = labels.reshape(logits.shape).to(logits.dtype)
+        regression = config.problem_type == "regression"
+        loss_function = F.mse_loss if regression else F.binary_cross_entropy_with_logits
+        loss = loss_function(logits, labels, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
