@@ -228,7 +228,7 @@ class SparseFormerConfig(FrugalViTConfig):
                 raise ValueError(f"`{name}` has unknown steps {unknown}; the steps are {list(STEPS)}.")
             if len(set(steps)) != len(steps):
                 raise ValueError(f"`{name}`={list(steps)} lists a step twice; each may come once.")
-        if "sampling" not in self.focusing_steps + self.final_focusing_steps:
+        if "sampling" not in [*self.focusing_steps, *self.final_focusing_steps]:
             raise ValueError("No focusing step samples the image: put 'sampling' into `focusing_steps`.")
         if self.final_focusing_is_block and self.use_cls_token:
             raise ValueError(
