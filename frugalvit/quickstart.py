@@ -36,7 +36,7 @@ class QuickstartArguments:
 
     output_dir: str = argument("quickstart", "Folder for results.json, model/ and rois.png.")
     seed: int = argument(0, "Of initialization, order and augmentation.")
-    epochs: int | None = argument(None, "Epochs of bootstrapping. Default: 10 with fast bfloat16 arithmetic, else 4.")
+    epochs: int | None = argument(None, "Epochs of bootstrapping. Default: 7 with fast bfloat16 arithmetic, else 4.")
     images: int = argument(TRAIN_IMAGES, "Images to bootstrap on.")
 
     def __post_init__(self):
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
 
     teacher_path = checkpoint_path("cifar10-vit")
     bf16 = bfloat16_is_fast()
-    epochs = arguments.epochs or (10 if bf16 else 4)
+    epochs = arguments.epochs or (7 if bf16 else 4)
     print(f"Bootstrapping a SparseFormer from {teacher_path.name} on {arguments.images} images without labels.")
     bootstrap.main(
         [
