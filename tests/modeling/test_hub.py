@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import HfApi, ModelCard
+from PIL import Image
 from safetensors.torch import load_file, save, save_file
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -85,7 +86,7 @@ def run_without_frugalvit(home: Path, *arguments):
     }
     script = Path(__file__).with_name("without_frugalvit.py")
     process = subprocess.run(
-        [sys.executable, "-P", str(script), *map(str, arguments)],
+        [sys.executable, str(script), *map(str, arguments)],
         cwd=home,
         env=environment,
         capture_output=True,
@@ -273,10 +274,17 @@ class TestFolder:
         model = make_model(SparseFormerModel, generation, image_size=[32, 48], image_mean=0.5, image_std=0.25)
         model.save_pretrained(tmp_path)
         processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
-        image = torch.full((3, 10, 10), 255, dtype=torch.uint8)
-        assert processor(image, return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 48)
-        assert processor(image, return_tensors="pt")["pixel_values"].unique().tolist() == [2.0]
+        for mode, white in (("RGB", (255, 255, 255)), ("L", 255), ("RGBA", (255, 255, 255, 255)), ("1", 1)):
+            pixel_values = processor(Image.new(mode, (10, 12), white), return_tensors="pt")["pixel_values"]
+            assert pixel_values.shape == (1, 3, 32, 48) and pixel_values.unique().tolist() == [2.0]
         assert type(model).from_pretrained(tmp_path).config.image_std == 0.25
+
+    def test_sharded_weights(self, generation, make_model, pixel_values, tmp_path):
+        model = make_model(SparseFormerForImageClassification, generation)
+        model.save_pretrained(tmp_path, max_shard_size="100KB")
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+        loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
+        assert torch.equal(main_output(loaded, pixel_values), main_output(model, pixel_values))
 
     def test_card_says_how_to_load(self, generation, saved, pixel_values):
         for model_class in CLASSES:
