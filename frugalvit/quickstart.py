@@ -1,6 +1,5 @@
 """`frugalvit quickstart`: from a ViT to a SparseFormer with a quarter of its tokens, on real images, in minutes."""
 
-import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -128,7 +127,7 @@ def claim(folder: Path):
     if (folder / "results.json").exists():
         raise ValueError(f"--output_dir {folder} holds a finished quickstart. Give another folder, or remove it.")
     interrupted = (folder / "run" / "run.json").exists()
-    if folder.exists() and not interrupted and (not folder.is_dir() or any(os.scandir(folder))):
+    if folder.exists() and not interrupted and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--output_dir {folder} exists and is not an empty folder. Give another, or empty it.")
     folder.mkdir(parents=True, exist_ok=True)
 
