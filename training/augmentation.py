@@ -155,7 +155,9 @@ class EvalView(View):
         pixels = v2.functional.pil_to_tensor(image)
         target = [self.resize] if self.resize else list(self.size)
         pixels = v2.functional.resize(pixels, target, self.interpolation, antialias=True)
-        return {"pixel_values": v2.functional.center_crop(pixels, list(self.size))}
+        # As Transformers centers, which rounds down; torchvision's own center crop rounds to even.
+        top, left = (int((have - want) / 2) for have, want in zip(pixels.shape[-2:], self.size, strict=True))
+        return {"pixel_values": v2.functional.crop(pixels, top, left, *self.size)}
 
 
 class SmallDataView(View):

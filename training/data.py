@@ -64,12 +64,16 @@ def load_images(
     label = _find_column(
         features, label_column, lambda feature: isinstance(feature, datasets.ClassLabel), "label", dataset
     )
-    if label is None and str(getattr(features.get("label"), "dtype", "")).startswith(("int", "uint")):
+    if label is None and "label" in features and _holds(features["label"], "int"):
         label = "label"
+    if not (_is_image(features[image]) or _holds(features[image], "binary", "string")):
+        raise ValueError(f"The column {image!r} of {dataset!r} holds {features[image]}, expected images.")
+    if label and not (isinstance(features[label], datasets.ClassLabel) or _holds(features[label], "int", "uint")):
+        raise ValueError(f"The column {label!r} of {dataset!r} holds {features[label]}, expected class numbers.")
     columns = {image: "image"} | ({label: "label"} if label else {})
-    loaded = loaded.select_columns(list(columns))
+    # First of all, as renaming the columns of a stream reads it.
+    loaded = loaded.cast_column(image, datasets.Image(decode=False)).select_columns(list(columns))
     loaded = loaded.rename_columns({old: new for old, new in columns.items() if old != new})
-    loaded = loaded.cast_column("image", datasets.Image(decode=False))
     return _name_labels(loaded, class_names) if label else loaded
 
 
@@ -154,6 +158,10 @@ def _is_image(feature) -> bool:
     return isinstance(feature, datasets.Image) or (isinstance(feature, dict) and feature.keys() == {"bytes", "path"})
 
 
+def _holds(feature, *types: str) -> bool:
+    return isinstance(feature, datasets.Value) and feature.dtype.removeprefix("large_").startswith(types)
+
+
 def _find_column(features, given: str | None, fits, what: str, dataset) -> str | None:
     if given is not None:
         if given not in features:
@@ -175,10 +183,16 @@ def _name_labels(loaded, names: list[str] | None):
         if isinstance(loaded, datasets.IterableDataset):
             raise ValueError("The stream's labels have no names; give them with --class_names.")
         names = [str(label) for label in range(max(loaded["label"], default=-1) + 1)]
-    try:
-        return loaded.cast_column("label", datasets.ClassLabel(names=names))
-    except ValueError as error:
-        raise ValueError(f"{len(names)} --class_names do not fit the labels: {_first_line(error)}") from error
+    elif not isinstance(loaded, datasets.IterableDataset) and max(loaded["label"], default=0) >= len(names):
+        raise ValueError(f"{len(names)} --class_names do not fit the labels, which go up to {max(loaded['label'])}.")
+    return loaded.cast_column("label", datasets.ClassLabel(names=names))
+
+
+def check_labels(images: datasets.Dataset, split: str):
+    """Raise a ValueError if an image has no label: the test splits of some data sets keep theirs secret."""
+    missing = next((index for index, label in enumerate(images["label"]) if label is None or label < 0), None)
+    if missing is not None:
+        raise ValueError(f"Image {missing} of the split {split!r} has no label; choose another split.")
 
 
 _DECODER = datasets.Image(mode="RGB")

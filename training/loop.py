@@ -25,6 +25,10 @@ from .data import TrainingLoader
 from .files import write_json, write_text
 
 
+# Where the best model is written before its files are moved over the earlier ones.
+BEST_ASIDE = ".best.aside"
+
+
 @dataclass
 class TrainingState:
     """Where a run is; saved with every checkpoint.
@@ -67,8 +71,6 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
     Raises:
         ValueError: if the folder is taken.
     """
-    command = shlex.join([*prog.split(), *(sys.argv[1:] if argv is None else argv)])
-    run.record |= {"command": command, "arguments": _fixed_values(arguments), "versions": versions()}
     accelerator = Accelerator(
         mixed_precision=run.mixed_precision,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
@@ -76,6 +78,13 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
         log_with=run.report_to or None,
         project_config=ProjectConfiguration(run.output_dir, logging_dir=str(Path(run.output_dir) / "logs")),
     )
+    run.record |= {
+        "command": shlex.join([*prog.split(), *(sys.argv[1:] if argv is None else argv)]),
+        "processes": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "arguments": _fixed_values(arguments),
+        "versions": versions(),
+    }
     check_output_folder(Path(run.output_dir), run, arguments)
     set_seed(run.seed)
     # Saving a model would draw its own bar through that of the epochs.
@@ -129,8 +138,7 @@ def versions() -> dict[str, str]:
 
 def replace_files(folder: Path, write: Callable[[Path], None]):
     """Let `write` fill a folder aside, then move its files over, the weights last."""
-    aside = folder / ".best.aside"
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = folder / BEST_ASIDE
     aside.mkdir()
     write(aside)
     for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
@@ -227,6 +235,7 @@ def fit(
         if run.overwrite:
             shutil.rmtree(checkpoints.folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder / BEST_ASIDE, ignore_errors=True)
         write_json(folder / "run.json", run.record)
     accelerator.wait_for_everyone()
     values = run.record["arguments"].items()

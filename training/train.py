@@ -7,6 +7,7 @@ package.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from .arguments import (
 )
 from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .cards import write_card
-from .data import TrainingLoader, class_names, evaluation_loader, load_splits
+from .data import TrainingLoader, check_labels, class_names, evaluation_loader, load_splits
 from .loading import load_image_classifier
 from .loop import TrainingState, fit, parameter_groups, start_accelerator
 from .metrics import evaluate_classifier
@@ -107,6 +108,11 @@ def main(argv: list[str] | None = None) -> int:
     names = class_names(train_images)
     if names is None:
         raise ValueError(f"{' '.join(data.dataset)} has no labels to train with. Name their column by --label_column.")
+    if class_names(eval_images) is None:
+        raise ValueError("The evaluation images have no labels; choose others with --eval_dataset or --eval_split.")
+    check_labels(eval_images, data.eval_split)
+    if not data.streaming:
+        check_labels(train_images, data.train_split)
 
     model, processor = build_model(arguments, recipe, names)
     if run.compile:
@@ -244,14 +250,14 @@ def set_drop_path(config, rate: float):
 
 
 def check_loading(model, info: dict, name: str):
-    """A new classifier is expected where classes differ; anything else that did not fit is an error."""
+    """Refuse a checkpoint whose backbone does not fit; a classifier or a pooler of its own may go or come."""
     backbone = f"{model.base_model_prefix}."
-    lost = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
-    lost = [key for key in lost if key.startswith(backbone)] + list(info["unexpected_keys"])
+    lost = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"]), *info["unexpected_keys"]]
+    lost = sorted(key for key in lost if key.startswith(backbone))
     if lost:
         raise ValueError(
-            f"--model {name} does not fit a {type(model).__name__}: {', '.join(sorted(lost)[:3])} and others, "
-            f"{len(lost)} in all, are missing, unexpected or of another size. Expected a complete image classifier."
+            f"--model {name} does not fit a {type(model).__name__}: {', '.join(lost[:3])} and others, {len(lost)} in "
+            "all, are missing, unexpected or of another size. Expected a complete model of that architecture."
         )
 
 
@@ -262,7 +268,7 @@ def parse_overrides(model_type: str, text: str) -> dict:
         ValueError: if the configuration has no such field.
     """
     defaults, overrides = AutoConfig.for_model(model_type), {}
-    for part in filter(None, text.split(",")):
+    for part in filter(None, re.split(r",(?=\w+=)", text)):
         name, equals, value = part.partition("=")
         check(part, bool(equals), "config_overrides", "name=value pairs with commas between")
         if not hasattr(defaults, name):

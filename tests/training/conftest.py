@@ -1,0 +1,72 @@
+"""A tiny ViT on a few embedded images, and data sets made on the spot."""
+
+import io
+import json
+
+import datasets
+import numpy as np
+import pytest
+from accelerate.state import AcceleratorState
+from PIL import Image
+
+from frugalvit.training import train
+
+
+TINY_VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+
+
+# `datasets` waits for Arrow's threads after each pass over a stream of parquet: 5 seconds, too long for tests.
+datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def tiny_run(tmp_path):
+    """Runs the recipe on 64 images, batches of 16, and returns what `results.json` holds."""
+
+    def run(*arguments, name="out", **options):
+        options = {
+            "output_dir": tmp_path / name,
+            "config_overrides": TINY_VIT,
+            "train_split": "train[:64]",
+            "eval_split": "test[:50]",
+            "epochs": 2,
+            "batch_size": 16,
+            "warmup_epochs": 1,
+            "logging_steps": 1,
+        } | options
+        options = {key: value for key, value in options.items() if value is not None}
+        assert not train.main(
+            [text for key, value in options.items() for text in (f"--{key}", str(value))] + [*arguments]
+        )
+        return json.loads((options["output_dir"] / "results.json").read_text(encoding="utf-8"))
+
+    return run
+
+
+def encode(pixels: np.ndarray, format: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def write_parquet(tmp_path):
+    """Writes images whose color tells their index; `corrupt` lists those whose bytes are cut off."""
+
+    def write(name="images.parquet", count=12, corrupt=(), labels=True, size=8, names=("even", "odd")):
+        images = []
+        for index in range(count):
+            data = encode(np.full((size, size, 3), 10 * index, dtype=np.uint8))
+            images.append({"bytes": data[:40] if index in corrupt else data, "path": None})
+        columns = {"image": images} | ({"label": [index % 2 for index in range(count)]} if labels else {})
+        features = {"image": datasets.Image()} | ({"label": datasets.ClassLabel(names=list(names))} if labels else {})
+        datasets.Dataset.from_dict(columns, datasets.Features(features)).to_parquet(tmp_path / name)
+        return str(tmp_path / name)
+
+    return write

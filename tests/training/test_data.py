@@ -1,0 +1,294 @@
+"""Images from every source; batches that depend neither on workers nor on where a run goes on; bad images."""
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from PIL import Image
+
+from frugalvit.training.arguments import DataArguments
+from frugalvit.training.augmentation import EvalView, ImageFormat, Mix, SmallDataView
+from frugalvit.training.data import (
+    SUBSET,
+    CorruptImageError,
+    TrainingLoader,
+    class_names,
+    decode_image,
+    evaluation_loader,
+    load_images,
+    load_splits,
+)
+
+
+NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+FORMAT = ImageFormat((8, 8))
+
+
+def value(images, index):
+    """The color of an image that `write_parquet` made, a tenth of it."""
+    return np.asarray(decode_image(images[index]["image"], index))[0, 0, 0] / 10
+
+
+@pytest.mark.parametrize(("split", "count"), [("train", 12_000), ("test", 2_000)])
+def test_embedded_subset(split, count):
+    images = load_images(SUBSET, split)
+    assert len(images) == count and images.column_names == ["image", "label"]
+    assert class_names(images) == NAMES
+    assert np.bincount(images["label"]).tolist() == [count // 10] * 10
+    assert images[0]["image"]["bytes"][:2] == b"\xff\xd8"
+    assert decode_image(images[0]["image"], 0).size == (32, 32)
+
+
+def test_files_patterns_and_folders_of_parquet(write_parquet, tmp_path):
+    files = [write_parquet("part-0.parquet", 4), write_parquet("part-1.parquet", 6)]
+    for source, count in (
+        (files[0], 4),
+        (files, 10),
+        (str(tmp_path / "*.parquet"), 10),
+        ([str(tmp_path / "*-1.parquet")], 6),
+        (str(tmp_path), 10),
+    ):
+        images = load_images(source)
+        assert (len(images), class_names(images)) == (count, ["even", "odd"])
+    assert len(load_images(files, "train[:3]")) == 3
+    assert value(load_images(files), 5) == 1
+
+
+def test_folder_of_images(tmp_path):
+    for split, count in (("train", 3), ("test", 2)):
+        for label, color in (("cat", 10), ("dog", 20)):
+            (tmp_path / split / label).mkdir(parents=True)
+            for index in range(count):
+                Image.new("RGB", (8, 8), (color, 0, 0)).save(tmp_path / split / label / f"{index}.png")
+    images = load_images(str(tmp_path), "test")
+    assert len(images) == 4 and class_names(images) == ["cat", "dog"]
+    assert [value(images, index) for index in range(4)] == [1, 1, 2, 2]
+
+
+def test_parquet_that_datasets_did_not_write(write_parquet, tmp_path):
+    table = pq.read_table(write_parquet(count=6)).replace_schema_metadata(None)
+    table = table.append_column("size", pa.array(range(6)))
+    pq.write_table(table, tmp_path / "plain.parquet")
+    images = load_images(str(tmp_path / "plain.parquet"))
+    assert class_names(images) == ["0", "1"] and images["label"][:3] == [0, 1, 0] and value(images, 3) == 3
+    assert class_names(load_images(str(tmp_path / "plain.parquet"), class_names=["a", "b", "c"])) == ["a", "b", "c"]
+    assert class_names(load_images(str(tmp_path / "plain.parquet"), label_column="size")) == list("012345")
+    with pytest.raises(ValueError, match="1 --class_names do not fit the labels, which go up to 1"):
+        load_images(str(tmp_path / "plain.parquet"), class_names=["a"])
+
+
+def test_columns_of_bytes_or_paths(tmp_path):
+    Image.new("RGB", (8, 8), (30, 0, 0)).save(tmp_path / "a.png")
+    columns = {"data": [(tmp_path / "a.png").read_bytes()], "file": [str(tmp_path / "a.png")]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    for column in columns:
+        for streaming in (False, True):
+            images = load_images(str(tmp_path / "a.parquet"), image_column=column, streaming=streaming)
+            assert value(list(images), 0) == 3
+
+
+def test_images_without_labels(write_parquet):
+    assert class_names(load_images(write_parquet(labels=False))) is None
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
+def test_any_mode_is_read_as_rgb(mode, tmp_path):
+    path = tmp_path / ("a.tif" if mode == "CMYK" else "a.png")
+    Image.new("RGB", (8, 6), (200, 200, 200)).convert(mode).save(path)
+    image = decode_image({"bytes": path.read_bytes(), "path": None}, 0)
+    assert image.mode == "RGB" and image.size == (8, 6)
+
+
+def test_photographs_are_turned_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (8, 6)).save(tmp_path / "a.jpg", exif=exif)
+    assert decode_image({"bytes": None, "path": str(tmp_path / "a.jpg")}, 0).size == (6, 8)
+
+
+def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    parquet = write_parquet()
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no parquet")
+    (tmp_path / "empty").mkdir()
+    two = pa.table({name: [{"bytes": b"", "path": None}] for name in ("left", "right")})
+    pq.write_table(two, tmp_path / "two.parquet")
+    for source, options, message in (
+        ("nobody/nothing", {}, "expected a hub id, a folder of images"),
+        (str(tmp_path / "none"), {}, "is no data set; expected a hub id"),
+        (str(tmp_path / "none*.parquet"), {}, "There is no file .*none"),
+        (str(tmp_path / "empty"), {}, "Cannot load"),
+        (str(tmp_path / "broken.parquet"), {}, "Cannot load the split 'train' of .*: Parquet magic bytes not found"),
+        ([parquet, SUBSET], {}, "expected one, or several parquet files"),
+        (parquet, {"split": "test"}, "split 'test' of"),
+        (parquet, {"image_column": "picture"}, r"no column 'picture' \(--image_column\); it has image, label"),
+        (parquet, {"label_column": "class"}, r"no column 'class' \(--label_column\)"),
+        (str(tmp_path / "two.parquet"), {}, "has 2 image columns among left, right; expected one"),
+        (parquet, {"image_column": "label"}, "column 'label' of .* holds ClassLabel.*, expected images"),
+        (parquet, {"label_column": "image"}, "column 'image' of .* holds Image.*, expected class numbers"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            load_images(source, **options)
+        assert "\n" not in str(error.value)
+
+
+def test_training_and_evaluation_must_agree_on_classes(write_parquet):
+    train, test = write_parquet("a.parquet"), write_parquet("b.parquet", names=("odd", "even"))
+    with pytest.raises(ValueError, match=r"classes even, odd \(2\), the evaluation images odd, even \(2\)"):
+        load_splits(DataArguments(dataset=[train], eval_dataset=[test]))
+    images, _ = load_splits(DataArguments(dataset=[train], eval_dataset=[test], class_names=["a", "b"]))
+    assert class_names(images) == ["a", "b"]
+
+
+def make_loader(images, *, accumulation=1, **options):
+    accelerator = Accelerator(
+        gradient_accumulation_steps=accumulation, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
+    options = {"batch_size": 4, "view": SmallDataView(FORMAT, padding=2)} | options
+    return TrainingLoader(accelerator, images, **options)
+
+
+def batches(loader, *position):
+    return [{name: tensor.clone() for name, tensor in batch.items()} for batch in loader.epoch(*position)]
+
+
+def assert_equal(batches, expected):
+    assert len(batches) == len(expected)
+    for batch, other in zip(batches, expected, strict=True):
+        assert batch.keys() == other.keys()
+        assert all(torch.equal(batch[name], other[name]) for name in batch)
+
+
+@pytest.fixture(params=["map", "stream"])
+def source(request, write_parquet):
+    """14 images, read at random or streamed, as `load_images` and the loader take them."""
+    streams = request.param == "stream"
+    images = load_images(write_parquet(count=14), streaming=streams)
+    return images, {"steps_per_epoch": 3, "shuffle_buffer": 5} if streams else {}
+
+
+def test_batches_depend_on_seed_and_epoch_alone(source):
+    images, options = source
+    mix = Mix(2, 0.5, 0.5, seed=1)
+    expected = batches(make_loader(images, mix=mix, seed=1, **options), 2)
+    assert [len(batch["labels"]) for batch in expected] == [4, 4, 4]
+    assert expected[0].keys() == {"pixel_values", "labels", "index", "epoch", "targets"}
+    for workers in (0, 1, 2):
+        loader = make_loader(images, mix=mix, seed=1, num_workers=workers, **options)
+        batches(loader, 0)
+        assert_equal(batches(loader, 2), expected)
+        assert_equal(batches(loader, 2, 1), expected[1:])
+    halves = batches(make_loader(images, mix=mix, seed=1, accumulation=2, **options), 2)
+    assert_equal(
+        [{k: torch.cat([a[k], b[k]]) for k in a} for a, b in zip(halves[::2], halves[1::2], strict=True)], expected
+    )
+    for other in (
+        batches(make_loader(images, mix=mix, seed=2, **options), 2),
+        batches(make_loader(images, mix=mix, seed=1, **options), 1),
+    ):
+        assert not torch.equal(other[0]["pixel_values"], expected[0]["pixel_values"])
+
+
+def test_an_image_comes_once_an_epoch_and_only_when_needed(write_parquet):
+    images = load_images(write_parquet(count=14))
+    seen = []
+
+    class Spy(EvalView):
+        def __call__(self, image):
+            seen.append(np.asarray(image)[0, 0, 0] // 10)
+            return super().__call__(image)
+
+    loader = make_loader(images, view=Spy(FORMAT))
+    order = torch.cat([batch["index"] for batch in batches(loader, 3)]).tolist()
+    assert seen == order and len(set(order)) == 12
+    seen.clear()
+    batches(loader, 3, 2)
+    assert seen == order[8:]
+
+
+def test_a_stream_is_shuffled_and_begins_anew(write_parquet):
+    images = load_images([write_parquet("a.parquet", 3), write_parquet("b.parquet", 5)], streaming=True)
+    loader = make_loader(images, view=EvalView(FORMAT), steps_per_epoch=4, shuffle_buffer=3)
+    colors = [
+        torch.cat([(batch["pixel_values"][:, 0, 0, 0] + 1) * 12.75 for batch in batches(loader, epoch)]).round().int()
+        for epoch in range(3)
+    ]
+    for epoch in colors:
+        assert sorted(epoch[:8].tolist()) == sorted(epoch[8:].tolist()) == [0, 0, 1, 1, 2, 2, 3, 4]
+    assert len({tuple(epoch.tolist()) for epoch in colors}) == 3
+    assert torch.equal(
+        loader.sampler.images.features["label"].encode_example("odd") + torch.tensor(0), torch.tensor(1)
+    )
+
+
+def test_streams_need_a_length_and_names(write_parquet, tmp_path):
+    images = load_images(write_parquet(), streaming=True)
+    with pytest.raises(ValueError, match="--steps_per_epoch"):
+        make_loader(images)
+    pq.write_table(pq.read_table(write_parquet()).replace_schema_metadata(None), tmp_path / "plain.parquet")
+    with pytest.raises(ValueError, match="--class_names"):
+        load_images(str(tmp_path / "plain.parquet"), streaming=True)
+
+
+def test_batches_that_cannot_be_are_refused(write_parquet):
+    images = load_images(write_parquet())
+    for options, message in (
+        ({"batch_size": 5, "accumulation": 2}, "--batch_size 5 cannot be shared evenly; expected a multiple of 2 "),
+        ({"batch_size": 6, "accumulation": 2, "mix": Mix(2, 0.2)}, "expected a multiple of 4 .*mix in pairs"),
+        ({"batch_size": 16}, "12 training images make 0 batches of --batch_size 16"),
+        ({"steps_per_epoch": 4}, "12 training images make 3 batches of --batch_size 4, and an epoch takes 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_loader(images, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrupt_image_is_named(source, write_parquet, workers):
+    options = source[1]
+    images = load_images(write_parquet(count=12, corrupt=[7]), streaming=bool(options))
+    loader = make_loader(images, num_workers=workers, **options)
+    position = r"\d+" if options else "7"
+    message = rf"^Image {position} of the data set cannot be read \(.+\). Repair or remove it.*--skip_corrupt\.$"
+    with pytest.raises(CorruptImageError, match=message):
+        batches(loader, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_skipped_images_give_way_and_are_counted(write_parquet, workers):
+    images = load_images(write_parquet(count=12, corrupt=[3, 4, 11]))
+    loader = make_loader(images, view=EvalView(FORMAT), num_workers=workers, skip_corrupt=True)
+    for epoch in (0, 1):
+        index = torch.cat([batch["index"] for batch in batches(loader, epoch)])
+        # 3 and 4 give way to 5, 11 to 0.
+        assert sorted(index.tolist()) == [0, 0, 1, 2, 5, 5, 5, 6, 7, 8, 9, 10]
+        assert loader.take_skipped(Accelerator()) == 4 and loader.take_skipped(Accelerator()) == 0
+
+
+def test_a_stream_skips_within_the_batch(write_parquet):
+    images = load_images(write_parquet(count=12, corrupt=[3, 4, 11]), streaming=True)
+    options = {"view": EvalView(FORMAT), "steps_per_epoch": 3, "skip_corrupt": True}
+    loader = make_loader(images, **options)
+    found = batches(loader, 0)
+    assert all(len(batch["labels"]) == 4 for batch in found) and loader.take_skipped(Accelerator()) == 3
+    assert_equal(batches(make_loader(images, num_workers=2, **options), 0), found)
+
+
+def test_nothing_readable_is_an_error(write_parquet):
+    for streaming in (False, True):
+        images = load_images(write_parquet(count=4, corrupt=range(4)), streaming=streaming)
+        with pytest.raises(ValueError, match="None of "):
+            batches(make_loader(images, skip_corrupt=True, steps_per_epoch=1), 0)
+    with pytest.raises(ValueError, match="no images to evaluate on"):
+        evaluation_loader(Accelerator(), load_images(write_parquet()).select([]), EvalView(FORMAT))
+
+
+def test_loading_leaves_the_models_random_numbers_alone(source):
+    images, options = source
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    batches(make_loader(images, **options), 0)
+    assert torch.equal(torch.rand(3), expected)

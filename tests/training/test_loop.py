@@ -1,0 +1,160 @@
+"""Runs that are killed, resumed, refused or diverge."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import ViTConfig, ViTForImageClassification
+
+from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
+from frugalvit.training.loop import parameter_groups
+
+
+TIMES = {"images_per_second", "seconds"}
+
+
+def without_times(value):
+    if isinstance(value, dict):
+        return {name: without_times(part) for name, part in value.items() if name not in TIMES}
+    return [without_times(part) for part in value] if isinstance(value, list) else value
+
+
+def read(path):
+    return without_times(json.loads(path.read_text(encoding="utf-8")))
+
+
+def test_killed_runs_resume_bit_exactly(tmp_path):
+    """SIGKILL in the middle of an epoch, of writing a checkpoint and of writing the best model."""
+    vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+    arguments = [
+        *("--config_overrides", f"{vit},hidden_dropout_prob=0.1"),
+        *("--train_split", "train[:64]", "--eval_split", "test[:50]"),
+        *("--epochs", "3", "--batch_size", "16", "--warmup_epochs", "1"),
+        *("--logging_steps", "2", "--checkpointing_steps", "3"),
+    ]
+    program = Path(__file__).with_name("killed_runs.py")
+    subprocess.run(
+        [sys.executable, program, tmp_path, *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True
+    )
+    assert (tmp_path / "ends").read_text().split() == ["0", "-9", "-9", "-9", "0"]
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    names = sorted(path.name for path in (whole / "checkpoints").iterdir())
+    assert names == ["step-00000009", "step-00000012"]
+    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == names
+    for name in names:
+        ours, theirs = killed / "checkpoints" / name, whole / "checkpoints" / name
+        assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+        assert read(ours / "state.json") == read(theirs / "state.json")
+        for file in ("optimizer.bin", "scheduler.bin"):
+            torch.testing.assert_close(torch.load(ours / file), torch.load(theirs / file), rtol=0, atol=0)
+        random = [torch.load(folder / "random_states_0.pkl", weights_only=False) for folder in (ours, theirs)]
+        assert torch.equal(*(states["torch_manual_seed"] for states in random))
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    results = [read(folder / "results.json") for folder in (killed, whole)]
+    assert results[0]["epochs"] == results[1]["epochs"] and results[0]["best"] == results[1]["best"]
+    logs = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (killed, whole)]
+    logs = [[without_times(json.loads(line)) for line in log] for log in logs]
+    assert logs[0] == logs[1] and len(logs[0]) == 3 + 6
+    assert {path.name for path in killed.iterdir()} == {path.name for path in whole.iterdir()}
+
+
+def test_a_finished_run_is_left_as_it_is(tiny_run, tmp_path, capsys):
+    first = tiny_run()
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert tiny_run() == first and "2 epochs and 8 steps are done" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
+
+
+def test_what_changes_nothing_may_change_when_resuming(tiny_run, tmp_path):
+    first = tiny_run()
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    # A run of an earlier version does not know of an argument.
+    del record["arguments"]["distill_weight"]
+    (tmp_path / "out" / "run.json").write_text(json.dumps(record))
+    assert tiny_run(num_workers=1, logging_steps=3, eval_batch_size=16)["epochs"] == first["epochs"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 1}, r"holds another run \(seed is 0 there, 1 here\)\. Give another folder.*--overwrite"),
+        ({"learning_rate": 0.5}, "learning_rate is 0.001 there, 0.5 here"),
+        ({"epochs": 3}, "epochs is 2 there, 3 here"),
+    ],
+)
+def test_another_run_is_refused(options, message, tiny_run, tmp_path):
+    tiny_run(steps_per_epoch=1)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    with pytest.raises(ValueError, match=message):
+        tiny_run(steps_per_epoch=1, **options)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+
+
+def test_folders_of_others_are_refused(tiny_run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="out is not empty and holds no run to go on with; give another folder"):
+        tiny_run()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="file is a file; expected a folder"):
+        tiny_run(name="file")
+    tiny_run("--overwrite")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "out" / "results.json").exists()
+
+
+def test_overwriting_starts_anew(tiny_run):
+    tiny_run()
+    results = tiny_run("--overwrite", seed=1, epochs=1)
+    assert [record["epoch"] for record in results["epochs"]] == [1] and results["arguments"]["seed"] == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"train_split": "nothing"},
+        {"batch_size": 128},
+        {"config_overrides": "hidden_sizes=3"},
+        {"model": "nowhere/at/all"},
+        {"report_to": "nothing"},
+    ],
+)
+def test_errors_leave_nothing_behind(options, tiny_run, tmp_path):
+    with pytest.raises((ValueError, OSError)):
+        tiny_run(**options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tiny_run, tmp_path):
+    with pytest.raises(ValueError, match=r"The loss is (nan|inf) at step \d+, .*The checkpoint .*step-.* is kept"):
+        tiny_run(learning_rate=1e19, epochs=20, checkpointing_steps=1, warmup_epochs=2, max_grad_norm=0)
+    newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
+    assert all(value.isfinite().all() for value in load_file(newest / "model.safetensors").values())
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def decayed_names(model):
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, kept = (
+        {names[id(parameter)] for parameter in group["params"]} for group in parameter_groups(model, 0.05)
+    )
+    assert decayed | kept == set(names.values()) and not decayed & kept
+    return decayed, kept
+
+
+def test_what_decays():
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    decayed, kept = decayed_names(ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **small)))
+    assert {name.rsplit(".", 1)[1] for name in decayed} == {"weight"} and "classifier.weight" in decayed
+    assert {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"} <= kept
+    assert not any("norm" in name or name.endswith("bias") for name in decayed)
+
+    model = SparseFormerForImageClassification(SparseFormerConfig.from_variant("v1-tiny", num_latent_tokens=4))
+    decayed, kept = decayed_names(model)
+    assert any("initial_rois" in name for name in kept) and not any("initial_rois" in name for name in decayed)

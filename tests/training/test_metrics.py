@@ -1,0 +1,53 @@
+"""Metrics against brute force."""
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers.modeling_outputs import ImageClassifierOutput
+
+from frugalvit.training.metrics import TopKAccuracy, evaluate_classifier
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_accuracy_against_brute_force(k):
+    numbers = np.random.default_rng(0)
+    scores, labels = numbers.normal(size=(60, 7)).astype(np.float32), numbers.integers(7, size=60)
+    metric = TopKAccuracy(k)
+    for start in range(0, 60, 25):
+        part = slice(start, start + 25)
+        metric.add_batch(predictions=scores[part], references=labels[part])
+    right = sum(int((row > row[label]).sum() < k) for row, label in zip(scores, labels, strict=True))
+    name = "accuracy" if k == 1 else f"top{k}_accuracy"
+    assert metric.compute() == {name: right / 60}
+
+
+def test_fewer_classes_than_k():
+    metric = TopKAccuracy(5)
+    metric.add_batch(predictions=np.eye(3, dtype=np.float32), references=np.array([1, 2, 0]))
+    assert metric.compute() == {"top5_accuracy": 1.0}
+
+
+class Scores(nn.Module):
+    """The pixels are the logits."""
+
+    def forward(self, pixel_values):
+        assert not self.training and not torch.is_grad_enabled()
+        return ImageClassifierOutput(logits=pixel_values.bfloat16())
+
+
+def test_evaluation_against_brute_force():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(50, 10).bfloat16().float(), torch.randint(10, (50,))
+    batches = [{"pixel_values": logits[i : i + 16], "labels": labels[i : i + 16]} for i in range(0, 50, 16)]
+    model = Scores().train()
+    results = evaluate_classifier(Accelerator(), model, batches)
+    assert model.training
+    ranks = (logits > logits.gather(1, labels[:, None])).sum(1)
+    expected = {
+        "loss": nn.functional.cross_entropy(logits, labels).item(),
+        "accuracy": (ranks < 1).float().mean().item(),
+        "top5_accuracy": (ranks < 5).float().mean().item(),
+    }
+    assert results == pytest.approx(expected)

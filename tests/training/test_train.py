@@ -1,0 +1,245 @@
+"""The recipe for image classifiers, from its command line to a folder that loads."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import datasets
+import pytest
+import torch
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTImageProcessor,
+    ViTModel,
+)
+
+from frugalvit.training import train
+from frugalvit.training.data import class_names, load_images
+
+
+VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SPARSE = (
+    "image_size=32,num_latent_tokens=4,hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,"
+    "focusing_hidden_size=32,focusing_num_attention_heads=2,stem_channels=8,num_sampling_points=4,resize_size=null"
+)
+
+
+def epochs(results):
+    return [{k: v for k, v in record.items() if k != "images_per_second"} for record in results["epochs"]]
+
+
+def test_learns_and_saves_a_complete_model(tiny_run, tmp_path):
+    plain = {"mixup": 0, "randaugment_layers": 0, "label_smoothing": 0}
+    results = tiny_run(
+        *("--image_mean", "0.4", "0.5", "0.6"), train_split="train[:256]", epochs=12, learning_rate=3e-3, **plain
+    )
+    losses = [record["train_loss"] for record in results["epochs"]]
+    assert losses[-1] < losses[0] - 0.2 and losses[0] < 2.5
+    assert results["best"]["accuracy"] == max(record["accuracy"] for record in results["epochs"]) > 0.15
+    assert results["command"].startswith("frugalvit train --output_dir") and "torch" in results["versions"]
+
+    names = class_names(load_images("cifar10-subset"))
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert model.config.id2label == dict(enumerate(names)) and model.config.label2id["truck"] == 9
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    assert list(processor.image_mean) == [0.4, 0.5, 0.6] and dict(processor.size) == {"height": 32, "width": 32}
+
+    # What was measured is what a user measures.
+    images = load_images("cifar10-subset", "test[:50]").cast_column("image", datasets.Image())
+    pixel_values = processor([record["image"] for record in images], return_tensors="pt")["pixel_values"]
+    with torch.inference_mode():
+        right = (model(pixel_values).logits.argmax(1) == torch.tensor(images["label"][:])).float().mean()
+    assert right.item() == pytest.approx(results["best"]["accuracy"])
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert f"{results['best']['accuracy']:.2%}" in card and results["command"] in card
+
+
+def test_accumulating_gradients_changes_nothing(tiny_run):
+    whole = tiny_run(name="whole")
+    parts = tiny_run(name="parts", gradient_accumulation_steps=4)
+    for ours, theirs in zip(epochs(parts), epochs(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
+
+
+def test_two_processes_have_the_losses_of_one(tiny_run, tmp_path):
+    """Real processes, with accumulation; 51 images to evaluate have no even shares."""
+    options = {
+        "eval_split": "test[:51]",
+        "train_split": "train[:72]",
+        "eval_batch_size": 16,
+        "mixup": 0.8,
+        "cutmix": 1,
+    }
+    one = tiny_run(name="one", **options)
+    arguments = shlex.split(one["command"].replace(str(tmp_path / "one"), str(tmp_path / "two")))[2:]
+    # `accelerate launch` starts several processes on a CPU by MPI alone; torchrun needs none.
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    subprocess.run(
+        [*torchrun, "-m", "frugalvit.training.train", *arguments, "--gradient_accumulation_steps", "2"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        check=True,
+        timeout=240,
+    )
+    assert json.loads((tmp_path / "two" / "results.json").read_text())["processes"] == 2
+    logs = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    assert len(logs[0]) == 2 * 4 + 2
+    for ours, theirs in zip(*logs, strict=True):
+        ours.pop("images_per_second", None), theirs.pop("images_per_second", None)
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    states = [AutoModelForImageClassification.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two")]
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+
+
+def test_goes_on_from_a_checkpoint_with_other_classes(tiny_run, tmp_path, write_parquet):
+    tiny_run(name="first")
+    two = {
+        "dataset": write_parquet("24.parquet", 24),
+        "train_split": "train",
+        "eval_dataset": write_parquet(),
+        "eval_split": None,
+    }
+    results = tiny_run(name="second", model=tmp_path / "first", config_overrides=None, **two)
+    assert results["best"]["accuracy"] >= 0.5
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "second")
+    assert model.config.id2label == {0: "even", 1: "odd"} and model.classifier.out_features == 2
+    assert dict(AutoImageProcessor.from_pretrained(tmp_path / "second").size) == {"height": 32, "width": 32}
+
+
+def test_a_checkpoint_of_something_else_is_refused(tiny_run, tmp_path):
+    ViTModel(ViTConfig(**VIT, intermediate_size=64)).save_pretrained(tmp_path / "vit")
+    config = json.loads((tmp_path / "vit" / "config.json").read_text())
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    ViTImageProcessor().save_pretrained(tmp_path / "vit")
+    with pytest.raises(ValueError, match="does not fit a ViTForImageClassification: vit.layer"):
+        tiny_run(model=tmp_path / "vit", config_overrides=None)
+
+
+def test_learns_from_a_teacher(tiny_run, tmp_path):
+    teacher = ResNetForImageClassification(
+        ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=10)
+    )
+    teacher.save_pretrained(tmp_path / "teacher")
+    ViTImageProcessor(size={"height": 40, "width": 40}, image_std=[0.25] * 3).save_pretrained(tmp_path / "teacher")
+    alone = tiny_run(name="alone")
+    taught = tiny_run(name="taught", distill_from=tmp_path / "teacher", distill_weight=0.5, distill_temperature=2)
+    assert taught["epochs"][0]["train_loss"] < alone["epochs"][0]["train_loss"] - 0.5  # an untrained teacher is unsure
+    none = tiny_run(name="none", distill_from=tmp_path / "teacher", distill_weight=0)
+    assert epochs(none) == epochs(alone)
+    ResNetForImageClassification(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])).save_pretrained(
+        tmp_path / "teacher"
+    )
+    with pytest.raises(ValueError, match="has 2 classes, the data set 10"):
+        tiny_run(name="refused", distill_from=tmp_path / "teacher")
+
+
+def test_other_architectures(tiny_run, tmp_path):
+    resnet = "embedding_size=8,hidden_sizes=[8],depths=[1],layer_type=basic"
+    with pytest.raises(ValueError, match="resnet models take images of any size; say which with --image_size"):
+        tiny_run(model_type="resnet", config_overrides=resnet)
+    tiny_run(name="resnet", model_type="resnet", config_overrides=resnet, image_size=24, crop="resized", erasing=0.5)
+    assert dict(AutoImageProcessor.from_pretrained(tmp_path / "resnet").size) == {"height": 24, "width": 24}
+    tiny_run("--image_std", "0.2", "0.2", "0.3", name="sparse", model_type="sparseformer", config_overrides=SPARSE)
+    assert (tmp_path / "sparse" / "modeling_sparseformer.py").exists()
+    assert list(AutoImageProcessor.from_pretrained(tmp_path / "sparse").image_std) == [0.2, 0.2, 0.3]
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "sparse")
+    assert type(model).__name__ == "SparseFormerForImageClassification"
+    assert list(model.config.image_std) == [0.2, 0.2, 0.3]
+
+
+def test_streams_skips_and_drops_paths(tiny_run, write_parquet):
+    train_file, test_file = write_parquet("train.parquet", 24, corrupt=[5, 17]), write_parquet("test.parquet")
+    files = {"dataset": train_file, "eval_dataset": test_file, "train_split": None, "eval_split": None}
+    for name, streaming in (("map", ()), ("stream", ("--streaming",))):
+        results = tiny_run("--skip_corrupt", *streaming, name=name, steps_per_epoch=2, batch_size=8, **files)
+        assert results["epochs"][0]["step"] == 2 and results["epochs"][0]["skipped"] <= 2
+    swin = "image_size=32,patch_size=4,embed_dim=16,depths=[1,1],num_heads=[1,2],window_size=4"
+    tiny_run(name="swin", model_type="swin", config_overrides=swin, drop_path=0.2)
+    with pytest.raises(ValueError, match="--drop_path is 0.2, but vit models have none"):
+        tiny_run(name="vit", drop_path=0.2)
+
+
+def test_arguments_from_a_file(tiny_run, tmp_path):
+    first = tiny_run("--class_names", *"abcdefghij", seed=3)
+    options = dict.fromkeys(("config_overrides", "train_split", "eval_split", "epochs", "batch_size", "warmup_epochs"))
+    again = tiny_run(name="again", config=tmp_path / "out" / "results.json", **options)
+    assert epochs(again) == epochs(first) and again["arguments"] == first["arguments"]
+    (tmp_path / "short.yaml").write_text("learning_rate: 1e-2\ncompile: false\nimage_mean: [0.1, 0.2, 0.3]\nseed: 5\n")
+    results = tiny_run(name="short", config=tmp_path / "short.yaml", seed=4)
+    assert [results["arguments"][name] for name in ("learning_rate", "image_mean", "seed")] == [
+        0.01,
+        [0.1, 0.2, 0.3],
+        4,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output_dir", "x", "--learning_rate", "-1"], "--learning_rate is -1.0, expected a positive number"),
+        (["--output_dir", "x", "--learning_rates", "1"], "there is no argument --learning_rates"),
+        (["--output_dir", "x", "--epochs", "many"], "invalid int value: 'many'"),
+        (["--output_dir", "x", "--epochs", "0"], "--epochs is 0, expected 1 or more"),
+        (["--output_dir", "x", "--batch_size", "0"], "--batch_size is 0, expected 1 or more"),
+        (["--output_dir", "x", "--gradient_accumulation_steps", "0"], "expected 1 or more"),
+        (["--output_dir", "x", "--steps_per_epoch", "0"], "--steps_per_epoch is 0, expected 1 or more"),
+        (["--output_dir", "x", "--num_workers", "-1"], "--num_workers is -1, expected 0 or more"),
+        (["--output_dir", "x", "--flip", "1.5"], "--flip is 1.5, expected a number from 0 to 1"),
+        (["--output_dir", "x", "--label_smoothing", "-0.1"], "expected a number from 0 to 1"),
+        (["--output_dir", "x", "--randaugment_magnitude", "31"], "--randaugment_magnitude is 31, expected 0 to 30"),
+        (["--output_dir", "x", "--crop_scale", "0.5"], "expected two positive numbers, lower first"),
+        (["--output_dir", "x", "--crop_ratio", "2", "1"], "expected two positive numbers, lower first"),
+        (["--output_dir", "x", "--lr_scheduler", "cubic"], "--lr_scheduler is 'cubic', expected one of linear"),
+        (["--output_dir", "x", "--mixed_precision", "int8"], "invalid choice: 'int8'"),
+        (["--output_dir", "x", "--config", "no.yaml"], "No such file or directory: 'no.yaml'"),
+        (["--epochs", "1"], "the following arguments are required: --output_dir"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        train.main(arguments)
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1
+    assert error.startswith("frugalvit train: error: ") and message in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config_overrides": "hidden_sizes=3"}, "vit configurations have no 'hidden_sizes'"),
+        ({"config_overrides": "hidden_size"}, "--config_overrides is 'hidden_size', expected name=value pairs"),
+        ({"model_type": "unheard-of"}, "unheard-of"),
+        ({"crop_padding": 32}, "--crop_padding is 32, expected less than the images' 32 pixels"),
+        ({"mixed_precision": None, "batch_size": 15}, "--batch_size 15 cannot be shared evenly"),
+    ],
+)
+def test_values_that_cannot_be(options, message, tiny_run):
+    with pytest.raises(ValueError, match=message):
+        tiny_run(**options)
+
+
+def test_images_need_labels(tiny_run, write_parquet):
+    plain = {"train_split": None, "eval_split": None}
+    without, labeled = write_parquet("without.parquet", 24, labels=False), write_parquet("with.parquet", 24)
+    with pytest.raises(ValueError, match="has no labels to train with"):
+        tiny_run(dataset=without, eval_dataset=labeled, **plain)
+    with pytest.raises(ValueError, match="The evaluation images have no labels"):
+        tiny_run(dataset=labeled, eval_dataset=without, **plain)
+
+
+def test_a_program_prints_one_line(tmp_path):
+    arguments = ["--output_dir", str(tmp_path), "--train_split", "nothing"]
+    (tmp_path / "notes.txt").write_text("mine")
+    run = subprocess.run(
+        [sys.executable, "-m", "frugalvit.training.train", *arguments], capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1].startswith(f"frugalvit train: error: --output_dir {tmp_path} is not empty")
