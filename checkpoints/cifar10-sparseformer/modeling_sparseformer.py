@@ -208,9 +208,10 @@ class SparseFormerLatents(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, config.hidden_size)) if config.use_cls_token else None
 
     def forward(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        tokens = self.token_embedding.expand(batch_size, self.num_latent_tokens, -1)
-        cls_token = None if self.cls_token is None else self.cls_token.expand(batch_size, 1, -1)
-        return tokens, self.initial_rois.float().expand(batch_size, -1, -1), cls_token
+        # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
+        tokens = self.token_embedding.expand(self.num_latent_tokens, -1).repeat(batch_size, 1, 1)
+        cls_token = None if self.cls_token is None else self.cls_token.repeat(batch_size, 1, 1)
+        return tokens, self.initial_rois.float().repeat(batch_size, 1, 1), cls_token
 
     @torch.no_grad()
     def break_ties(self, std: float = 0.05):

@@ -12,6 +12,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoImageProcessor, Trainer, TrainingArguments, pipeline
 from transformers.utils import output_capturing
 
@@ -314,6 +315,23 @@ class TestAttention:
         model.set_attn_implementation("flex_attention")
         torch.testing.assert_close(model(pixel_values).logits, expected, atol=1e-5, rtol=1e-5)
 
+    @torch.no_grad()
+    def test_interface(self, classifier, pixel_values):
+        calls = []
+
+        def own_attention(module, query, key, value, attention_mask, scaling, **kwargs):
+            calls.append((query.shape, module.is_causal, attention_mask, scaling))
+            return nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2), None
+
+        transformers.AttentionInterface.register("own_attention", own_attention)
+        expected = classifier(pixel_values).logits
+        classifier.set_attn_implementation("own_attention")
+        torch.testing.assert_close(classifier(pixel_values).logits, expected, atol=1e-6, rtol=1e-6)
+        config = classifier.config
+        focusing = (2, config.focusing_num_attention_heads, 5, 32 // config.focusing_num_attention_heads)
+        cortex = (2, config.num_attention_heads, 5 + config.use_cls_token, 64 // config.num_attention_heads)
+        assert calls == [(shape, False, None, shape[-1] ** -0.5) for shape in [focusing] * 4 + [cortex] * 3]
+
     @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2", "kernels-community/flash-attn2"])
     def test_narrow_heads_refuse_flex_and_flash(self, attention, make_model, tmp_path):
         model = make_model(SparseFormerModel, "v1")
@@ -523,6 +541,27 @@ class TestLoading:
                 tmp_path, device_map=device_map, offload_folder=tmp_path / "offload"
             )
             assert torch.equal(model(pixel_values).logits, expected)
+
+    @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # sampling points are views
+    def test_fully_sharded(self, generation, make_model, pixel_values):
+        model = make_model(SparseFormerForImageClassification, generation)
+        labels = torch.tensor([0, 1])
+        loss = model(pixel_values, labels=labels).loss
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+            for module in model.modules():
+                if type(module).__name__ in model._no_split_modules:
+                    fully_shard(module, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            sharded = model(pixel_values, labels=labels).loss
+            sharded.backward()
+            assert torch.equal(sharded, loss)
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                assert torch.equal(parameter.grad.full_tensor(), gradient)
+        finally:
+            torch.distributed.destroy_process_group()
 
     @torch.no_grad()
     def test_built_on_meta(self, generation, make_config, pixel_values):

@@ -151,7 +151,7 @@ def fine_tuned(tmp_path_factory, saved) -> dict[str, Path]:
 
 
 class TestWithoutThePackage:
-    @pytest.mark.parametrize("case", CASES)
+    @pytest.mark.parametrize("case", CASES, ids=CASES)
     def test_loads_and_computes_the_same(self, case, saved, loaded):
         where, name, loader = case.split("/")
         report, outputs = loaded[0][case], loaded[1][case]
@@ -161,9 +161,10 @@ class TestWithoutThePackage:
         assert report["config_class_is_the_models"]
         assert report["dtype"] == "torch.float32"
         assert report["processor"].startswith("ViTImageProcessor")
+        assert report["pipeline_computes_the_same"]
         assert torch.equal(outputs, saved[1].get(f"{name}/{loader}", saved[1][name]))
 
-    @pytest.mark.parametrize("case", CASES)
+    @pytest.mark.parametrize("case", CASES, ids=CASES)
     def test_new_models_are_initialized_as_with_the_package(self, case, loaded):
         assert loaded[0][case]["new_model_is_initialized"]
 
@@ -334,9 +335,8 @@ class TestFolder:
         assert transformers.AutoImageProcessor.from_pretrained(folder) is not None
         if "auto_map" in json.loads((folder / "config.json").read_text()):
             assert loaded[0][folder.name]["dtype"] == "torch.float32"
-            assert code_of(folder) == {
-                name: source.encode() for name, source in source_files(SparseFormerModel).items()
-            }
+            sources = {name: source.encode() for name, source in source_files(SparseFormerModel).items()}
+            assert code_of(folder) == sources, "the folder's code is not the repository's: write it again"
 
 
 class TestAdapters:

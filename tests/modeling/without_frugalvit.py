@@ -29,6 +29,7 @@ else:
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from PIL import Image  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: E402
 
@@ -54,13 +55,33 @@ def main_output(model, pixel_values: torch.Tensor) -> torch.Tensor:
     )
 
 
+def pipeline_computes_the_same(source: str, loader: str, model, processor) -> bool:
+    """Whether a pipeline on the folder gives what the model gives, for models that have one."""
+    image = Image.effect_noise((48, 40), 90).convert("RGB")
+    pixel_values = processor(image, return_tensors="pt")["pixel_values"]
+    if loader == "AutoModelForImageClassification":
+        pipeline = transformers.pipeline("image-classification", source, trust_remote_code=True, device="cpu")
+        best = main_output(model, pixel_values).softmax(-1).max(-1)
+        predicted = pipeline(image)[0]
+        return (
+            predicted["label"] == model.config.id2label[best.indices.item()]
+            and abs(predicted["score"] - best.values.item()) < 1e-5
+        )
+    if loader == "AutoModel":
+        pipeline = transformers.pipeline("image-feature-extraction", source, trust_remote_code=True, device="cpu")
+        features = torch.tensor(pipeline(image))
+        return torch.allclose(features, main_output(model, pixel_values), atol=1e-4)
+    return True
+
+
 def load(jobs_file: str, results: str):
     report, outputs = {}, {}
     for name, job in json.loads(Path(jobs_file).read_text()).items():
         model = load_model(job["source"], job["loader"])
         config = transformers.AutoConfig.from_pretrained(job["source"], trust_remote_code=True)
         processor = transformers.AutoImageProcessor.from_pretrained(job["source"])
-        outputs[name] = main_output(model, load_file(job["inputs"])["pixel_values"])
+        pixel_values = load_file(job["inputs"])["pixel_values"]
+        outputs[name] = main_output(model, pixel_values)
         fresh = type(model)(config).base_model
         report[name] = {
             "class": type(model).__name__,
@@ -68,6 +89,7 @@ def load(jobs_file: str, results: str):
             "config_class_is_the_models": type(model.config) is type(model).config_class is type(config),
             "dtype": str(model.dtype),
             "processor": type(processor).__name__,
+            "pipeline_computes_the_same": pipeline_computes_the_same(job["source"], job["loader"], model, processor),
             # As in the reference implementation: RoIs do not move, stems are far wider than 0.02.
             "new_model_is_initialized": not fresh.focusing_layer.roi_deltas.out_proj.weight.any()
             and fresh.stem.convolution.weight.std().item() > 0.04,
