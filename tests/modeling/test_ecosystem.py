@@ -490,7 +490,9 @@ class TestCompilationAndExport:
             program, dynamo=True, input_names=["pixel_values"], output_names=["logits"], verbose=False
         )
         onnx.save(tmp_path / "model.onnx")
-        session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        session = onnxruntime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
         for images in (pixel_values, other_size):
             [logits] = session.run(None, {"pixel_values": images.numpy()})
             np.testing.assert_allclose(logits, classifier(images).logits.numpy(), atol=1e-4, rtol=1e-4)
