@@ -193,9 +193,11 @@ class HubModel(PreTrainedModel):
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, max_shard_size=max_shard_size)
-            card = ModelCard.load(Path(folder) / "README.md")
-            card.data.tags += tags or []
-            card.save(Path(folder) / "README.md")
+            readme = Path(folder) / "README.md"
+            if tags and readme.exists():  # adapters come without one
+                card = ModelCard.load(readme)
+                card.data.tags += tags
+                card.save(readme)
             return upload_folder(folder, repo_id, private=private, token=token, keep_card=True, **commit)
 
     @classmethod

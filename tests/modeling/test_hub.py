@@ -461,6 +461,13 @@ class TestUpload:
         model.save_pretrained(folder, push_to_hub=True)
         assert hub.commits[1][0] == "/api/models/someone/model/commit/main"
 
+    def test_adapters(self, generation, make_model, hub):
+        model = make_model(SparseFormerForImageClassification, generation)
+        model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+        model.push_to_hub("someone/model", tags=["tiny"])
+        [(_, _, files)] = hub.commits
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files) and not set(files) & CODE
+
     def test_nothing_is_uploaded_unless_asked(self, make_model, hub, tmp_path):
         make_model(SparseFormerModel, "bootstrapped").save_pretrained(tmp_path)
         assert not hub.created and not hub.commits
