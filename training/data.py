@@ -392,6 +392,7 @@ class TrainingLoader:
             collate_fn=Collate(view, mix),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
+            pin_memory=accelerator.device.type == "cuda",
             generator=torch.Generator(),  # its own, or every pass would draw from the model's random numbers
         )
         self.loader = accelerator.prepare_data_loader(loader)

@@ -245,9 +245,10 @@ def fit(
 
     unread: list[torch.Tensor] = []
     progress = tqdm(
-        total=run.epochs * loader.steps_per_epoch,
-        initial=state.step,
-        unit="step",
+        total=run.epochs * loader.steps_per_epoch * loader.batch_size,
+        initial=state.step * loader.batch_size,
+        unit="img",
+        unit_scale=True,
         mininterval=0.2 if sys.stderr.isatty() else 30,
         disable=not accelerator.is_main_process,
     )
@@ -271,7 +272,7 @@ def fit(
             if not accelerator.sync_gradients:
                 continue
             state.step += 1
-            progress.update()
+            progress.update(loader.batch_size)
 
             logs, saves = state.step % run.logging_steps == 0, state.step % run.checkpointing_steps == 0
             # Reading a loss makes an accelerator wait; a CPU has it anyway.

@@ -24,15 +24,19 @@ class TopKAccuracy(evaluate.Metric):
             citation="",
             inputs_description="",
             features=datasets.Features(
-                {"predictions": datasets.Sequence(datasets.Value("float32")), "references": datasets.Value("int64")}
+                {"predictions": datasets.Sequence(datasets.Value("int64")), "references": datasets.Value("int64")}
             ),
         )
 
+    def add_batch(self, *, predictions, references):
+        """Keep the k best labels of each image, `(batch, k)`, rather than all scores."""
+        best = np.argsort(-np.asarray(predictions), axis=1, kind="stable")[:, : self.k]
+        super().add_batch(predictions=best, references=references)
+
     def _compute(self, predictions, references):
-        scores, labels = np.asarray(predictions), np.asarray(references)
-        best = np.argsort(-scores, axis=1, kind="stable")[:, : self.k]
         name = "accuracy" if self.k == 1 else f"top{self.k}_accuracy"
-        return {name: float((best == labels[:, None]).any(axis=1).mean())}
+        right = np.asarray(predictions) == np.asarray(references)[:, None]
+        return {name: float(right.any(axis=1).mean())}
 
 
 @torch.inference_mode()
