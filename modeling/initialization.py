@@ -1,6 +1,7 @@
 """Initializations of attention that need less data, in place, on vision transformers that a user already has."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -62,4 +63,39 @@ def mimetic_init_(model: nn.Module, generator: torch.Generator | None = None) ->
     positions = embeddings.position_embeddings
     positions.zero_()
     positions[0, -height * width :] = sincos_position_encoding(height, width, positions.shape[-1])
+    return model
+
+
+@torch.no_grad()
+def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
+    """Interpolate learned positions bicubically, so that a ViT takes images of another size, in place.
+
+    Args:
+        model (`nn.Module`): A Transformers ViT or DeiT.
+        image_size (`int`): Height and width in pixels, a multiple of the patch size.
+
+    Returns:
+        The model; its configuration says the new size.
+
+    Raises:
+        ValueError: if the model is no such transformer, or its patches do not divide `image_size`.
+    """
+    embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
+    if not hasattr(embeddings, "position_embeddings") or not hasattr(embeddings, "interpolate_pos_encoding"):
+        raise ValueError(
+            f"Cannot resize the positions of {type(model).__name__}; expected a Transformers ViT or DeiT."
+        )
+    patches, positions = embeddings.patch_embeddings, embeddings.position_embeddings
+    if any(image_size % patch for patch in patches.patch_size):
+        raise ValueError(f"Images of {image_size} pixels do not divide into patches of {patches.patch_size}.")
+    grid = [image_size // patch for patch in patches.patch_size]
+    # [CLS] and the like stand before the grid and stay.
+    leading = positions.shape[1] - patches.num_patches
+    shape = [image // patch for image, patch in zip(patches.image_size, patches.patch_size, strict=True)]
+    old = positions[:, leading:].unflatten(1, shape).permute(0, 3, 1, 2)
+    new = F.interpolate(old, grid, mode="bicubic", align_corners=False).flatten(2).mT
+    embeddings.position_embeddings = nn.Parameter(torch.cat([positions[:, :leading], new], dim=1))
+    patches.num_patches = grid[0] * grid[1]
+    embeddings.image_size = patches.image_size = (image_size, image_size)
+    model.config.image_size = image_size
     return model

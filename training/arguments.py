@@ -109,7 +109,7 @@ class RunArguments:
 
 @dataclass
 class OptimizerArguments:
-    """AdamW with a warm-up and a schedule."""
+    """An optimizer with a warm-up and a schedule."""
 
     learning_rate: float = argument(1e-3, "Highest learning rate.")
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, positions and [CLS].")

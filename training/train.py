@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from ..modeling.hub import image_processor_config
-from ..modeling.initialization import mimetic_init_
+from ..modeling.initialization import mimetic_init_, resize_positions_
 from .arguments import (
     DataArguments,
     OptimizerArguments,
@@ -42,6 +42,7 @@ from .data import TrainingLoader, check_labels, class_names, evaluation_loader, 
 from .loading import load_image_classifier
 from .loop import TrainingState, fit, parameter_groups, start_accelerator
 from .metrics import evaluate_classifier
+from .muon import Muon, split_matrices
 
 
 PROG = "frugalvit train"
@@ -58,7 +59,10 @@ class ModelArguments:
         "default", "The architecture's own, or mimetic attention for ViTs.", choices=["default", "mimetic"]
     )
     attn_implementation: str | None = argument(None, "eager, sdpa, …; the model's default if not given.")
-    image_size: int | None = argument(None, "Pixels of the images, for architectures that take any.")
+    image_size: int | None = argument(
+        None,
+        "Pixels of the images, for architectures that take any and to go on from a ViT at another size.",
+    )
     image_mean: list[float] = argument([0.5, 0.5, 0.5], "Mean of the channels, of values in 0..1, from scratch.")
     image_std: list[float] = argument([0.5, 0.5, 0.5], "Standard deviation of the channels, from scratch.")
 
@@ -82,6 +86,9 @@ class RecipeArguments:
     mixup: float = argument(0.2, "Mixup's Beta parameter; 0 turns it off.")
     cutmix: float = argument(0.0, "CutMix's Beta parameter; 0 turns it off.")
     label_smoothing: float = argument(0.1, "Share of the target that is spread over all classes.")
+    optimizer: str = argument(
+        "adamw", "adamw, or muon, which needs a fraction of the epochs.", choices=["adamw", "muon"]
+    )
     drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
     distill_from: str | None = argument(None, "Folder or hub id of a classifier to learn from.")
     distill_weight: float = argument(0.5, "Weight of its divergence, the labels' loss has the rest.")
@@ -152,12 +159,12 @@ def main(argv: list[str] | None = None) -> int:
         skip_corrupt=data.skip_corrupt,
     )
 
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, optimization.weight_decay),
-        lr=optimization.learning_rate,
-        betas=(optimization.adam_beta1, optimization.adam_beta2),
-        fused=True,
-    )
+    groups = parameter_groups(model, optimization.weight_decay)
+    options = {"lr": optimization.learning_rate, "betas": (optimization.adam_beta1, optimization.adam_beta2)}
+    if recipe.optimizer == "muon":
+        optimizer = Muon(split_matrices(model, *groups), **options)
+    else:
+        optimizer = torch.optim.AdamW(groups, **options, fused=True)
     scheduler = get_scheduler(
         optimization.lr_scheduler,
         optimizer,
@@ -214,7 +221,11 @@ def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[
             **options,
         )
         check_loading(model, info, arguments.model)
-        return model, AutoImageProcessor.from_pretrained(arguments.model)
+        processor = AutoImageProcessor.from_pretrained(arguments.model)
+        if arguments.image_size:
+            resize_positions_(model, arguments.image_size)
+            processor.size = {"height": arguments.image_size, "width": arguments.image_size}
+        return model, processor
 
     overrides = parse_overrides(arguments.model_type, arguments.config_overrides)
     config = AutoConfig.for_model(arguments.model_type, **overrides, **labels)

@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from frugalvit import SparseFormerForImageClassification, SparseFormerModel
-from frugalvit.modeling.initialization import mimetic_init_, sincos_position_encoding
 from frugalvit.modeling.teachers import classifier_of, embed, read_teacher
 
 
@@ -235,31 +234,3 @@ def test_reading_counts_image_tokens_on_rectangles():
     source = read_teacher(teacher)
     assert source.num_tokens == 6 * 4
     assert source.fields["image_size"] == [24, 32]
-
-
-def test_mimetic_initialization_puts_the_identity_into_attention():
-    model = transformers_vit(hidden_size=96, num_attention_heads=1)
-    mimetic_init_(model, torch.Generator().manual_seed(0))
-    attention = model.vit.layers[0].attention
-    with torch.no_grad():
-        queries_keys = attention.q_proj.weight.T @ attention.k_proj.weight
-        values_outputs = attention.v_proj.weight.T @ attention.o_proj.weight.T
-    # 0.7 I + 0.7 Z and -0.4 I + 0.4 Z with Z of variance 1 / 96: the means of the diagonals show the identity.
-    assert queries_keys.diagonal().mean().item() == pytest.approx(0.7, abs=0.05)
-    assert values_outputs.diagonal().mean().item() == pytest.approx(-0.4, abs=0.05)
-    off_diagonal = queries_keys - queries_keys.diagonal().diag()
-    assert off_diagonal.std().item() == pytest.approx(0.7 / 96**0.5, rel=0.1)
-    positions = model.vit.embeddings.position_embeddings[0]
-    torch.testing.assert_close(positions[1:], sincos_position_encoding(8, 8, 96), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="expected a Transformers ViT"):
-        mimetic_init_(timm_vit())
-
-
-def test_sincos_positions_follow_the_formula():
-    encoding = sincos_position_encoding(2, 3, 8)
-    x, y, omega = 2, 1, 10000 ** -(1 / 1)
-    expected = torch.tensor([x, x * omega]), torch.tensor([y, y * omega])
-    row = torch.cat([expected[0].sin(), expected[0].cos(), expected[1].sin(), expected[1].cos()])
-    torch.testing.assert_close(encoding[y * 3 + x], row)
-    with pytest.raises(ValueError, match="multiple of 4"):
-        sincos_position_encoding(2, 2, 6)

@@ -114,6 +114,18 @@ def test_goes_on_from_a_checkpoint_with_other_classes(tiny_run, tmp_path, write_
     assert dict(AutoImageProcessor.from_pretrained(tmp_path / "second").size) == {"height": 32, "width": 32}
 
 
+def test_goes_on_at_another_size_with_muon(tiny_run, tmp_path):
+    small = ",".join(f"{name}={value}" for name, value in (VIT | {"image_size": 16}).items())
+    options = {"optimizer": "muon", "mixup": 0, "randaugment_layers": 0, "epochs": 6}
+    first = tiny_run(name="first", config_overrides=small, **options)
+    second = tiny_run(name="second", model=tmp_path / "first", config_overrides=None, image_size=32, **options)
+    losses = [results["epochs"][epoch]["train_loss"] for results in (first, second) for epoch in (0, -1)]
+    assert losses[0] > losses[1] > losses[3] and losses[2] < losses[0]
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "second")
+    assert model.config.image_size == 32 and model.vit.embeddings.position_embeddings.shape[1] == 17
+    assert dict(AutoImageProcessor.from_pretrained(tmp_path / "second").size) == {"height": 32, "width": 32}
+
+
 def test_a_checkpoint_of_something_else_is_refused(tiny_run, tmp_path):
     ViTModel(ViTConfig(**VIT, intermediate_size=64)).save_pretrained(tmp_path / "vit")
     config = json.loads((tmp_path / "vit" / "config.json").read_text())
