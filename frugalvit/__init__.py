@@ -15,6 +15,9 @@ from .version import __version__
 if TYPE_CHECKING:
     from .configuration.configuration_sparseformer import SparseFormerConfig as SparseFormerConfig
     from .macs import count_macs as count_macs
+    from .modeling.initialization import impulse_init_ as impulse_init_
+    from .modeling.initialization import initialize_attention_ as initialize_attention_
+    from .modeling.initialization import mimetic_init_ as mimetic_init_
     from .modeling.modeling_sparseformer import (
         SparseFormerForImageClassification as SparseFormerForImageClassification,
     )

@@ -20,6 +20,9 @@ FAMILIES = {
 FUNCTIONS = {
     "checkpoint_path": "frugalvit.resources",
     "count_macs": "frugalvit.macs",
+    "impulse_init_": "frugalvit.modeling.initialization",
+    "initialize_attention_": "frugalvit.modeling.initialization",
+    "mimetic_init_": "frugalvit.modeling.initialization",
 }
 
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from ..modeling.hub import image_processor_config
-from ..modeling.initialization import mimetic_init_, resize_positions_
+from ..modeling.initialization import INITIALIZATIONS, initialize_attention_, resize_positions_
 from .arguments import (
     DataArguments,
     OptimizerArguments,
@@ -56,7 +56,7 @@ class ModelArguments:
     model_type: str = argument("vit", "Architecture to train from scratch, a model_type of Transformers or frugalvit.")
     config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
     initialization: str = argument(
-        "default", "The architecture's own, or mimetic attention for ViTs.", choices=["default", "mimetic"]
+        "default", "default, the architecture's own, or of a ViT's attention.", choices=["default", *INITIALIZATIONS]
     )
     attn_implementation: str | None = argument(None, "eager, sdpa, …; the model's default if not given.")
     image_size: int | None = argument(
@@ -239,8 +239,8 @@ def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[
         size = {"height": height, "width": width}
         processor = ViTImageProcessor(size=size, image_mean=arguments.image_mean, image_std=arguments.image_std)
     model = AutoModelForImageClassification.from_config(config, **options)
-    if arguments.initialization == "mimetic":
-        mimetic_init_(model)
+    if arguments.initialization != "default":
+        initialize_attention_(model, arguments.initialization)
     return model, processor
 
 

@@ -3,12 +3,44 @@
 import pytest
 import timm
 import torch
-from transformers import DeiTConfig, DeiTForImageClassification, ViTConfig, ViTForImageClassification, ViTModel
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    DeiTConfig,
+    DeiTForImageClassification,
+    SwinConfig,
+    SwinModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
 
-from frugalvit.modeling.initialization import mimetic_init_, resize_positions_, sincos_position_encoding
+from frugalvit.modeling.impulse import (
+    attention_map,
+    draw_offsets,
+    impulse_matrix,
+    interior_mass,
+    kernel_offsets,
+    rotate_head,
+    sincos_position_encoding,
+    solve_adam,
+    solve_closed_form,
+    solve_pinv,
+)
+from frugalvit.modeling.initialization import (
+    impulse_init_,
+    initialize_attention_,
+    kaiming_uniform_init_,
+    mimetic_init_,
+    read_vision_transformer,
+    resize_positions_,
+    trunc_normal_init_,
+)
 
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 1, "hidden_size": 96, "intermediate_size": 64}
+HEADS = {"num_attention_heads": 4}
 
 
 def vit(model_class=ViTForImageClassification, config_class=ViTConfig, **fields):
@@ -18,7 +50,7 @@ def vit(model_class=ViTForImageClassification, config_class=ViTConfig, **fields)
 
 def test_mimetic_initialization_puts_the_identity_into_attention():
     model = vit()
-    mimetic_init_(model, torch.Generator().manual_seed(0))
+    mimetic_init_(model, generator=seeded())
     attention = model.vit.layers[0].attention
     with torch.no_grad():
         queries_keys = attention.q_proj.weight.T @ attention.k_proj.weight
@@ -30,7 +62,7 @@ def test_mimetic_initialization_puts_the_identity_into_attention():
     assert off_diagonal.std().item() == pytest.approx(0.7 / 96**0.5, rel=0.1)
     positions = model.vit.embeddings.position_embeddings[0]
     torch.testing.assert_close(positions[1:], sincos_position_encoding(8, 8, 96), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="expected a Transformers ViT"):
+    with pytest.raises(ValueError, match="Expected a vision transformer that adds positions"):
         mimetic_init_(timm.create_model("resnet10t"))
 
 
@@ -42,6 +74,284 @@ def test_sincos_positions_follow_the_formula():
     torch.testing.assert_close(encoding[y * 3 + x], row)
     with pytest.raises(ValueError, match="multiple of 4"):
         sincos_position_encoding(2, 2, 6)
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def encoding(height, width, hidden_size):
+    return F.layer_norm(sincos_position_encoding(height, width, hidden_size), (hidden_size,))
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(-3, 3), st.integers(-3, 3), st.integers(0, 99))
+def test_an_impulse_matrix_is_the_convolution_with_an_impulse(height, width, dy, dx, seed):
+    image = torch.randn(height, width, generator=seeded(seed))
+    kernel = torch.zeros(1, 1, 7, 7)
+    # conv2d correlates: a one at (dy, dx) from the center reads the pixel that far away.
+    kernel[0, 0, 3 + dy, 3 + dx] = 1
+    expected = F.conv2d(image[None, None], kernel, padding=3)[0, 0]
+    torch.testing.assert_close(
+        (impulse_matrix(height, width, (dy, dx)) @ image.flatten()).view(height, width), expected
+    )
+
+
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(0, 99))
+def test_heads_take_all_positions_of_the_kernel_before_one_again(kernel_size, num_heads, seed):
+    drawn = draw_offsets(kernel_size, num_heads, seeded(seed))
+    counts = [drawn.count(offset) for offset in kernel_offsets(kernel_size)]
+    assert sum(counts) == num_heads and max(counts) - min(counts) <= 1
+
+
+def test_offsets_of_kernels():
+    assert kernel_offsets(1) == [(0, 0)] and kernel_offsets(2) == [(-1, -1), (-1, 0), (0, -1), (0, 0)]
+    assert kernel_offsets(3)[0] == (-1, -1) and kernel_offsets(3)[5] == (0, 1)
+    for wrong in (0, 2.5, True):
+        with pytest.raises(ValueError, match="expected a positive integer"):
+            kernel_offsets(wrong)
+
+
+@pytest.mark.parametrize("offset", kernel_offsets(3))
+@pytest.mark.parametrize(
+    ("height", "width", "hidden_size", "head_dim"),
+    [(14, 14, 192, 64), (14, 14, 192, 24), (16, 16, 192, 24), (8, 8, 192, 24), (14, 14, 384, 24), (6, 10, 96, 24)],
+)
+def test_closed_form_peaks_at_the_offset_from_everywhere_inside(height, width, hidden_size, head_dim, offset):
+    inputs, target = encoding(height, width, hidden_size), impulse_matrix(height, width, offset)
+    query, key = solve_closed_form(inputs, target, head_dim, mass=0.6)
+    assert query.shape == key.shape == (hidden_size, head_dim)
+    attention = attention_map(inputs, query, key)
+    inside = target.sum(1) > 0
+    assert (attention.argmax(1) == target.argmax(1))[inside].all()
+    assert interior_mass(attention, target).item() == pytest.approx(0.6, abs=0.01)
+    assert query.norm().item() == pytest.approx(key.norm().item(), rel=1e-3) and query.norm() < 8
+
+
+def test_closed_form_withstands_content_better_than_adam():
+    """The claim that decides what is solved for: small norms, and peaks that stay when tokens are not positions."""
+    offset, masses = (0, 1), {}
+    inputs, target = encoding(8, 8, 96), impulse_matrix(8, 8, offset)
+    tokens = sincos_position_encoding(8, 8, 96)
+    content = torch.randn(tokens.shape, generator=seeded())
+    tokens = F.layer_norm(tokens + 0.5 * content * tokens.norm() / content.norm(), (96,))
+    query, key = solve_adam(inputs, target[None], 24, steps=400, learning_rate=1e-2, generator=seeded())
+    adam = query[0], key[0]
+    before = interior_mass(attention_map(inputs, *adam), target).item()
+    closed_form = solve_closed_form(inputs, target, 24, mass=min(before, 0.9))
+    masses = {
+        name: interior_mass(attention_map(tokens, *heads), target).item()
+        for name, heads in {"adam": adam, "closed_form": closed_form}.items()
+    }
+    assert before > 0.8 and masses["closed_form"] > masses["adam"] + 0.1
+    assert closed_form[0].norm() < adam[0].norm()
+
+
+def test_adam_does_what_the_algorithm_says():
+    inputs, offsets = encoding(3, 4, 16), [(0, 1), (1, 0)]
+    targets = torch.stack([impulse_matrix(3, 4, offset) for offset in offsets])
+    query, key = solve_adam(inputs, targets, 8, steps=3, learning_rate=0.01, generator=seeded())
+    generator = seeded()
+    starts = [torch.empty(2, 16, 8).uniform_(-0.25, 0.25, generator=generator) for _ in range(2)]
+    for head, target in enumerate(targets):
+        q, k = (start[head].clone().requires_grad_() for start in starts)
+        optimizer = torch.optim.Adam([q, k], lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            attention = torch.softmax(inputs @ q @ k.T @ inputs.T / 8**0.5, dim=1)
+            ((attention - target).norm() ** 2 / 12**2).backward()
+            optimizer.step()
+        torch.testing.assert_close(query[head], q.detach(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(key[head], k.detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_pinv_peaks_on_random_positions():
+    inputs = F.layer_norm(torch.randn(64, 192, generator=seeded()), (192,))
+    target = impulse_matrix(8, 8, (1, 0))
+    query, key = solve_pinv(inputs, target, 64, seeded())
+    peaks = attention_map(inputs, query, key).argmax(1) == target.argmax(1)
+    assert peaks[target.sum(1) > 0].all()
+    assert query.norm().item() == pytest.approx(7) and key.norm().item() == pytest.approx(7)
+
+
+def test_a_rotated_head_attends_as_before():
+    query, key = torch.randn(2, 32, 8, generator=seeded()).unbind()
+    rotated = rotate_head(query, key, seeded(1))
+    torch.testing.assert_close(rotated[0] @ rotated[1].T, query @ key.T, rtol=1e-4, atol=1e-4)
+    assert (rotated[0] - query).abs().max() > 0.1
+
+
+def timm_vit(**arguments):
+    arguments = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 2, "num_heads": 4} | arguments
+    return timm.models.vision_transformer.VisionTransformer(num_classes=5, **arguments).eval()
+
+
+HOSTS = {
+    "vit": lambda: vit(num_attention_heads=4),
+    "vit-rectangle": lambda: ViTModel(ViTConfig(image_size=[24, 32], patch_size=4, **SIZES | HEADS)).eval(),
+    "vit-without-bias": lambda: vit(num_attention_heads=4, qkv_bias=False),
+    "deit-two-prefix-tokens": lambda: vit(DeiTForImageClassification, DeiTConfig, num_attention_heads=4),
+    "timm": timm_vit,
+    "timm-mean-pooled": lambda: timm_vit(global_pool="avg", class_token=False, fc_norm=False),
+    "timm-registers": lambda: timm_vit(reg_tokens=3),
+    "timm-no-embed-class": lambda: timm_vit(reg_tokens=2, no_embed_class=True),
+    "timm-layer-scale": lambda: timm_vit(init_values=1e-4),
+}
+
+
+def grid_attention(model, grid):
+    """The real maps among patches of the first layer, on tokens that are positions alone: `(heads, N, N)`."""
+    found = {}
+    read = read_vision_transformer(model)
+    module = getattr(model, "base_model", model)
+    if hasattr(module, "blocks"):
+        attention = module.blocks[0].attn
+        attention.fused_attn = False
+        attention.attn_drop.register_forward_hook(lambda _module, inputs, _output: found.update(maps=inputs[0]))
+        module.patch_embed.proj.weight.data.zero_(), module.patch_embed.proj.bias.data.zero_()
+        module(torch.zeros(1, 3, 4 * grid[0], 4 * grid[1]))
+        maps = found["maps"][0]
+    else:
+        projection = module.embeddings.patch_embeddings.projection
+        projection.weight.data.zero_(), projection.bias.data.zero_()
+        module.set_attn_implementation("eager")
+        maps = module(torch.zeros(1, 3, 4 * grid[0], 4 * grid[1]), output_attentions=True).attentions[0][0]
+    assert read.grid == grid
+    patches = grid[0] * grid[1]
+    maps = maps[:, -patches:, -patches:]
+    return maps / maps.sum(-1, keepdim=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", HOSTS)
+def test_every_head_of_every_host_attends_to_its_offset(name):
+    torch.manual_seed(0)
+    model = HOSTS[name]()
+    report = impulse_init_(model, mass=0.8, generator=seeded())
+    assert [(head.layer, head.head) for head in report.heads] == [
+        (layer, head) for layer in (0, 1) for head in range(4)
+    ]
+    grid = (6, 8) if "rectangle" in name else (8, 8)
+    assert not any(bias.any() for layer in read_vision_transformer(model).layers for bias in layer.biases)
+    maps = grid_attention(model, grid)
+    for head, attention in zip(report.heads, maps, strict=False):
+        target = impulse_matrix(*grid, head.offset)
+        # What the report says is what the model computes.
+        assert interior_mass(attention, target).item() == pytest.approx(head.mass, abs=5e-3)
+        assert ((attention.argmax(1) == target.argmax(1)) | (target.sum(1) == 0)).all() and head.peak_rate == 1
+        assert 0.7 < head.mass < 0.82 and head.max_logit > 1 and head.query_norm > 0.5
+
+
+def test_chance_comes_from_the_generator_alone():
+    states = []
+    for seed in (3, 3, 4):
+        model = timm_vit()
+        torch.manual_seed(len(states))
+        impulse_init_(model, value_init="mimetic", pseudo_input=("pe", "pe+uniform"), generator=seeded(seed))
+        states.append(torch.cat([p.flatten() for name, p in model.named_parameters() if ".attn." in name]))
+    assert torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])
+
+
+@pytest.mark.parametrize("per_layer", [True, False])
+def test_layers_share_heads_or_do_not(per_layer):
+    model = timm_vit()
+    report = impulse_init_(model, per_layer=per_layer, generator=seeded())
+    first, second = (block.attn.qkv.weight[: 2 * 96] for block in model.blocks)
+    assert torch.equal(first, second) is not per_layer
+    offsets = [head.offset for head in report.heads]
+    assert (offsets[:4] == offsets[4:]) is not per_layer
+
+
+@pytest.mark.parametrize("kind", ["uniform", "gaussian", "pe+uniform"])
+def test_pseudo_inputs_of_first_and_later_layers(kind):
+    model = timm_vit(depth=3)
+    report = impulse_init_(model, pseudo_input=("pe", kind), per_layer=False, generator=seeded())
+    weights = [block.attn.qkv.weight[: 2 * 96] for block in model.blocks]
+    assert not torch.equal(weights[0], weights[1]) and torch.equal(weights[1], weights[2])
+    assert all(head.mass > 0.3 for head in report.heads)
+
+
+def test_values_are_left_alone_or_mimetic():
+    model = timm_vit()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    impulse_init_(model, generator=seeded())
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {"pos_embed", "blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight"}
+    assert torch.equal(model.blocks[0].attn.qkv.weight[2 * 96 :], before["blocks.0.attn.qkv.weight"][2 * 96 :])
+    impulse_init_(model, value_init="mimetic", generator=seeded())
+    attention = model.blocks[0].attn
+    product = attention.qkv.weight[2 * 96 :].T @ attention.proj.weight.T
+    assert product.diagonal().mean().item() == pytest.approx(-0.4, abs=0.05)
+
+
+def test_given_positions_are_kept_and_solved_against():
+    model = timm_vit(num_heads=2)
+    before = model.pos_embed.clone()
+    report = impulse_init_(model, positions="keep", generator=seeded())
+    assert torch.equal(model.pos_embed, before) and report.mean("peak_rate") > 0.95
+    pinv = impulse_init_(model, solver="pinv", positions="keep", generator=seeded())
+    assert [head.offset for head in pinv.heads] == 2 * [(0, 0), (-1, 0)] and pinv.mean("peak_rate") > 0.5
+
+
+@torch.no_grad()
+def test_a_trained_layer_norm_is_taken_into_account():
+    model = timm_vit()
+    for block in model.blocks:
+        block.norm1.weight.uniform_(0.8, 1.25), block.norm1.bias.normal_(std=0.1)
+    report = impulse_init_(model, mass=0.8, generator=seeded())
+    maps = grid_attention(model, (8, 8))
+    for head, attention in zip(report.heads, maps, strict=False):
+        target = impulse_matrix(8, 8, head.offset)
+        assert interior_mass(attention, target).item() == pytest.approx(head.mass, abs=5e-3)
+    assert report.mean("peak_rate") > 0.99
+
+
+def test_baselines_draw_what_they_say():
+    model = vit(num_hidden_layers=1)
+    trunc_normal_init_(model, generator=seeded())
+    weight = model.vit.layers[0].mlp.fc1.weight
+    assert weight.abs().max() <= 0.04 and weight.std().item() == pytest.approx(0.0176, rel=0.05)
+    assert not model.vit.layers[0].mlp.fc1.bias.any()
+    report = kaiming_uniform_init_(model, generator=seeded())
+    assert 0.9 * 96**-0.5 < weight.abs().max() <= 96**-0.5 and model.vit.layers[0].mlp.fc1.bias.any()
+    assert all(head.offset == (0, 0) and head.mass < 0.1 for head in report.heads)
+    assert "1 heads in 1 layers; means: error" in str(report)
+
+
+def test_initializations_by_name():
+    model = vit()
+    assert len(initialize_attention_(model, "impulse", kernel_size=5, mass=0.4).heads) == 2
+    for name in ("mimetic", "trunc_normal", "kaiming_uniform"):
+        assert len(initialize_attention_(model, name).heads) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"solver": "svd"}, "`solver` is 'svd', expected one of 'closed_form', 'adam', 'pinv'"),
+        ({"value_init": "zero"}, "`value_init` is 'zero', expected one of"),
+        ({"pseudo_input": "noise"}, "`pseudo_input` is 'noise', expected one of"),
+        ({"pseudo_input": ("pe", "pe", "pe")}, "expected one name or two"),
+        ({"positions": "learned"}, "`positions` is 'learned', expected one of 'sincos', 'keep'"),
+        ({"mass": 1.0}, "`mass` is 1.0, expected a number above 0 and below 1"),
+        ({"kernel_size": -3}, "`kernel_size` is -3, expected a positive integer"),
+        ({"solver": "pinv", "kernel_size": 5}, "has an order for 3 x 3 kernels only"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_before_anything_changes(arguments, message):
+    model = timm_vit(depth=1)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=message):
+        impulse_init_(model, **arguments)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_models_without_such_attention_are_refused():
+    swin = SwinModel(SwinConfig(image_size=32, patch_size=4, embed_dim=24, depths=[1], num_heads=[2], window_size=4))
+    for model in (timm.create_model("resnet10t"), swin, timm_vit(qk_norm=True), timm_vit(pos_embed="none")):
+        with pytest.raises(ValueError, match=f"Cannot initialize {type(model).__name__}: it"):
+            impulse_init_(model)
+    with pytest.raises(ValueError, match="`initialization` is 'xavier', expected one of 'impulse'"):
+        initialize_attention_(vit(), "xavier")
 
 
 @pytest.mark.parametrize("size", [16, 24, 48])
