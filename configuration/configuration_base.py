@@ -27,6 +27,19 @@ class FrugalViTConfig(PreTrainedConfig):
                     f"The fields are: {', '.join(sorted(names))}."
                 )
 
+    def validate_preprocessing(self):
+        """Mean and standard deviation are there for every channel, where a family prepares images at all."""
+        for name in ("image_mean", "image_std"):
+            value = getattr(self, name, None)
+            if isinstance(value, (list, tuple)) and len(value) != self.num_channels:
+                raise ValueError(
+                    f"`{name}` has {len(value)} values, expected one number or one for each of the "
+                    f"`num_channels`={self.num_channels} channels."
+                )
+        std = getattr(self, "image_std", 1.0)
+        if 0 in (std if isinstance(std, (list, tuple)) else (std,)):
+            raise ValueError(f"`image_std` is {std}, expected numbers to divide by.")
+
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
         """Does nothing: the models' `save_pretrained` writes the source files of model and configuration together."""

@@ -193,15 +193,6 @@ class SparseFormerConfig(FrugalViTConfig):
                 f"`image_size` is {self.image_size}, expected one size or a height and a width, each at least 4 "
                 "(the stride of the stem)."
             )
-        for name in ("image_mean", "image_std"):
-            value = getattr(self, name)
-            if not isinstance(value, float) and len(value) != self.num_channels:
-                raise ValueError(
-                    f"`{name}` has {len(value)} values, expected one number or one for each of the "
-                    f"`num_channels`={self.num_channels} channels."
-                )
-        if 0 in (self.image_std if isinstance(self.image_std, tuple) else (self.image_std,)):
-            raise ValueError(f"`image_std` is {self.image_std}, expected numbers to divide by.")
 
     def validate_widths(self):
         """Heads divide widths, and the positional encoding divides into sines and cosines of four coordinates."""

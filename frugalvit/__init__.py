@@ -14,6 +14,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .configuration.configuration_sparseformer import SparseFormerConfig as SparseFormerConfig
+    from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig
     from .macs import count_macs as count_macs
     from .modeling.initialization import impulse_init_ as impulse_init_
     from .modeling.initialization import initialize_attention_ as initialize_attention_
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from .modeling.modeling_sparseformer import (
         SparseFormerVisionModelWithProjection as SparseFormerVisionModelWithProjection,
     )
+    from .modeling.modeling_vit_impulse_init import (
+        ViTImpulseInitForImageClassification as ViTImpulseInitForImageClassification,
+    )
+    from .modeling.modeling_vit_impulse_init import ViTImpulseInitModel as ViTImpulseInitModel
+    from .modeling.modeling_vit_impulse_init import ViTImpulseInitPreTrainedModel as ViTImpulseInitPreTrainedModel
     from .resources import checkpoint_path as checkpoint_path
 
 _NAMES = public_names()

@@ -15,6 +15,10 @@ FAMILIES = {
             "SparseFormerVisionModelWithProjection",
         ],
     ),
+    "vit_impulse_init": (
+        ["ViTImpulseInitConfig"],
+        ["ViTImpulseInitModel", "ViTImpulseInitForImageClassification", "ViTImpulseInitPreTrainedModel"],
+    ),
 }
 
 FUNCTIONS = {

@@ -593,7 +593,7 @@ BAD_PIXELS = {
     "bytes": (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "dtype torch.uint8, expected normalized floating point"),
     "integers": (torch.zeros(1, 3, 8, 8, dtype=torch.long), "dtype torch.int64, expected normalized floating point"),
     "complex": (torch.zeros(1, 3, 8, 8, dtype=torch.cfloat), "dtype torch.complex64, expected normalized"),
-    "low": (torch.zeros(1, 3, 3, 8), "image of 3 x 8 pixels, expected at least 4 x 4, the stride of the stem"),
+    "low": (torch.zeros(1, 3, 3, 8), "image of 3 x 8 pixels, expected at least 4 x 4, the stride of the first"),
     "narrow": (torch.zeros(1, 3, 8, 3), "image of 8 x 3 pixels, expected at least 4 x 4"),
     "empty": (torch.zeros(0, 3, 8, 8), "batch of no images, expected at least one"),
     "NaN": (torch.cat([torch.zeros(2, 3, 8, 8), NAN]), r"Images \[2\] of the batch hold NaN or infinite pixels"),

@@ -1,0 +1,203 @@
+"""ViTImpulseInit configuration: the small vision transformers of Zheng et al. and how their attention starts."""
+
+import difflib
+
+from huggingface_hub.dataclasses import strict
+
+from .configuration_base import FrugalViTConfig
+
+
+INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")
+
+
+@strict
+class ViTImpulseInitConfig(FrugalViTConfig):
+    r"""
+    Configuration of a vision transformer whose attention starts as convolution (Zheng et al., *Structured
+    Initialization for Attention in Vision Transformers*, arXiv 2404.01139). The defaults are ViT-T for 32 x 32 pixels,
+    with sinusoidal positions and average pooling; `from_variant` has the rest.
+
+    Args:
+        image_size (`int` or pair of `int`, *optional*, defaults to 32): Image size in pixels, or height and width.
+        patch_size (`int` or pair of `int`, *optional*, defaults to 2): Patch size in pixels; divides the image.
+        num_channels (`int`, *optional*, defaults to 3): Channels of the image.
+        hidden_size (`int`, *optional*, defaults to 192): Width of the tokens.
+        num_hidden_layers (`int`, *optional*, defaults to 12): Blocks.
+        num_attention_heads (`int`, *optional*, defaults to 3): Heads; divides `hidden_size`.
+        intermediate_size (`int`, *optional*): Width inside the MLP; four times `hidden_size` if not given.
+        hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of the MLP.
+        qkv_bias (`bool`, *optional*, defaults to `True`): Biases on queries, keys and values.
+        layer_norm_eps (`float`, *optional*, defaults to 1e-6): Epsilon of the LayerNorms.
+        position_embedding (`str`, *optional*, defaults to `"sincos"`):
+            `"sincos"`, a fixed sinusoidal encoding, or `"learned"` (table 1).
+        pooling (`str`, *optional*, defaults to `"mean"`):
+            What the classifier reads: `"mean"`, the average of the tokens after the final LayerNorm, or `"cls"`, a
+            learned [CLS] (table 1).
+        initialization (`str`, *optional*, defaults to `"impulse"`):
+            How weights of a fresh model are drawn: `"impulse"` or `"mimetic"` attention, the rest truncated normal;
+            or all linear layers `"trunc_normal"` (timm's way) or `"kaiming_uniform"` (PyTorch's).
+        impulse_kernel_size (`int`, *optional*, defaults to 3): Size of the impulse filters.
+        impulse_mass (`float`, *optional*, defaults to 0.5):
+            Share of the initial attention at the impulse, above 0 and below 1; see `impulse_init_`.
+        value_init (`str`, *optional*, defaults to `"mimetic"`):
+            Values and output projections beside impulses: `"mimetic"` or `"default"`, truncated normal.
+        drop_path_rate (`float`, *optional*, defaults to 0.0):
+            Largest stochastic depth rate; rises linearly over the blocks.
+        initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
+        image_mean, image_std (`float` or sequence of `float`, *optional*):
+            Normalization written into the image processor, for all channels or each.
+        resize_size (`int`, *optional*):
+            Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
+        resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
+            if a name looks like a misspelled field; the message says what was given and what would fit.
+    """
+
+    model_type = "vit_impulse_init"
+
+    image_size: int | list[int] | tuple[int, int] = 32
+    patch_size: int | list[int] | tuple[int, int] = 2
+    num_channels: int = 3
+    hidden_size: int = 192
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 3
+    intermediate_size: int | None = None
+    hidden_act: str = "gelu"
+    qkv_bias: bool = True
+    layer_norm_eps: float | int = 1e-6
+    position_embedding: str = "sincos"
+    pooling: str = "mean"
+    initialization: str = "impulse"
+    impulse_kernel_size: int = 3
+    impulse_mass: float | int = 0.5
+    value_init: str = "mimetic"
+    drop_path_rate: float | int = 0.0
+    initializer_range: float | int = 0.02
+    image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
+    resize_size: int | None = None
+    resample: int = 2
+
+    def __post_init__(self, **kwargs):
+        for name in ("image_mean", "image_std"):
+            if not isinstance(getattr(self, name), float):
+                setattr(self, name, tuple(getattr(self, name)))
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        super().__post_init__(**kwargs)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Height and width in patches."""
+        (height, width), (patch_height, patch_width) = _pair(self.image_size), _pair(self.patch_size)
+        return height // patch_height, width // patch_width
+
+    def validate_counts(self):
+        """Counts and sizes are positive, and patches tile the image."""
+        for name in (
+            "num_channels",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "impulse_kernel_size",
+            "resize_size",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}, expected at least 1.")
+        for name in ("image_size", "patch_size"):
+            size = _pair(getattr(self, name))
+            if len(size) != 2 or min(size) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, expected one size or a height and a width.")
+        for size, patch in zip(_pair(self.image_size), _pair(self.patch_size), strict=True):
+            if size % patch:
+                raise ValueError(
+                    f"Patches of `patch_size`={self.patch_size} do not tile images of `image_size`={self.image_size}."
+                )
+
+    def validate_widths(self):
+        """Heads divide the width, and the positional encoding divides into sines and cosines of two coordinates."""
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"`hidden_size`={self.hidden_size} is not divisible by `num_attention_heads`="
+                f"{self.num_attention_heads}; choose heads that divide the width."
+            )
+        if self.hidden_size % 4:
+            raise ValueError(
+                f"`hidden_size`={self.hidden_size} is not a multiple of 4, as the sinusoidal encoding (sine and "
+                "cosine of two coordinates) wants it."
+            )
+
+    def validate_choices(self):
+        """Fields with a fixed set of values."""
+        for name, allowed in (
+            ("position_embedding", ("sincos", "learned")),
+            ("pooling", ("mean", "cls")),
+            ("initialization", INITIALIZATIONS),
+            ("value_init", ("mimetic", "default")),
+            ("resample", tuple(range(6))),
+            ("problem_type", (None, "regression", "single_label_classification", "multi_label_classification")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {list(allowed)}.")
+        if not 0 < self.impulse_mass < 1:
+            raise ValueError(f"`impulse_mass` is {self.impulse_mass}, expected a number above 0 and below 1.")
+        if not 0 <= self.drop_path_rate < 1:
+            raise ValueError(f"`drop_path_rate` is {self.drop_path_rate}, expected 0 <= rate < 1.")
+        for name in ("layer_norm_eps", "initializer_range"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, expected a positive number.")
+
+    @classmethod
+    def variants(cls) -> list[str]:
+        """Names of the paper's models, for `from_variant`."""
+        return list(VARIANTS)
+
+    @classmethod
+    def from_variant(cls, name: str, **overrides) -> "ViTImpulseInitConfig":
+        """The configuration of one of the paper's models, for example `"tiny-h8-32"`.
+
+        Names read size, heads and image size; `"depth8-256-h16"` is a model of tables 5 and 7, by width and heads.
+
+        Args:
+            name (`str`): One of `variants()`.
+            overrides: Fields to set differently, for example `num_labels=10`.
+
+        Raises:
+            ValueError: if there is no variant of that name; the message lists the names.
+        """
+        if name not in VARIANTS:
+            close = ", ".join(difflib.get_close_matches(name, VARIANTS, n=4, cutoff=0.5) or VARIANTS)
+            raise ValueError(f"There is no ViTImpulseInit variant {name!r}. Did you mean: {close}?")
+        return cls(**{**VARIANTS[name], **overrides})
+
+
+def _pair(size) -> tuple[int, ...]:
+    return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+
+
+VARIANTS = {
+    f"{size}-h{heads}-{image_size}": {
+        "image_size": image_size,
+        "patch_size": patch_size,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_labels": num_labels,
+        "resize_size": resize_size,
+    }
+    for size, width, all_heads in (("tiny", 192, (3, 8)), ("small", 384, (6, 16)))
+    for heads in all_heads
+    for image_size, patch_size, num_labels, resize_size in ((32, 2, 10, None), (224, 16, 1000, 256))
+} | {
+    f"depth8-{width}-h{heads}": {
+        "hidden_size": width,
+        "num_hidden_layers": 8,
+        "num_attention_heads": heads,
+        "num_labels": 10,
+    }
+    for width in (64, 128, 256, 512)
+    for heads in (4, 8, 16, 32)
+}

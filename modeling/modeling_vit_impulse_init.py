@@ -1,0 +1,264 @@
+"""ViTImpulseInit: a plain vision transformer whose attention starts as convolution.
+
+After Zheng et al., *Structured Initialization for Attention in Vision Transformers* (arXiv 2404.01139): sinusoidal
+positions, average pooling, and queries and keys that make every head's first attention map an impulse filter.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
+from .hub import HubModel
+from .impulse import sincos_position_encoding
+from .initialization import initialize_attention_
+from .layers import MLP, SelfAttention, check_pixel_values, drop_path, image_classification_loss
+
+
+class ViTImpulseInitPatchEmbeddings(nn.Module):
+    """Pixels to tokens by a linear map of each patch."""
+
+    def __init__(self, config: ViTImpulseInitConfig):
+        super().__init__()
+        self.image_size, self.patch_size = (
+            (size, size) if isinstance(size, int) else tuple(size) for size in (config.image_size, config.patch_size)
+        )
+        self.num_patches = config.grid[0] * config.grid[1]
+        self.projection = nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
+        )
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.projection(pixel_values).flatten(2).mT
+
+
+class ViTImpulseInitEmbeddings(nn.Module):
+    """Patches, positions and, with `pooling="cls"`, a [CLS] in front."""
+
+    def __init__(self, config: ViTImpulseInitConfig):
+        super().__init__()
+        self.grid = config.grid
+        self.patch_embeddings = ViTImpulseInitPatchEmbeddings(config)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, config.hidden_size)) if config.pooling == "cls" else None
+        num_positions = self.patch_embeddings.num_patches + (config.pooling == "cls")
+        positions = torch.empty(1, num_positions, config.hidden_size)
+        if config.position_embedding == "learned":
+            self.position_embeddings = nn.Parameter(positions)
+        else:
+            self.register_buffer("position_embeddings", positions, persistent=False)
+
+    def sincos_positions(self) -> torch.Tensor:
+        """`(1, positions, hidden_size)`; zero for [CLS]."""
+        encoding = sincos_position_encoding(*self.grid, self.position_embeddings.shape[-1])
+        return F.pad(encoding, (0, 0, self.position_embeddings.shape[1] - len(encoding), 0))[None]
+
+    def interpolate_pos_encoding(self, height: int, width: int) -> torch.Tensor:
+        """Positions for images of another size, interpolated bicubically."""
+        patch_height, patch_width = self.patch_embeddings.patch_size
+        leading = self.position_embeddings.shape[1] - self.patch_embeddings.num_patches
+        patches = self.position_embeddings[:, leading:].unflatten(1, self.grid).permute(0, 3, 1, 2)
+        size = (height // patch_height, width // patch_width)
+        patches = F.interpolate(patches.float(), size, mode="bicubic", align_corners=False).flatten(2).mT
+        return torch.cat([self.position_embeddings[:, :leading], patches.to(self.position_embeddings.dtype)], dim=1)
+
+    def forward(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = False) -> torch.Tensor:
+        """Pixels to tokens `(batch, [CLS] + patches, hidden_size)`.
+
+        Raises:
+            ValueError: if the image has another size than the configuration says and positions are not interpolated.
+        """
+        size = tuple(pixel_values.shape[2:])
+        if not interpolate_pos_encoding and size != self.patch_embeddings.image_size:
+            expected = " x ".join(map(str, self.patch_embeddings.image_size))
+            raise ValueError(
+                f"Got images of {size[0]} x {size[1]} pixels, expected {expected}. Resize them, or pass "
+                "`interpolate_pos_encoding=True`."
+            )
+        tokens = self.patch_embeddings(pixel_values)
+        if self.cls_token is not None:
+            tokens = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
+        positions = self.interpolate_pos_encoding(*size) if interpolate_pos_encoding else self.position_embeddings
+        return tokens + positions.to(tokens.dtype)
+
+
+class ViTImpulseInitLayer(GradientCheckpointingLayer):
+    """A pre-norm transformer block."""
+
+    def __init__(self, config: ViTImpulseInitConfig, drop_path_rate: float):
+        super().__init__()
+        self.drop_path_rate = drop_path_rate
+        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attention = SelfAttention(config, config.hidden_size, config.num_attention_heads, config.qkv_bias)
+        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
+        hidden_states = hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+        branch = self.mlp(self.layernorm_after(hidden_states))
+        return hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+
+
+class ViTImpulseInitPreTrainedModel(HubModel):
+    """What the family shares: how fresh weights are drawn."""
+
+    config: ViTImpulseInitConfig
+    base_model_prefix = "vit"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    auto_classes = {
+        "AutoModel": "ViTImpulseInitModel",
+        "AutoModelForImageClassification": "ViTImpulseInitForImageClassification",
+    }
+    _no_split_modules = ["ViTImpulseInitEmbeddings", "ViTImpulseInitLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "hidden_states": ViTImpulseInitLayer,
+        "attentions": OutputRecorder(SelfAttention, index=1),
+    }
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base_model.embeddings.patch_embeddings
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        config = self.config
+        if isinstance(module, nn.Linear) and config.initialization != "kaiming_uniform":
+            init.trunc_normal_(module.weight, std=config.initializer_range)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, (nn.Linear, nn.Conv2d)):
+            # PyTorch's default; timm leaves the patch projection at it, too.
+            bound = module.weight[0].numel() ** -0.5
+            init.uniform_(module.weight, -bound, bound)
+            if module.bias is not None:
+                init.uniform_(module.bias, -bound, bound)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, ViTImpulseInitEmbeddings):
+            if config.position_embedding == "sincos" or config.initialization in ("impulse", "mimetic"):
+                init.copy_(module.position_embeddings, module.sincos_positions())
+            else:
+                init.trunc_normal_(module.position_embeddings, std=config.initializer_range)
+            if module.cls_token is not None:
+                init.trunc_normal_(module.cls_token, std=config.initializer_range)
+        elif isinstance(module, ViTImpulseInitModel):
+            # Comes after all modules within. Loaded weights are marked: nothing is solved for them.
+            weights = [layer.attention.q_proj.weight for layer in module.layers]
+            if not any(weight.is_meta or getattr(weight, "_is_hf_initialized", False) for weight in weights):
+                self._initialize_attention(module)
+
+    def _initialize_attention(self, module: nn.Module):
+        config = self.config
+        if config.initialization == "impulse":
+            initialize_attention_(
+                module,
+                "impulse",
+                kernel_size=config.impulse_kernel_size,
+                mass=config.impulse_mass,
+                value_init=config.value_init,
+            )
+        elif config.initialization == "mimetic":
+            initialize_attention_(module, "mimetic")
+
+
+class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
+    """The bare vision transformer, from pixels to tokens."""
+
+    def __init__(self, config: ViTImpulseInitConfig):
+        config.validate()
+        super().__init__(config)
+        self.embeddings = ViTImpulseInitEmbeddings(config)
+        last = max(config.num_hidden_layers - 1, 1)
+        self.layers = nn.ModuleList(
+            ViTImpulseInitLayer(config, config.drop_path_rate * i / last) for i in range(config.num_hidden_layers)
+        )
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPooling:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
+            interpolate_pos_encoding (`bool`, *optional*, defaults to `False`):
+                Take images of another size than the configuration's.
+
+        Returns:
+            `BaseModelOutputWithPooling`: `last_hidden_state`, `(batch, [CLS] + patches, hidden_size)`, and
+            `pooler_output`, `(batch, hidden_size)`, which the classifier reads.
+        """
+        weight = self.embeddings.patch_embeddings.projection.weight
+        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min(weight.shape[2:]))
+        hidden_states = self.embeddings(pixel_values.to(weight.dtype), interpolate_pos_encoding)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, **kwargs)
+        hidden_states = self.layernorm(hidden_states)
+        pooled = hidden_states[:, 0] if self.config.pooling == "cls" else hidden_states.mean(dim=1)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+
+class ViTImpulseInitForImageClassification(ViTImpulseInitPreTrainedModel):
+    """The vision transformer with a linear classifier on the pooled token."""
+
+    # The loss divides by `num_items_in_batch` for every problem type.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: ViTImpulseInitConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.vit = ViTImpulseInitModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ImageClassifierOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
+            labels (`torch.Tensor`, *optional*):
+                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
+            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
+            kwargs: Passed to `ViTImpulseInitModel.forward`.
+        """
+        outputs = self.vit(pixel_values, **kwargs)
+        logits = self.classifier(outputs.pooler_output)
+        loss = None
+        if labels is not None:
+            loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
+        return ImageClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+__all__ = [
+    "ViTImpulseInitConfig",
+    "ViTImpulseInitForImageClassification",
+    "ViTImpulseInitModel",
+    "ViTImpulseInitPreTrainedModel",
+]
