@@ -33,7 +33,7 @@ from .augmentation import BootstrapView, EvalView, ImageFormat, View
 from .cards import write_card
 from .data import TrainingLoader, evaluation_loader, load_splits
 from .loading import load_image_classifier
-from .loop import TrainingState, fit, parameter_groups, start_accelerator
+from .loop import OPTIMIZERS, TrainingState, fit, make_optimizer, parameter_groups, start_accelerator
 from .metrics import TopKAccuracy
 from .train import parse_overrides
 
@@ -96,11 +96,12 @@ class AlignmentArguments:
 
 @dataclass
 class ScheduleArguments:
-    """AdamW; a warm-up in which inherited weights stay as they are, then half a cosine."""
+    """An optimizer; a warm-up in which inherited weights stay as they are, then half a cosine."""
 
     learning_rate: float | None = argument(None, "Highest learning rate. Default: 2e-4, or 5e-5 with --student.")
     inherited_learning_rate: float = argument(0.1, "That of inherited blocks, relative to --learning_rate.")
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, RoIs, token embeddings and [CLS].")
+    optimizer: str = argument("adamw", "adamw, or muon, which needs fewer epochs.", choices=[*OPTIMIZERS])
     warmup_epochs: float | None = argument(None, "Epochs of warm-up. Default: 1, or 0 with --student.")
 
     def __post_init__(self):
@@ -299,7 +300,7 @@ def freeze(student: SparseFormerForImageClassification, pair: StudentArguments, 
 
 
 def build_optimizer(student, tuned: set[nn.Parameter], schedule: ScheduleArguments, steps_per_epoch: int, epochs: int):
-    """AdamW whose learning rate rises over the warm-up, at 0 for inherited weights, and falls as half a cosine."""
+    """Optimizer and schedule: a rise over the warm-up, at 0 for inherited weights, then a fall as half a cosine."""
     warmup, total = round(schedule.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch
 
     def rate(step: int) -> float:
@@ -311,14 +312,14 @@ def build_optimizer(student, tuned: set[nn.Parameter], schedule: ScheduleArgumen
         return 0.0 if step < warmup else schedule.inherited_learning_rate * rate(step)
 
     groups, rates = [], []
-    for group in parameter_groups(student, schedule.weight_decay):
+    for group in parameter_groups(student, schedule.weight_decay, schedule.optimizer):
         for members, factor in (
             ([p for p in group["params"] if p not in tuned], rate),
             ([p for p in group["params"] if p in tuned], inherited_rate),
         ):
             groups.append({**group, "params": members})
             rates.append(factor)
-    optimizer = torch.optim.AdamW(groups, lr=schedule.learning_rate, fused=True)
+    optimizer = make_optimizer(schedule.optimizer, groups, lr=schedule.learning_rate)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
 
 

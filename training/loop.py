@@ -23,8 +23,10 @@ from tqdm import tqdm
 from .arguments import RESUMABLE, RunArguments
 from .data import TrainingLoader
 from .files import write_json, write_text
+from .muon import Muon, split_matrices
 
 
+OPTIMIZERS = ("adamw", "muon")
 # Where the best model is written before its files are moved over the earlier ones.
 BEST_ASIDE = ".best.aside"
 
@@ -146,10 +148,10 @@ def replace_files(folder: Path, write: Callable[[Path], None]):
     aside.rmdir()
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Parameters for AdamW: matrices and filters decay; biases, norms, positions, [CLS] and the like do not.
+def parameter_groups(model: torch.nn.Module, weight_decay: float, optimizer: str = "adamw") -> list[dict]:
+    """Parameters for an optimizer: matrices and filters decay; biases, norms, positions, [CLS] and the like do not.
 
-    A model adds names to the latter by a method `no_weight_decay()`.
+    A model adds names to the latter by a method `no_weight_decay()`. For Muon, the matrices of its body stand apart.
     """
     spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
     words = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
@@ -158,7 +160,15 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
         if parameter.requires_grad:
             spare = parameter.ndim < 2 or name in spared or any(word in name for word in words)
             (kept if spare else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return split_matrices(model, *groups) if optimizer == "muon" else groups
+
+
+def make_optimizer(name: str, groups: list[dict], **options) -> torch.optim.Optimizer:
+    """One of `OPTIMIZERS` on what `parameter_groups` returns, with options of AdamW."""
+    if name == "muon":
+        return Muon(groups, **options)
+    return torch.optim.AdamW(groups, **options, fused=True)
 
 
 class Checkpoints:

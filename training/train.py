@@ -40,9 +40,8 @@ from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .cards import write_card
 from .data import TrainingLoader, check_labels, class_names, evaluation_loader, load_splits
 from .loading import load_image_classifier
-from .loop import TrainingState, fit, parameter_groups, start_accelerator
+from .loop import OPTIMIZERS, TrainingState, fit, make_optimizer, parameter_groups, start_accelerator
 from .metrics import evaluate_classifier
-from .muon import Muon, split_matrices
 
 
 PROG = "frugalvit train"
@@ -86,9 +85,7 @@ class RecipeArguments:
     mixup: float = argument(0.2, "Mixup's Beta parameter; 0 turns it off.")
     cutmix: float = argument(0.0, "CutMix's Beta parameter; 0 turns it off.")
     label_smoothing: float = argument(0.1, "Share of the target that is spread over all classes.")
-    optimizer: str = argument(
-        "adamw", "adamw, or muon, which needs a fraction of the epochs.", choices=["adamw", "muon"]
-    )
+    optimizer: str = argument("adamw", "adamw, or muon, which needs fewer epochs.", choices=[*OPTIMIZERS])
     drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
     distill_from: str | None = argument(None, "Folder or hub id of a classifier to learn from.")
     distill_weight: float = argument(0.5, "Weight of its divergence, the labels' loss has the rest.")
@@ -159,12 +156,12 @@ def main(argv: list[str] | None = None) -> int:
         skip_corrupt=data.skip_corrupt,
     )
 
-    groups = parameter_groups(model, optimization.weight_decay)
-    options = {"lr": optimization.learning_rate, "betas": (optimization.adam_beta1, optimization.adam_beta2)}
-    if recipe.optimizer == "muon":
-        optimizer = Muon(split_matrices(model, *groups), **options)
-    else:
-        optimizer = torch.optim.AdamW(groups, **options, fused=True)
+    optimizer = make_optimizer(
+        recipe.optimizer,
+        parameter_groups(model, optimization.weight_decay, recipe.optimizer),
+        lr=optimization.learning_rate,
+        betas=(optimization.adam_beta1, optimization.adam_beta2),
+    )
     scheduler = get_scheduler(
         optimization.lr_scheduler,
         optimizer,

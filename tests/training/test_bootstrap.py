@@ -57,8 +57,10 @@ def weights(folder):
     return AutoModelForImageClassification.from_pretrained(folder).state_dict()
 
 
-def test_aligns_student_and_teacher_and_saves_a_complete_repository(teacher, tmp_path):
-    results = run(teacher, tmp_path / "out", "--learning_rate", "3e-3", images=512, epochs=4)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_aligns_student_and_teacher_and_saves_a_complete_repository(optimizer, teacher, tmp_path):
+    options = ("--learning_rate", "3e-3", "--optimizer", optimizer)
+    results = run(teacher, tmp_path / "out", *options, images=512, epochs=4)
     first, last = results["epochs"][0], results["epochs"][-1]
     assert last["alignment"] > first["alignment"] + 0.05
     assert last["train_loss"] < first["train_loss"] - 0.05
@@ -74,8 +76,9 @@ def test_aligns_student_and_teacher_and_saves_a_complete_repository(teacher, tmp
     assert student.config.num_latent_tokens == 3
 
 
-def test_tunes_the_middle_and_freezes_the_end(teacher, tmp_path):
-    run(teacher, tmp_path / "out", "--learning_rate", "1e-2")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_tunes_the_middle_and_freezes_the_end(optimizer, teacher, tmp_path):
+    run(teacher, tmp_path / "out", "--learning_rate", "1e-2", "--optimizer", optimizer)
     before, after = weights(teacher), weights(tmp_path / "out")
 
     def changed(ours, theirs):
@@ -88,8 +91,10 @@ def test_tunes_the_middle_and_freezes_the_end(teacher, tmp_path):
     assert not changed("classifier.weight", "classifier.weight")
 
 
-def test_inherited_weights_rest_during_warm_up(teacher, tmp_path):
-    run(teacher, tmp_path / "out", "--warmup_epochs", "1", "--learning_rate", "1e-2", epochs=1)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_inherited_weights_rest_during_warm_up(optimizer, teacher, tmp_path):
+    options = ("--warmup_epochs", "1", "--learning_rate", "1e-2", "--optimizer", optimizer)
+    run(teacher, tmp_path / "out", *options, epochs=1)
     before, after = weights(teacher), weights(tmp_path / "out")
     name = "mlp.fc1.weight"
     assert torch.equal(after[f"sparseformer.layers.0.{name}"], before[f"vit.layers.1.{name}"])
