@@ -1,10 +1,8 @@
 """ViTImpulseInit configuration: the small vision transformers of Zheng et al. and how their attention starts."""
 
-import difflib
-
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import FrugalViTConfig
+from .configuration_base import FrugalViTConfig, pair
 
 
 INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")
@@ -81,9 +79,6 @@ class ViTImpulseInitConfig(FrugalViTConfig):
     resample: int = 2
 
     def __post_init__(self, **kwargs):
-        for name in ("image_mean", "image_std"):
-            if not isinstance(getattr(self, name), float):
-                setattr(self, name, tuple(getattr(self, name)))
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         super().__post_init__(**kwargs)
@@ -91,12 +86,12 @@ class ViTImpulseInitConfig(FrugalViTConfig):
     @property
     def grid(self) -> tuple[int, int]:
         """Height and width in patches."""
-        (height, width), (patch_height, patch_width) = _pair(self.image_size), _pair(self.patch_size)
+        (height, width), (patch_height, patch_width) = pair(self.image_size), pair(self.patch_size)
         return height // patch_height, width // patch_width
 
     def validate_counts(self):
         """Counts and sizes are positive, and patches tile the image."""
-        for name in (
+        self._check_counts(
             "num_channels",
             "hidden_size",
             "num_hidden_layers",
@@ -104,15 +99,9 @@ class ViTImpulseInitConfig(FrugalViTConfig):
             "intermediate_size",
             "impulse_kernel_size",
             "resize_size",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}, expected at least 1.")
-        for name in ("image_size", "patch_size"):
-            size = _pair(getattr(self, name))
-            if len(size) != 2 or min(size) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, expected one size or a height and a width.")
-        for size, patch in zip(_pair(self.image_size), _pair(self.patch_size), strict=True):
+        )
+        self._check_sizes("image_size", "patch_size")
+        for size, patch in zip(pair(self.image_size), pair(self.patch_size), strict=True):
             if size % patch:
                 raise ValueError(
                     f"Patches of `patch_size`={self.patch_size} do not tile images of `image_size`={self.image_size}."
@@ -133,52 +122,23 @@ class ViTImpulseInitConfig(FrugalViTConfig):
 
     def validate_choices(self):
         """Fields with a fixed set of values."""
-        for name, allowed in (
-            ("position_embedding", ("sincos", "learned")),
-            ("pooling", ("mean", "cls")),
-            ("initialization", INITIALIZATIONS),
-            ("value_init", ("mimetic", "default")),
-            ("resample", tuple(range(6))),
-            ("problem_type", (None, "regression", "single_label_classification", "multi_label_classification")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {list(allowed)}.")
+        self._check_choices(
+            position_embedding=("sincos", "learned"),
+            pooling=("mean", "cls"),
+            initialization=INITIALIZATIONS,
+            value_init=("mimetic", "default"),
+        )
         if not 0 < self.impulse_mass < 1:
             raise ValueError(f"`impulse_mass` is {self.impulse_mass}, expected a number above 0 and below 1.")
-        if not 0 <= self.drop_path_rate < 1:
-            raise ValueError(f"`drop_path_rate` is {self.drop_path_rate}, expected 0 <= rate < 1.")
-        for name in ("layer_norm_eps", "initializer_range"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, expected a positive number.")
+        self._check_rates("drop_path_rate")
+        self._check_positive("layer_norm_eps", "initializer_range")
 
-    @classmethod
-    def variants(cls) -> list[str]:
-        """Names of the paper's models, for `from_variant`."""
-        return list(VARIANTS)
-
-    @classmethod
-    def from_variant(cls, name: str, **overrides) -> "ViTImpulseInitConfig":
-        """The configuration of one of the paper's models, for example `"tiny-h8-32"`.
-
-        Names read size, heads and image size; `"depth8-256-h16"` is a model of tables 5 and 7, by width and heads.
-
-        Args:
-            name (`str`): One of `variants()`.
-            overrides: Fields to set differently, for example `num_labels=10`.
-
-        Raises:
-            ValueError: if there is no variant of that name; the message lists the names.
-        """
-        if name not in VARIANTS:
-            close = ", ".join(difflib.get_close_matches(name, VARIANTS, n=4, cutoff=0.5) or VARIANTS)
-            raise ValueError(f"There is no ViTImpulseInit variant {name!r}. Did you mean: {close}?")
-        return cls(**{**VARIANTS[name], **overrides})
+    @staticmethod
+    def _variants() -> dict[str, dict]:
+        return VARIANTS
 
 
-def _pair(size) -> tuple[int, ...]:
-    return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
-
-
+# Names read size, heads and image size, or, of tables 5 and 7, depth, width and heads.
 VARIANTS = {
     f"{size}-h{heads}-{image_size}": {
         "image_size": image_size,
@@ -201,3 +161,6 @@ VARIANTS = {
     for width in (64, 128, 256, 512)
     for heads in (4, 8, 16, 32)
 }
+
+
+__all__ = ["ViTImpulseInitConfig"]

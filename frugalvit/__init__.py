@@ -13,12 +13,16 @@ from .version import __version__
 
 
 if TYPE_CHECKING:
+    from .configuration.configuration_convmixer import ConvMixerConfig as ConvMixerConfig
     from .configuration.configuration_sparseformer import SparseFormerConfig as SparseFormerConfig
     from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig
     from .macs import count_macs as count_macs
     from .modeling.initialization import impulse_init_ as impulse_init_
     from .modeling.initialization import initialize_attention_ as initialize_attention_
     from .modeling.initialization import mimetic_init_ as mimetic_init_
+    from .modeling.modeling_convmixer import ConvMixerForImageClassification as ConvMixerForImageClassification
+    from .modeling.modeling_convmixer import ConvMixerModel as ConvMixerModel
+    from .modeling.modeling_convmixer import ConvMixerPreTrainedModel as ConvMixerPreTrainedModel
     from .modeling.modeling_sparseformer import (
         SparseFormerForImageClassification as SparseFormerForImageClassification,
     )

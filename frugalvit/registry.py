@@ -5,6 +5,10 @@ import importlib
 
 # A family's public names in `configuration_<family>.py` and in `modeling_<family>.py`.
 FAMILIES = {
+    "convmixer": (
+        ["ConvMixerConfig"],
+        ["ConvMixerModel", "ConvMixerForImageClassification", "ConvMixerPreTrainedModel"],
+    ),
     "sparseformer": (
         ["SparseFormerConfig"],
         [

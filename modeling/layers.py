@@ -53,15 +53,24 @@ class SelfAttention(nn.Module):
         return self.o_proj(output.reshape(hidden_states.shape)), weights
 
 
+def activation(name: str) -> nn.Module:
+    """One of Transformers' activations.
+
+    Raises:
+        ValueError: if there is none of that name; the message lists the names.
+    """
+    if name not in ACT2FN:
+        raise ValueError(f"There is no activation {name!r}; there are {', '.join(sorted(ACT2FN))}.")
+    return ACT2FN[name]
+
+
 class MLP(nn.Module):
     """Two linear layers with an activation between."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str):
         super().__init__()
-        if hidden_act not in ACT2FN:
-            raise ValueError(f"There is no activation {hidden_act!r}; there are {', '.join(sorted(ACT2FN))}.")
         self.fc1 = nn.Linear(hidden_size, intermediate_size)
-        self.activation = ACT2FN[hidden_act]
+        self.activation = activation(hidden_act)
         self.fc2 = nn.Linear(intermediate_size, hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
