@@ -28,7 +28,7 @@ def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch
     if hidden_size % 4:
         raise ValueError(f"`hidden_size` is {hidden_size}, expected a multiple of 4 (sine and cosine of x and y).")
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    omega = 10000 ** -torch.linspace(0, 1, hidden_size // 4)
+    omega = torch.logspace(0, -4, hidden_size // 4)
     x, y = x.reshape(-1, 1) * omega, y.reshape(-1, 1) * omega
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
 

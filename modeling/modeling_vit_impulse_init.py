@@ -44,11 +44,11 @@ class ViTImpulseInitEmbeddings(nn.Module):
 
     def __init__(self, config: ViTImpulseInitConfig):
         super().__init__()
-        self.grid = config.grid
+        self.grid, self.hidden_size = config.grid, config.hidden_size
         self.patch_embeddings = ViTImpulseInitPatchEmbeddings(config)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, config.hidden_size)) if config.pooling == "cls" else None
-        num_positions = self.patch_embeddings.num_patches + (config.pooling == "cls")
-        positions = torch.empty(1, num_positions, config.hidden_size)
+        has_cls = config.pooling == "cls"
+        self.cls_token = nn.Parameter(torch.empty(1, 1, config.hidden_size)) if has_cls else None
+        positions = self.sincos_positions()
         if config.position_embedding == "learned":
             self.position_embeddings = nn.Parameter(positions)
         else:
@@ -56,8 +56,8 @@ class ViTImpulseInitEmbeddings(nn.Module):
 
     def sincos_positions(self) -> torch.Tensor:
         """`(1, positions, hidden_size)`; zero for [CLS]."""
-        encoding = sincos_position_encoding(*self.grid, self.position_embeddings.shape[-1])
-        return F.pad(encoding, (0, 0, self.position_embeddings.shape[1] - len(encoding), 0))[None]
+        encoding = sincos_position_encoding(*self.grid, self.hidden_size)
+        return F.pad(encoding, (0, 0, int(self.cls_token is not None), 0))[None]
 
     def interpolate_pos_encoding(self, height: int, width: int) -> torch.Tensor:
         """Positions for images of another size, interpolated bicubically."""

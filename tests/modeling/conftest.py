@@ -1,4 +1,4 @@
-"""Tiny SparseFormers of both generations, and real images."""
+"""Tiny models of every family, and real images."""
 
 import io
 from importlib import resources
@@ -7,30 +7,9 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
+from transformers import PreTrainedConfig
 
-from frugalvit import SparseFormerConfig
-
-
-# A variant of each generation, made small; what tells the generations apart is left as it is.
-SMALL = {
-    "image_size": 32,
-    "resize_size": None,
-    "num_latent_tokens": 5,
-    "num_sampling_points": 4,
-    "num_mixed_points": 8,
-    "stem_channels": 8,
-    "focusing_hidden_size": 32,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "drop_path_rate": 0.0,
-    "num_labels": 3,
-    "projection_dim": 16,
-}
-VARIANTS = {
-    # Heads of 16 channels in the focusing layer, the fewest that flex attention takes.
-    "bootstrapped": ("augreg-base-49-224", {"mixing_hidden_size": 16, "focusing_num_attention_heads": 2}),
-    "v1": ("v1-tiny", {"focusing_num_attention_heads": 16, "num_attention_heads": 16}),
-}
+from kinds import KINDS
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +23,10 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def make_config():
-    """Function that makes a tiny configuration of a generation."""
+    """Function that makes a tiny configuration of a kind."""
 
-    def make(generation: str, **fields) -> SparseFormerConfig:
-        variant, own = VARIANTS[generation]
-        return SparseFormerConfig.from_variant(variant, **{**SMALL, **own, **fields})
+    def make(kind: str, **fields) -> PreTrainedConfig:
+        return KINDS[kind].config_class.from_variant(KINDS[kind].variant, **{**KINDS[kind].fields, **fields})
 
     return make
 
@@ -56,11 +34,13 @@ def make_config():
 @pytest.fixture(scope="session")
 def make_model(make_config):
     """Function that makes a tiny model in evaluation mode, with every weight moved off its initial value, so that
-    tokens and RoIs differ between images."""
+    outputs differ between images. The class is one of the kind's, or `"base"` or `"classifier"`."""
 
-    def make(model_class, generation: str, seed: int = 0, **fields):
+    def make(model_class, kind: str, seed: int = 0, **fields):
+        if isinstance(model_class, str):
+            model_class = getattr(KINDS[kind], model_class)
         torch.manual_seed(seed)
-        model = model_class(make_config(generation, **fields)).eval()
+        model = model_class(make_config(kind, **fields)).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.05 * torch.randn_like(parameter)
@@ -69,8 +49,15 @@ def make_model(make_config):
     return make
 
 
-@pytest.fixture(params=list(VARIANTS))
+@pytest.fixture(params=list(KINDS))
+def kind(request) -> str:
+    """Every family and generation; tests that some do not fit name others by `parametrize`."""
+    return request.param
+
+
+@pytest.fixture(params=["bootstrapped", "v1"])
 def generation(request) -> str:
+    """The generations of SparseFormer."""
     return request.param
 
 

@@ -1,4 +1,4 @@
-"""Transformers' own common model tests, run on every class of both generations.
+"""Transformers' own common model tests, run on every class of every family.
 
 They are part of Transformers' source distribution and not of this repository. Unpack the one of the installed version
 (`pip download --no-deps --no-binary :all: transformers==<version>`) and name its folder in
@@ -19,13 +19,7 @@ import torch
 from torch import nn
 from transformers.models.auto import modeling_auto
 
-from frugalvit import (
-    SparseFormerConfig,
-    SparseFormerForImageClassification,
-    SparseFormerModel,
-    SparseFormerVisionModel,
-    SparseFormerVisionModelWithProjection,
-)
+from kinds import KINDS
 
 
 SOURCE = os.environ.get("FRUGALVIT_TRANSFORMERS_SOURCE")
@@ -77,53 +71,29 @@ common = import_common_tests("test_modeling_common")
 with mock.patch("transformers.utils.direct_transformers_import"):  # wants `tests/__init__.py`, for other models
     configuration_common = import_common_tests("test_configuration_common")
 
-# The tests choose inputs and what they skip by the names in these tables.
-CLASS_NAMES = {
-    "MODEL_MAPPING_NAMES": (
-        "SparseFormerModel",
-        "SparseFormerVisionModel",
-        "SparseFormerVisionModelWithProjection",
-    ),
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": "SparseFormerForImageClassification",
-}
 
-
-class SparseFormerModelTester:
+class ModelTester:
     """Tiny configurations and inputs, under the attribute names that the common tests read."""
 
     batch_size = 3
     image_size = 32
     num_channels = 3
-    num_latent_tokens = 5
-    hidden_size = 64
     num_hidden_layers = 2
-    num_attention_heads = 4
     is_training = True
-    # Each generation's differences, as they stand in the variants.
-    variant: str
-    fields: dict
 
     def __init__(self, parent):
         self.parent = parent
-        self.seq_length = self.num_latent_tokens + self.get_config().use_cls_token
+        self.kind = KINDS[parent.kind]
+        config = self.get_config()
+        self.hidden_size = config.hidden_size
+        if parent.has_attentions:
+            self.num_attention_heads = config.num_attention_heads
+            tokens = getattr(config, "num_latent_tokens", 64)
+            self.seq_length = tokens + getattr(config, "use_cls_token", False)
 
-    def get_config(self) -> SparseFormerConfig:
-        return SparseFormerConfig.from_variant(
-            self.variant,
-            image_size=self.image_size,
-            num_latent_tokens=self.num_latent_tokens,
-            num_sampling_points=4,
-            num_mixed_points=8,
-            stem_channels=8,
-            focusing_hidden_size=32,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            projection_dim=16,
-            num_labels=3,
-            drop_path_rate=0.0,
-            **self.fields,
-        )
+    def get_config(self):
+        fields = {**self.kind.fields, "num_hidden_layers": self.num_hidden_layers, "image_size": self.image_size}
+        return self.kind.config_class.from_variant(self.kind.variant, **fields)
 
     def prepare_config_and_inputs_for_common(self):
         size = (self.batch_size, self.num_channels, self.image_size, self.image_size)
@@ -131,56 +101,79 @@ class SparseFormerModelTester:
 
 
 class CommonTests:
-    """What a vision model without text overrides of the common tests, for both generations."""
+    """What a vision model without text overrides of the common tests."""
 
-    all_model_classes = (
-        SparseFormerModel,
-        SparseFormerForImageClassification,
-        SparseFormerVisionModel,
-        SparseFormerVisionModelWithProjection,
-    )
-    model_tester_class: type
+    kind: str
+    has_attentions = True
     test_resize_embeddings = False  # no token embeddings
     test_can_init_all_missing_weights_before_2023 = True
 
+    @property
+    def all_model_classes(self):
+        return KINDS[self.kind].classes
+
     def setUp(self):
-        for table, names in CLASS_NAMES.items():
-            patch = mock.patch.dict(getattr(modeling_auto, table), {"sparseformer": names})
+        # The tests choose inputs and what they skip by the names in these tables.
+        names = [model_class.__name__ for model_class in KINDS[self.kind].classes]
+        family = KINDS[self.kind].config_class.model_type
+        for table, value in (
+            ("MODEL_MAPPING_NAMES", (names[0], *names[2:])),
+            ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", names[1]),
+        ):
+            patch = mock.patch.dict(getattr(modeling_auto, table), {family: value})
             patch.start()
             self.addCleanup(patch.stop)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self.addCleanup(torch.set_num_threads, threads)
-        self.model_tester = self.model_tester_class(self)
+        self.model_tester = ModelTester(self)
 
     def test_config(self):
+        names = ["hidden_size", "num_hidden_layers", *["num_attention_heads"] * self.has_attentions]
         tester = configuration_common.ConfigTester(
-            self, config_class=SparseFormerConfig, has_text_modality=False, hidden_size=64
+            self,
+            config_class=KINDS[self.kind].config_class,
+            has_text_modality=False,
+            common_properties=names,
+            **{name: getattr(self.model_tester.get_config(), name) for name in names},
         )
         tester.run_common_tests()
 
     def test_model_get_set_embeddings(self):
         for model_class in self.all_model_classes:
             model = model_class(self.model_tester.get_config())
-            self.assertIsInstance(model.get_input_embeddings(), nn.Conv2d)
+            self.assertIsInstance(model.get_input_embeddings(), nn.Module)
             self.assertIsNone(model.get_output_embeddings())
 
 
-class BootstrappedTester(SparseFormerModelTester):
-    variant = "augreg-base-49-224"
-    fields = {"mixing_hidden_size": 16}
-
-
-class V1Tester(SparseFormerModelTester):
-    variant = "v1-tiny"
-    # More heads than flash and flex attention can do, as in the published models.
-    num_attention_heads = 16
-    fields = {"focusing_num_attention_heads": 16}
-
-
 class BootstrappedCommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCase):
-    model_tester_class = BootstrappedTester
+    kind = "bootstrapped"
 
 
 class V1CommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCase):
-    model_tester_class = V1Tester
+    # More heads than flash and flex attention can do, as in the published models.
+    kind = "v1"
+
+
+class ViTImpulseInitCommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCase):
+    kind = "vit_impulse_init"
+
+
+class ConvMixerCommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCase):
+    kind = "convmixer"
+    has_attentions = False
+
+    @unittest.skip("frozen filters are buffers and random")
+    def test_init_weights_can_init_buffers(self):
+        pass
+
+    def test_hidden_states_output(self):
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        for model_class in self.all_model_classes:
+            for by_config in (False, True):
+                config.output_hidden_states = by_config
+                model = model_class(config).eval()
+                with torch.no_grad():
+                    outputs = model(**inputs, **({} if by_config else {"output_hidden_states": True}))
+                shapes = [tuple(states.shape) for states in outputs.hidden_states]
+                self.assertEqual(shapes, [(3, config.hidden_size, 8, 8)] * 3)

@@ -21,32 +21,12 @@ from safetensors.torch import load_file, save, save_file
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import frugalvit
-from frugalvit import (
-    SparseFormerForImageClassification,
-    SparseFormerModel,
-    SparseFormerVisionModel,
-    SparseFormerVisionModelWithProjection,
-)
+from frugalvit import SparseFormerVisionModelWithProjection
 from frugalvit.modeling.hub import flatten_imports, source_files
+from kinds import KINDS
 
 
-CLASSES = (
-    SparseFormerModel,
-    SparseFormerForImageClassification,
-    SparseFormerVisionModel,
-    SparseFormerVisionModelWithProjection,
-)
-GENERATIONS = ("bootstrapped", "v1")
 CHECKPOINTS = sorted(path.parent for path in Path(__file__).parents[2].glob("checkpoints/*/config.json"))
-CODE = {
-    "configuration_base.py",
-    "configuration_sparseformer.py",
-    "hub.py",
-    "layers.py",
-    "modeling_sparseformer.py",
-    "teachers.py",
-}
-COMPLETE = CODE | {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
 MAIN_OUTPUTS = ("logits", "image_embeds", "last_hidden_state")
 
 
@@ -60,20 +40,25 @@ def code_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).glob("*.py")}
 
 
-def loaders(model_class) -> list[str]:
+def loaders(kind: str, model_class) -> list[str]:
     """Ways to load what a class saved; `AutoModel` reads the base model out of every folder."""
-    by_name = f"modeling_sparseformer.{model_class.__name__}"
-    if model_class is SparseFormerForImageClassification:
+    by_name = f"modeling_{KINDS[kind].config_class.model_type}.{model_class.__name__}"
+    if model_class is KINDS[kind].classifier:
         return [by_name, "AutoModelForImageClassification", "AutoModel"]
     return [by_name, "AutoModel"]
 
 
+def folder_name(kind: str, model_class=None) -> str:
+    """Of a saved model, the classifier if no class is given."""
+    return f"{kind}-{(model_class or KINDS[kind].classifier).__name__}"
+
+
 CASES = [
-    f"{where}/{generation}-{model_class.__name__}/{loader}"
+    f"{where}/{folder_name(kind, model_class)}/{loader}"
     for where in ("local", "cached")
-    for generation in GENERATIONS
-    for model_class in CLASSES
-    for loader in loaders(model_class)
+    for kind in KINDS
+    for model_class in KINDS[kind].classes
+    for loader in loaders(kind, model_class)
 ]
 
 
@@ -99,12 +84,12 @@ def run_without_frugalvit(home: Path, *arguments):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, make_model, pixel_values) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A folder of saved models of every class and generation, and what each computed before it was saved."""
+    """A folder of saved models of every class and kind, and what each computed before it was saved."""
     root, outputs = tmp_path_factory.mktemp("saved"), {}
-    for generation in GENERATIONS:
-        for model_class in CLASSES:
-            name = f"{generation}-{model_class.__name__}"
-            model = make_model(model_class, generation)
+    for kind in KINDS:
+        for model_class in KINDS[kind].classes:
+            name = folder_name(kind, model_class)
+            model = make_model(model_class, kind)
             model.save_pretrained(root / name)
             outputs[name] = main_output(model, pixel_values)
             outputs[f"{name}/AutoModel"] = main_output(model.base_model, pixel_values)
@@ -142,12 +127,11 @@ def loaded(tmp_path_factory, saved, pixel_values):
 
 @pytest.fixture(scope="module")
 def fine_tuned(tmp_path_factory, saved) -> dict[str, Path]:
-    """What three generations of fine-tuning without frugalvit wrote, for each generation of SparseFormer."""
+    """What three rounds of fine-tuning without frugalvit wrote, for each kind."""
     root, _ = saved
     home = tmp_path_factory.mktemp("fine-tuned")
-    names = {generation: f"{generation}-SparseFormerForImageClassification" for generation in GENERATIONS}
-    run_without_frugalvit(home, "fine_tune", home, *(root / name for name in names.values()))
-    return {generation: home / name for generation, name in names.items()}
+    run_without_frugalvit(home, "fine_tune", home, *(root / folder_name(kind) for kind in KINDS))
+    return {kind: home / folder_name(kind) for kind in KINDS}
 
 
 class TestWithoutThePackage:
@@ -155,7 +139,8 @@ class TestWithoutThePackage:
     def test_loads_and_computes_the_same(self, case, saved, loaded):
         where, name, loader = case.split("/")
         report, outputs = loaded[0][case], loaded[1][case]
-        expected = {"AutoModel": "SparseFormerModel", "AutoModelForImageClassification": CLASSES[1].__name__}
+        kind = KINDS[name.partition("-")[0]]
+        expected = {"AutoModel": kind.base.__name__, "AutoModelForImageClassification": kind.classifier.__name__}
         assert report["class"] == expected.get(loader, loader.rpartition(".")[2])
         assert report["module"].startswith("transformers_modules.")
         assert report["config_class_is_the_models"]
@@ -176,21 +161,21 @@ class TestWithoutThePackage:
                 for trust in (True, None):
                     model = getattr(transformers, loader).from_pretrained(saved[0] / name, trust_remote_code=trust)
                     assert type(model).__name__ == report["class"]
-                    assert type(model).__module__ == "frugalvit.modeling.modeling_sparseformer"
+                    assert type(model).__module__.startswith("frugalvit.modeling.modeling_")
 
-    def test_fine_tuned_remote_code_keeps_its_files(self, generation, saved, fine_tuned):
-        original = code_of(saved[0] / f"{generation}-SparseFormerForImageClassification")
-        assert set(original) == CODE
+    def test_fine_tuned_remote_code_keeps_its_files(self, kind, saved, fine_tuned):
+        original = code_of(saved[0] / folder_name(kind))
+        assert set(original) == KINDS[kind].code
         for name in ("first", "second", "third"):
             for folder in (
-                fine_tuned[generation] / name,
-                *sorted((fine_tuned[generation] / f"{name}-checkpoints").iterdir()),
+                fine_tuned[kind] / name,
+                *sorted((fine_tuned[kind] / f"{name}-checkpoints").iterdir()),
             ):
                 assert code_of(folder) == original
-                assert set(os.listdir(folder)) >= COMPLETE
+                assert set(os.listdir(folder)) >= KINDS[kind].complete
 
-    def test_fine_tuned_remote_code_computes_the_same_when_loaded_again(self, generation, fine_tuned):
-        logits = load_file(fine_tuned[generation] / "logits.safetensors")
+    def test_fine_tuned_remote_code_computes_the_same_when_loaded_again(self, kind, fine_tuned):
+        logits = load_file(fine_tuned[kind] / "logits.safetensors")
         for name in ("first", "second", "third"):
             assert torch.equal(logits[name], logits[f"{name} checkpoint"])
             assert torch.equal(logits[name], logits[f"{name} resumed"])
@@ -198,16 +183,16 @@ class TestWithoutThePackage:
             assert torch.equal(logits[before], logits[f"{after} loaded"])
             assert not torch.equal(logits[before], logits[after])
 
-    def test_the_package_loads_what_remote_code_saved(self, generation, fine_tuned):
-        model = transformers.AutoModelForImageClassification.from_pretrained(fine_tuned[generation] / "third")
-        assert type(model) is SparseFormerForImageClassification
+    def test_the_package_loads_what_remote_code_saved(self, kind, fine_tuned):
+        model = transformers.AutoModelForImageClassification.from_pretrained(fine_tuned[kind] / "third")
+        assert type(model) is KINDS[kind].classifier
         torch.manual_seed(0)
         pixel_values = torch.stack([torch.randn(3, 32, 32) for _ in range(2)])
-        logits = load_file(fine_tuned[generation] / "logits.safetensors")
+        logits = load_file(fine_tuned[kind] / "logits.safetensors")
         assert torch.equal(main_output(model, pixel_values), logits["third"])
 
-    def test_classes_from_dynamic_modules(self, generation, saved, pixel_values, tmp_path):
-        folder = saved[0] / f"{generation}-SparseFormerVisionModelWithProjection"
+    def test_classes_from_dynamic_modules(self, saved, pixel_values, tmp_path):
+        folder = saved[0] / folder_name("v1", SparseFormerVisionModelWithProjection)
         model_class = get_class_from_dynamic_module(
             "modeling_sparseformer.SparseFormerVisionModelWithProjection", str(folder)
         )
@@ -220,47 +205,47 @@ class TestWithoutThePackage:
 
 
 class TestFolder:
-    def test_files(self, generation, saved):
-        for model_class in CLASSES:
-            folder = saved[0] / f"{generation}-{model_class.__name__}"
-            assert set(os.listdir(folder)) == COMPLETE
+    def test_files(self, kind, saved):
+        for model_class in KINDS[kind].classes:
+            folder = saved[0] / folder_name(kind, model_class)
+            assert set(os.listdir(folder)) == KINDS[kind].complete
 
-    def test_code_is_the_flattened_repository(self, saved):
+    def test_code_is_the_flattened_repository(self, kind, saved):
         root = Path(frugalvit.__file__).parents[1]
         sources = {
             path.name: path for folder in ("configuration", "modeling") for path in (root / folder).glob("*.py")
         }
-        for name, shipped in code_of(saved[0] / "v1-SparseFormerModel").items():
+        for name, shipped in code_of(saved[0] / folder_name(kind)).items():
             text = shipped.decode()
             assert text == flatten_imports(sources[name].read_text(encoding="utf-8"))
             assert flatten_imports(text) == text
             assert "import frugalvit" not in text and "from frugalvit" not in text
 
-    def test_code_needs_nothing_but_the_libraries_of_transformers(self, saved):
+    def test_code_needs_nothing_but_the_libraries_of_transformers(self, kind, saved):
         # On the hub, Transformers wants every import of every file; it looks into functions, but not into `try`.
-        for path in (saved[0] / "v1-SparseFormerModel").glob("*.py"):
+        for path in (saved[0] / folder_name(kind)).glob("*.py"):
             needed = set(transformers.dynamic_module_utils.get_imports(path)) - set(sys.stdlib_module_names)
             assert needed <= {"torch", "transformers", "huggingface_hub"}
 
-    def test_classes_derived_elsewhere_ship_the_family(self, generation, make_model, pixel_values, tmp_path):
-        class Derived(SparseFormerForImageClassification):
+    def test_classes_derived_elsewhere_ship_the_family(self, kind, make_model, pixel_values, tmp_path):
+        class Derived(KINDS[kind].classifier):
             """As in a notebook, whose `__main__` has no file."""
 
         Derived.__module__ = "__main__"
-        model = make_model(Derived, generation)
+        model = make_model(Derived, kind)
         model.save_pretrained(tmp_path)
-        assert set(code_of(tmp_path)) == CODE
+        assert set(code_of(tmp_path)) == KINDS[kind].code
         loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
         assert torch.equal(main_output(model, pixel_values), main_output(loaded, pixel_values))
 
-    def test_code_is_the_one_that_was_imported(self, saved, make_model, monkeypatch, tmp_path):
-        assert source_files(SparseFormerModel).keys() == CODE
+    def test_code_is_the_one_that_was_imported(self, kind, saved, make_model, monkeypatch, tmp_path):
+        assert source_files(KINDS[kind].base).keys() == KINDS[kind].code
         monkeypatch.setattr(Path, "read_text", lambda *_, **__: "an edit while the model was training")
-        make_model(SparseFormerModel, "v1").save_pretrained(tmp_path)
-        assert code_of(tmp_path) == code_of(saved[0] / "v1-SparseFormerModel")
+        make_model("base", kind).save_pretrained(tmp_path)
+        assert code_of(tmp_path) == code_of(saved[0] / folder_name(kind))
 
-    def test_image_processor_is_written_once(self, generation, make_model, tmp_path):
-        model = make_model(SparseFormerModel, generation, resize_size=40)
+    def test_image_processor_is_written_once(self, kind, make_model, tmp_path):
+        model = make_model("base", kind, resize_size=40)
         model.save_pretrained(tmp_path)
         file = tmp_path / "preprocessor_config.json"
         processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
@@ -271,8 +256,8 @@ class TestFolder:
         model.save_pretrained(tmp_path)
         assert transformers.AutoImageProcessor.from_pretrained(tmp_path).size["shortest_edge"] == 48
 
-    def test_image_processor_of_rectangular_images_and_one_mean(self, generation, make_model, tmp_path):
-        model = make_model(SparseFormerModel, generation, image_size=[32, 48], image_mean=0.5, image_std=0.25)
+    def test_image_processor_of_rectangular_images_and_one_mean(self, kind, make_model, tmp_path):
+        model = make_model("base", kind, image_size=[32, 48], image_mean=0.5, image_std=0.25)
         model.save_pretrained(tmp_path)
         processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
         for mode, white in (("RGB", (255, 255, 255)), ("L", 255), ("RGBA", (255, 255, 255, 255)), ("1", 1)):
@@ -280,16 +265,16 @@ class TestFolder:
             assert pixel_values.shape == (1, 3, 32, 48) and pixel_values.unique().tolist() == [2.0]
         assert type(model).from_pretrained(tmp_path).config.image_std == 0.25
 
-    def test_sharded_weights(self, generation, make_model, pixel_values, tmp_path):
-        model = make_model(SparseFormerForImageClassification, generation)
-        model.save_pretrained(tmp_path, max_shard_size="100KB")
+    def test_sharded_weights(self, kind, make_model, pixel_values, tmp_path):
+        model = make_model("classifier", kind)
+        model.save_pretrained(tmp_path, max_shard_size="10KB")
         assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
         loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
         assert torch.equal(main_output(loaded, pixel_values), main_output(model, pixel_values))
 
-    def test_card_says_how_to_load(self, generation, saved, pixel_values):
-        for model_class in CLASSES:
-            folder = saved[0] / f"{generation}-{model_class.__name__}"
+    def test_card_says_how_to_load(self, kind, saved, pixel_values):
+        for model_class in KINDS[kind].classes:
+            folder = saved[0] / folder_name(kind, model_class)
             card = ModelCard.load(folder / "README.md")
             assert card.data.library_name == "transformers"
             code = card.text.split("```python\n")[1].split("```")[0].replace("path/or/id", str(folder))
@@ -299,31 +284,33 @@ class TestFolder:
             output = main_output(names["model"], pixel_values)
             assert torch.equal(output, saved[1][folder.name])
 
-    def test_card_is_written_once(self, generation, make_model, tmp_path):
+    def test_card_is_written_once(self, kind, make_model, tmp_path):
         (tmp_path / "README.md").write_text("# Mine\n")
-        make_model(SparseFormerModel, generation).save_pretrained(tmp_path)
+        make_model("base", kind).save_pretrained(tmp_path)
         assert (tmp_path / "README.md").read_text() == "# Mine\n"
 
     @pytest.mark.parametrize("is_main_process", [True, False])
-    def test_only_the_main_process_writes(self, is_main_process, generation, make_model, tmp_path):
-        make_model(SparseFormerModel, generation).save_pretrained(tmp_path, is_main_process=is_main_process)
-        assert ("modeling_sparseformer.py" in os.listdir(tmp_path)) == is_main_process
+    def test_only_the_main_process_writes(self, is_main_process, kind, make_model, tmp_path):
+        make_model("base", kind).save_pretrained(tmp_path, is_main_process=is_main_process)
+        assert ("hub.py" in os.listdir(tmp_path)) == is_main_process
         assert ("README.md" in os.listdir(tmp_path)) == is_main_process
 
-    def test_a_file_in_the_place_of_the_folder(self, generation, make_model, tmp_path):
+    def test_a_file_in_the_place_of_the_folder(self, kind, make_model, tmp_path):
         (tmp_path / "file").write_text("mine")
-        make_model(SparseFormerModel, generation).save_pretrained(tmp_path / "file")
+        make_model("base", kind).save_pretrained(tmp_path / "file")
         assert (tmp_path / "file").read_text() == "mine"
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_half_precision(self, dtype, generation, make_model, pixel_values, tmp_path):
-        model = make_model(SparseFormerForImageClassification, generation)
+    def test_half_precision(self, dtype, kind, make_model, pixel_values, tmp_path):
+        model = make_model("classifier", kind)
         expected = main_output(model, pixel_values)
         model.to(dtype).save_pretrained(tmp_path)
-        half = SparseFormerForImageClassification.from_pretrained(tmp_path)
-        assert half.dtype == dtype and half.base_model.latents.initial_rois.dtype == torch.float32
+        half = KINDS[kind].classifier.from_pretrained(tmp_path)
+        assert half.dtype == dtype
+        if kind in ("bootstrapped", "v1"):
+            assert half.base_model.latents.initial_rois.dtype == torch.float32
         assert torch.equal(main_output(half, pixel_values), main_output(model, pixel_values))
-        full = SparseFormerForImageClassification.from_pretrained(tmp_path, dtype=torch.float32)
+        full = KINDS[kind].classifier.from_pretrained(tmp_path, dtype=torch.float32)
         assert full.dtype == torch.float32
         torch.testing.assert_close(main_output(full, pixel_values), expected, atol=0.05, rtol=0.05)
 
@@ -335,14 +322,15 @@ class TestFolder:
         assert transformers.AutoImageProcessor.from_pretrained(folder) is not None
         if "auto_map" in json.loads((folder / "config.json").read_text()):
             assert loaded[0][folder.name]["dtype"] == "torch.float32"
-            sources = {name: source.encode() for name, source in source_files(SparseFormerModel).items()}
+            sources = {name: source.encode() for name, source in source_files(type(model)).items()}
             assert code_of(folder) == sources, "the folder's code is not the repository's: write it again"
 
 
+@pytest.mark.parametrize("kind", ["bootstrapped", "v1", "vit_impulse_init"])
 class TestAdapters:
-    def test_add_adapter_then_save(self, generation, saved, pixel_values, tmp_path):
-        folder = saved[0] / f"{generation}-SparseFormerForImageClassification"
-        model = SparseFormerForImageClassification.from_pretrained(folder)
+    def test_add_adapter_then_save(self, kind, saved, pixel_values, tmp_path):
+        folder = saved[0] / folder_name(kind)
+        model = KINDS[kind].classifier.from_pretrained(folder)
         model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
         model.save_pretrained(tmp_path)
         assert "adapter_model.safetensors" in os.listdir(tmp_path)
@@ -351,9 +339,9 @@ class TestAdapters:
         assert not torch.equal(output, saved[1][folder.name])
         assert torch.equal(main_output(loaded, pixel_values), output)
 
-    def test_merge_and_unload_then_save(self, generation, saved, pixel_values, tmp_path):
-        folder = saved[0] / f"{generation}-SparseFormerForImageClassification"
-        model = SparseFormerForImageClassification.from_pretrained(folder)
+    def test_merge_and_unload_then_save(self, kind, saved, pixel_values, tmp_path):
+        folder = saved[0] / folder_name(kind)
+        model = KINDS[kind].classifier.from_pretrained(folder)
         config = peft.LoraConfig(target_modules=["q_proj", "fc1"], init_lora_weights=False)
         merged = peft.get_peft_model(model, config).merge_and_unload()
         merged.save_pretrained(tmp_path)
@@ -426,8 +414,8 @@ def hub(monkeypatch):
 
 
 class TestUpload:
-    def test_push_to_hub(self, generation, make_model, hub):
-        model = make_model(SparseFormerForImageClassification, generation)
+    def test_push_to_hub(self, kind, make_model, hub):
+        model = make_model("classifier", kind)
         info = model.push_to_hub("someone/model", commit_message="Mine", private=True, tags=["tiny"], revision="dev")
         assert info.oid == "0"
         assert hub.created[0]["name"] == "model" and hub.branches == ["dev"]
@@ -435,16 +423,16 @@ class TestUpload:
         assert hub.created[0].get("visibility") == "private" or hub.created[0].get("private")
         [(path, commit, files)] = hub.commits
         assert path == "/api/models/someone/model/commit/dev" and commit["summary"] == "Mine"
-        assert set(files) == COMPLETE
+        assert set(files) == KINDS[kind].complete
         card = ModelCard(files["README.md"].decode())
-        assert "# SparseFormerForImageClassification" in card.text and "tiny" in card.data.tags
+        assert f"# {KINDS[kind].classifier.__name__}" in card.text and "tiny" in card.data.tags
         assert files["model.safetensors"] == save(model.state_dict(), {"format": "pt"})
 
     def test_push_to_hub_keeps_a_card_that_is_there(self, make_model, hub):
         hub.files.append("README.md")
-        make_model(SparseFormerModel, "bootstrapped").push_to_hub("someone/model")
+        make_model("base", "bootstrapped").push_to_hub("someone/model")
         [(_, _, files)] = hub.commits
-        assert set(files) == COMPLETE - {"README.md"}
+        assert set(files) == KINDS["bootstrapped"].complete - {"README.md"}
 
     def test_save_pretrained_uploads_what_it_wrote(self, make_model, hub, tmp_path):
         folder = tmp_path / "model"
@@ -452,22 +440,23 @@ class TestUpload:
         (folder / "checkpoint-1" / "optimizer.pt").write_text("private")
         (folder / "notes.txt").write_text("private")
         (folder / "README.md").write_text("# Mine\n")
-        model = make_model(SparseFormerModel, "bootstrapped")
+        model = make_model("base", "bootstrapped")
         model.save_pretrained(folder, push_to_hub=True, commit_message="Mine", repo_id="someone/other")
         [(path, commit, files)] = hub.commits
         assert path == "/api/models/someone/other/commit/main" and commit["summary"] == "Mine"
-        assert set(files) == COMPLETE
+        assert set(files) == KINDS["bootstrapped"].complete
         assert files["README.md"] == b"# Mine\n"
         model.save_pretrained(folder, push_to_hub=True)
         assert hub.commits[1][0] == "/api/models/someone/model/commit/main"
 
-    def test_adapters(self, generation, make_model, hub):
-        model = make_model(SparseFormerForImageClassification, generation)
+    @pytest.mark.parametrize("kind", ["bootstrapped", "v1", "vit_impulse_init"])
+    def test_adapters(self, kind, make_model, hub):
+        model = make_model("classifier", kind)
         model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
         model.push_to_hub("someone/model", tags=["tiny"])
         [(_, _, files)] = hub.commits
-        assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files) and not set(files) & CODE
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files) and not set(files) & KINDS[kind].code
 
     def test_nothing_is_uploaded_unless_asked(self, make_model, hub, tmp_path):
-        make_model(SparseFormerModel, "bootstrapped").save_pretrained(tmp_path)
+        make_model("base", "bootstrapped").save_pretrained(tmp_path)
         assert not hub.created and not hub.commits

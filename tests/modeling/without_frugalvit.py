@@ -74,6 +74,26 @@ def pipeline_computes_the_same(source: str, loader: str, model, processor) -> bo
     return True
 
 
+@torch.no_grad()
+def is_initialized(model) -> bool:
+    """Whether a new base model has its family's initial weights, and not those that PyTorch gives its layers."""
+    if model.config.model_type == "sparseformer":
+        # RoIs do not move, stems are far wider than 0.02.
+        still = not model.focusing_layer.roi_deltas.out_proj.weight.any()
+        return still and model.stem.convolution.weight.std().item() > 0.04
+    if model.config.model_type == "vit_impulse_init":
+        # Positions look somewhere.
+        attention, positions = model.layers[0].attention, model.embeddings.position_embeddings[0]
+        queries, keys = (
+            projection(model.layers[0].layernorm_before(positions)).unflatten(-1, (-1, attention.head_dim)).mT
+            for projection in (attention.q_proj, attention.k_proj)
+        )
+        weights = (torch.einsum("qdh,kdh->hqk", queries, keys) * attention.scaling).softmax(-1)
+        return weights.amax(-1).mean().item() > 0.3
+    filters = model.layers[0].spatial_mixing.weight
+    return bool(((filters != 0).sum((1, 2, 3)) == 1).all())
+
+
 def load(jobs_file: str, results: str):
     report, outputs = {}, {}
     for name, job in json.loads(Path(jobs_file).read_text()).items():
@@ -90,9 +110,7 @@ def load(jobs_file: str, results: str):
             "dtype": str(model.dtype),
             "processor": type(processor).__name__,
             "pipeline_computes_the_same": pipeline_computes_the_same(job["source"], job["loader"], model, processor),
-            # As in the reference implementation: RoIs do not move, stems are far wider than 0.02.
-            "new_model_is_initialized": not fresh.focusing_layer.roi_deltas.out_proj.weight.any()
-            and fresh.stem.convolution.weight.std().item() > 0.04,
+            "new_model_is_initialized": is_initialized(fresh),
         }
     Path(results).mkdir()
     save_file(outputs, Path(results) / "outputs.safetensors")

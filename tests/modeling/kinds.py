@@ -1,0 +1,104 @@
+"""The model families, and the generations of one, with configurations that make them tiny."""
+
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+import frugalvit
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A family, or a generation of one.
+
+    Args:
+        config_class (`type`): Its configuration.
+        variant (`str`): A variant of the papers, made small by
+        fields (`dict`): these.
+        classes (`tuple[type, ...]`): Its models: the base model, the classifier, others.
+        any_size (`bool`): Whether the models take images of any size.
+        mixes_batch (`bool`): Whether images of a batch influence each other in training (BatchNorm).
+        files (`set[str]`): The source files that its repositories hold, besides those of all families.
+    """
+
+    config_class: type[PreTrainedConfig]
+    variant: str
+    fields: dict
+    classes: tuple[type[PreTrainedModel], ...]
+    any_size: bool = True
+    mixes_batch: bool = False
+    files: set[str] = field(default_factory=set)
+
+    @property
+    def base(self) -> type[PreTrainedModel]:
+        return self.classes[0]
+
+    @property
+    def classifier(self) -> type[PreTrainedModel]:
+        return self.classes[1]
+
+    @property
+    def code(self) -> set[str]:
+        """The source files in a repository."""
+        family = self.config_class.model_type
+        shared = {"configuration_base.py", "hub.py", "layers.py"}
+        return shared | {f"configuration_{family}.py", f"modeling_{family}.py"} | self.files
+
+    @property
+    def complete(self) -> set[str]:
+        """The files of a repository."""
+        return self.code | {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
+
+
+SHARED = {"image_size": 32, "resize_size": None, "num_labels": 3}
+SPARSEFORMER = {
+    **SHARED,
+    "num_latent_tokens": 5,
+    "num_sampling_points": 4,
+    "num_mixed_points": 8,
+    "stem_channels": 8,
+    "focusing_hidden_size": 32,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "drop_path_rate": 0.0,
+    "projection_dim": 16,
+}
+SPARSEFORMERS = (
+    frugalvit.SparseFormerModel,
+    frugalvit.SparseFormerForImageClassification,
+    frugalvit.SparseFormerVisionModel,
+    frugalvit.SparseFormerVisionModelWithProjection,
+)
+# What tells the generations of SparseFormer apart is left as it is.
+KINDS = {
+    "bootstrapped": Kind(
+        frugalvit.SparseFormerConfig,
+        "augreg-base-49-224",
+        # Heads of 16 channels in the focusing layer, the fewest that flex attention takes.
+        {**SPARSEFORMER, "mixing_hidden_size": 16, "focusing_num_attention_heads": 2},
+        SPARSEFORMERS,
+        files={"teachers.py"},
+    ),
+    "v1": Kind(
+        frugalvit.SparseFormerConfig,
+        "v1-tiny",
+        {**SPARSEFORMER, "focusing_num_attention_heads": 16, "num_attention_heads": 16},
+        SPARSEFORMERS,
+        files={"teachers.py"},
+    ),
+    "vit_impulse_init": Kind(
+        frugalvit.ViTImpulseInitConfig,
+        "tiny-h3-32",
+        {**SHARED, "patch_size": 4, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
+        (frugalvit.ViTImpulseInitModel, frugalvit.ViTImpulseInitForImageClassification),
+        any_size=False,
+        files={"impulse.py", "initialization.py"},
+    ),
+    "convmixer": Kind(
+        frugalvit.ConvMixerConfig,
+        "convmixer-256-k3",
+        {**SHARED, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 3, "spatial_filters": "impulse"},
+        (frugalvit.ConvMixerModel, frugalvit.ConvMixerForImageClassification),
+        mixes_batch=True,
+    ),
+}

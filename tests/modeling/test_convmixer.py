@@ -1,0 +1,106 @@
+"""ConvMixers whose spatial filters are trained or stay as they start."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from frugalvit import ConvMixerConfig, ConvMixerForImageClassification, ConvMixerModel
+
+
+FROZEN = ("random", "impulse", "box")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spatial_activation", [False, True])
+@pytest.mark.parametrize("kernel_size", [3, 8])
+def test_follows_the_definition(kernel_size, spatial_activation, make_model, pixel_values):
+    model = make_model("base", "convmixer", kernel_size=kernel_size, spatial_activation=spatial_activation)
+
+    def norm(layer, x):
+        return F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias)
+
+    patches = model.embeddings.projection
+    x = norm(model.embeddings.norm, F.gelu(F.conv2d(pixel_values, patches.weight, patches.bias, stride=4)))
+    low = (kernel_size - 1) // 2
+    for layer in model.layers:
+        spatial, channel = layer.spatial_mixing, layer.channel_mixing
+        padded = F.pad(x, (low, kernel_size - 1 - low) * 2)
+        y = F.conv2d(padded, spatial.weight, spatial.bias, groups=32)
+        y = norm(layer.spatial_norm, F.gelu(y) if spatial_activation else y)
+        x = norm(layer.channel_norm, F.gelu(F.conv2d(x + y, channel.weight, channel.bias)))
+    outputs = model(pixel_values)
+    assert outputs.last_hidden_state.shape == (2, 32, 8, 8)
+    torch.testing.assert_close(outputs.last_hidden_state, x, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(outputs.pooler_output, x.mean((2, 3)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel_size", [1, 3, 5, 8])
+@pytest.mark.parametrize("spatial_filters", ["trained", *FROZEN])
+def test_filters(spatial_filters, kernel_size, make_config):
+    torch.manual_seed(0)
+    config = make_config("convmixer", hidden_size=256, kernel_size=kernel_size, spatial_filters=spatial_filters)
+    filters = torch.cat([layer.spatial_mixing.weight for layer in ConvMixerModel(config).layers]).flatten(1)
+    norms, size = filters.norm(dim=1), kernel_size**2
+    # All kinds are on average as large as uniform values in +-1 / kernel_size.
+    assert norms.square().mean().item() == pytest.approx(1 / 3, rel=0.1)
+    if spatial_filters in ("trained", "random"):
+        assert filters.abs().max() <= 1 / kernel_size and abs(filters.mean().item()) < 0.05 / kernel_size
+    elif spatial_filters == "impulse":
+        assert ((filters != 0).sum(1) == 1).all() and (filters >= 0).all()
+        assert len(filters.argmax(1).unique()) == size
+    else:
+        assert (filters == filters[0, 0]).all() and filters[0, 0] > 0
+
+
+@pytest.mark.parametrize("spatial_filters", FROZEN)
+def test_frozen_filters_and_their_biases_are_never_trained(spatial_filters, make_config, pixel_values, tmp_path):
+    torch.manual_seed(0)
+    model = ConvMixerForImageClassification(make_config("convmixer", spatial_filters=spatial_filters))
+    model.save_pretrained(tmp_path)
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).requires_grad_(True).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(pixel_values, labels=torch.tensor([0, 1])).loss.backward()
+    optimizer.step()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) == ("spatial_mixing" in name), name
+
+
+def test_trained_filters_are_trained(make_config, pixel_values):
+    model = ConvMixerForImageClassification(make_config("convmixer", spatial_filters="trained")).train()
+    model(pixel_values, labels=torch.tensor([0, 1])).loss.backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.convmixer.layers[0].spatial_mixing.parameters())
+
+
+def test_loads_frozen_filters_as_trained_ones(make_model, pixel_values, tmp_path):
+    model = make_model("classifier", "convmixer", spatial_filters="random")
+    model.save_pretrained(tmp_path)
+    loaded = ConvMixerForImageClassification.from_pretrained(tmp_path, spatial_filters="trained")
+    assert torch.equal(loaded(pixel_values).logits, model(pixel_values).logits)
+    assert isinstance(loaded.convmixer.layers[0].spatial_mixing.weight, nn.Parameter)
+
+
+def test_parameters_of_table_4():
+    # Patches, 8 layers of filters and channel mixing, each with bias and BatchNorm, and the classifier.
+    for name, width, kernel_size in (("convmixer-256-k3", 256, 3), ("convmixer-512-k8", 512, 8)):
+        with torch.device("meta"):
+            model = ConvMixerForImageClassification(ConvMixerConfig.from_variant(name))
+        layer = width * (kernel_size**2 + 1) + width * (width + 1) + 4 * width
+        assert model.num_parameters() == width * (12 + 1 + 2) + 8 * layer + width * 10 + 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"spatial_filters": "gabor"}, r"`spatial_filters` is 'gabor', expected one of \['trained'"),
+        ({"kernel_size": 0}, "`kernel_size` is 0, expected at least 1"),
+        ({"image_size": 2}, "Images of `image_size`=2 hold no patch of 4 pixels"),
+        ({"batch_norm_eps": 0.0}, "`batch_norm_eps` is 0.0, expected a positive number"),
+    ],
+)
+def test_impossible_configurations(fields, message, make_config):
+    with pytest.raises(StrictDataclassError, match=message):
+        make_config("convmixer", **fields)

@@ -1,0 +1,249 @@
+"""What SparseFormers alone do: RoIs and focusing states, narrow heads, variants of both generations, token counts."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers.utils import output_capturing
+
+from frugalvit import (
+    SparseFormerConfig,
+    SparseFormerForImageClassification,
+    SparseFormerModel,
+    SparseFormerVisionModel,
+    SparseFormerVisionModelWithProjection,
+)
+from kinds import SPARSEFORMERS
+
+
+@pytest.fixture
+def classifier(generation, make_model) -> SparseFormerForImageClassification:
+    return make_model("classifier", generation)
+
+
+class TestAttention:
+    @torch.no_grad()
+    def test_flex(self, make_model, pixel_values):
+        model = make_model(SparseFormerForImageClassification, "bootstrapped")
+        expected = model(pixel_values).logits
+        model.set_attn_implementation("flex_attention")
+        torch.testing.assert_close(model(pixel_values).logits, expected, atol=1e-5, rtol=1e-5)
+
+    @torch.no_grad()
+    def test_interface(self, classifier, pixel_values):
+        calls = []
+
+        def own_attention(module, query, key, value, attention_mask, scaling, **kwargs):
+            calls.append((query.shape, module.is_causal, attention_mask, scaling))
+            return nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2), None
+
+        transformers.AttentionInterface.register("own_attention", own_attention)
+        expected = classifier(pixel_values).logits
+        classifier.set_attn_implementation("own_attention")
+        torch.testing.assert_close(classifier(pixel_values).logits, expected, atol=1e-6, rtol=1e-6)
+        config = classifier.config
+        focusing = (2, config.focusing_num_attention_heads, 5, 32 // config.focusing_num_attention_heads)
+        cortex = (2, config.num_attention_heads, 5 + config.use_cls_token, 64 // config.num_attention_heads)
+        assert calls == [(shape, False, None, shape[-1] ** -0.5) for shape in [focusing] * 4 + [cortex] * 3]
+
+    @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2", "kernels-community/flash-attn2"])
+    def test_narrow_heads_refuse_flex_and_flash(self, attention, make_model, tmp_path):
+        model = make_model(SparseFormerModel, "v1")
+        model.save_pretrained(tmp_path)
+        message = "needs attention heads of 16 or more channels, this model's have 2"
+        for refuse in (
+            lambda: model.set_attn_implementation(attention),
+            lambda: SparseFormerModel.from_pretrained(tmp_path, attn_implementation=attention),
+            lambda: transformers.AutoModel.from_config(model.config, attn_implementation=attention),
+        ):
+            with pytest.raises(ValueError, match=message) as error:
+                refuse()
+            assert 'Use attn_implementation="sdpa" or "eager"' in str(error.value)
+
+    def test_heads_of_published_variants(self):
+        for name in SparseFormerConfig.variants():
+            config = SparseFormerConfig.from_variant(name, image_size=32)
+            with torch.device("meta"):
+                model = SparseFormerModel(config)
+            for attention in ("eager", "sdpa"):
+                model.set_attn_implementation(attention)
+            if name.startswith("v1"):
+                with pytest.raises(ValueError, match="needs attention heads"):
+                    model.set_attn_implementation("flex_attention")
+            else:
+                model.set_attn_implementation("flex_attention")
+
+
+class TestOutputs:
+    @torch.no_grad()
+    def test_shapes(self, generation, make_model, pixel_values):
+        tokens = {"bootstrapped": 6, "v1": 5}[generation]
+        adjustments = {"bootstrapped": 4, "v1": 5}[generation]
+        for model_class in SPARSEFORMERS:
+            model = make_model(model_class, generation)
+            model.set_attn_implementation("eager")
+            plain = model(pixel_values)
+            for name in ("rois", "sampling_points", "focusing_hidden_states", "hidden_states", "attentions"):
+                assert getattr(plain, name) is None
+            outputs = model(
+                pixel_values,
+                output_rois=True,
+                output_focusing_hidden_states=True,
+                output_hidden_states=True,
+                output_attentions=True,
+            )
+            for name in ("logits", "image_embeds", "last_hidden_state", "pooler_output"):
+                if name in plain:
+                    assert torch.equal(plain[name], outputs[name])
+            assert [tuple(rois.shape) for rois in outputs.rois] == [(2, 5, 4)] * adjustments
+            assert [tuple(points.shape) for points in outputs.sampling_points] == [(2, 5, 4, 2)] * 5
+            assert {rois.dtype for rois in outputs.rois + outputs.sampling_points} == {torch.float32}
+            assert [tuple(states.shape) for states in outputs.focusing_hidden_states] == [(2, 5, 32)] * 4
+            assert [tuple(states.shape) for states in outputs.hidden_states] == [(2, tokens, 64)] * 4
+            heads = model.config.num_attention_heads
+            assert [tuple(weights.shape) for weights in outputs.attentions] == [(2, heads, tokens, tokens)] * 3
+            for weights in outputs.attentions:
+                torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+
+    @torch.no_grad()
+    def test_hidden_states_are_those_of_the_blocks(self, generation, make_model, pixel_values):
+        model = make_model(SparseFormerModel, generation)
+        inputs, results = [], []
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+            layer.register_forward_hook(lambda _, arguments, output: results.append(output[0]))
+        outputs = model(pixel_values, output_hidden_states=True)
+        expected = [inputs[0], *results]
+        for states, own in zip(outputs.hidden_states, expected, strict=True):
+            assert torch.equal(states, own)
+        assert torch.equal(model.layernorm(outputs.hidden_states[-1]), outputs.last_hidden_state)
+        assert torch.equal(model.pool(outputs.hidden_states[-1]), outputs.pooler_output)
+
+    @torch.no_grad()
+    @pytest.mark.skipif(
+        not hasattr(output_capturing, "selected_hidden_states"),
+        reason="this version of Transformers does not select hidden states by their index",
+    )
+    @pytest.mark.parametrize("index", [-2, -1, [0], [1, -1]])
+    def test_selected_hidden_states(self, index, generation, make_model, pixel_values):
+        model = make_model(SparseFormerModel, generation)
+        everything = model(pixel_values, output_hidden_states=True).hidden_states
+        selected = model(pixel_values, output_hidden_states=index).hidden_states
+        asked = {i % 4 for i in (index if isinstance(index, list) else [index])}
+        for i, states in enumerate(selected):
+            assert (states is None) if i not in asked else torch.equal(states, everything[i])
+
+
+class TestLoading:
+    def test_vision_model_is_the_base_model(self, generation, make_model, pixel_values, tmp_path):
+        model = make_model(SparseFormerVisionModel, generation)
+        model.save_pretrained(tmp_path)
+        loaded = transformers.AutoModel.from_pretrained(tmp_path)
+        assert torch.equal(loaded(pixel_values).pooler_output, model(pixel_values).pooler_output)
+
+    @pytest.mark.parametrize(
+        "variant",
+        [
+            "v1-tiny",
+            "v1-base",
+            "augreg-base-49-224",
+            "augreg-large-196-384",
+            "augreg-base-49-224-untruncated",
+            "clip-base-49-224",
+            "clip-large-144-336",
+        ],
+    )
+    @torch.no_grad()
+    def test_saved_variants_compute_the_same(self, variant, pixel_values, tmp_path):
+        config = SparseFormerConfig.from_variant(
+            variant,
+            num_latent_tokens=6,
+            num_sampling_points=9,
+            stem_channels=8,
+            focusing_hidden_size=64,
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_labels=5,
+        )
+        torch.manual_seed(0)
+        if config.projection_dim is None:
+            model = SparseFormerForImageClassification(config).eval()
+        else:
+            model = SparseFormerVisionModelWithProjection(config).eval()
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path)
+        assert loaded.config.to_diff_dict() == model.config.to_diff_dict()
+        assert torch.equal(loaded(pixel_values)[0], model(pixel_values)[0])
+
+
+BAD_FIELDS = {
+    "heads": (
+        {"hidden_size": 96, "num_attention_heads": 5},
+        "`hidden_size`=96 is not divisible by `num_attention_heads`=5",
+    ),
+    "focusing heads": (
+        {"focusing_hidden_size": 64, "focusing_num_attention_heads": 3},
+        "`focusing_hidden_size`=64 is not divisible by `focusing_num_attention_heads`=3",
+    ),
+    "width": ({"hidden_size": 100, "num_attention_heads": 1}, "`hidden_size`=100 is not a multiple of 8"),
+    "no tokens": ({"num_latent_tokens": 0}, "`num_latent_tokens` is 0, expected at least 1"),
+    "negative width": ({"hidden_size": -8}, "`hidden_size` is -8, expected at least 1"),
+    "no heads": ({"num_attention_heads": 0}, "`num_attention_heads` is 0, expected at least 1"),
+    "no iterations": ({"num_focusing_iterations": 0}, "`num_focusing_iterations` is 0, expected at least 1"),
+    "one point": ({"num_sampling_points": 1}, "`num_sampling_points` is 1, expected at least 2"),
+    "tiny images": ({"image_size": 3}, "`image_size` is 3, expected .* at least 4"),
+    "unknown step": (
+        {"focusing_steps": ["sample"]},
+        r"`focusing_steps` has unknown steps \['sample'\]; the steps are",
+    ),
+    "step twice": ({"focusing_steps": ["sampling", "mlp", "mlp"]}, "lists a step twice"),
+    "nothing sampled": ({"focusing_steps": ["mlp"], "final_focusing_steps": []}, "No focusing step samples the image"),
+    "[CLS] in a focusing block": ({"final_focusing_steps": ["attention", "mlp"]}, "set `use_cls_token=False`"),
+    "pooled [CLS] without [CLS]": ({"use_cls_token": False}, "`pooling='cls'` needs `use_cls_token=True`"),
+    "pooling": ({"pooling": "max"}, r"`pooling` is 'max', expected one of \['cls', 'mean'\]"),
+    "padding": ({"sampling_padding_mode": "reflect"}, r"`sampling_padding_mode` is 'reflect', expected one of"),
+    "rate": ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),
+    "epsilon": ({"layer_norm_eps": 0.0}, "`layer_norm_eps` is 0.0, expected a positive number"),
+}
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("case", BAD_FIELDS)
+    def test_configurations(self, case):
+        fields, message = BAD_FIELDS[case]
+        with pytest.raises(StrictDataclassError, match=message):
+            SparseFormerConfig(**fields)
+
+    @pytest.mark.parametrize("case", BAD_FIELDS)
+    def test_assigned_later(self, case, tmp_path):
+        fields, message = BAD_FIELDS[case]
+        config = SparseFormerConfig(hidden_size=64, focusing_hidden_size=32)
+
+        def assign_and_build():
+            for name, value in fields.items():
+                setattr(config, name, value)
+            SparseFormerModel(config)
+
+        def assign_and_save():
+            for name, value in fields.items():
+                setattr(config, name, value)
+            config.save_pretrained(tmp_path / "config")
+
+        for use in (assign_and_build, assign_and_save):
+            with pytest.raises(StrictDataclassError, match=message):
+                use()
+        assert not list(tmp_path.glob("config/*"))
+
+    def test_projection_width(self, make_config):
+        config = make_config("bootstrapped", projection_dim=None)
+        with pytest.raises(ValueError, match="`projection_dim` of the configuration is None"):
+            SparseFormerVisionModelWithProjection(config)
+
+    def test_resized_to_no_tokens(self, classifier):
+        before = copy.deepcopy(classifier.state_dict())
+        with pytest.raises(ValueError, match="`num_latent_tokens` is 0, expected at least 1"):
+            classifier.resize_tokens(0)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in classifier.state_dict().items())

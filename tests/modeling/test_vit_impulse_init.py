@@ -1,0 +1,202 @@
+"""What the ViT of impulse initialization computes, and when its attention is initialized."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+
+from frugalvit import (
+    SparseFormerForImageClassification,
+    ViTImpulseInitConfig,
+    ViTImpulseInitForImageClassification,
+    ViTImpulseInitModel,
+)
+from frugalvit.modeling import modeling_vit_impulse_init
+from frugalvit.modeling.initialization import initialize_attention_
+
+
+CHOICES = [
+    {"position_embedding": positions, "pooling": pooling}
+    for positions in ("sincos", "learned")
+    for pooling in ("mean", "cls")
+]
+
+
+class TestModel:
+    @torch.no_grad()
+    @pytest.mark.parametrize("fields", CHOICES, ids=str)
+    def test_computes_what_transformers_vit_computes(self, fields, make_model, pixel_values):
+        model = make_model("classifier", "vit_impulse_init", **fields)
+        config = model.config
+        names = ("image_size", "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_labels")
+        vit = transformers.ViTForImageClassification(
+            transformers.ViTConfig(
+                **{name: getattr(config, name) for name in names},
+                intermediate_size=config.intermediate_size,
+                layer_norm_eps=config.layer_norm_eps,
+            )
+        ).eval()
+        state = {name: tensor for name, tensor in model.state_dict().items() if "embeddings" not in name}
+        missing, unexpected = vit.load_state_dict(state, strict=False)
+        assert not unexpected and all("embeddings" in name for name in missing)
+        embedded = model.vit.embeddings(pixel_values)
+        vit.vit.embeddings.forward = lambda *_, **__: embedded
+        tokens = vit.vit(pixel_values).last_hidden_state
+        torch.testing.assert_close(model.vit(pixel_values).last_hidden_state, tokens, atol=1e-5, rtol=1e-5)
+        pooled = tokens[:, 0] if config.pooling == "cls" else tokens.mean(1)
+        torch.testing.assert_close(model(pixel_values).logits, vit.classifier(pooled), atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("fields", CHOICES, ids=str)
+    def test_positions_and_cls(self, fields, make_model):
+        model = make_model("base", "vit_impulse_init", **fields)
+        has_cls = fields["pooling"] == "cls"
+        parameters = dict(model.named_parameters())
+        assert ("embeddings.position_embeddings" in parameters) == (fields["position_embedding"] == "learned")
+        assert ("embeddings.cls_token" in parameters) == has_cls
+        assert model.embeddings.position_embeddings.shape == (1, 64 + has_cls, 64)
+
+    @torch.no_grad()
+    def test_hidden_states_and_attentions(self, make_model, pixel_values):
+        model = make_model("classifier", "vit_impulse_init", pooling="cls")
+        model.set_attn_implementation("eager")
+        outputs = model(pixel_values, output_hidden_states=True, output_attentions=True)
+        assert [tuple(states.shape) for states in outputs.hidden_states] == [(2, 65, 64)] * 4
+        assert [tuple(weights.shape) for weights in outputs.attentions] == [(2, 2, 65, 65)] * 3
+        for weights in outputs.attentions:
+            torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+        assert torch.equal(model.vit.embeddings(pixel_values), outputs.hidden_states[0])
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("fields", CHOICES, ids=str)
+    def test_images_of_another_size(self, fields, make_model, pixel_values):
+        model = make_model("classifier", "vit_impulse_init", **fields)
+        same = model(pixel_values, interpolate_pos_encoding=True).logits
+        torch.testing.assert_close(same, model(pixel_values).logits, atol=1e-4, rtol=1e-4)
+        wide = torch.randn(1, 3, 40, 48)
+        states = model.vit(wide, interpolate_pos_encoding=True).last_hidden_state
+        assert states.shape == (1, 10 * 12 + (fields["pooling"] == "cls"), 64)
+        with pytest.raises(ValueError, match="images of 40 x 48 pixels, expected 32 x 32. Resize them, or pass"):
+            model(wide)
+
+    @torch.no_grad()
+    def test_rectangular_images(self, make_model):
+        model = make_model("classifier", "vit_impulse_init", image_size=[16, 32], patch_size=[4, 8])
+        assert model.vit(torch.randn(1, 3, 16, 32)).last_hidden_state.shape == (1, 16, 64)
+
+    def test_bootstraps_a_sparseformer(self, make_model, pixel_values):
+        teacher = make_model("classifier", "vit_impulse_init", num_hidden_layers=3)
+        student = SparseFormerForImageClassification.from_teacher(teacher, num_latent_tokens=9, truncate=1)
+        assert student.config.pooling == "mean" and student.config.num_hidden_layers == 2
+        own, theirs = student.sparseformer.layers[0].state_dict(), teacher.vit.layers[1].state_dict()
+        for name in ("mlp.fc1.weight", "mlp.fc2.bias"):
+            assert torch.equal(own[name], theirs[name])
+        assert torch.equal(student.classifier.weight, teacher.classifier.weight)
+        assert student(pixel_values).logits.shape == (2, 3)
+
+    def test_variants_are_those_of_the_tables(self):
+        # ViT-T has 5.4 M parameters (12 layers of 192), ViT-S 21.3 M, without positions.
+        for name, parameters in (("tiny-h3-32", 5.36e6), ("tiny-h8-32", 5.36e6), ("small-h16-32", 21.3e6)):
+            with torch.device("meta"):
+                model = ViTImpulseInitForImageClassification(ViTImpulseInitConfig.from_variant(name))
+            assert model.num_parameters() == pytest.approx(parameters, rel=0.01)
+        config = ViTImpulseInitConfig.from_variant("depth8-512-h32", initialization="mimetic")
+        assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (8, 512, 32)
+        assert ViTImpulseInitConfig.from_variant("small-h6-224").grid == (14, 14)
+
+
+@pytest.fixture
+def solved(monkeypatch) -> list[str]:
+    """The initializations that models ask for, as they ask."""
+    calls = []
+
+    def initialize(model, name, **options):
+        calls.append(name)
+        return initialize_attention_(model, name, **options)
+
+    monkeypatch.setattr(modeling_vit_impulse_init, "initialize_attention_", initialize)
+    return calls
+
+
+class TestInitialization:
+    @pytest.mark.parametrize("model_class", [ViTImpulseInitModel, ViTImpulseInitForImageClassification])
+    def test_a_fresh_model_is_solved_once(self, model_class, make_config, solved):
+        model_class(make_config("vit_impulse_init"))
+        assert solved == ["impulse"]
+        transformers.AutoModel.from_config(make_config("vit_impulse_init", initialization="mimetic"))
+        assert solved == ["impulse", "mimetic"]
+        model_class(make_config("vit_impulse_init", initialization="trunc_normal"))
+        assert solved == ["impulse", "mimetic"]
+
+    def test_loaded_weights_are_never_solved_for(self, make_model, solved, pixel_values, tmp_path):
+        model = make_model("classifier", "vit_impulse_init")
+        solved.clear()
+        model.save_pretrained(tmp_path)
+        expected = model(pixel_values)
+        for loaded in (
+            ViTImpulseInitForImageClassification.from_pretrained(tmp_path),
+            transformers.AutoModelForImageClassification.from_pretrained(tmp_path),
+            # Other classes: the classifier is drawn, the attention is not.
+            ViTImpulseInitForImageClassification.from_pretrained(tmp_path, num_labels=7, ignore_mismatched_sizes=True),
+            transformers.AutoModel.from_pretrained(tmp_path),
+        ):
+            tokens = loaded.base_model(pixel_values).last_hidden_state
+            assert torch.equal(tokens, model.vit(pixel_values).last_hidden_state)
+        assert torch.equal(loaded(pixel_values).pooler_output, model.vit(pixel_values).pooler_output)
+        assert expected.logits.shape == (2, 3) and not solved
+
+    def test_heads_attend_to_impulses_with_the_mass_asked_for(self, make_config):
+        config = make_config("vit_impulse_init", impulse_mass=0.7, hidden_size=96, num_attention_heads=4)
+        model = ViTImpulseInitModel(config)
+        tokens = F.layer_norm(model.embeddings.position_embeddings[0], (96,))
+        for layer in model.layers:
+            attention = layer.attention
+            queries, keys = (
+                projection(tokens).unflatten(-1, (4, 24)).transpose(0, 1)
+                for projection in (attention.q_proj, attention.k_proj)
+            )
+            weights = (queries @ keys.mT * attention.scaling).softmax(-1).view(4, 8, 8, 8, 8)
+            # From a position inside, every head looks at a neighbor, and no two at the same.
+            looks = [tuple(int(i) for i in (head[4, 4] == head[4, 4].max()).nonzero()[0]) for head in weights]
+            assert len(set(looks)) == 4 and all(3 <= y <= 5 and 3 <= x <= 5 for y, x in looks)
+            for head, (y, x) in zip(weights, looks, strict=True):
+                assert head[4, 4, y, x].item() == pytest.approx(0.7, abs=0.1)
+
+    @pytest.mark.parametrize("initialization", ["impulse", "mimetic", "trunc_normal", "kaiming_uniform"])
+    def test_same_seed_same_weights(self, initialization, make_config):
+        weights = []
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            model = ViTImpulseInitForImageClassification(
+                make_config("vit_impulse_init", initialization=initialization)
+            )
+            weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
+        assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+    def test_values_follow_the_configuration(self, make_config):
+        for value_init, expected in (("mimetic", -0.4), ("default", 0.0)):
+            model = ViTImpulseInitModel(make_config("vit_impulse_init", value_init=value_init))
+            attention = model.layers[1].attention
+            product = attention.v_proj.weight.T @ attention.o_proj.weight.T
+            assert product.diagonal().mean().item() == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 3}, "`hidden_size`=64 is not divisible by `num_attention_heads`=3"),
+        ({"hidden_size": 66}, "`hidden_size`=66 is not a multiple of 4"),
+        ({"patch_size": 5}, "Patches of `patch_size`=5 do not tile images of `image_size`=32"),
+        ({"patch_size": [4, 5]}, r"Patches of `patch_size`=\[4, 5\] do not tile"),
+        ({"position_embedding": "rotary"}, "`position_embedding` is 'rotary', expected one of"),
+        ({"pooling": "max"}, "`pooling` is 'max', expected one of"),
+        ({"initialization": "xavier"}, r"`initialization` is 'xavier', expected one of \['impulse'"),
+        ({"value_init": "zero"}, "`value_init` is 'zero', expected one of"),
+        ({"impulse_mass": 1.0}, "`impulse_mass` is 1.0, expected a number above 0 and below 1"),
+        ({"impulse_kernel_size": 0}, "`impulse_kernel_size` is 0, expected at least 1"),
+        ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),
+    ],
+)
+def test_impossible_configurations(fields, message, make_config):
+    with pytest.raises(StrictDataclassError, match=message):
+        make_config("vit_impulse_init", **fields)
