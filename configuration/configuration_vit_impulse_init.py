@@ -141,7 +141,7 @@ class ViTImpulseInitConfig(FrugalViTConfig):
 
 # Names read size, heads and image size, or, of tables 5 and 7, depth, width and heads.
 VARIANTS = {
-    f"{size}-h{heads}-{image_size}": {
+    f"vit-{size}-h{heads}-{image_size}": {
         "image_size": image_size,
         "patch_size": patch_size,
         "hidden_size": width,
@@ -153,7 +153,7 @@ VARIANTS = {
     for heads in all_heads
     for image_size, patch_size, num_labels, resize_size in ((32, 2, 10, None), (224, 16, 1000, 256))
 } | {
-    f"depth8-{width}-h{heads}": {
+    f"vit-depth8-{width}-h{heads}": {
         "hidden_size": width,
         "num_hidden_layers": 8,
         "num_attention_heads": heads,

@@ -13,6 +13,7 @@ from .version import __version__
 
 
 if TYPE_CHECKING:
+    from .attention import measure_attention as measure_attention
     from .configuration.configuration_convmixer import ConvMixerConfig as ConvMixerConfig
     from .configuration.configuration_sparseformer import SparseFormerConfig as SparseFormerConfig
     from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig

@@ -12,12 +12,9 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 import frugalvit
 
-from .configuration.configuration_sparseformer import SparseFormerConfig
 from .macs import count_macs
-from .modeling.modeling_sparseformer import (
-    SparseFormerForImageClassification,
-    SparseFormerVisionModelWithProjection,
-)
+from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
+from .registry import configuration_classes
 from .tables import format_table
 
 
@@ -36,33 +33,40 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     arguments = parser.parse_args(argv)
 
-    names = arguments.models or SparseFormerConfig.variants()
+    names = arguments.models or list(variants())
     rows = [describe(name) for name in tqdm(names, desc="counting", leave=False, disable=None)]
     print(json.dumps(rows, indent=2) if arguments.json else format_table(rows))
+
+
+def variants() -> dict[str, type[PreTrainedConfig]]:
+    """The papers' models of all families by name, and what configures them."""
+    return {name: config_class for config_class in configuration_classes() for name in config_class.variants()}
 
 
 def describe(name: str) -> dict[str, object]:
     """What a model costs: `name, tokens, image_size, parameters, macs, macs_with_attention`.
 
     Args:
-        name (`str`): A variant of `SparseFormerConfig`, a model folder or a hub id.
+        name (`str`): One of `variants()`, a model folder or a hub id.
 
     Returns:
-        `dict`: `tokens` counts as the papers do, latent tokens and [CLS]; `image_size` is an `int`, or height and
-        width if they differ; `macs` and `macs_with_attention` are those of `count_macs`.
+        `dict`: `tokens` counts as the papers do, [CLS] among them, and is `None` for a feature map; `image_size` is an
+        `int`, or height and width if they differ; `macs` and `macs_with_attention` are those of `count_macs`.
 
     Raises:
         ValueError: if there is no such variant or model, or its architecture is unknown.
     """
-    if name in SparseFormerConfig.variants():
-        config = SparseFormerConfig.from_variant(name)
-        projects = config.projection_dim is not None
-        model_class = SparseFormerVisionModelWithProjection if projects else SparseFormerForImageClassification
+    known = variants()
+    if name in known:
+        config = known[name].from_variant(name)
+        projects = getattr(config, "projection_dim", None) is not None
+        classifier = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
+        model_class = SparseFormerVisionModelWithProjection if projects else classifier
     elif Path(name).is_dir() or "/" in name:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         model_class = _architecture(config, name)
     else:
-        close = ", ".join(difflib.get_close_matches(name, SparseFormerConfig.variants(), n=3, cutoff=0.5))
+        close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
         hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
         raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
 
@@ -99,7 +103,7 @@ def _architecture(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
 def _count_tokens(model: PreTrainedModel, height: int, width: int) -> int | None:
     """Tokens after the last block, [CLS] among them; `None` for a model that keeps a feature map."""
     config = model.config
-    if config.model_type == SparseFormerConfig.model_type:
+    if config.model_type == "sparseformer":
         return config.num_latent_tokens + config.use_cls_token
     image = torch.empty(1, config.num_channels, height, width, device="meta")
     with torch.no_grad():

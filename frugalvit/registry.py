@@ -30,6 +30,7 @@ FUNCTIONS = {
     "count_macs": "frugalvit.macs",
     "impulse_init_": "frugalvit.modeling.initialization",
     "initialize_attention_": "frugalvit.modeling.initialization",
+    "measure_attention": "frugalvit.attention",
     "mimetic_init_": "frugalvit.modeling.initialization",
 }
 
@@ -41,6 +42,15 @@ def public_names() -> dict[str, str]:
         names |= dict.fromkeys(configurations, f"frugalvit.configuration.configuration_{family}")
         names |= dict.fromkeys(models, f"frugalvit.modeling.modeling_{family}")
     return names
+
+
+def configuration_classes() -> list[type]:
+    """The configurations of all families."""
+    return [
+        getattr(importlib.import_module(f"frugalvit.configuration.configuration_{family}"), name)
+        for family, (configurations, _) in FAMILIES.items()
+        for name in configurations
+    ]
 
 
 def register() -> None:

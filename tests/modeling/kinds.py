@@ -88,7 +88,7 @@ KINDS = {
     ),
     "vit_impulse_init": Kind(
         frugalvit.ViTImpulseInitConfig,
-        "tiny-h3-32",
+        "vit-tiny-h3-32",
         {**SHARED, "patch_size": 4, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
         (frugalvit.ViTImpulseInitModel, frugalvit.ViTImpulseInitForImageClassification),
         any_size=False,

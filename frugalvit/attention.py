@@ -1,0 +1,299 @@
+"""`frugalvit attention`: how the heads of vision transformers attend, before and after training."""
+
+import argparse
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from tqdm import tqdm
+from transformers import AutoModelForImageClassification, PreTrainedModel
+
+from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
+from .modeling.initialization import INITIALIZATIONS, initialize_attention_
+from .pictures import LEGEND_COLOR, LEGEND_SIZE, TEXT_COLOR, check_picture_path, save_figure
+from .tables import format_table
+from .training.data import SUBSET, decode_image, load_images
+from .training.files import check_file_path, write_json
+from .training.loading import load_image_classifier
+
+
+# The corner of the maps that is enlarged, as in the paper's figures, and how far from a position a head's favorite
+# neighbor is looked for.
+CORNER, REACH = 48, 2
+
+
+@dataclass
+class LayerStatistics:
+    """What a layer does, averaged over images.
+
+    Args:
+        layer (`int`): Which, from 1.
+        stable_rank (`float`): Of the layer's output, see `stable_rank`.
+        entropy (`list[float]`): Of each head's attention, averaged over queries, in nats; at most log(tokens).
+        offset (list of pairs of `int`): The relative position (dy, dx), at most two away, to which each head attends
+            most; empty where tokens lie on no grid.
+        mass (`list[float]`): Attention there, averaged over the positions that have it within the grid.
+        maps (`torch.Tensor`): `(heads, tokens, tokens)` attention of queries (rows) to keys, [CLS] and the like first;
+            `None` for convolutional layers.
+    """
+
+    layer: int
+    stable_rank: float
+    entropy: list[float] = field(default_factory=list)
+    offset: list[tuple[int, int]] = field(default_factory=list)
+    mass: list[float] = field(default_factory=list)
+    maps: torch.Tensor | None = field(default=None, repr=False)
+
+    def numbers(self) -> dict[str, object]:
+        """All but the maps, for JSON."""
+        return {name: value for name, value in asdict(self).items() if name != "maps"}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="frugalvit attention",
+        description="Attention maps averaged over images, as numbers (entropy, the neighbor that a head attends to "
+        "most and how much, stable rank of the activations) and as a picture with the upper left corner enlarged.",
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="model folders or hub ids")
+    parser.add_argument(
+        "--initialization",
+        nargs="+",
+        default=[],
+        choices=list(INITIALIZATIONS),
+        help="also the first model's architecture before training, with attention initialized in these ways",
+    )
+    parser.add_argument("--layers", nargs="+", type=int, help="from 1 (default: the first, a middle and the last one)")
+    parser.add_argument("--heads", nargs="+", type=int, default=[1], help="to draw, from 1 (default: 1)")
+    parser.add_argument("--picture", metavar="FILE", help="draw into this .png, .pdf or .svg")
+    parser.add_argument("--json", metavar="OUT", help="write the numbers to this file")
+    parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=f"as in training (default: {SUBSET})")
+    parser.add_argument("--split", default="train", help="default: train")
+    parser.add_argument("--images", type=int, default=64, help="images to average over (default: 64)")
+    parser.add_argument("--seed", type=int, default=0, help="of the initializations (default: 0)")
+    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
+    parser.add_argument(
+        "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the models"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.images < 1:
+        raise ValueError(f"--images is {arguments.images}, expected at least 1.")
+    if arguments.picture:
+        check_picture_path(arguments.picture)
+    if arguments.json:
+        check_file_path(arguments.json)
+
+    images = load_images(arguments.dataset, arguments.split)
+    images = [decode_image(images[index]["image"], index) for index in range(min(arguments.images, len(images)))]
+    measured = {}
+    for name, model, image_processor in _models(arguments):
+        batches = [
+            image_processor(images[start : start + 32], return_tensors="pt")["pixel_values"].to(model.device)
+            for start in range(0, len(images), 32)
+        ]
+        measured[name] = measure_attention(model, tqdm(batches, desc=name, leave=False, disable=None))
+
+    num_layers = min(map(len, measured.values()))
+    layers = arguments.layers or sorted({1, (num_layers + 1) // 2, num_layers})
+    if wrong := [layer for layer in layers if not 1 <= layer <= num_layers]:
+        raise ValueError(f"--layers has {wrong[0]}, expected 1 to {num_layers}.")
+    print(format_table(_rows(measured, layers)))
+    if arguments.picture:
+        save_figure(draw_attention(measured, layers, arguments.heads), arguments.picture)
+    if arguments.json:
+        statistics = {name: [layer.numbers() for layer in layers] for name, layers in measured.items()}
+        write_json(arguments.json, {"images": len(images), "models": statistics})
+
+
+def _models(arguments: argparse.Namespace):
+    """Names, models and image processors to compare, those before training first."""
+    loaded = [
+        (Path(name).name, *load_image_classifier(name, arguments.device, arguments.trust_remote_code))
+        for name in arguments.models
+    ]
+    _, first, image_processor = loaded[0]
+    for name in arguments.initialization:
+        torch.manual_seed(arguments.seed)
+        fresh = AutoModelForImageClassification.from_config(copy.deepcopy(first.config))
+        initialize_attention_(fresh, name)
+        yield f"{name}, before training", fresh.eval().to(first.device), image_processor
+    yield from loaded
+
+
+def _rows(measured: dict[str, list[LayerStatistics]], layers: Sequence[int]) -> list[dict[str, object]]:
+    def mean(values: list[float]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    return [
+        {
+            "model": name,
+            "layer": statistics[layer - 1].layer,
+            "stable rank": statistics[layer - 1].stable_rank,
+            "entropy": mean(statistics[layer - 1].entropy),
+            "mass at a neighbor": mean(statistics[layer - 1].mass),
+            "neighbors": " ".join(f"({dy:+d},{dx:+d})" for dy, dx in statistics[layer - 1].offset) or "-",
+        }
+        for name, statistics in measured.items()
+        for layer in layers
+    ]
+
+
+def stable_rank(matrices: torch.Tensor) -> torch.Tensor:
+    """The sum of the squared singular values over the largest one (Remark 1 of Zheng et al.), `(…, rows, columns)` to
+    `(…)`; 1 to the rank."""
+    values = torch.linalg.svdvals(matrices.float()).square()
+    return values.sum(-1) / values.amax(-1)
+
+
+@torch.no_grad()
+def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -> list[LayerStatistics]:
+    """How a model's layers attend to images, and the stable rank of what they hand on.
+
+    Args:
+        model (`PreTrainedModel`): A vision transformer of Transformers or of this package; of convolutional models,
+            the stable rank is measured alone.
+        batches (iterable of `torch.Tensor`): Pixel values `(batch, channels, height, width)`.
+
+    Returns:
+        `list[LayerStatistics]`: One a layer.
+
+    Raises:
+        ValueError: if there are no images, or the model returns no hidden states.
+    """
+    implementation = getattr(model.config, "_attn_implementation", None)
+    attends = hasattr(model.config, "num_attention_heads")
+    if attends:
+        model.set_attn_implementation("eager")
+    wanted = {"output_attentions": True} if attends else {}
+    count, sums = 0, {}
+    try:
+        for pixel_values in batches:
+            count += len(pixel_values)
+            outputs = model(pixel_values, output_hidden_states=True, **wanted)
+            for layer, states in enumerate(outputs.hidden_states[1:]):
+                # A feature map's positions are its tokens.
+                tokens = states.flatten(2).mT if states.ndim == 4 else states
+                _add(sums, (layer, "rank"), stable_rank(tokens).sum())
+            for layer, weights in enumerate((attends and outputs.attentions) or ()):
+                _add(sums, (layer, "maps"), weights.float().sum(0))
+                entropies = torch.special.entr(weights.float()).sum(-1).mean(-1)
+                _add(sums, (layer, "entropy"), entropies.sum(0))
+    finally:
+        if attends:
+            model.set_attn_implementation(implementation)
+    if not count:
+        raise ValueError("Got no images, expected at least one.")
+    if not sums:
+        raise ValueError(
+            f"{type(model).__name__} returns no hidden states of layers; expected a vision model that does."
+        )
+    grid = _grid(model.config)
+    means = {key: value.cpu() / count for key, value in sums.items()}
+    layers = 1 + max(layer for layer, _ in means)
+    return [_statistics(layer, means, grid) for layer in range(layers)]
+
+
+def _add(sums: dict, key, value: torch.Tensor):
+    sums[key] = sums[key] + value if key in sums else value
+
+
+def _grid(config) -> tuple[int, int] | None:
+    """Height and width in patches, where tokens are patches."""
+    patch = getattr(config, "patch_size", None)
+    if patch is None:
+        return None
+    sizes, patches = (
+        value if isinstance(value, (list, tuple)) else (value, value) for value in (config.image_size, patch)
+    )
+    return tuple(size // patch for size, patch in zip(sizes, patches, strict=True))
+
+
+def _statistics(layer: int, means: dict, grid: tuple[int, int] | None) -> LayerStatistics:
+    statistics = LayerStatistics(layer + 1, means[layer, "rank"].item())
+    if (layer, "maps") in means:
+        statistics.maps = means[layer, "maps"]
+        statistics.entropy = means[layer, "entropy"].tolist()
+        positions = grid[0] * grid[1] if grid else 0
+        if 0 < positions <= statistics.maps.shape[-1]:
+            among_patches = statistics.maps[:, -positions:, -positions:]
+            offsets = [offset for offset in kernel_offsets(2 * REACH + 1) if impulse_matrix(*grid, offset).any()]
+            masses = torch.stack(
+                [interior_mass(among_patches, impulse_matrix(*grid, offset)) for offset in offsets], dim=1
+            )
+            best = masses.max(dim=1)
+            statistics.mass = best.values.tolist()
+            statistics.offset = [offsets[index] for index in best.indices.tolist()]
+    return statistics
+
+
+def draw_attention(
+    measured: dict[str, list[LayerStatistics]], layers: Sequence[int], heads: Sequence[int] = (1,)
+) -> Figure:
+    """Attention maps, a row for a layer; for each model and head the whole map and its upper left corner, 48 queries
+    and keys, enlarged (figures 3 to 6 of Zheng et al.). The colors of each map reach up to its largest values, but at
+    least ten times what uniform attention gives.
+
+    Args:
+        measured (`dict`): What `measure_attention` returns, by the name of the model.
+        layers (sequence of `int`): Layers to draw, from 1.
+        heads (sequence of `int`, *optional*, defaults to `(1,)`): Heads to draw, from 1.
+
+    Returns:
+        `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`.
+
+    Raises:
+        ValueError: if a model has no attention maps, or no such head.
+    """
+    for name, statistics in measured.items():
+        maps = statistics[layers[0] - 1].maps
+        if maps is None:
+            raise ValueError(f"{name} has no attention to draw; expected a vision transformer.")
+        if wrong := [head for head in heads if not 1 <= head <= len(maps)]:
+            raise ValueError(f"{name} has no head {wrong[0]}, expected 1 to {len(maps)}.")
+    columns = [(name, head) for name in measured for head in heads]
+    panel, gap, left, top, bottom = 1.5, 0.08, 0.3, 0.42, 0.28
+    group = 2 * panel + gap
+    width = left + len(columns) * (group + 3 * gap)
+    height = top + len(layers) * (panel + gap) + bottom
+    figure = Figure(figsize=(width, height), dpi=200, facecolor="white")
+    FigureCanvasAgg(figure)
+    for row, layer in enumerate(layers):
+        y = height - top - (row + 1) * panel - row * gap
+        figure.text(
+            0.5 * left / width,
+            (y + panel / 2) / height,
+            f"layer {layer}",
+            rotation=90,
+            ha="center",
+            va="center",
+            size=8,
+            color=TEXT_COLOR,
+        )
+        for column, (name, head) in enumerate(columns):
+            weights = measured[name][layer - 1].maps[head - 1].numpy()
+            corner = min(CORNER, len(weights))
+            darkest = max(np.quantile(weights, 0.998), 10 / len(weights))
+            x = left + column * (group + 3 * gap)
+            for part, shown in enumerate((weights, weights[:corner, :corner])):
+                box = ((x + part * (panel + gap)) / width, y / height, panel / width, panel / height)
+                axes = figure.add_axes(box)
+                smoothing = "nearest" if part else "antialiased"
+                axes.imshow(shown, cmap="magma_r", vmin=0, vmax=darkest, interpolation=smoothing)
+                axes.set(xticks=[], yticks=[])
+                axes.spines[:].set(color="#d04020" if part else "#c8c8c8", linewidth=0.8 if part else 0.4)
+                if part == 0 and corner < len(weights):
+                    axes.add_patch(
+                        Rectangle((-0.5, -0.5), corner, corner, fill=False, edgecolor="#d04020", linewidth=0.8)
+                    )
+                if row == 0 and part == 0:
+                    title = f"{name}, head {head}" if len(heads) > 1 else name
+                    axes.set_title(title, loc="left", fontsize=8, color=TEXT_COLOR, pad=4)
+    legend = f"Rows are queries, columns keys; beside each map its upper left {CORNER} x {CORNER} corner."
+    figure.text(left / width, 0.06 / height, legend, ha="left", va="bottom", size=LEGEND_SIZE, color=LEGEND_COLOR)
+    return figure

@@ -1,0 +1,116 @@
+"""`frugalvit attention`: the numbers are those of the maps, and the maps those of the models."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+from frugalvit import ConvMixerConfig, ConvMixerForImageClassification, ViTImpulseInitConfig, ViTImpulseInitModel
+from frugalvit.attention import draw_attention, measure_attention, stable_rank
+from frugalvit.cli import main
+
+
+SIZES = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+def batches(count: int = 2) -> list[torch.Tensor]:
+    return list(torch.randn(count, 3, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
+
+
+def vit(**fields) -> ViTForImageClassification:
+    torch.manual_seed(0)
+    config = ViTConfig(image_size=32, patch_size=4, num_labels=5, **{**SIZES, **fields})
+    return ViTForImageClassification(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "trained-vit"
+    vit().save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def test_averages_over_images_and_leaves_the_model_as_it_is():
+    model, images = vit(), batches()
+    statistics = measure_attention(model, images)
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")
+    outputs = model(torch.cat(images), output_attentions=True, output_hidden_states=True)
+    for layer, (own, weights) in enumerate(zip(statistics, outputs.attentions, strict=True)):
+        assert own.layer == layer + 1
+        torch.testing.assert_close(own.maps, weights.mean(0))
+        entropy = -(weights * weights.log()).sum(-1).mean((0, 2))
+        torch.testing.assert_close(torch.tensor(own.entropy), entropy)
+        singular = torch.linalg.svdvals(outputs.hidden_states[layer + 1])
+        expected = ((singular**2).sum(1) / singular[:, 0] ** 2).mean().item()
+        assert own.stable_rank == pytest.approx(expected, rel=1e-4)
+
+
+def test_finds_the_impulses_of_the_initialization():
+    torch.manual_seed(0)
+    config = ViTImpulseInitConfig(image_size=32, patch_size=4, impulse_mass=0.8, **SIZES)
+    model = ViTImpulseInitModel(config).eval()
+    with torch.no_grad():
+        model.embeddings.patch_embeddings.projection.weight.zero_()  # positions alone
+    first = measure_attention(model, batches())[0]
+    assert len(set(first.offset)) == 4 and all(abs(dy) <= 1 and abs(dx) <= 1 for dy, dx in first.offset)
+    assert first.mass == pytest.approx([0.8] * 4, abs=0.1)
+    uniform = measure_attention(ViTImpulseInitModel(config), batches())[0]
+    assert max(first.entropy) < min(max(uniform.entropy), math.log(64))
+
+
+def test_convolutional_models_have_a_stable_rank_alone():
+    model = ConvMixerForImageClassification(ConvMixerConfig(hidden_size=8, num_hidden_layers=2)).eval()
+    statistics = measure_attention(model, batches())
+    assert len(statistics) == 2 and all(1 <= layer.stable_rank <= 8 for layer in statistics)
+    assert all(layer.maps is None and not layer.entropy and not layer.mass for layer in statistics)
+    with pytest.raises(ValueError, match="conv has no attention to draw"):
+        draw_attention({"conv": statistics}, [1])
+
+
+def test_stable_rank():
+    assert stable_rank(torch.eye(5)).item() == pytest.approx(5)
+    assert stable_rank(torch.ones(2, 4, 3)).tolist() == pytest.approx([1, 1])
+
+
+def test_command_compares_initializations_with_a_trained_model(folder, tmp_path, capsys):
+    arguments = ["attention", str(folder), "--initialization", "impulse", "trunc_normal", "--images", "3"]
+    outputs = ["--picture", str(tmp_path / "maps.png"), "--json", str(tmp_path / "numbers.json")]
+    assert main([*arguments, *outputs, "--layers", "2", "--heads", "1", "3"]) == 0
+    text = capsys.readouterr().out
+    for name in ("impulse, before training", "trunc_normal, before training", "trained-vit"):
+        assert name in text
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert numbers["images"] == 3 and list(numbers["models"])[-1] == "trained-vit"
+    masses = {name: layers[0]["mass"] for name, layers in numbers["models"].items()}
+    assert min(masses["impulse, before training"]) > 3 * max(masses["trunc_normal, before training"])
+    picture = np.asarray(Image.open(tmp_path / "maps.png").convert("L"))
+    assert picture.std() > 10
+    assert main([*arguments[:2], "--images", "1", "--seed", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "3"], "--layers has 3, expected 1 to 2"),
+        (["--heads", "5", "--picture", "maps.png"], "trained-vit has no head 5, expected 1 to 4"),
+        (["--images", "0"], "--images is 0, expected at least 1"),
+        (["--picture", "maps.txt"], "expected a file name ending in"),
+    ],
+)
+def test_bad_input(arguments, message, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["attention", str(folder), "--images", "1", *arguments]) == 1
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_images():
+    with pytest.raises(ValueError, match="Got no images"):
+        measure_attention(vit(), [])
