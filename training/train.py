@@ -6,6 +6,7 @@ RandAugment, mixup, label smoothing, AdamW, warm-up and cosine, on any image cla
 package.
 """
 
+import inspect
 import json
 import re
 from dataclasses import dataclass
@@ -56,6 +57,9 @@ class ModelArguments:
     config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
     initialization: str = argument(
         "default", "default, the architecture's own, or of a ViT's attention.", choices=["default", *INITIALIZATIONS]
+    )
+    initialization_options: str = argument(
+        "", "Arguments of frugalvit.initialize_attention_, for example kernel_size=5,value_init=mimetic."
     )
     attn_implementation: str | None = argument(None, "eager, sdpa, …; the model's default if not given.")
     image_size: int | None = argument(
@@ -236,9 +240,18 @@ def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[
         size = {"height": height, "width": width}
         processor = ViTImageProcessor(size=size, image_mean=arguments.image_mean, image_std=arguments.image_std)
     model = AutoModelForImageClassification.from_config(config, **options)
-    if arguments.initialization != "default":
-        initialize_attention_(model, arguments.initialization)
+    if arguments.initialization != "default" or arguments.initialization_options:
+        initialize(model, arguments.initialization, arguments.initialization_options)
     return model, processor
+
+
+def initialize(model, name: str, text: str):
+    """Initialize a fresh model's attention with what `--initialization_options` says."""
+    accepted = inspect.signature(INITIALIZATIONS[name]).parameters.keys() if name in INITIALIZATIONS else set()
+    options = read_values("initialization_options", text)
+    if unknown := sorted(options.keys() - accepted | options.keys() & {"model", "generator"}):
+        raise ValueError(f"--initialization_options: --initialization {name} has no {unknown[0]!r}.")
+    initialize_attention_(model, name, **options)
 
 
 def image_size(config, arguments: ModelArguments) -> tuple[int, int]:
@@ -270,22 +283,29 @@ def check_loading(model, info: dict, name: str):
 
 
 def parse_overrides(model_type: str, text: str) -> dict:
-    """`"image_size=32,hidden_act=gelu"` as a dict; values are JSON where they can be, text otherwise.
+    """What `--config_overrides` says, as a dict.
 
     Raises:
         ValueError: if the configuration has no such field.
     """
-    defaults, overrides = AutoConfig.for_model(model_type), {}
-    for part in filter(None, re.split(r",(?=\w+=)", text)):
-        name, equals, value = part.partition("=")
-        check(part, bool(equals), "config_overrides", "name=value pairs with commas between")
+    defaults, overrides = AutoConfig.for_model(model_type), read_values("config_overrides", text)
+    for name in overrides:
         if not hasattr(defaults, name):
             raise ValueError(f"--config_overrides: {model_type} configurations have no {name!r}.")
-        try:
-            overrides[name] = json.loads(value)
-        except json.JSONDecodeError:
-            overrides[name] = value
     return overrides
+
+
+def read_values(argument_name: str, text: str) -> dict:
+    """`"image_size=32,hidden_act=gelu"` as a dict; values are JSON where they can be, text otherwise."""
+    values = {}
+    for part in filter(None, re.split(r",(?=\w+=)", text)):
+        name, equals, value = part.partition("=")
+        check(part, bool(equals), argument_name, "name=value pairs with commas between")
+        try:
+            values[name] = json.loads(value)
+        except json.JSONDecodeError:
+            values[name] = value
+    return values
 
 
 def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels: int, accelerator: Accelerator):

@@ -19,6 +19,7 @@ from transformers import (
     ViTModel,
 )
 
+from frugalvit.attention import measure_attention
 from frugalvit.training import train
 from frugalvit.training.data import class_names, load_images
 
@@ -126,6 +127,29 @@ def test_goes_on_at_another_size_with_muon(tiny_run, tmp_path):
     assert dict(AutoImageProcessor.from_pretrained(tmp_path / "second").size) == {"height": 32, "width": 32}
 
 
+def test_initializes_attention_as_told(tiny_run, tmp_path):
+    small = VIT | {"patch_size": 4, "hidden_size": 64, "position_embedding": "learned"}
+    impulse = ",".join(f"{name}={value}" for name, value in small.items())
+    masses = []
+    for mass in (0.3, 0.9):
+        options = {"initialization": "impulse", "initialization_options": f"mass={mass},value_init=mimetic"}
+        still = {"learning_rate": 1e-12, "epochs": 1, "model_type": "vit_impulse_init", "config_overrides": impulse}
+        tiny_run(name=str(mass), **still, **options)
+        model = AutoModelForImageClassification.from_pretrained(tmp_path / str(mass))
+        with torch.no_grad():
+            model.vit.embeddings.patch_embeddings.projection.weight.zero_()  # positions alone
+        masses.append(max(measure_attention(model, [torch.zeros(1, 3, 32, 32)])[0].mass))
+    assert masses[0] < 0.4 < 0.6 < masses[1]
+
+
+def test_trains_a_convmixer(tiny_run, tmp_path):
+    mixer = {"config_overrides": "hidden_size=16,num_hidden_layers=2,patch_size=4,spatial_filters=impulse"}
+    results = tiny_run(model_type="convmixer", learning_rate=0.01, epochs=4, **mixer)
+    assert results["epochs"][-1]["train_loss"] < results["epochs"][0]["train_loss"]
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert ((model.convmixer.layers[1].spatial_mixing.weight != 0).sum((1, 2, 3)) == 1).all()
+
+
 def test_a_checkpoint_of_something_else_is_refused(tiny_run, tmp_path):
     ViTModel(ViTConfig(**VIT, intermediate_size=64)).save_pretrained(tmp_path / "vit")
     config = json.loads((tmp_path / "vit" / "config.json").read_text())
@@ -227,6 +251,12 @@ def test_wrong_arguments_are_one_line(arguments, message, capsys):
     ("options", "message"),
     [
         ({"config_overrides": "hidden_sizes=3"}, "vit configurations have no 'hidden_sizes'"),
+        ({"initialization_options": "mass=0.3"}, "--initialization default has no 'mass'"),
+        (
+            {"initialization": "mimetic", "initialization_options": "mass=0.3"},
+            "--initialization mimetic has no 'mass'",
+        ),
+        ({"initialization": "impulse", "initialization_options": "mass=3"}, "`mass` is 3, expected a number above 0"),
         ({"config_overrides": "hidden_size"}, "--config_overrides is 'hidden_size', expected name=value pairs"),
         ({"model_type": "unheard-of"}, "unheard-of"),
         ({"crop_padding": 32}, "--crop_padding is 32, expected less than the images' 32 pixels"),
