@@ -1,0 +1,83 @@
+"""How long impulse initialization takes, and what it gives: the closed form against Algorithm 1, in one run.
+
+    python benchmarks/impulse_speed.py
+
+Algorithm 1 takes the paper's 10,000 steps for one layer, its time for all layers is that times their number: every
+layer is the same problem. Writes results/impulse_speed.json.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, impulse_init_
+from frugalvit.tables import format_table
+from frugalvit.training.files import write_json
+from frugalvit.training.loop import versions
+
+
+ROOT = Path(__file__).resolve().parents[1]
+VARIANTS = ("vit-tiny-h3", "vit-tiny-h8", "vit-small-h6", "vit-small-h16")
+# Patches of 2 pixels at 32, 16 at 224.
+GRIDS = {"16x16": "32", "14x14": "224"}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS, help="default: all")
+    parser.add_argument("--grids", nargs="+", default=list(GRIDS), choices=GRIDS, help="default: all")
+    parser.add_argument("--steps", type=int, default=10_000, help="of Algorithm 1 (default: the paper's 10,000)")
+    parser.add_argument("--repeats", type=int, default=5, help="of the closed form, the median counts (default: 5)")
+    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    arguments = parser.parse_args()
+
+    cases = [(variant, grid) for variant in arguments.variants for grid in arguments.grids]
+    rows = []
+    for variant, grid in tqdm(cases, desc="models"):
+        config = ViTImpulseInitConfig.from_variant(f"{variant}-{GRIDS[grid]}", initialization="trunc_normal")
+        closed_seconds, closed = timed(config, arguments.repeats, solver="closed_form")
+        config.num_hidden_layers = 1
+        adam_seconds, adam = timed(config, 1, solver="adam", steps=arguments.steps)
+        adam_seconds *= 12
+        row = {
+            "model": variant,
+            "grid": grid,
+            "head_dim": config.hidden_size // config.num_attention_heads,
+            "closed_form_seconds": closed_seconds,
+            "adam_seconds": adam_seconds,
+            "times_faster": adam_seconds / closed_seconds,
+        }
+        for solver, report in (("closed_form", closed), ("adam", adam)):
+            row |= {f"{solver}_{name}": report.mean(name) for name in ("peak_rate", "mass", "query_norm", "key_norm")}
+        rows.append(row)
+    print(format_table(rows))
+    write_json(
+        arguments.results_dir / "impulse_speed.json",
+        {
+            "command": " ".join(["python", "benchmarks/impulse_speed.py", *sys.argv[1:]]),
+            "threads": torch.get_num_threads(),
+            "steps": arguments.steps,
+            "adam_seconds": "time of one layer times 12",
+            "versions": versions(),
+            "rows": rows,
+        },
+    )
+
+
+def timed(config: ViTImpulseInitConfig, repeats: int, **options):
+    """Median seconds of an initialization of the whole model, and its last report."""
+    seconds = []
+    for repeat in range(repeats):
+        model = ViTImpulseInitModel(config)
+        start = time.perf_counter()
+        report = impulse_init_(model, generator=torch.Generator().manual_seed(repeat), **options)
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 2], report
+
+
+if __name__ == "__main__":
+    main()
