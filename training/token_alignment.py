@@ -1,0 +1,82 @@
+"""Align a student's tokens with what its teacher holds where they look, block by block."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..modeling.teachers import read_teacher
+
+
+# Points on each side of a token's RoI at which the teacher's tokens are read and averaged.
+POINTS = 4
+
+
+class TokenAlignment:
+    """Hints (Romero et al. 2015) for the tokens of a SparseFormer, not part of the paper's recipe.
+
+    A token should hold what the teacher's tokens within its RoI hold on average, before the first inherited block and
+    after each. The distance is the mean squared one between LayerNorm-ed tokens, averaged over these depths; [CLS]
+    takes no part. RoIs get no gradient from it.
+
+    Args:
+        student (`SparseFormerForImageClassification`): Has the teacher's blocks but the leading ones.
+        teacher (`nn.Module`): Any that `read_teacher` reads; its blocks are watched from now on.
+        teacher_size (pair of `int`): Height and width of the teacher's images in pixels.
+
+    Raises:
+        ValueError: if the student has more blocks than the teacher.
+    """
+
+    # What the student is to be called with.
+    arguments = {"output_hidden_states": True, "output_rois": True}
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, teacher_size: tuple[int, int]):
+        read = read_teacher(teacher)
+        height, width = teacher_size
+        rows = round((read.num_tokens * height / width) ** 0.5)
+        self.grid = (rows, read.num_tokens // rows)
+        self.skipped = int(student.config.use_cls_token)
+        self.states: list[torch.Tensor] = []
+        inherited = len(student.base_model.layers)
+        if inherited > len(read.modules):
+            raise ValueError(
+                f"The student has {inherited} blocks and the teacher {len(read.modules)}; their tokens cannot be "
+                "aligned. Leave --token_loss_weight at 0."
+            )
+        blocks = read.modules[len(read.modules) - inherited :]
+        blocks[0].register_forward_pre_hook(self._begin)
+        for block in blocks:
+            block.register_forward_hook(self._note)
+
+    def _begin(self, block: nn.Module, arguments: tuple):
+        self.states = [arguments[0]]
+
+    def _note(self, block: nn.Module, arguments: tuple, output):
+        self.states.append(output[0] if isinstance(output, tuple) else output)
+
+    def __call__(self, outputs) -> torch.Tensor:
+        """The loss, after the teacher has run: `outputs` are those of the student on the same images."""
+        points = self._points(outputs.rois[-1].detach())
+        losses = []
+        for state, expected in zip(outputs.hidden_states, self.states, strict=True):
+            tokens = state[:, self.skipped :].float()
+            expected = self._read(expected.float(), points)
+            losses.append(F.mse_loss(_normalize(tokens), _normalize(expected)))
+        return torch.stack(losses).mean()
+
+    def _points(self, rois: torch.Tensor) -> torch.Tensor:
+        """A grid in every RoI, `(batch, tokens, points, 2)`, within the image, in the coordinates of `grid_sample`."""
+        steps = (torch.arange(POINTS, device=rois.device) + 0.5) / POINTS
+        y, x = torch.meshgrid(steps, steps, indexing="ij")
+        shares = torch.stack([x, y], dim=-1).flatten(0, 1)
+        low, high = rois[..., None, :2], rois[..., None, 2:]
+        return (low + shares * (high - low)).clamp(0, 1) * 2 - 1
+
+    def _read(self, tokens: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+        """The teacher's tokens, averaged over each token's points, `(batch, tokens, hidden_size)`."""
+        patches = tokens[:, -self.grid[0] * self.grid[1] :].mT.unflatten(2, self.grid)
+        return F.grid_sample(patches, points, padding_mode="border", align_corners=False).mean(-1).mT
+
+
+def _normalize(tokens: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(tokens, tokens.shape[-1:])
