@@ -24,6 +24,8 @@ from .training.loading import load_image_classifier
 # A focusing stage for images of 32 pixels: the paper's iterations and sampling points, half its stem channels, mixed
 # points and bottleneck, which are made for 224 pixels. The student that ships has it too.
 STUDENT = "stem_channels=32,num_mixed_points=16,mixing_hidden_size=64"
+# The recipe in minutes rather than hours: large steps, and tokens that are told what to hold.
+SHORT = ("--learning_rate", "4e-3", "--crop_scale", "0.8", "1", "--token_loss_weight", "2")
 # What a run leaves beside the model, to be resumed.
 NOT_IN_REPOSITORY = shutil.ignore_patterns("checkpoints", "logs", "metrics.jsonl", "results.json", "run.json")
 TRAIN_IMAGES, HELD_BACK_IMAGES = 12000, 2000
@@ -62,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
             *("--eval_split", f"test[:{HELD_BACK_IMAGES}]"),
             *("--output_dir", str(folder / "run")),
             *("--epochs", str(epochs), "--seed", str(arguments.seed)),
-            *("--batch_size", "64", "--learning_rate", "2e-3"),
+            *("--batch_size", "64", *SHORT),
             *("--mixed_precision", "bf16" if bf16 else "no"),
         ]
     )

@@ -101,6 +101,15 @@ def test_inherited_weights_rest_during_warm_up(optimizer, teacher, tmp_path):
     assert after["sparseformer.latents.initial_rois"].dtype == torch.float32
 
 
+def test_aligning_tokens_spares_epochs(teacher, tmp_path):
+    alignments = []
+    for weight in ("0", "2"):
+        options = ("--learning_rate", "3e-3", "--token_loss_weight", weight)
+        results = run(teacher, tmp_path / weight, *options, images=512, epochs=3)
+        alignments.append(results["best"]["alignment"])
+    assert alignments[1] > alignments[0]
+
+
 def test_schedule_is_a_warm_up_and_half_a_cosine():
     pair = bootstrap.StudentArguments(teacher="t")
     config = bootstrap.SparseFormerForImageClassification.config_class(

@@ -1,0 +1,80 @@
+"""Tokens are compared with what the teacher holds where they look."""
+
+import pytest
+import timm
+import torch
+from transformers import ViTConfig, ViTForImageClassification
+
+from frugalvit import SparseFormerForImageClassification
+from frugalvit.modeling.teachers import embed
+from frugalvit.training.token_alignment import TokenAlignment
+
+
+SMALL = {
+    "stem_channels": 8,
+    "num_sampling_points": 4,
+    "num_mixed_points": 4,
+    "num_focusing_iterations": 2,
+    "mixing_hidden_size": 8,
+}
+
+
+def transformers_vit(image_size):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    return ViTForImageClassification(ViTConfig(image_size=image_size, patch_size=8, num_labels=5, **sizes))
+
+
+def timm_vit(image_size):
+    arguments = {"patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
+    return timm.models.vision_transformer.VisionTransformer(img_size=image_size, global_pool="avg", **arguments)
+
+
+def make_pair(make_teacher, image_size=(32, 48), truncate=1):
+    torch.manual_seed(0)
+    teacher = make_teacher(image_size).eval().requires_grad_(False)
+    student = SparseFormerForImageClassification.from_teacher(teacher, num_latent_tokens=5, truncate=truncate, **SMALL)
+    return student.eval(), teacher
+
+
+@pytest.mark.parametrize("make_teacher", [transformers_vit, timm_vit])
+def test_reads_the_teachers_tokens_within_the_rois(make_teacher):
+    student, teacher = make_pair(make_teacher)
+    alignment = TokenAlignment(student, teacher, (32, 48))
+    # A teacher whose tokens tell their position: rows and columns of the centers of its 4 x 6 patches.
+    y, x = torch.meshgrid((torch.arange(4) + 0.5) / 4, (torch.arange(6) + 0.5) / 6, indexing="ij")
+    tokens = torch.stack([y.flatten(), x.flatten()], dim=-1)[None]
+    tokens = torch.cat([torch.full((1, alignment.skipped, 2), 9.0), tokens], dim=1)
+    rois = torch.tensor([[[0.25, 0.25, 0.75, 0.5], [0.5, 0.5, 0.5, 0.5], [-5.0, -5.0, -4.0, -4.0], [0.0, 0.0, 1, 1]]])
+    read = alignment._read(tokens, alignment._points(rois))
+    corner = [0.125, 1 / 12]  # of the first patch
+    torch.testing.assert_close(read, torch.tensor([[[0.375, 0.5], [0.5, 0.5], corner, [0.5, 0.5]]]))
+
+
+@pytest.mark.parametrize("truncate", [0, 1])
+@pytest.mark.parametrize("make_teacher", [transformers_vit, timm_vit])
+def test_compares_every_depth_with_the_teachers(make_teacher, truncate):
+    student, teacher = make_pair(make_teacher, truncate=truncate)
+    alignment = TokenAlignment(student, teacher, (32, 48))
+    images = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
+    outputs = student.base_model(images, **alignment.arguments)
+    embed(teacher, images)
+    assert len(alignment.states) == len(outputs.hidden_states) == 4 - truncate
+    loss = alignment(outputs)
+    loss.backward()
+    assert loss > 0 and student.base_model.stem.convolution.weight.grad.any()
+    # Tokens that hold exactly what is asked for, at another scale, have no distance left.
+    points = alignment._points(outputs.rois[-1])
+    outputs.hidden_states = [
+        torch.cat([states[:, : alignment.skipped], 3 * alignment._read(expected, points) + 1], dim=1)
+        for states, expected in zip(outputs.hidden_states, alignment.states, strict=True)
+    ]
+    assert alignment(outputs).item() == pytest.approx(0, abs=1e-4)
+
+
+def test_a_student_deeper_than_its_teacher():
+    student, _ = make_pair(transformers_vit, truncate=0)
+    shallow = ViTForImageClassification(
+        ViTConfig(image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    )
+    with pytest.raises(ValueError, match="student has 3 blocks and the teacher 2; .* Leave --token_loss_weight at 0"):
+        TokenAlignment(student, shallow, (32, 32))
