@@ -4,7 +4,8 @@
     python benchmarks/bootstrap_tables.py losses    # table 3: what to align, what to inherit
     python benchmarks/bootstrap_tables.py blocks    # supplement, table 1: truncate, tune, freeze
 
-Runs are kept under --runs_dir and found again, so that a killed command goes on. Writes results/bootstrap_TABLE.json.
+Runs are kept under --runs_dir and found again, so that a killed command goes on, and seeds can be run side by side before
+all of them are put together. Writes results/bootstrap_TABLE.json.
 """
 
 import argparse
@@ -39,6 +40,7 @@ TABLES = {
     "losses": {
         "bootstrapping": [],
         "with classification loss": ["--label_loss_weight", "1"],
+        "with tokens aligned": ["--token_loss_weight", "2"],  # ours
         "without reusing weights": ["--no_inherit_blocks"],
         "KL distillation, temperature 3": ["--loss", "kl", "--temperature", "3"],
         "KL distillation, temperature 5": ["--loss", "kl", "--temperature", "5"],
@@ -59,11 +61,11 @@ def main():
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
     parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=5, help="of every run but continued ones (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=4, help="of every run but continued ones (default: %(default)s)")
     parser.add_argument("--continued_epochs", type=int, default=2, help="of continued runs (default: %(default)s)")
-    parser.add_argument("--learning_rate", type=float, default=2e-3, help="default: %(default)s")
+    parser.add_argument("--learning_rate", type=float, default=4e-3, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
+    parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
     parser.add_argument("--runs_dir", type=Path, default=Path("runs/bootstrap_tables"), help="default: %(default)s")
     parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
     arguments = parser.parse_args()

@@ -7,7 +7,8 @@
 
 Every row of a table has the same architecture and budget. The defaults are a reduced recipe (64 tokens, width 192, 6
 blocks, 8 heads); the paper's is --paper_recipe, for an accelerator. Runs are kept under --runs_dir and found again, so
-that a killed command goes on. Writes results/impulse_TABLE.json.
+that a killed command goes on, and seeds can be run side by side before all of them are put together. Writes
+results/impulse_TABLE.json.
 """
 
 import argparse

@@ -1,7 +1,5 @@
 """SparseFormer configuration: both generations, every variant of the papers by name."""
 
-import difflib
-
 from huggingface_hub.dataclasses import strict
 
 from .configuration_base import FrugalViTConfig
@@ -140,9 +138,6 @@ class SparseFormerConfig(FrugalViTConfig):
     def __post_init__(self, **kwargs):
         self.focusing_steps = tuple(self.focusing_steps)
         self.final_focusing_steps = tuple(self.final_focusing_steps)
-        for name in ("image_mean", "image_std"):
-            if not isinstance(getattr(self, name), float):
-                setattr(self, name, tuple(getattr(self, name)))
         if self.num_mixed_points is None:
             self.num_mixed_points = max(self.num_sampling_points, 32)
         if self.num_attention_heads is None:
@@ -162,7 +157,7 @@ class SparseFormerConfig(FrugalViTConfig):
 
     def validate_counts(self):
         """Counts and sizes are positive."""
-        for name in (
+        self._check_counts(
             "num_channels",
             "num_latent_tokens",
             "num_mixed_points",
@@ -178,30 +173,13 @@ class SparseFormerConfig(FrugalViTConfig):
             "mixing_hidden_size",
             "projection_dim",
             "resize_size",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}, expected at least 1.")
+        )
         if self.num_sampling_points < 2:
             raise ValueError(
                 f"`num_sampling_points` is {self.num_sampling_points}, expected at least 2: "
                 "sampling offsets are standardized over the points of a token."
             )
-        size = self.image_size if isinstance(self.image_size, (list, tuple)) else (self.image_size, self.image_size)
-        if len(size) != 2 or min(size) < 4:
-            raise ValueError(
-                f"`image_size` is {self.image_size}, expected one size or a height and a width, each at least 4 "
-                "(the stride of the stem)."
-            )
-        for name in ("image_mean", "image_std"):
-            value = getattr(self, name)
-            if not isinstance(value, float) and len(value) != self.num_channels:
-                raise ValueError(
-                    f"`{name}` has {len(value)} values, expected one number or one for each of the "
-                    f"`num_channels`={self.num_channels} channels."
-                )
-        if 0 in (self.image_std if isinstance(self.image_std, tuple) else (self.image_std,)):
-            raise ValueError(f"`image_std` is {self.image_std}, expected numbers to divide by.")
+        self._check_sizes("image_size", low=4, reason=", each at least 4 (the stride of the stem)")
 
     def validate_widths(self):
         """Heads divide widths, and the positional encoding divides into sines and cosines of four coordinates."""
@@ -238,46 +216,17 @@ class SparseFormerConfig(FrugalViTConfig):
 
     def validate_choices(self):
         """Fields with a fixed set of values."""
-        for name, allowed in (
-            ("pooling", ("cls", "mean")),
-            ("sampling_padding_mode", ("border", "zeros")),
-            ("num_roi_delta_layers", (1, 2)),
-            ("resample", tuple(range(6))),
-            ("problem_type", (None, "regression", "single_label_classification", "multi_label_classification")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {list(allowed)}.")
+        self._check_choices(
+            pooling=("cls", "mean"), sampling_padding_mode=("border", "zeros"), num_roi_delta_layers=(1, 2)
+        )
         if self.pooling == "cls" and not self.use_cls_token:
             raise ValueError("`pooling='cls'` needs `use_cls_token=True`; without [CLS] choose `pooling='mean'`.")
-        if not 0 <= self.drop_path_rate < 1:
-            raise ValueError(f"`drop_path_rate` is {self.drop_path_rate}, expected 0 <= rate < 1.")
-        for name in ("layer_norm_eps", "initializer_range"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, expected a positive number.")
+        self._check_rates("drop_path_rate")
+        self._check_positive("layer_norm_eps", "initializer_range")
 
-    @classmethod
-    def variants(cls) -> list[str]:
-        """Names of every variant of the papers, for `from_variant`."""
-        return list(VARIANTS)
-
-    @classmethod
-    def from_variant(cls, name: str, **overrides) -> "SparseFormerConfig":
-        """The configuration of a variant of the papers, for example `"augreg-base-49-224"`.
-
-        Names read family, size, tokens as the papers count them (latent + [CLS]) and image size; `-untruncated`
-        keeps all of the teacher's blocks.
-
-        Args:
-            name (`str`): One of `variants()`.
-            overrides: Fields to set differently, for example `num_labels=10`.
-
-        Raises:
-            ValueError: if there is no variant of that name; the message lists the names.
-        """
-        if name not in VARIANTS:
-            close = ", ".join(difflib.get_close_matches(name, VARIANTS, n=4, cutoff=0.5) or VARIANTS)
-            raise ValueError(f"There is no SparseFormer variant {name!r}. Did you mean: {close}?")
-        return cls(**{**VARIANTS[name], **overrides})
+    @staticmethod
+    def _variants() -> dict[str, dict]:
+        return VARIANTS
 
 
 def _v1(width: int, layers: int, tokens: int, drop_path_rate: float) -> dict:
@@ -342,6 +291,8 @@ def _clip(size: str, tokens: int, image_size: int = 224) -> dict:
     )
 
 
+# Names read family, size, tokens as the papers count them (latent + [CLS]) and image size; `-untruncated` keeps all of
+# the teacher's blocks.
 VARIANTS = {
     "v1-tiny": _v1(512, 8, 49, 0.2),
     "v1-small": _v1(640, 8, 64, 0.3),

@@ -53,15 +53,24 @@ class SelfAttention(nn.Module):
         return self.o_proj(output.reshape(hidden_states.shape)), weights
 
 
+def activation(name: str) -> nn.Module:
+    """One of Transformers' activations.
+
+    Raises:
+        ValueError: if there is none of that name; the message lists the names.
+    """
+    if name not in ACT2FN:
+        raise ValueError(f"There is no activation {name!r}; there are {', '.join(sorted(ACT2FN))}.")
+    return ACT2FN[name]
+
+
 class MLP(nn.Module):
     """Two linear layers with an activation between."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str):
         super().__init__()
-        if hidden_act not in ACT2FN:
-            raise ValueError(f"There is no activation {hidden_act!r}; there are {', '.join(sorted(ACT2FN))}.")
         self.fc1 = nn.Linear(hidden_size, intermediate_size)
-        self.activation = ACT2FN[hidden_act]
+        self.activation = activation(hidden_act)
         self.fc2 = nn.Linear(intermediate_size, hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -74,6 +83,42 @@ def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor
         return branch
     keep = branch.new_empty((branch.shape[0],) + (1,) * (branch.ndim - 1)).bernoulli_(1 - rate)
     return branch * keep / (1 - rate)
+
+
+def check_pixel_values(pixel_values: torch.Tensor | None, num_channels: int, min_size: int) -> torch.Tensor:
+    """`pixel_values` as they are.
+
+    Raises:
+        ValueError: if they are missing, no `(batch, num_channels, height, width)` floats, smaller than `min_size`, the
+            first layer's stride, or (looked at on CPU only, where it costs no synchronization) none or not finite.
+    """
+    if pixel_values is None:
+        raise ValueError("You have to specify `pixel_values`.")
+    if pixel_values.ndim != 4 or pixel_values.shape[1] != num_channels:
+        raise ValueError(
+            f"Got pixel values of shape {tuple(pixel_values.shape)}, expected (batch, {num_channels}, height, width). "
+            "Prepare images with the model's AutoImageProcessor."
+        )
+    if not pixel_values.is_floating_point():
+        raise ValueError(
+            f"Got pixel values of dtype {pixel_values.dtype}, expected normalized floating point values. Prepare "
+            "images with the model's AutoImageProcessor."
+        )
+    if min(pixel_values.shape[2:]) < min_size:
+        raise ValueError(
+            f"Got an image of {pixel_values.shape[2]} x {pixel_values.shape[3]} pixels, expected at least "
+            f"{min_size} x {min_size}, the stride of the first layer. Resize it first."
+        )
+    if not torch.compiler.is_compiling() and pixel_values.device.type == "cpu" and not torch.jit.is_tracing():
+        if len(pixel_values) == 0:
+            raise ValueError("Got a batch of no images, expected at least one.")
+        finite = pixel_values.isfinite().flatten(1).all(1)
+        if not finite.all():
+            raise ValueError(
+                f"Images {(~finite).nonzero().flatten().tolist()} of the batch hold NaN or infinite pixels; check "
+                "how they were loaded and normalized."
+            )
+    return pixel_values
 
 
 def image_classification_loss(

@@ -21,7 +21,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_sparseformer import SparseFormerConfig
 from .hub import HubModel
-from .layers import MLP, SelfAttention, drop_path, image_classification_loss
+from .layers import MLP, SelfAttention, check_pixel_values, drop_path, image_classification_loss
 from .teachers import check_inherited_block, read_teacher
 
 
@@ -577,42 +577,6 @@ class SparseFormerPreTrainedModel(HubModel):
         base.latents.break_ties()
         return model
 
-    def check_pixel_values(self, pixel_values: torch.Tensor | None) -> torch.Tensor:
-        """`pixel_values` in the dtype of the weights.
-
-        Raises:
-            ValueError: if they are missing, no `(batch, num_channels, height, width)` floats, smaller than the stem's
-                stride, or (looked at on CPU only, where it costs no synchronization) none or not finite.
-        """
-        config = self.config
-        if pixel_values is None:
-            raise ValueError("You have to specify `pixel_values`.")
-        if pixel_values.ndim != 4 or pixel_values.shape[1] != config.num_channels:
-            raise ValueError(
-                f"Got pixel values of shape {tuple(pixel_values.shape)}, expected (batch, {config.num_channels}, "
-                "height, width). Prepare images with the model's AutoImageProcessor."
-            )
-        if not pixel_values.is_floating_point():
-            raise ValueError(
-                f"Got pixel values of dtype {pixel_values.dtype}, expected normalized floating point values. Prepare "
-                "images with the model's AutoImageProcessor."
-            )
-        if min(pixel_values.shape[2:]) < 4:
-            raise ValueError(
-                f"Got an image of {pixel_values.shape[2]} x {pixel_values.shape[3]} pixels, expected at least 4 x 4, "
-                "the stride of the stem. Resize it first."
-            )
-        if not torch.compiler.is_compiling() and pixel_values.device.type == "cpu" and not torch.jit.is_tracing():
-            if len(pixel_values) == 0:
-                raise ValueError("Got a batch of no images, expected at least one.")
-            finite = pixel_values.isfinite().flatten(1).all(1)
-            if not finite.all():
-                raise ValueError(
-                    f"Images {(~finite).nonzero().flatten().tolist()} of the batch hold NaN or infinite pixels; check "
-                    "how they were loaded and normalized."
-                )
-        return pixel_values.to(self.base_model.stem.convolution.weight.dtype)
-
 
 class SparseFormerModel(SparseFormerPreTrainedModel):
     """The bare SparseFormer, from pixels to tokens; what `AutoModel` loads, and the vision tower of LLaVA."""
@@ -666,7 +630,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
                 Return `focusing_hidden_states`.
         """
-        features = self.stem(self.check_pixel_values(pixel_values))
+        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min_size=4)
+        features = self.stem(pixel_values.to(self.stem.convolution.weight.dtype))
         hidden_states, rois, cls_token = self.latents(features.shape[0])
         all_rois, all_points, focusing_hidden_states = [], [], []
 

@@ -75,7 +75,7 @@ def _unwrap(model: nn.Module) -> nn.Module:
 def _refuse(model: nn.Module, reason: str):
     raise ValueError(
         f"Cannot bootstrap from {type(model).__name__}: {reason}. Teachers are plain pre-norm vision transformers: "
-        "Transformers' ViT and DeiT, timm's VisionTransformer."
+        "Transformers' ViT and DeiT, timm's VisionTransformer, ViTImpulseInit."
     )
 
 
@@ -144,8 +144,8 @@ def _read_transformers(model: nn.Module) -> Teacher:
         "image_size": [height, width],
         "num_attention_heads": config.num_attention_heads,
         "hidden_act": config.hidden_act,
-        "use_cls_token": True,
-        "pooling": "cls",
+        "use_cls_token": _pooling(config) == "cls",
+        "pooling": _pooling(config),
     }
     if isinstance(classifier, nn.Linear):
         fields.update(_labels(config))
@@ -238,7 +238,7 @@ def embed(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
         return model.forward_head(model.forward_features(pixel_values), pre_logits=True)
     outputs = model.base_model(pixel_values)
     # Transformers' ViT calls the output of an extra dense layer its pooler output; ours is what the classifier reads.
-    return outputs.pooler_output if hasattr(model, "from_teacher") else outputs.last_hidden_state[:, 0]
+    return outputs.pooler_output if hasattr(model.config, "pooling") else outputs.last_hidden_state[:, 0]
 
 
 def classifier_of(model: nn.Module) -> nn.Module | None:
@@ -246,6 +246,11 @@ def classifier_of(model: nn.Module) -> nn.Module | None:
     model = _unwrap(model)
     classifier = model.head if _is_timm(model) else getattr(model, "classifier", None)
     return classifier if isinstance(classifier, nn.Linear) else None
+
+
+def _pooling(config) -> str:
+    """What the classifier of a Transformers model reads: our configurations say, others have a [CLS]."""
+    return getattr(config, "pooling", "cls")
 
 
 def _labels(config) -> dict:
