@@ -4,8 +4,8 @@
     python benchmarks/bootstrap_tables.py losses    # table 3: what to align, what to inherit
     python benchmarks/bootstrap_tables.py blocks    # supplement, table 1: truncate, tune, freeze
 
-Runs are kept under --runs_dir and found again, so that a killed command goes on, and seeds can be run side by side before
-all of them are put together. Writes results/bootstrap_TABLE.json.
+Runs are kept under --runs_dir and found again, so that a killed command goes on, and seeds can be run side by side
+before all of them are put together. Writes results/bootstrap_TABLE.json.
 """
 
 import argparse
