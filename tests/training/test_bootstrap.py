@@ -101,13 +101,14 @@ def test_inherited_weights_rest_during_warm_up(optimizer, teacher, tmp_path):
     assert after["sparseformer.latents.initial_rois"].dtype == torch.float32
 
 
-def test_aligning_tokens_spares_epochs(teacher, tmp_path):
-    alignments = []
-    for weight in ("0", "2"):
-        options = ("--learning_rate", "3e-3", "--token_loss_weight", weight)
-        results = run(teacher, tmp_path / weight, *options, images=512, epochs=3)
-        alignments.append(results["best"]["alignment"])
-    assert alignments[1] > alignments[0]
+def test_aligns_tokens_on_request(teacher, tmp_path):
+    plain, aligned = (
+        run(teacher, tmp_path / weight, "--learning_rate", "3e-3", "--token_loss_weight", weight, epochs=3)["epochs"]
+        for weight in ("0", "2")
+    )
+    # LayerNorm-ed tokens that have nothing to do with each other are at a distance of 2.
+    assert aligned[0]["train_loss"] > plain[0]["train_loss"] + 1
+    assert aligned[-1]["train_loss"] < aligned[0]["train_loss"] - 0.3
 
 
 def test_schedule_is_a_warm_up_and_half_a_cosine():
