@@ -107,8 +107,10 @@ class ScheduleArguments:
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, RoIs, token embeddings and [CLS].")
     optimizer: str = argument("adamw", "adamw, or muon, which needs fewer epochs.", choices=[*OPTIMIZERS])
     warmup_epochs: float | None = argument(None, "Epochs of warm-up. Default: 1, or 0 with --student.")
+    repeats: int = argument(1, "Steps on every batch, for which the teacher runs once.")
 
     def __post_init__(self):
+        check_at_least(self, 1, "repeats")
         check_at_least(self, 0, "inherited_learning_rate", "weight_decay")
         if self.learning_rate is not None:
             check(self.learning_rate, self.learning_rate > 0, "learning_rate", "a positive number")
@@ -174,6 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         skip_corrupt=data.skip_corrupt,
         steps_per_epoch=data.steps_per_epoch,
         shuffle_buffer=data.shuffle_buffer,
+        repeats=schedule.repeats,
     )
     eval_loader = evaluation_loader(
         accelerator,
@@ -198,11 +201,14 @@ def main(argv: list[str] | None = None) -> int:
 
     def compute_loss(model, batch):
         pixel_values = batch["pixel_values"]
-        with torch.inference_mode(), accelerator.autocast():
-            target = embed(teacher, batch.get("teacher_pixel_values", pixel_values)).float()
-        # Out of inference mode, so that the loss may keep it for its gradient.
-        outputs = model(pixel_values, **(align_tokens.arguments if align_tokens else {}))
-        embedding, target = outputs.pooler_output.float(), target.clone()
+        if "target" not in batch:
+            with torch.inference_mode(), accelerator.autocast():
+                target = embed(teacher, batch.get("teacher_pixel_values", pixel_values)).float()
+            # Out of inference mode, so that the loss may keep it for its gradient; it stays for repeated steps.
+            batch["target"] = target.clone()
+            batch["teacher_tokens"] = align_tokens.states if align_tokens else None
+        outputs, target = model(pixel_values, **(align_tokens.arguments if align_tokens else {})), batch["target"]
+        embedding = outputs.pooler_output.float()
         if alignment.loss == "cosine":
             loss = (1 - F.cosine_similarity(embedding, target)).mean()
         else:
@@ -210,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         if uses_labels:
             loss = loss + alignment.label_loss_weight * F.cross_entropy(classify(embedding), batch["labels"])
         if align_tokens:
-            loss = loss + alignment.token_loss_weight * align_tokens(outputs)
+            loss = loss + alignment.token_loss_weight * align_tokens(outputs, batch["teacher_tokens"])
         return loss
 
     def save(folder: Path, state: TrainingState):

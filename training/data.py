@@ -17,6 +17,8 @@ from .augmentation import ORDER, VIEW, Mix, View, random_seed, seeded
 
 
 SUBSET = "cifar10-subset"
+# Batches that are made before the first of them is repeated; each stays in memory until then.
+REPEATED_TOGETHER = 8
 
 
 class CorruptImageError(ValueError):
@@ -343,6 +345,8 @@ class TrainingLoader:
         steps_per_epoch (`int`, *optional*): Optimizer steps of an epoch; all images once if not given. A stream, which
             has no length, needs it.
         shuffle_buffer (`int`): Images among which a stream is shuffled, besides its files.
+        repeats (`int`): Steps that are made of every batch (data echoing, Choi et al. 2019), a group of
+            `REPEATED_TOGETHER` at a time. The same `dict` comes again, with what was noted in it the first time.
     """
 
     def __init__(
@@ -358,6 +362,7 @@ class TrainingLoader:
         skip_corrupt: bool = False,
         steps_per_epoch: int | None = None,
         shuffle_buffer: int = 1000,
+        repeats: int = 1,
     ):
         pairs = mix is not None and mix.pairs
         parts = accelerator.num_processes * accelerator.gradient_accumulation_steps * (2 if pairs else 1)
@@ -377,7 +382,8 @@ class TrainingLoader:
                     f"{len(images)} training images make {available} batches of --batch_size {batch_size}, and an "
                     f"epoch takes {max(steps_per_epoch, 1)}. Lower --batch_size or --steps_per_epoch."
                 )
-        self.batch_size, self.steps_per_epoch, self.skipped = batch_size, steps_per_epoch, 0
+        self.batch_size, self.steps_per_epoch, self.skipped = batch_size, steps_per_epoch * repeats, 0
+        self.repeats, self.parts_of_step = repeats, accelerator.gradient_accumulation_steps
         length = steps_per_epoch * batch_size
         if streams:
             dataset = StreamedViewDataset(images, view, seed, skip_corrupt)
@@ -402,10 +408,19 @@ class TrainingLoader:
 
         They hold what the view makes, `labels`, if there are any, `epoch` and `index`, and what `mix` adds.
         """
-        self.sampler.start_at(epoch, start * self.batch_size)
-        for batch in self.loader:
-            self.skipped += int(batch.pop("skipped").sum())
-            yield batch
+        group = REPEATED_TOGETHER if self.repeats > 1 else 1
+        done = start % (group * self.repeats)
+        self.sampler.start_at(epoch, (start - done) // self.repeats * self.batch_size)
+        parts, done = iter(self.loader), done * self.parts_of_step
+        while batches := list(itertools.islice(parts, group * self.parts_of_step)):
+            skipped = [int(batch.pop("skipped").sum()) for batch in batches]
+            for repeat in range(self.repeats):
+                for batch, count in zip(batches, skipped, strict=True):
+                    if done:
+                        done -= 1
+                        continue
+                    self.skipped += count if repeat == 0 else 0
+                    yield batch
 
     def take_skipped(self, accelerator: Accelerator) -> int:
         """Images skipped since the last call, over all processes."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, set_seed
 from tqdm import tqdm
 
 from .arguments import RESUMABLE, RunArguments
@@ -75,7 +75,10 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
     """
     accelerator = Accelerator(
         mixed_precision=run.mixed_precision,
-        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        # Batches are read ahead; their last one is no sign that the last step has come.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=run.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
         dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
         log_with=run.report_to or None,
         project_config=ProjectConfiguration(run.output_dir, logging_dir=str(Path(run.output_dir) / "logs")),

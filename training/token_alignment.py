@@ -54,11 +54,12 @@ class TokenAlignment:
     def _note(self, block: nn.Module, arguments: tuple, output):
         self.states.append(output[0] if isinstance(output, tuple) else output)
 
-    def __call__(self, outputs) -> torch.Tensor:
-        """The loss, after the teacher has run: `outputs` are those of the student on the same images."""
+    def __call__(self, outputs, teacher_tokens: list[torch.Tensor]) -> torch.Tensor:
+        """The loss of the student's `outputs`; `teacher_tokens` is what `states` was after the teacher ran on the same
+        images."""
         points = self._points(outputs.rois[-1].detach())
         losses = []
-        for state, expected in zip(outputs.hidden_states, self.states, strict=True):
+        for state, expected in zip(outputs.hidden_states, teacher_tokens, strict=True):
             tokens = state[:, self.skipped :].float()
             expected = self._read(expected.float(), points)
             losses.append(F.mse_loss(_normalize(tokens), _normalize(expected)))

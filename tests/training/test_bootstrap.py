@@ -15,6 +15,7 @@ from transformers import (
     ViTImageProcessor,
 )
 
+from frugalvit.modeling import teachers
 from frugalvit.training import bootstrap
 
 
@@ -109,6 +110,24 @@ def test_aligns_tokens_on_request(teacher, tmp_path):
     # LayerNorm-ed tokens that have nothing to do with each other are at a distance of 2.
     assert aligned[0]["train_loss"] > plain[0]["train_loss"] + 1
     assert aligned[-1]["train_loss"] < aligned[0]["train_loss"] - 0.3
+
+
+def test_repeated_steps_ask_the_teacher_once(teacher, tmp_path, monkeypatch):
+    asked = []
+
+    def embed(*arguments):
+        asked.append(torch.is_inference_mode_enabled() and len(arguments[1]))
+        return teachers.embed(*arguments)
+
+    monkeypatch.setattr(bootstrap, "embed", embed)
+    options = ("--token_loss_weight", "1", "--eval_batch_size", "64", "--learning_rate", "3e-3")
+    once = run(teacher, tmp_path / "once", *options)
+    assert asked.count(32) == 2 * 4
+    asked.clear()
+    twice = run(teacher, tmp_path / "twice", *options, "--repeats", "2")
+    assert asked.count(32) == 2 * 4
+    assert (once["best"]["step"], twice["best"]["step"]) == (8, 16)
+    assert twice["epochs"][-1]["train_loss"] < once["epochs"][-1]["train_loss"]
 
 
 def test_schedule_is_a_warm_up_and_half_a_cosine():

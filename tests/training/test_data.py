@@ -1,5 +1,7 @@
 """Images from every source; batches that depend neither on workers nor on where a run goes on; bad images."""
 
+import itertools
+
 import datasets
 import numpy as np
 import pyarrow as pa
@@ -9,6 +11,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from PIL import Image
 
+from frugalvit.training import data
 from frugalvit.training.arguments import DataArguments
 from frugalvit.training.augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from frugalvit.training.data import (
@@ -153,6 +156,22 @@ def make_loader(images, *, accumulation=1, **options):
 
 def batches(loader, *position):
     return [{name: tensor.clone() for name, tensor in batch.items()} for batch in loader.epoch(*position)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_repeats_groups_of_batches_and_resumes_anywhere(write_parquet, monkeypatch, accumulation):
+    monkeypatch.setattr(data, "REPEATED_TOGETHER", 3)
+    images = load_images(write_parquet(count=20))
+    once = make_loader(images, accumulation=accumulation)
+    twice = make_loader(images, accumulation=accumulation, repeats=2)
+    assert (once.steps_per_epoch, twice.steps_per_epoch) == (5, 10)
+    single = batches(once, 1)
+    steps = [single[i : i + accumulation] for i in range(0, len(single), accumulation)]
+    expected = [steps[i] for i in (0, 1, 2, 0, 1, 2, 3, 4, 3, 4)]
+    for start in range(10):
+        assert_equal(batches(twice, 1, start), [part for step in expected[start:] for part in step])
+    first, *_, again = itertools.islice(twice.epoch(0), 3 * accumulation + 1)
+    assert first is again
 
 
 def assert_equal(batches, expected):

@@ -59,7 +59,7 @@ def test_compares_every_depth_with_the_teachers(make_teacher, truncate):
     outputs = student.base_model(images, **alignment.arguments)
     embed(teacher, images)
     assert len(alignment.states) == len(outputs.hidden_states) == 4 - truncate
-    loss = alignment(outputs)
+    loss = alignment(outputs, alignment.states)
     loss.backward()
     assert loss > 0 and student.base_model.stem.convolution.weight.grad.any()
     # Tokens that hold exactly what is asked for, at another scale, have no distance left.
@@ -68,7 +68,7 @@ def test_compares_every_depth_with_the_teachers(make_teacher, truncate):
         torch.cat([states[:, : alignment.skipped], 3 * alignment._read(expected, points) + 1], dim=1)
         for states, expected in zip(outputs.hidden_states, alignment.states, strict=True)
     ]
-    assert alignment(outputs).item() == pytest.approx(0, abs=1e-4)
+    assert alignment(outputs, alignment.states).item() == pytest.approx(0, abs=1e-4)
 
 
 def test_a_student_deeper_than_its_teacher():
