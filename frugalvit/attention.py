@@ -14,6 +14,7 @@ from matplotlib.patches import Rectangle
 from tqdm import tqdm
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
+from .configuration.configuration_base import pair
 from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
 from .modeling.initialization import INITIALIZATIONS, initialize_attention_
 from .pictures import LEGEND_COLOR, LEGEND_SIZE, TEXT_COLOR, check_picture_path, save_figure
@@ -208,10 +209,7 @@ def _grid(config) -> tuple[int, int] | None:
     patch = getattr(config, "patch_size", None)
     if patch is None:
         return None
-    sizes, patches = (
-        value if isinstance(value, (list, tuple)) else (value, value) for value in (config.image_size, patch)
-    )
-    return tuple(size // patch for size, patch in zip(sizes, patches, strict=True))
+    return tuple(size // patch for size, patch in zip(pair(config.image_size), pair(patch), strict=True))
 
 
 def _statistics(layer: int, means: dict, grid: tuple[int, int] | None) -> LayerStatistics:

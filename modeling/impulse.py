@@ -33,6 +33,15 @@ def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
 
 
+def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
+    """Positions `(1, leading + height * width, hidden_size)` of a grid for one of another size, bicubically; leading
+    ones, of [CLS] and the like, stay."""
+    leading = positions.shape[1] - grid[0] * grid[1]
+    patches = positions[:, leading:].unflatten(1, grid).permute(0, 3, 1, 2)
+    patches = F.interpolate(patches.float(), size, mode="bicubic", align_corners=False).flatten(2).mT
+    return torch.cat([positions[:, :leading], patches.to(positions.dtype)], dim=1)
+
+
 def kernel_offsets(kernel_size: int) -> list[tuple[int, int]]:
     """The positions of a kernel relative to its center as (dy, dx), row by row; an even kernel has its center right of
     and below the middle.
@@ -67,10 +76,11 @@ def impulse_matrix(height: int, width: int, offset: tuple[int, int]) -> torch.Te
 
 def attention_map(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """softmax(X Q K' X' / sqrt(head_dim)) (Algorithm 1), `(…, positions, positions)`."""
-    return _logits(inputs, query, key).softmax(-1)
+    return attention_logits(inputs, query, key).softmax(-1)
 
 
-def _logits(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def attention_logits(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """What `attention_map` takes the softmax of."""
     return (inputs @ query) @ (inputs @ key).mT / query.shape[-1] ** 0.5
 
 
@@ -113,7 +123,7 @@ def solve_closed_form(
     query = F.pad(vh[kept].mT @ left[:, :rank] * root, (0, head_dim - rank))
     key = F.pad(right[:rank].mT * root, (0, head_dim - rank))
 
-    factor = _sharpness(_logits(inputs, query, key), target, mass) ** 0.5
+    factor = _sharpness(attention_logits(inputs, query, key), target, mass) ** 0.5
     return factor * query, factor * key
 
 

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from .impulse import (
-    attention_map,
+    attention_logits,
     draw_offsets,
     impulse_matrix,
     interior_mass,
+    interpolate_positions,
     kernel_offsets,
     mimetic_factors,
     rotate_head,
@@ -439,11 +440,11 @@ def _describe(index: int, layer: AttentionWeights, inputs: torch.Tensor, grid, o
     reports = []
     for head, offset in enumerate(offsets):
         query, key = (layer.head(weight, head).float().T for weight in (layer.query, layer.key))
-        attention = attention_map(inputs, query, key)
+        logits = attention_logits(inputs, query, key)
+        attention = logits.softmax(-1)
         target = impulse_matrix(*grid, offset).to(attention)
         inside = target.sum(1) > 0
         peaks = attention.argmax(1) == target.argmax(1)
-        logits = (inputs @ query) @ (inputs @ key).T / layer.head_dim**0.5
         reports.append(
             HeadReport(
                 layer=index,
@@ -488,12 +489,8 @@ def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
     if any(image_size % patch for patch in patches.patch_size):
         raise ValueError(f"Images of {image_size} pixels do not divide into patches of {patches.patch_size}.")
     grid = [image_size // patch for patch in patches.patch_size]
-    # [CLS] and the like stand before the grid and stay.
-    leading = positions.shape[1] - patches.num_patches
-    shape = [image // patch for image, patch in zip(patches.image_size, patches.patch_size, strict=True)]
-    old = positions[:, leading:].unflatten(1, shape).permute(0, 3, 1, 2)
-    new = F.interpolate(old, grid, mode="bicubic", align_corners=False).flatten(2).mT
-    embeddings.position_embeddings = nn.Parameter(torch.cat([positions[:, :leading], new], dim=1))
+    old = [image // patch for image, patch in zip(patches.image_size, patches.patch_size, strict=True)]
+    embeddings.position_embeddings = nn.Parameter(interpolate_positions(positions, old, grid))
     patches.num_patches = grid[0] * grid[1]
     embeddings.image_size = patches.image_size = (image_size, image_size)
     model.config.image_size = image_size

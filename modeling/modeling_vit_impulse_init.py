@@ -15,9 +15,10 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from ..configuration.configuration_base import pair
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from .hub import HubModel
-from .impulse import sincos_position_encoding
+from .impulse import interpolate_positions, sincos_position_encoding
 from .initialization import initialize_attention_
 from .layers import MLP, SelfAttention, check_pixel_values, drop_path, image_classification_loss
 
@@ -27,9 +28,7 @@ class ViTImpulseInitPatchEmbeddings(nn.Module):
 
     def __init__(self, config: ViTImpulseInitConfig):
         super().__init__()
-        self.image_size, self.patch_size = (
-            (size, size) if isinstance(size, int) else tuple(size) for size in (config.image_size, config.patch_size)
-        )
+        self.image_size, self.patch_size = pair(config.image_size), pair(config.patch_size)
         self.num_patches = config.grid[0] * config.grid[1]
         self.projection = nn.Conv2d(
             config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
@@ -62,11 +61,8 @@ class ViTImpulseInitEmbeddings(nn.Module):
     def interpolate_pos_encoding(self, height: int, width: int) -> torch.Tensor:
         """Positions for images of another size, interpolated bicubically."""
         patch_height, patch_width = self.patch_embeddings.patch_size
-        leading = self.position_embeddings.shape[1] - self.patch_embeddings.num_patches
-        patches = self.position_embeddings[:, leading:].unflatten(1, self.grid).permute(0, 3, 1, 2)
-        size = (height // patch_height, width // patch_width)
-        patches = F.interpolate(patches.float(), size, mode="bicubic", align_corners=False).flatten(2).mT
-        return torch.cat([self.position_embeddings[:, :leading], patches.to(self.position_embeddings.dtype)], dim=1)
+        grid = (height // patch_height, width // patch_width)
+        return interpolate_positions(self.position_embeddings, self.grid, grid)
 
     def forward(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = False) -> torch.Tensor:
         """Pixels to tokens `(batch, [CLS] + patches, hidden_size)`.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
+from ..configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
 from ..modeling.modeling_sparseformer import SparseFormerForImageClassification
 from ..modeling.teachers import classifier_of, embed, read_teacher
 from .arguments import (
@@ -83,7 +84,7 @@ class AlignmentArguments:
     temperature: float = argument(3.0, "Of both distributions, for --loss kl.")
     label_loss_weight: float = argument(0.0, "Weight of an added cross-entropy with the labels.")
     token_loss_weight: float = argument(
-        0.0, "Weight of an added distance of each token from the teacher's where it looks; spares epochs."
+        0.0, "Weight of an added distance of each token from the teacher's where it looks."
     )
     crop_scale: list[float] = argument([0.5, 1.0], "Lowest and highest share of the area that a crop shows.")
     crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio of a crop.")
@@ -282,10 +283,6 @@ def set_image_size(config, image_size: int):
     if config.resize_size is not None:
         config.resize_size = round(config.resize_size * image_size / min(pair_of(config.image_size)))
     config.image_size = image_size
-
-
-def pair_of(size) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def format_of(config) -> ImageFormat:

@@ -12,9 +12,10 @@ from transformers import PreTrainedConfig
 from kinds import KINDS
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Tiny models run fastest so, and tests that run side by side do not disturb each other."""
+    """Tiny models run fastest so, and tests that run side by side do not disturb each other. Before all other fixtures
+    of a module, so that what these compute is computed as in processes of one thread, bit by bit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -17,7 +17,6 @@ class Kind:
         fields (`dict`): these.
         classes (`tuple[type, ...]`): Its models: the base model, the classifier, others.
         any_size (`bool`): Whether the models take images of any size.
-        mixes_batch (`bool`): Whether images of a batch influence each other in training (BatchNorm).
         files (`set[str]`): The source files that its repositories hold, besides those of all families.
     """
 
@@ -26,7 +25,6 @@ class Kind:
     fields: dict
     classes: tuple[type[PreTrainedModel], ...]
     any_size: bool = True
-    mixes_batch: bool = False
     files: set[str] = field(default_factory=set)
 
     @property
@@ -99,6 +97,5 @@ KINDS = {
         "convmixer-256-k3",
         {**SHARED, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 3, "spatial_filters": "impulse"},
         (frugalvit.ConvMixerModel, frugalvit.ConvMixerForImageClassification),
-        mixes_batch=True,
     ),
 }
