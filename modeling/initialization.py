@@ -468,10 +468,11 @@ def _describe_unstructured(index: int, layer: AttentionWeights, vit: VisionTrans
 
 @torch.no_grad()
 def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
-    """Interpolate learned positions bicubically, so that a ViT takes images of another size, in place.
+    """Give a ViT the positions for images of another size, in place: learned ones are interpolated bicubically, fixed
+    ones computed anew.
 
     Args:
-        model (`nn.Module`): A Transformers ViT or DeiT.
+        model (`nn.Module`): A Transformers ViT or DeiT, or a `ViTImpulseInit` model.
         image_size (`int`): Height and width in pixels, a multiple of the patch size.
 
     Returns:
@@ -490,7 +491,12 @@ def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
         raise ValueError(f"Images of {image_size} pixels do not divide into patches of {patches.patch_size}.")
     grid = [image_size // patch for patch in patches.patch_size]
     old = [image // patch for image, patch in zip(patches.image_size, patches.patch_size, strict=True)]
-    embeddings.position_embeddings = nn.Parameter(interpolate_positions(positions, old, grid))
+    if hasattr(embeddings, "grid"):
+        embeddings.grid = tuple(grid)
+    if isinstance(positions, nn.Parameter):
+        embeddings.position_embeddings = nn.Parameter(interpolate_positions(positions, old, grid))
+    else:
+        embeddings.position_embeddings = embeddings.sincos_positions().to(positions)
     patches.num_patches = grid[0] * grid[1]
     embeddings.image_size = patches.image_size = (image_size, image_size)
     model.config.image_size = image_size

@@ -1,12 +1,17 @@
 """Building blocks that the model families share."""
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.processing_utils import Unpack
+from transformers.utils import ModelOutput, TransformersKwargs
+from transformers.utils.generic import can_return_tuple
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -174,3 +179,51 @@ def image_classification_loss(
         loss_function = F.mse_loss if regression else F.binary_cross_entropy_with_logits
         loss = loss_function(logits, labels, reduction=reduction)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+class GenericForImageClassification:
+    """A linear classifier on the pooled embedding of a family's base model: the first base of a family's
+    `...ForImageClassification`, before its `...PreTrainedModel`, as Transformers' `GenericForSequenceClassification`.
+
+    Families set `model_class`, the base model, and where it has more outputs than attentions, `output_class`.
+    """
+
+    model_class: type[nn.Module]
+    output_class: type[ModelOutput] = ImageClassifierOutput
+    # The loss divides by `num_items_in_batch` for every problem type.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        setattr(self, self.base_model_prefix, self.model_class(config))
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        names = [field.name for field in fields(self.output_class)]
+        self.passed_on = [name for name in names if name not in ("loss", "logits")]
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ModelOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
+            labels (`torch.Tensor`, *optional*):
+                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
+            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
+            kwargs: Passed to the base model's `forward`.
+
+        Returns:
+            `output_class`: `loss`, `(batch, num_labels)` `logits`, and what the base model gives of its other fields.
+        """
+        outputs = self.base_model(pixel_values, **kwargs)
+        logits = self.classifier(outputs.pooler_output)
+        loss = None
+        if labels is not None:
+            loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
+        return self.output_class(loss=loss, logits=logits, **{name: outputs.get(name) for name in self.passed_on})

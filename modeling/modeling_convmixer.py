@@ -14,12 +14,12 @@ from transformers.modeling_outputs import (
 )
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_convmixer import ConvMixerConfig
 from .hub import HubModel
-from .layers import activation, check_pixel_values, image_classification_loss
+from .layers import GenericForImageClassification, activation, check_pixel_values
 
 
 class ConvMixerEmbeddings(nn.Module):
@@ -151,41 +151,11 @@ class ConvMixerModel(ConvMixerPreTrainedModel):
         )
 
 
-class ConvMixerForImageClassification(ConvMixerPreTrainedModel):
+class ConvMixerForImageClassification(GenericForImageClassification, ConvMixerPreTrainedModel):
     """The ConvMixer with a linear classifier on the mean of its feature map."""
 
-    # The loss divides by `num_items_in_batch` for every problem type.
-    accepts_loss_kwargs = True
-
-    def __init__(self, config: ConvMixerConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.convmixer = ConvMixerModel(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        pixel_values: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> ImageClassifierOutputWithNoAttention:
-        """
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            labels (`torch.Tensor`, *optional*):
-                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
-            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
-            kwargs: Passed to `ConvMixerModel.forward`.
-        """
-        outputs = self.convmixer(pixel_values, **kwargs)
-        logits = self.classifier(outputs.pooler_output)
-        loss = None
-        if labels is not None:
-            loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
-        return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+    model_class = ConvMixerModel
+    output_class = ImageClassifierOutputWithNoAttention
 
 
 __all__ = [

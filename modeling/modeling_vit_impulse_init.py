@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_base import pair
@@ -20,7 +20,7 @@ from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from .hub import HubModel
 from .impulse import interpolate_positions, sincos_position_encoding
 from .initialization import initialize_attention_
-from .layers import MLP, SelfAttention, check_pixel_values, drop_path, image_classification_loss
+from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path
 
 
 class ViTImpulseInitPatchEmbeddings(nn.Module):
@@ -213,43 +213,10 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
 
-class ViTImpulseInitForImageClassification(ViTImpulseInitPreTrainedModel):
+class ViTImpulseInitForImageClassification(GenericForImageClassification, ViTImpulseInitPreTrainedModel):
     """The vision transformer with a linear classifier on the pooled token."""
 
-    # The loss divides by `num_items_in_batch` for every problem type.
-    accepts_loss_kwargs = True
-
-    def __init__(self, config: ViTImpulseInitConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.vit = ViTImpulseInitModel(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        pixel_values: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> ImageClassifierOutput:
-        """
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            labels (`torch.Tensor`, *optional*):
-                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
-            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
-            kwargs: Passed to `ViTImpulseInitModel.forward`.
-        """
-        outputs = self.vit(pixel_values, **kwargs)
-        logits = self.classifier(outputs.pooler_output)
-        loss = None
-        if labels is not None:
-            loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
-        return ImageClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+    model_class = ViTImpulseInitModel
 
 
 __all__ = [

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..configuration.configuration_base import pair
+
 
 # Names inside a block, of timm, Transformers and older Transformers, to those of `SparseFormerLayer`.
 _RENAMES = (
@@ -137,8 +139,8 @@ def _read_transformers(model: nn.Module) -> Teacher:
         _refuse(model, f"its layers ({type(modules[0]).__name__}) do not begin with a LayerNorm")
     if hasattr(model, "distillation_classifier"):
         _refuse(model, "it averages two classifiers; load it as DeiTForImageClassification, which has one")
-    height, width = _pair(config.image_size)
-    patch_height, patch_width = _pair(config.patch_size)
+    height, width = pair(config.image_size)
+    patch_height, patch_width = pair(config.patch_size)
     classifier = getattr(model, "classifier", None)
     fields = {
         "image_size": [height, width],
@@ -259,10 +261,6 @@ def _labels(config) -> dict:
 
 def _bias(module: nn.Module) -> torch.Tensor:
     return module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias
-
-
-def _pair(size) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _activation(model: nn.Module, activation: nn.Module) -> str:

@@ -21,7 +21,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_sparseformer import SparseFormerConfig
 from .hub import HubModel
-from .layers import MLP, SelfAttention, check_pixel_values, drop_path, image_classification_loss
+from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path
 from .teachers import check_inherited_block, read_teacher
 
 
@@ -672,49 +672,11 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         return self.layernorm(hidden_states).mean(dim=1)
 
 
-class SparseFormerForImageClassification(SparseFormerPreTrainedModel):
+class SparseFormerForImageClassification(GenericForImageClassification, SparseFormerPreTrainedModel):
     """SparseFormer with a linear classifier on the pooled token."""
 
-    # The loss divides by `num_items_in_batch` for every problem type.
-    accepts_loss_kwargs = True
-
-    def __init__(self, config: SparseFormerConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.sparseformer = SparseFormerModel(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        pixel_values: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SparseFormerImageClassifierOutput:
-        """
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            labels (`torch.Tensor`, *optional*):
-                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
-            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
-            kwargs: Passed to `SparseFormerModel.forward`, for example `output_rois=True`.
-        """
-        outputs = self.sparseformer(pixel_values, **kwargs)
-        logits = self.classifier(outputs.pooler_output)
-        loss = None
-        if labels is not None:
-            loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
-        return SparseFormerImageClassifierOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            rois=outputs.rois,
-            sampling_points=outputs.sampling_points,
-            focusing_hidden_states=outputs.focusing_hidden_states,
-        )
+    model_class = SparseFormerModel
+    output_class = SparseFormerImageClassifierOutput
 
 
 class SparseFormerVisionModel(SparseFormerModel):

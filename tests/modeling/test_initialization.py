@@ -16,6 +16,7 @@ from transformers import (
     ViTModel,
 )
 
+from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel
 from frugalvit.modeling.impulse import (
     attention_map,
     draw_offsets,
@@ -46,6 +47,10 @@ HEADS = {"num_attention_heads": 4}
 def vit(model_class=ViTForImageClassification, config_class=ViTConfig, **fields):
     torch.manual_seed(0)
     return model_class(config_class(image_size=32, patch_size=4, **{**SIZES, **fields})).eval()
+
+
+def own_vit(**fields):
+    return ViTImpulseInitModel(ViTImpulseInitConfig(image_size=32, patch_size=4, **{**SIZES, **fields})).eval()
 
 
 def test_mimetic_initialization_puts_the_identity_into_attention():
@@ -356,7 +361,14 @@ def test_models_without_such_attention_are_refused():
 
 @pytest.mark.parametrize("size", [16, 24, 48])
 @pytest.mark.parametrize(
-    "model", [vit(), vit(DeiTForImageClassification, DeiTConfig), vit(ViTModel)], ids=["vit", "deit", "headless"]
+    "model",
+    [
+        vit(),
+        vit(DeiTForImageClassification, DeiTConfig),
+        vit(ViTModel),
+        own_vit(position_embedding="learned"),
+    ],
+    ids=["vit", "deit", "headless", "vit_impulse_init"],
 )
 def test_resized_positions_are_those_of_interpolation_at_run_time(model, size, tmp_path):
     model = type(model).from_pretrained(saved(model, tmp_path / "before"))
@@ -372,6 +384,17 @@ def test_resized_positions_are_those_of_interpolation_at_run_time(model, size, t
 def saved(model, folder):
     model.save_pretrained(folder)
     return folder
+
+
+def test_fixed_positions_are_computed_anew_for_another_size(tmp_path):
+    model = own_vit(position_embedding="sincos")
+    resize_positions_(model, 48)
+    pixels = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        assert "embeddings.position_embeddings" not in model.state_dict()
+        loaded = ViTImpulseInitModel.from_pretrained(saved(model, tmp_path))
+        torch.testing.assert_close(loaded(pixels)[0], model(pixels)[0])
+        torch.testing.assert_close(model(pixels, interpolate_pos_encoding=True)[0], model(pixels)[0])
 
 
 def test_positions_that_cannot_be_resized_are_refused():
