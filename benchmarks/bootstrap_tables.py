@@ -61,7 +61,7 @@ def main():
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
     parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=4, help="of every run but continued ones (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="of every run but continued ones (default: %(default)s)")
     parser.add_argument("--continued_epochs", type=int, default=2, help="of continued runs (default: %(default)s)")
     parser.add_argument("--learning_rate", type=float, default=4e-3, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")

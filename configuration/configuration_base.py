@@ -12,8 +12,16 @@ def pair(size) -> tuple[int, ...]:
     return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
 
 
+class HubConfigMixin:
+    """What configurations of `HubModel`s share."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Does nothing: the models' `save_pretrained` writes the source files of model and configuration together."""
+
+
 @strict
-class FrugalViTConfig(PreTrainedConfig):
+class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
     """Base configuration: a misspelled field is an error, and saving is left to the models.
 
     Transformers keeps unknown keyword arguments as attributes, so that `num_hiden_layers=6` would silently build the
@@ -114,7 +122,3 @@ class FrugalViTConfig(PreTrainedConfig):
                 raise ValueError(
                     f"`{name}` is {getattr(self, name)}, expected one size or a height and a width{reason}."
                 )
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Does nothing: the models' `save_pretrained` writes the source files of model and configuration together."""

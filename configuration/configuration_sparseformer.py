@@ -69,7 +69,8 @@ class SparseFormerConfig(FrugalViTConfig):
         clip_sampling_gradients (`bool`, *optional*, defaults to `False`):
             Clamp the gradient on sampling points to +-1 / height of the feature map (v1's training code).
         use_cls_token (`bool`, *optional*, defaults to `True`): A learned [CLS] joins the tokens before the cortex.
-        pooling (`str`, *optional*, defaults to `"cls"`): `"cls"` or `"mean"` (over all tokens).
+        pooling (`str`, *optional*, defaults to `"cls"`):
+            `"cls"`, `"mean"` (over all tokens) or `"attention"` (SigLIP's head, which attends to all tokens).
         pool_before_norm (`bool`, *optional*, defaults to `False`): Pool before the final LayerNorm (v1).
         projection_dim (`int`, *optional*): Width of the projected embedding of CLIP-like models.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
@@ -217,7 +218,9 @@ class SparseFormerConfig(FrugalViTConfig):
     def validate_choices(self):
         """Fields with a fixed set of values."""
         self._check_choices(
-            pooling=("cls", "mean"), sampling_padding_mode=("border", "zeros"), num_roi_delta_layers=(1, 2)
+            pooling=("cls", "mean", "attention"),
+            sampling_padding_mode=("border", "zeros"),
+            num_roi_delta_layers=(1, 2),
         )
         if self.pooling == "cls" and not self.use_cls_token:
             raise ValueError("`pooling='cls'` needs `use_cls_token=True`; without [CLS] choose `pooling='mean'`.")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .attention import measure_attention as measure_attention
     from .configuration.configuration_convmixer import ConvMixerConfig as ConvMixerConfig
     from .configuration.configuration_sparseformer import SparseFormerConfig as SparseFormerConfig
+    from .configuration.configuration_sparseformer_clip import SparseFormerCLIPConfig as SparseFormerCLIPConfig
+    from .configuration.configuration_sparseformer_llava import SparseFormerLlavaConfig as SparseFormerLlavaConfig
     from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig
     from .macs import count_macs as count_macs
     from .modeling.initialization import impulse_init_ as impulse_init_
@@ -33,11 +35,20 @@ if TYPE_CHECKING:
     from .modeling.modeling_sparseformer import (
         SparseFormerVisionModelWithProjection as SparseFormerVisionModelWithProjection,
     )
+    from .modeling.modeling_sparseformer_clip import SparseFormerCLIPModel as SparseFormerCLIPModel
+    from .modeling.modeling_sparseformer_llava import (
+        SparseFormerLlavaForConditionalGeneration as SparseFormerLlavaForConditionalGeneration,
+    )
+    from .modeling.modeling_sparseformer_llava import matching_processor as matching_processor
+    from .modeling.modeling_sparseformer_llava import swap_vision_tower as swap_vision_tower
     from .modeling.modeling_vit_impulse_init import (
         ViTImpulseInitForImageClassification as ViTImpulseInitForImageClassification,
     )
     from .modeling.modeling_vit_impulse_init import ViTImpulseInitModel as ViTImpulseInitModel
     from .modeling.modeling_vit_impulse_init import ViTImpulseInitPreTrainedModel as ViTImpulseInitPreTrainedModel
+    from .modeling.open_clip_adapter import OpenClipVisual as OpenClipVisual
+    from .modeling.open_clip_adapter import from_open_clip as from_open_clip
+    from .modeling.open_clip_adapter import to_open_clip as to_open_clip
     from .resources import checkpoint_path as checkpoint_path
 
 _NAMES = public_names()

@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def variants() -> dict[str, type[PreTrainedConfig]]:
     """The papers' models of all families by name, and what configures them."""
-    return {name: config_class for config_class in configuration_classes() for name in config_class.variants()}
+    families = [config_class for config_class in configuration_classes() if hasattr(config_class, "variants")]
+    return {name: config_class for config_class in families for name in config_class.variants()}
 
 
 def describe(name: str) -> dict[str, object]:

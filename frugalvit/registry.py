@@ -19,6 +19,8 @@ FAMILIES = {
             "SparseFormerVisionModelWithProjection",
         ],
     ),
+    "sparseformer_clip": (["SparseFormerCLIPConfig"], ["SparseFormerCLIPModel"]),
+    "sparseformer_llava": (["SparseFormerLlavaConfig"], ["SparseFormerLlavaForConditionalGeneration"]),
     "vit_impulse_init": (
         ["ViTImpulseInitConfig"],
         ["ViTImpulseInitModel", "ViTImpulseInitForImageClassification", "ViTImpulseInitPreTrainedModel"],
@@ -28,10 +30,15 @@ FAMILIES = {
 FUNCTIONS = {
     "checkpoint_path": "frugalvit.resources",
     "count_macs": "frugalvit.macs",
+    "from_open_clip": "frugalvit.modeling.open_clip_adapter",
     "impulse_init_": "frugalvit.modeling.initialization",
     "initialize_attention_": "frugalvit.modeling.initialization",
+    "matching_processor": "frugalvit.modeling.modeling_sparseformer_llava",
     "measure_attention": "frugalvit.attention",
     "mimetic_init_": "frugalvit.modeling.initialization",
+    "OpenClipVisual": "frugalvit.modeling.open_clip_adapter",
+    "swap_vision_tower": "frugalvit.modeling.modeling_sparseformer_llava",
+    "to_open_clip": "frugalvit.modeling.open_clip_adapter",
 }
 
 

@@ -18,8 +18,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
-from ..modeling.modeling_sparseformer import SparseFormerForImageClassification
-from ..modeling.teachers import classifier_of, embed, read_teacher
+from ..modeling.modeling_sparseformer import (
+    SparseFormerForImageClassification,
+    SparseFormerPreTrainedModel,
+    SparseFormerVisionModel,
+    SparseFormerVisionModelWithProjection,
+)
+from ..modeling.teachers import Teacher, classifier_of, embed, read_teacher
 from .arguments import (
     DataArguments,
     RunArguments,
@@ -33,7 +38,7 @@ from .arguments import (
 from .augmentation import BootstrapView, EvalView, ImageFormat, View
 from .cards import write_card
 from .data import TrainingLoader, evaluation_loader, load_splits
-from .loading import load_image_classifier
+from .loading import load_vision_model
 from .loop import OPTIMIZERS, TrainingState, fit, make_optimizer, parameter_groups, start_accelerator
 from .metrics import TopKAccuracy
 from .token_alignment import TokenAlignment
@@ -47,7 +52,10 @@ PROG = "frugalvit bootstrap"
 class StudentArguments:
     """Teacher and student."""
 
-    teacher: str = argument(help="Folder or hub id of the vision transformer to bootstrap from.")
+    teacher: str = argument(
+        help="Folder or hub id of the vision transformer, CLIP or SigLIP to bootstrap from, or "
+        "open_clip:MODEL:PRETRAINED."
+    )
     student: str | None = argument(None, "Folder or hub id of a SparseFormer to continue from.")
     num_latent_tokens: int | None = argument(
         None, "Latent tokens, [CLS] not counted. Default: a quarter of the teacher's with [CLS], or --student's."
@@ -156,15 +164,21 @@ def main(argv: list[str] | None = None) -> int:
         schedule.warmup_epochs = 0 if pair.student else 1
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
 
-    teacher, processor = load_image_classifier(pair.teacher, accelerator.device, pair.trust_remote_code)
+    teacher, processor = load_vision_model(pair.teacher, accelerator.device, pair.trust_remote_code)
     teacher.requires_grad_(False)
     teacher_format = ImageFormat.from_processor(processor)
-    num_blocks = len(read_teacher(teacher).blocks)
-    student = build_student(pair, teacher, teacher_format)
+    source = read_teacher(teacher)
+    student = build_student(pair, teacher, source, teacher_format)
     student_format = format_of(student.config)
-    tuned = freeze(student, pair, num_blocks)
+    tuned = freeze(student, pair, len(source.blocks))
 
     train_images, eval_images = load_splits(data)
+    classify, classify_teacher = getattr(student, "classifier", None), classifier_of(teacher)
+    if classify is None and (alignment.loss == "kl" or alignment.label_loss_weight):
+        raise ValueError(
+            f"--loss kl and --label_loss_weight compare classes, and {pair.teacher} is no classifier; align its "
+            "embedding (--loss cosine)."
+        )
     if alignment.label_loss_weight and "label" not in train_images.features:
         raise ValueError("--label_loss_weight needs labels, but the data set has none; leave it at 0.")
     loader = TrainingLoader(
@@ -194,9 +208,9 @@ def main(argv: list[str] | None = None) -> int:
         student.set_attn_implementation(attention)
     if run.compile:
         student.base_model.compile()
-    # The classifier stays frozen, so the base model alone is what learns.
+    # The classifier or projection stays frozen, so the base model alone is what learns.
     model, optimizer, scheduler = accelerator.prepare(student.base_model, optimizer, scheduler)
-    classify, classify_teacher = student.classifier, classifier_of(teacher)
+    project = getattr(student, "visual_projection", nn.Identity())
     uses_labels = alignment.label_loss_weight > 0
     align_tokens = TokenAlignment(student, teacher, teacher_format.size) if alignment.token_loss_weight else None
 
@@ -209,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
             batch["target"] = target.clone()
             batch["teacher_tokens"] = align_tokens.states if align_tokens else None
         outputs, target = model(pixel_values, **(align_tokens.arguments if align_tokens else {})), batch["target"]
-        embedding = outputs.pooler_output.float()
+        embedding = project(outputs.pooler_output).float()
         if alignment.loss == "cosine":
             loss = (1 - F.cosine_similarity(embedding, target)).mean()
         else:
@@ -232,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=lambda model: evaluate_student(accelerator, model, classify, teacher, eval_loader),
+        evaluate=lambda model: evaluate_student(accelerator, model, project, classify, teacher, eval_loader),
         save=save,
         metric="alignment",
     )
@@ -241,18 +255,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_student(
-    pair: StudentArguments, teacher: nn.Module, teacher_format: ImageFormat
-) -> SparseFormerForImageClassification:
+    pair: StudentArguments, teacher: nn.Module, source: Teacher, teacher_format: ImageFormat
+) -> SparseFormerPreTrainedModel:
     """A new student with the teacher's blocks, or `--student` with the tokens and pixels that are wanted."""
     if pair.student:
-        student, _ = load_image_classifier(pair.student, "cpu")
-        if not isinstance(student, SparseFormerForImageClassification):
+        student, _ = load_vision_model(pair.student, "cpu")
+        if not isinstance(student, SparseFormerPreTrainedModel):
             raise ValueError(f"--student {pair.student} is no SparseFormer but a {type(student).__name__}.")
-        width = classifier_of(teacher).in_features
-        if student.config.hidden_size != width:
+        projects = isinstance(student, SparseFormerVisionModelWithProjection)
+        width = student.config.projection_dim if projects else student.config.hidden_size
+        teacher_width = len(source.norm["weight"] if source.projection is None else source.projection)
+        if width != teacher_width or projects != (source.projection is not None):
             raise ValueError(
-                f"--student {pair.student} is {student.config.hidden_size} wide and --teacher {width}; embeddings of "
-                "different widths cannot be aligned. Give the teacher that the student was bootstrapped from."
+                f"--student {pair.student} gives embeddings {width} wide and --teacher {teacher_width}, before or "
+                "after a projection; these cannot be aligned. Give the teacher that the student was bootstrapped from."
             )
         if pair.num_latent_tokens:
             student.resize_tokens(pair.num_latent_tokens)
@@ -262,7 +278,11 @@ def build_student(
     height, width = teacher_format.size
     image_size = height if height == width else [height, width]
     truncate = int(pair.truncate) if pair.truncate >= 1 else pair.truncate
-    student = SparseFormerForImageClassification.from_teacher(
+    if source.classifier is not None:
+        student_class = SparseFormerForImageClassification
+    else:
+        student_class = SparseFormerVisionModel if source.projection is None else SparseFormerVisionModelWithProjection
+    student = student_class.from_teacher(
         teacher,
         num_latent_tokens=pair.num_latent_tokens,
         truncate=truncate,
@@ -292,12 +312,16 @@ def format_of(config) -> ImageFormat:
     )
 
 
-def freeze(student: SparseFormerForImageClassification, pair: StudentArguments, num_blocks: int) -> set[nn.Parameter]:
+def freeze(student: SparseFormerPreTrainedModel, pair: StudentArguments, num_blocks: int) -> set[nn.Parameter]:
     """Leave the focusing stage and the blocks to tune trainable; returns the parameters of the latter.
 
-    Without inherited blocks the whole transformer is trained, and only the inherited classifier is frozen.
+    Without inherited blocks the whole transformer is trained, and only what follows it is frozen: the inherited
+    classifier, projection or pooling head.
     """
-    student.classifier.requires_grad_(False)
+    for name in ("classifier", "visual_projection", "pooling_head"):
+        for owner in (student, student.base_model):
+            if isinstance(module := getattr(owner, name, None), nn.Module):
+                module.requires_grad_(False)
     if not pair.inherit_blocks:
         return set()
     layers = student.base_model.layers
@@ -345,18 +369,19 @@ def kl_divergence(logits: torch.Tensor, target_logits: torch.Tensor, temperature
 
 
 @torch.inference_mode()
-def evaluate_student(accelerator: Accelerator, model, classify, teacher, loader) -> dict[str, float]:
-    """Mean cosine of student's and teacher's embeddings and, where there are labels, the accuracy of both."""
+def evaluate_student(accelerator: Accelerator, model, project, classify, teacher, loader) -> dict[str, float]:
+    """Mean cosine of student's and teacher's embeddings and, of classifiers where there are labels, the accuracy of
+    both."""
     model.eval()
     cosines, accuracies = [], {"accuracy": TopKAccuracy(), "teacher_accuracy": TopKAccuracy()}
     labeled = False
     for batch in loader:
         pixel_values = batch["pixel_values"]
-        embedding = model(pixel_values).pooler_output.float()
+        embedding = project(model(pixel_values).pooler_output).float()
         with accelerator.autocast():
             target = embed(teacher, batch.get("teacher_pixel_values", pixel_values)).float()
         cosines.append(accelerator.gather_for_metrics(F.cosine_similarity(embedding, target)))
-        if labeled := "labels" in batch:
+        if labeled := classify is not None and "labels" in batch:
             for name, classifier, features in (
                 ("accuracy", classify, embedding),
                 ("teacher_accuracy", classifier_of(teacher), target),
@@ -369,9 +394,7 @@ def evaluate_student(accelerator: Accelerator, model, classify, teacher, loader)
     return results
 
 
-def describe(
-    pair: StudentArguments, student: SparseFormerForImageClassification, labels: bool, state: TrainingState
-) -> str:
+def describe(pair: StudentArguments, student: SparseFormerPreTrainedModel, labels: bool, state: TrainingState) -> str:
     """What came out, in a sentence."""
     tokens = student.config.num_latent_tokens + student.config.use_cls_token
     text = (

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..modeling.hub import loading_example, pipeline_tag
 from .arguments import DataArguments, RunArguments
 from .loop import TrainingState
 
@@ -18,18 +19,19 @@ def write_card(
     state: TrainingState,
     base_model: str | None = None,
 ):
-    """Write the card of a trained image classifier.
+    """Write the card of a trained model.
 
     Args:
         folder (`Path`): Where it goes, as `README.md`.
-        model: The classifier.
+        model: The model.
         summary (`str`): What it is and what was measured, a sentence or two.
         data, run, state: The recipe's data, arguments and the state it is in.
         base_model (`str`, *optional*): The model that it came from.
     """
     dataset, name = " ".join(data.dataset), Path(run.output_dir).name
-    results = [
-        EvalResult(
+    results = None
+    if "accuracy" in state.best:
+        result = EvalResult(
             task_type="image-classification",
             dataset_type=dataset,
             dataset_name=dataset,
@@ -37,25 +39,22 @@ def write_card(
             metric_type="accuracy",
             metric_value=round(state.best["accuracy"], 4),
         )
-    ]
+        results = [result]
     card = ModelCardData(
         library_name="transformers",
         tags=["frugalvit", model.config.model_type],
-        pipeline_tag="image-classification",
-        # The hub knows its own ids only.
-        base_model=None if base_model is None or Path(base_model).is_dir() else base_model,
+        pipeline_tag=pipeline_tag(model),
+        # The hub knows its own ids only, neither folders nor open_clip's names.
+        base_model=None if base_model is None or Path(base_model).is_dir() or ":" in base_model else base_model,
         model_name=name,
-        eval_results=results if "accuracy" in state.best else None,
+        eval_results=results,
     )
     command = json.loads((Path(run.output_dir) / "run.json").read_text(encoding="utf-8"))["command"]
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    remote = ", trust_remote_code=True" if hasattr(model, "auto_classes") else ""
     ModelCard(
         f"---\n{card.to_yaml()}\n---\n\n# {name}\n\n{summary}\n\n"
         f"{parameters:,} parameters; epoch {state.epoch} of {run.epochs}, the best on the split {data.eval_split} of "
         f"{' '.join(data.eval_dataset or data.dataset)}; seed {run.seed}.\n\n"
-        "```python\nfrom transformers import AutoImageProcessor, AutoModelForImageClassification\n\n"
-        'processor = AutoImageProcessor.from_pretrained("path/or/id")\n'
-        f'model = AutoModelForImageClassification.from_pretrained("path/or/id"{remote})\n```\n\n'
+        f"```python\n{loading_example(model)}\n```\n\n"
         f"Made by\n\n```\n{command}\n```\n"
     ).save(folder / "README.md")

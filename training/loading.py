@@ -1,12 +1,20 @@
-"""Image classifiers for the commands: loaded whole or refused, on the device that is there."""
+"""Models for the commands: loaded whole or refused, on the device that is there."""
 
 import os
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 from transformers.utils import logging
+
+from ..modeling import modeling_sparseformer
+from ..modeling.open_clip_adapter import open_clip_image_processor
+
+
+OPEN_CLIP = "open_clip:"
 
 
 def choose_device(name: str | None = None) -> torch.device:
@@ -44,6 +52,43 @@ def load_image_classifier(
     Raises:
         ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
     """
+    return _load(name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification)
+
+
+def load_vision_model(
+    name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
+) -> tuple[nn.Module, object]:
+    """Load a vision transformer to bootstrap from or a SparseFormer to go on with, for inference, in float32, and its
+    image processor.
+
+    Args:
+        name (`str` or `os.PathLike`): A folder that `save_pretrained` wrote or a hub id, of an image classifier, a
+            CLIP, a SigLIP or a SparseFormer; or `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID`,
+            `open_clip:local-dir:FOLDER`, as open_clip names its models.
+        device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
+
+    Returns:
+        `tuple`: The model, of an open_clip model the whole, and the image processor.
+
+    Raises:
+        ValueError: if there is no such model, or weights are missing or left over.
+    """
+    if os.fspath(name).startswith(OPEN_CLIP):
+        return _load_open_clip(os.fspath(name).removeprefix(OPEN_CLIP), device)
+    return _load(name, device, trust_remote_code, "a vision transformer", _vision_class)
+
+
+def _vision_class(config) -> type:
+    """The class that a configuration was saved with, if Transformers or this package has it; else a classifier."""
+    for architecture in config.architectures or ():
+        for module in (modeling_sparseformer, transformers):
+            if hasattr(module, architecture) and not architecture.endswith("ForImageClassification"):
+                return getattr(module, architecture)
+    return AutoModelForImageClassification
+
+
+def _load(name, device, trust_remote_code: bool, kind: str, model_class) -> tuple[PreTrainedModel, object]:
     name = os.fspath(name)
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -60,9 +105,11 @@ def load_image_classifier(
     device = choose_device(None if device is None else str(device))
     try:
         with _quiet_transformers():
-            model, report = AutoModelForImageClassification.from_pretrained(
-                name, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
-            )
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            # Classes of Transformers and of this package take no code from elsewhere.
+            model_class = model_class(config)
+            remote = {"trust_remote_code": trust_remote_code} if model_class.__name__.startswith("Auto") else {}
+            model, report = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **remote)
             image_processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     # Weights, configurations and remote code fail in more ways than can be listed.
     except Exception as error:
@@ -70,7 +117,7 @@ def load_image_classifier(
             message = "it brings its own code. Read that, and if you trust it, pass --trust-remote-code."
         else:
             message = f"{type(error).__name__}: {_one_line(error)}"
-        raise ValueError(f"Cannot load {name!r} as an image classifier: {message}") from error
+        raise ValueError(f"Cannot load {name!r} as {kind}: {message}") from error
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     for problem, keys in (
         ("lacks", report["missing_keys"]),
@@ -83,9 +130,29 @@ def load_image_classifier(
             part = "model class" if problem == "does not know" else "checkpoint"
             raise ValueError(
                 f"{name!r} is no complete {type(model).__name__}: its {part} {problem} {names}. "
-                "Save it again as an image classifier."
+                f"Save it again as {kind}."
             )
     return model.eval().to(device), image_processor
+
+
+def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
+    import open_clip
+
+    has_weights = name.startswith(("hf-hub:", "local-dir:"))
+    model_name, _, pretrained = (name, "", None) if has_weights else name.partition(":")
+    if not (has_weights or pretrained):
+        raise ValueError(
+            f"The open_clip model {name!r} has no weights; give {OPEN_CLIP}MODEL:PRETRAINED, for example "
+            f"{OPEN_CLIP}ViT-B-16:openai, or {OPEN_CLIP}hf-hub:ID."
+        )
+    device = choose_device(None if device is None else str(device))
+    try:
+        model = open_clip.create_model(model_name, pretrained=pretrained, require_pretrained=True, device=device)
+    # Weights and configurations fail in more ways than can be listed.
+    except Exception as error:
+        message = f"{type(error).__name__}: {_one_line(error)}"
+        raise ValueError(f"Cannot load the open_clip model {name!r}: {message}") from error
+    return model.float().eval(), open_clip_image_processor(model)
 
 
 @contextmanager

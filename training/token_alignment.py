@@ -57,26 +57,24 @@ class TokenAlignment:
     def __call__(self, outputs, teacher_tokens: list[torch.Tensor]) -> torch.Tensor:
         """The loss of the student's `outputs`; `teacher_tokens` is what `states` was after the teacher ran on the same
         images."""
-        points = self._points(outputs.rois[-1].detach())
+        shares = self._shares(outputs.rois[-1].detach())
         losses = []
-        for state, expected in zip(outputs.hidden_states, teacher_tokens, strict=True):
-            tokens = state[:, self.skipped :].float()
-            expected = self._read(expected.float(), points)
+        for state, held in zip(outputs.hidden_states, teacher_tokens, strict=True):
+            tokens, expected = state[:, self.skipped :].float(), shares @ held[:, -shares.shape[-1] :].float()
             losses.append(F.mse_loss(_normalize(tokens), _normalize(expected)))
         return torch.stack(losses).mean()
 
-    def _points(self, rois: torch.Tensor) -> torch.Tensor:
-        """A grid in every RoI, `(batch, tokens, points, 2)`, within the image, in the coordinates of `grid_sample`."""
+    def _shares(self, rois: torch.Tensor) -> torch.Tensor:
+        """How much of each of the teacher's patches a token holds, `(batch, tokens, patches)`: the mean over a grid of
+        points in its RoI, within the image, at which patches are interpolated bilinearly."""
         steps = (torch.arange(POINTS, device=rois.device) + 0.5) / POINTS
         y, x = torch.meshgrid(steps, steps, indexing="ij")
-        shares = torch.stack([x, y], dim=-1).flatten(0, 1)
         low, high = rois[..., None, :2], rois[..., None, 2:]
-        return (low + shares * (high - low)).clamp(0, 1) * 2 - 1
-
-    def _read(self, tokens: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-        """The teacher's tokens, averaged over each token's points, `(batch, tokens, hidden_size)`."""
-        patches = tokens[:, -self.grid[0] * self.grid[1] :].mT.unflatten(2, self.grid)
-        return F.grid_sample(patches, points, padding_mode="border", align_corners=False).mean(-1).mT
+        points = (low + torch.stack([x, y], dim=-1).flatten(0, 1) * (high - low)).clamp(0, 1) * 2 - 1
+        # Interpolating one-hot maps gives the shares for all depths and channels at once.
+        patches = self.grid[0] * self.grid[1]
+        one_hot = torch.eye(patches, device=rois.device).view(1, patches, *self.grid).expand(len(rois), -1, -1, -1)
+        return F.grid_sample(one_hot, points, padding_mode="border", align_corners=False).mean(-1).mT
 
 
 def _normalize(tokens: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ _LOADING_BY_AUTO_CLASS = """\
 from transformers import AutoImageProcessor, {auto_class}
 
 processor = AutoImageProcessor.from_pretrained("path/or/id")
-model = {auto_class}.from_pretrained("path/or/id", trust_remote_code=True)"""
+model = {auto_class}.from_pretrained("path/or/id"{remote})"""
 
 _LOADING_BY_CLASS_NAME = """\
 from transformers import AutoImageProcessor
@@ -86,22 +86,47 @@ model_class = get_class_from_dynamic_module("{module}.{name}", "path/or/id")
 model = model_class.from_pretrained("path/or/id")"""
 
 
+_PIPELINES = {
+    "AutoModel": "image-feature-extraction",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForZeroShotImageClassification": "zero-shot-image-classification",
+}
+
+
+def _auto_class(model: PreTrainedModel) -> str | None:
+    """The Auto class that loads a model, the most special one."""
+    if not isinstance(model, HubModel):
+        return "AutoModelForImageClassification"
+    return next((auto for auto, own in reversed(model.auto_classes.items()) if own == type(model).__name__), None)
+
+
+def pipeline_tag(model: PreTrainedModel) -> str | None:
+    """The hub's name of what a model, or an image classifier of Transformers, does."""
+    return _PIPELINES.get(_auto_class(model))
+
+
+def loading_example(model: PreTrainedModel) -> str:
+    """Lines of Python that load a model, or an image classifier of Transformers, and its image processor."""
+    if (auto_class := _auto_class(model)) is not None:
+        remote = ", trust_remote_code=True" if isinstance(model, HubModel) else ""
+        return _LOADING_BY_AUTO_CLASS.format(auto_class=auto_class, remote=remote)
+    module = model.family_class().__module__.rpartition(".")[2]
+    return _LOADING_BY_CLASS_NAME.format(module=module, name=type(model).__name__)
+
+
 def model_card(model: "HubModel") -> ModelCard:
     """A card that says what the model is and how to load it; recipes write theirs with measured results instead."""
-    name, module = type(model).__name__, model.family_class().__module__.rpartition(".")[2]
-    auto_class = next((auto for auto, own in model.auto_classes.items() if own == name), None)
-    pipelines = {"AutoModelForImageClassification": "image-classification", "AutoModel": "image-feature-extraction"}
     data = ModelCardData(
         library_name="transformers",
         tags=["frugalvit", model.config.model_type],
-        pipeline_tag=pipelines.get(auto_class),
+        pipeline_tag=pipeline_tag(model),
     )
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    loading = _LOADING_BY_AUTO_CLASS if auto_class else _LOADING_BY_CLASS_NAME
     return ModelCard(
-        f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n"
+        f"---\n{data.to_yaml()}\n---\n\n# {type(model).__name__}\n\n"
         f"A {model.config.model_type} model with {parameters:,} parameters.\n\n"
-        f"```python\n{loading.format(auto_class=auto_class, module=module, name=name)}\n```\n"
+        f"```python\n{loading_example(model)}\n```\n"
     )
 
 
@@ -150,7 +175,8 @@ class HubModel(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if writes:
             if not (folder / "preprocessor_config.json").exists():
-                text = json.dumps(image_processor_config(self.config), indent=2, sort_keys=True) + "\n"
+                vision_config = getattr(self.config, "vision_config", self.config)
+                text = json.dumps(image_processor_config(vision_config), indent=2, sort_keys=True) + "\n"
                 (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
             if not (folder / "README.md").exists():
                 model_card(self).save(folder / "README.md")

@@ -25,7 +25,7 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention through Transformers' attention interface.
+    """Multi-head attention through Transformers' attention interface, of tokens to themselves or of other queries.
 
     Args:
         config: The model's configuration, read for the attention implementation only.
@@ -45,17 +45,23 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
         self.o_proj = nn.Linear(hidden_size, hidden_size)
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`(batch, tokens, hidden_size)` to the same, and the attention weights if the implementation has them."""
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+    def forward(
+        self, hidden_states: torch.Tensor, queries: torch.Tensor | None = None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens `(batch, tokens, hidden_size)`, and `queries` of that width where not the tokens themselves ask, to
+        the shape of what asks; and the attention weights if the implementation has them."""
+        queries = hidden_states if queries is None else queries
+
+        def heads(states: torch.Tensor) -> torch.Tensor:
+            return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+        query, key = heads(self.q_proj(queries)), heads(self.k_proj(hidden_states))
+        value = heads(self.v_proj(hidden_states))
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
         output, weights = attention(self, query, key, value, None, scaling=self.scaling, **kwargs)
-        return self.o_proj(output.reshape(hidden_states.shape)), weights
+        return self.o_proj(output.reshape(queries.shape)), weights
 
 
 def activation(name: str) -> nn.Module:

@@ -402,6 +402,22 @@ class SparseFormerLayer(GradientCheckpointingLayer):
         return hidden_states, rois, points
 
 
+class SparseFormerPoolingHead(nn.Module):
+    """The pooling of SigLIP: one learned query attends to all tokens, then an MLP."""
+
+    def __init__(self, config: SparseFormerConfig):
+        super().__init__()
+        self.probe = nn.Parameter(torch.empty(1, config.hidden_size))
+        self.attention = SelfAttention(config, config.hidden_size, config.num_attention_heads)
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(batch, tokens, hidden_size)` to `(batch, hidden_size)`."""
+        pooled, _ = self.attention(hidden_states, self.probe.repeat(len(hidden_states), 1, 1))
+        return (pooled + self.mlp(self.layernorm(pooled)))[:, 0]
+
+
 class SparseFormerPreTrainedModel(HubModel):
     """What all SparseFormers share: initialization, checks of their input, teachers, and the number of tokens."""
 
@@ -444,7 +460,7 @@ class SparseFormerPreTrainedModel(HubModel):
 
     def no_weight_decay(self) -> list[str]:
         """Names of parameters that optimizers should not decay, besides biases and norms."""
-        names = ("initial_rois", "token_embedding", "cls_token", "stage_embedding", "offset_bias")
+        names = ("initial_rois", "token_embedding", "cls_token", "stage_embedding", "offset_bias", "probe")
         return [name for name, _ in self.named_parameters() if name.rsplit(".", 1)[-1] in names]
 
     @torch.no_grad()
@@ -485,6 +501,8 @@ class SparseFormerPreTrainedModel(HubModel):
             init.zeros_(module.out_proj.weight)
         elif isinstance(module, SparseFormerLayer) and module.stage_embedding is not None:
             init.normal_(module.stage_embedding)
+        elif isinstance(module, SparseFormerPoolingHead):
+            init.normal_(module.probe)
 
     def resize_tokens(self, num_latent_tokens: int):
         """Change the number of latent tokens in place, as continued bootstrapping needs; kept tokens stay as they are.
@@ -510,12 +528,13 @@ class SparseFormerPreTrainedModel(HubModel):
         inherit_blocks: bool = True,
         **fields,
     ):
-        """A SparseFormer with a teacher's blocks, final LayerNorm and classifier inherited and its leading blocks left
-        out; the focusing stage is new and waits for bootstrapping (section 3.2 of the bootstrapping paper).
+        """A SparseFormer with a teacher's blocks, final LayerNorm and classifier or projection inherited, its leading
+        blocks left out, and a new focusing stage that waits for bootstrapping (section 3.2 of the paper).
 
         Args:
             teacher (`nn.Module`):
-                A Transformers ViT or DeiT or a timm VisionTransformer. A mean-pooled one gives a mean-pooled model.
+                What `read_teacher` reads: a Transformers ViT, DeiT, CLIP or SigLIP, or a VisionTransformer of timm or
+                open_clip. A mean-pooled one gives a mean-pooled model, SigLIP one with its pooling head.
             num_latent_tokens (`int`, *optional*):
                 Latent tokens. By default a quarter of the teacher's image tokens, [CLS] counted as the paper does.
             truncate (`float` or `int`, *optional*, defaults to 1/3): Leading blocks left out, a fraction or a count.
@@ -543,6 +562,12 @@ class SparseFormerPreTrainedModel(HubModel):
             raise ValueError(
                 f"{type(teacher).__name__} has no linear classifier to inherit. Load the teacher with "
                 "AutoModelForImageClassification, or use SparseFormerModel.from_teacher for features alone."
+            )
+        needs_projection = issubclass(cls, SparseFormerVisionModelWithProjection)
+        if needs_projection and source.projection is None:
+            raise ValueError(
+                f"{type(teacher).__name__} has no projection to inherit. Load a CLIP as CLIPModel or "
+                "CLIPVisionModelWithProjection, or use SparseFormerVisionModel.from_teacher."
             )
         use_cls_token = fields.get("use_cls_token", source.fields["use_cls_token"])
         if num_latent_tokens is None:
@@ -574,6 +599,10 @@ class SparseFormerPreTrainedModel(HubModel):
                     f"{config.num_labels}. Bootstrap with the teacher's classes first, then fine-tune."
                 )
             model.classifier.load_state_dict(source.classifier)
+        if needs_projection:
+            model.visual_projection.weight.copy_(source.projection)
+        if source.pooling_head is not None and base.pooling_head is not None:
+            base.pooling_head.load_state_dict(source.pooling_head)
         base.latents.break_ties()
         return model
 
@@ -611,6 +640,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             for layer_steps, rate in zip(steps, cortex_rates, strict=True)
         )
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.pooling_head = SparseFormerPoolingHead(config) if config.pooling == "attention" else None
         self.post_init()
 
     @merge_with_config_defaults
@@ -667,6 +697,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         """Tokens before the final LayerNorm, `(batch, tokens, hidden_size)`, to `(batch, hidden_size)`."""
         if self.config.pooling == "cls":
             return self.layernorm(hidden_states[:, 0])
+        if self.config.pooling == "attention":
+            return self.pooling_head(self.layernorm(hidden_states))
         if self.config.pool_before_norm:
             return self.layernorm(hidden_states.mean(dim=1))
         return self.layernorm(hidden_states).mean(dim=1)

@@ -6,7 +6,6 @@ import http.server
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import transformers
 from huggingface_hub import HfApi, ModelCard
 from PIL import Image
+from processes import run_without_frugalvit
 from safetensors.torch import load_file, save, save_file
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -60,26 +60,6 @@ CASES = [
     for model_class in KINDS[kind].classes
     for loader in loaders(kind, model_class)
 ]
-
-
-def run_without_frugalvit(home: Path, *arguments):
-    """Run without_frugalvit.py, with an own home of the hub's caches and without a network."""
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))},
-        "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": "1",
-    }
-    script = Path(__file__).with_name("without_frugalvit.py")
-    process = subprocess.run(
-        [sys.executable, str(script), *map(str, arguments)],
-        cwd=home,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")

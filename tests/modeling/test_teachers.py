@@ -1,10 +1,16 @@
 """What a SparseFormer inherits from Transformers and timm teachers, and what it refuses."""
 
+import open_clip
 import pytest
 import timm
 import torch
 from torch import nn
 from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
     DeiTConfig,
     DeiTForImageClassification,
     DeiTForImageClassificationWithTeacher,
@@ -12,6 +18,8 @@ from transformers import (
     Dinov2ForImageClassification,
     ResNetConfig,
     ResNetForImageClassification,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     SwinConfig,
     SwinForImageClassification,
     ViTConfig,
@@ -19,7 +27,12 @@ from transformers import (
     ViTModel,
 )
 
-from frugalvit import SparseFormerForImageClassification, SparseFormerModel
+from frugalvit import (
+    SparseFormerForImageClassification,
+    SparseFormerModel,
+    SparseFormerVisionModel,
+    SparseFormerVisionModelWithProjection,
+)
 from frugalvit.modeling.teachers import classifier_of, embed, read_teacher
 
 
@@ -47,6 +60,27 @@ def timm_vit(**arguments) -> nn.Module:
 
 def deit() -> nn.Module:
     return randomize(DeiTForImageClassification(DeiTConfig(image_size=32, patch_size=4, num_labels=5, **SIZES)))
+
+
+def clip_vision(model_class=CLIPVisionModelWithProjection, **fields) -> nn.Module:
+    fields = {"image_size": 32, "patch_size": 4, "projection_dim": 24, "layer_norm_eps": 1e-4, **SIZES, **fields}
+    return randomize(model_class(CLIPVisionConfig(**fields)))
+
+
+def clip() -> CLIPModel:
+    text = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"image_size": 32, "patch_size": 4, **SIZES}
+    return randomize(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)))
+
+
+def siglip(**fields) -> nn.Module:
+    return randomize(SiglipVisionModel(SiglipVisionConfig(image_size=32, patch_size=4, **{**SIZES, **fields})))
+
+
+def open_clip_model(quick_gelu=False, **fields) -> nn.Module:
+    vision = {"image_size": 32, "patch_size": 4, "width": 48, "layers": 3, "head_width": 12, "mlp_ratio": 2, **fields}
+    text = {"context_length": 8, "vocab_size": 50, "width": 16, "heads": 2, "layers": 1}
+    return randomize(open_clip.CLIP(24, vision, text, quick_gelu=quick_gelu))
 
 
 TEACHERS = {
@@ -94,6 +128,96 @@ def test_the_embedding_is_what_the_classifier_reads(name):
         logits = teacher(pixel_values)
         logits = logits if isinstance(logits, torch.Tensor) else logits.logits
         torch.testing.assert_close(classifier_of(teacher)(embed(teacher, pixel_values)), logits)
+
+
+# Teachers of an embedding: where their blocks and final norm are, and what projects what they pool.
+EMBEDDERS = {
+    "transformers-clip": (
+        clip,
+        lambda teacher: (teacher.vision_model.encoder.layers, teacher.vision_model.post_layernorm),
+        lambda teacher: teacher.visual_projection,
+    ),
+    "transformers-clip-vision": (
+        clip_vision,
+        lambda teacher: (teacher.vision_model.encoder.layers, teacher.vision_model.post_layernorm),
+        lambda teacher: teacher.visual_projection,
+    ),
+    "transformers-clip-vision-without-projection": (
+        lambda: clip_vision(CLIPVisionModel, hidden_act="gelu"),
+        lambda teacher: (teacher.encoder.layers, teacher.post_layernorm),
+        None,
+    ),
+    "transformers-siglip": (siglip, lambda teacher: (teacher.encoder.layers, teacher.post_layernorm), None),
+    "open_clip": (
+        open_clip_model,
+        lambda teacher: (teacher.visual.transformer.resblocks, teacher.visual.ln_post),
+        lambda teacher: lambda pooled: pooled @ teacher.visual.proj,
+    ),
+    "open_clip-quick-gelu-layer-scale": (
+        lambda: open_clip_model(quick_gelu=True, ls_init_value=0.5),
+        lambda teacher: (teacher.visual.transformer.resblocks, teacher.visual.ln_post),
+        lambda teacher: lambda pooled: pooled @ teacher.visual.proj,
+    ),
+    "open_clip-mean-pooled-without-pre-norm": (
+        lambda: open_clip_model(pool_type="avg", final_ln_after_pool=True, no_ln_pre=True),
+        lambda teacher: (teacher.visual.transformer.resblocks, teacher.visual.ln_post),
+        lambda teacher: lambda pooled: pooled @ teacher.visual.proj,
+    ),
+    "open_clip-visual-tower": (
+        lambda: open_clip_model().visual,
+        lambda teacher: (teacher.transformer.resblocks, teacher.ln_post),
+        lambda teacher: lambda pooled: pooled @ teacher.proj,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_inherited_blocks_norm_and_projection_compute_what_a_clips_do(name):
+    make, parts, project = EMBEDDERS[name]
+    teacher = make()
+    student_class = SparseFormerVisionModelWithProjection if project else SparseFormerVisionModel
+    student = student_class.from_teacher(teacher, num_latent_tokens=6, truncate=0)
+    blocks, norm = parts(teacher)
+    tokens = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(1))
+    ours = theirs = tokens
+    with torch.no_grad():
+        for layer, block in zip(student.base_model.layers, blocks, strict=True):
+            ours = layer(ours)[0]
+            theirs = block(theirs) if "open_clip" in name else block(theirs, attention_mask=None)
+            theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+        torch.testing.assert_close(student.base_model.layernorm(tokens), norm(tokens), rtol=0, atol=1e-6)
+        if project:
+            torch.testing.assert_close(student.visual_projection(tokens), project(teacher)(tokens))
+        if name == "transformers-siglip":
+            torch.testing.assert_close(student.pooling_head(tokens), teacher.head(tokens), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_a_clips_embedding_is_what_it_compares_with_texts(name):
+    teacher = EMBEDDERS[name][0]()
+    pixel_values = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        if name == "transformers-clip":
+            expected = teacher.get_image_features(pixel_values).pooler_output
+        elif name == "transformers-clip-vision":
+            expected = teacher(pixel_values).image_embeds
+        elif name == "open_clip-visual-tower":
+            expected = teacher(pixel_values)
+        elif name.startswith("open_clip"):
+            expected = teacher.encode_image(pixel_values)
+        else:
+            expected = teacher(pixel_values).pooler_output
+        torch.testing.assert_close(embed(teacher, pixel_values), expected)
+
+
+def test_siglips_pooling_head_stays_in_a_sparseformer():
+    student = SparseFormerVisionModel.from_teacher(siglip(), num_latent_tokens=5)
+    config = student.config
+    assert (config.pooling, config.use_cls_token, config.num_hidden_layers) == ("attention", False, 2)
+    outputs = student(torch.randn(2, 3, 32, 32))
+    with torch.no_grad():
+        torch.testing.assert_close(outputs.pooler_output, student.pooling_head(outputs.last_hidden_state))
 
 
 def test_a_sparseformer_embeds_what_its_classifier_reads():
@@ -207,6 +331,13 @@ REFUSED = {
         lambda: DeiTForImageClassificationWithTeacher(DeiTConfig(image_size=32, patch_size=4, **SIZES)),
         "averages two classifiers",
     ),
+    "a CLIP, as a classifier": (clip, "no linear classifier"),
+    "a SigLIP without its head": (lambda: siglip(vision_use_head=False), "neither a .CLS. nor a pooling head"),
+    "pooling by attention, of open_clip": (
+        lambda: open_clip_model(attentional_pool=True, attn_pooler_heads=2),
+        "pools by attention",
+    ),
+    "custom blocks of open_clip": (lambda: open_clip_model(scale_attn=True), "expected nn.MultiheadAttention"),
     "no classifier": (lambda: ViTModel(ViTConfig(image_size=32, patch_size=4, **SIZES)), "no linear classifier"),
 }
 

@@ -1,7 +1,8 @@
-"""A process in which frugalvit cannot be imported, for test_hub.py.
+"""A process in which frugalvit cannot be imported.
 
 `load JOBS RESULTS` loads models and computes outputs; `fine_tune OUT START…` fine-tunes models with `Trainer`, saves
-them, and does so again with what it saved.
+them, and does so again with what it saved; `compute FOLDER LOADER INPUTS OUTPUTS` loads one model, computes what it
+gives for a file of inputs, saves it beside and computes again with what it saved.
 """
 
 import importlib.abc
@@ -158,7 +159,19 @@ def fine_tune_three_times(source: str, out: str):
     save_file(logits, f"{out}/logits.safetensors")
 
 
+@torch.no_grad()
+def compute(folder: str, loader: str, inputs: str, outputs: str):
+    results, inputs = {}, load_file(inputs)
+    for generation in ("loaded", "saved again"):
+        model = load_model(folder, loader).eval()
+        given = model(**inputs)
+        results[generation] = given["logits" if "logits" in given else "logits_per_image"]
+        folder = f"{outputs}-{generation.replace(' ', '-')}"
+        model.save_pretrained(folder)
+    save_file({name: tensor.contiguous() for name, tensor in results.items()}, outputs)
+
+
 if __name__ == "__main__":
-    {"load": load, "fine_tune": fine_tune}[sys.argv[1]](*sys.argv[2:])
+    {"load": load, "fine_tune": fine_tune, "compute": compute}[sys.argv[1]](*sys.argv[2:])
     if any(name.partition(".")[0] == "frugalvit" for name in sys.modules):
         sys.exit("frugalvit was imported")

@@ -2,12 +2,19 @@
 
 import json
 
+import open_clip
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import save_file
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     TimmWrapperConfig,
     TimmWrapperForImageClassification,
     ViTConfig,
@@ -15,6 +22,7 @@ from transformers import (
     ViTImageProcessor,
 )
 
+from frugalvit import SparseFormerVisionModel, SparseFormerVisionModelWithProjection
 from frugalvit.modeling import teachers
 from frugalvit.training import bootstrap
 
@@ -280,3 +288,94 @@ def test_bad_arguments_end_with_one_line(teacher, tmp_path, arguments, message, 
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+TOWER = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+IMAGES = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+
+
+def save_clip(folder):
+    text = {**TOWER, "num_hidden_layers": 1, "vocab_size": 30}
+    vision = {**TOWER, "image_size": 32, "patch_size": 8}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).save_pretrained(folder)
+    CLIPImageProcessor(**IMAGES).save_pretrained(folder)
+    return str(folder), SparseFormerVisionModelWithProjection
+
+
+def save_siglip(folder):
+    SiglipVisionModel(SiglipVisionConfig(image_size=32, patch_size=8, **TOWER)).save_pretrained(folder)
+    CLIPImageProcessor(**IMAGES).save_pretrained(folder)
+    return str(folder), SparseFormerVisionModel
+
+
+def save_open_clip(folder):
+    vision = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 3, "head_width": 16, "mlp_ratio": 2}
+    text = {"context_length": 8, "vocab_size": 30, "width": 16, "heads": 2, "layers": 1}
+    model_config = {"embed_dim": 24, "vision_cfg": vision, "text_cfg": text}
+    folder.mkdir()
+    save_file(open_clip.CLIP(**model_config).state_dict(), folder / "open_clip_model.safetensors")
+    preprocessing = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic"}
+    config = {"model_cfg": model_config, "preprocess_cfg": preprocessing}
+    (folder / "open_clip_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return f"open_clip:local-dir:{folder}", SparseFormerVisionModelWithProjection
+
+
+@pytest.mark.parametrize("save", [save_clip, save_siglip, save_open_clip])
+def test_bootstraps_the_image_side_of_a_clip_from_images_alone(save, tmp_path):
+    torch.manual_seed(0)
+    name, student_class = save(tmp_path / "teacher")
+    results = run(name, tmp_path / "out", "--learning_rate", "3e-3", images=512, epochs=3)
+    first, last = results["epochs"][0], results["epochs"][-1]
+    assert last["alignment"] > first["alignment"]
+    assert "accuracy" not in last
+    student = student_class.from_pretrained(tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "mean cosine with the teacher's embeddings" in card
+    if save is save_siglip:
+        assert student.config.pooling == "attention"
+        head = SiglipVisionModel.from_pretrained(tmp_path / "teacher").head
+        assert torch.equal(student.pooling_head.probe, head.probe[0])
+        assert torch.equal(student.pooling_head.mlp.fc1.weight, head.mlp.fc1.weight)
+    if save is save_clip:
+        projection = CLIPModel.from_pretrained(tmp_path / "teacher").visual_projection
+        assert torch.equal(student.visual_projection.weight, projection.weight)
+    if save is save_open_clip:
+        assert student.config.image_mean == (0.5, 0.4, 0.3)
+        assert student.config.resample == 3
+        assert "base_model:" not in card
+    # More tokens, from where it stands.
+    options = ("--student", str(tmp_path / "out"), "--num_latent_tokens", "5")
+    bootstrap.main(
+        [
+            *("--teacher", name, "--output_dir", str(tmp_path / "more"), *options, "--epochs", "1"),
+            *("--train_split", "train[:128]", "--eval_split", "test[:64]", "--batch_size", "32"),
+        ]
+    )
+    assert student_class.from_pretrained(tmp_path / "more").config.num_latent_tokens == 5
+
+
+def test_an_embedding_has_no_classes_to_compare(teacher, tmp_path):
+    name, _ = save_clip(tmp_path / "clip")
+    for options in (("--loss", "kl"), ("--label_loss_weight", "1")):
+        with pytest.raises(ValueError, match="compare classes, and .* is no classifier; align its embedding"):
+            run(name, tmp_path / "out", *options)
+        AcceleratorState._reset_state(True)
+    with pytest.raises(ValueError, match="gives embeddings 32 wide and --teacher 24"):
+        run(teacher, tmp_path / "student", epochs=1)
+        AcceleratorState._reset_state(True)
+        bootstrap.main(
+            ["--teacher", name, "--student", str(tmp_path / "student"), "--output_dir", str(tmp_path / "out")]
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("open_clip:ViT-B-32", "has no weights; give open_clip:MODEL:PRETRAINED"),
+        ("open_clip:ViT-B-33:openai", "Cannot load the open_clip model 'ViT-B-33:openai'"),
+        ("open_clip:local-dir:nowhere", "Cannot load the open_clip model 'local-dir:nowhere'"),
+    ],
+)
+def test_open_clip_models_that_cannot_be_loaded(name, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(name, tmp_path / "out")

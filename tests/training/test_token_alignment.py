@@ -43,9 +43,8 @@ def test_reads_the_teachers_tokens_within_the_rois(make_teacher):
     # A teacher whose tokens tell their position: rows and columns of the centers of its 4 x 6 patches.
     y, x = torch.meshgrid((torch.arange(4) + 0.5) / 4, (torch.arange(6) + 0.5) / 6, indexing="ij")
     tokens = torch.stack([y.flatten(), x.flatten()], dim=-1)[None]
-    tokens = torch.cat([torch.full((1, alignment.skipped, 2), 9.0), tokens], dim=1)
     rois = torch.tensor([[[0.25, 0.25, 0.75, 0.5], [0.5, 0.5, 0.5, 0.5], [-5.0, -5.0, -4.0, -4.0], [0.0, 0.0, 1, 1]]])
-    read = alignment._read(tokens, alignment._points(rois))
+    read = alignment._shares(rois) @ tokens
     corner = [0.125, 1 / 12]  # of the first patch
     torch.testing.assert_close(read, torch.tensor([[[0.375, 0.5], [0.5, 0.5], corner, [0.5, 0.5]]]))
 
@@ -63,9 +62,9 @@ def test_compares_every_depth_with_the_teachers(make_teacher, truncate):
     loss.backward()
     assert loss > 0 and student.base_model.stem.convolution.weight.grad.any()
     # Tokens that hold exactly what is asked for, at another scale, have no distance left.
-    points = alignment._points(outputs.rois[-1])
+    shares = alignment._shares(outputs.rois[-1])
     outputs.hidden_states = [
-        torch.cat([states[:, : alignment.skipped], 3 * alignment._read(expected, points) + 1], dim=1)
+        torch.cat([states[:, : alignment.skipped], 3 * shares @ expected[:, -shares.shape[-1] :] + 1], dim=1)
         for states, expected in zip(outputs.hidden_states, alignment.states, strict=True)
     ]
     assert alignment(outputs, alignment.states).item() == pytest.approx(0, abs=1e-4)

@@ -1,0 +1,268 @@
+"""SparseFormers in open_clip: the visual tower of an open_clip model, and whole models from and to Transformers.
+
+Nothing here imports open_clip but `to_open_clip`, which builds one of its models.
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers import CLIPImageProcessor, CLIPTextConfig, ViTImageProcessor
+
+from ..configuration.configuration_base import pair
+from .modeling_sparseformer import SparseFormerVisionModelWithProjection
+from .modeling_sparseformer_clip import SparseFormerCLIPConfig, SparseFormerCLIPModel
+from .teachers import activation_name, read_block
+
+
+# open_clip's names of PIL's resampling filters.
+_RESAMPLE = {"bilinear": 2, "bicubic": 3, "random": 3}
+
+
+class OpenClipVisual(nn.Module):
+    """A SparseFormer with the interface of open_clip's visual towers: `clip.visual = OpenClipVisual(model)`.
+
+    Args:
+        model (`SparseFormerVisionModelWithProjection`): Bootstrapped from the tower that it replaces.
+        output_tokens (`bool`, *optional*, defaults to `False`):
+            Return the latent tokens after the final LayerNorm beside the embedding, as open_clip's towers do.
+    """
+
+    def __init__(self, model: SparseFormerVisionModelWithProjection, output_tokens: bool = False):
+        super().__init__()
+        if not isinstance(getattr(model, "visual_projection", None), nn.Linear):
+            raise ValueError(
+                f"Got a {type(model).__name__}, expected a SparseFormerVisionModelWithProjection; open_clip's towers "
+                "project what they pool."
+            )
+        config = model.config
+        self.model = model
+        self.output_tokens = output_tokens
+        self.image_size = pair(config.image_size)
+        self.output_dim = config.projection_dim
+        mean, std = (
+            tuple(value) if isinstance(value, (list, tuple)) else (value,) * config.num_channels
+            for value in (config.image_mean, config.image_std)
+        )
+        self.image_mean, self.image_std = mean, std
+        self.preprocess_cfg = {
+            "size": self.image_size,
+            "mode": "RGB",
+            "mean": mean,
+            "std": std,
+            "interpolation": {2: "bilinear", 3: "bicubic"}.get(config.resample, "bicubic"),
+            "resize_mode": "squash" if config.resize_size is None else "shortest",
+            "fill_color": 0,
+        }
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Images `(batch, 3, height, width)` to embeddings `(batch, output_dim)`, not normalized, and with
+        `output_tokens` the latent tokens `(batch, tokens, hidden_size)`."""
+        outputs = self.model(x)
+        if not self.output_tokens:
+            return outputs.image_embeds
+        return outputs.image_embeds, outputs.last_hidden_state[:, int(self.model.config.use_cls_token) :]
+
+    def lock(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False):
+        """Freeze all but the last groups: the projection, the last block with the final LayerNorm, the blocks before
+        it, the focusing stage."""
+        self.requires_grad_(False)
+        base = self.model.base_model
+        inherited = {*base.layers.parameters(), *base.layernorm.parameters()}
+        groups = [
+            [parameter for parameter in base.parameters() if parameter not in inherited],
+            *(list(layer.parameters()) for layer in base.layers[:-1]),
+            [*base.layers[-1].parameters(), *base.layernorm.parameters()],
+            list(self.model.visual_projection.parameters()),
+        ]
+        for parameter in (parameter for group in groups[len(groups) - unlocked_groups :] for parameter in group):
+            parameter.requires_grad = True
+
+    def set_grad_checkpointing(self, enable: bool = True):
+        """Trade time for memory in training."""
+        # Transformers has renamed it.
+        kind = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
+        getattr(self.model, f"{kind}_checkpointing_{'enable' if enable else 'disable'}")()
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that optimizers should not decay, besides biases and norms."""
+        return {f"model.{name}" for name in self.model.no_weight_decay()}
+
+
+def open_clip_image_processor(model: nn.Module) -> CLIPImageProcessor | ViTImageProcessor:
+    """The Transformers image processor that prepares images as an open_clip model, or its visual tower, wants them.
+
+    Raises:
+        ValueError: if the model resizes images to fit inside a padded square.
+    """
+    wanted = getattr(model, "visual", model).preprocess_cfg
+    height, width = pair(wanted["size"])
+    normalization = {
+        "image_mean": list(wanted["mean"]),
+        "image_std": list(wanted["std"]),
+        "resample": _RESAMPLE[wanted.get("interpolation") or "bicubic"],
+    }
+    mode = wanted.get("resize_mode") or "shortest"
+    if mode == "squash":
+        return ViTImageProcessor(size={"height": height, "width": width}, **normalization)
+    if mode != "shortest" or height != width:
+        raise ValueError(
+            f"The model resizes images by {mode!r} to {height} x {width}, which no image processor of Transformers "
+            "does; expected 'squash', or 'shortest' to a square."
+        )
+    size = {"size": {"shortest_edge": height}, "crop_size": {"height": height, "width": width}}
+    return CLIPImageProcessor(**size, **normalization)
+
+
+@torch.no_grad()
+def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel:
+    """An open_clip model whose visual tower is an `OpenClipVisual`, as a model of Transformers.
+
+    Args:
+        clip (`nn.Module`): open_clip's `CLIP`, or a `CustomTextCLIP` with a text tower of the same kind.
+
+    Returns:
+        The model, in evaluation mode, with copies of the weights.
+
+    Raises:
+        ValueError: if a side is of another kind, or the text side does what CLIP's does not (bidirectional attention,
+            another pooling than that at the end of the text, another kind of block).
+    """
+    if not isinstance(visual := getattr(clip, "visual", None), OpenClipVisual):
+        raise ValueError(
+            f"The visual tower is a {type(visual).__name__}, expected an OpenClipVisual: set `clip.visual` to one, "
+            "with a SparseFormer that was bootstrapped from the tower that is there."
+        )
+    text = getattr(clip, "text", clip)
+    config = _text_config(clip, text)
+    model = SparseFormerCLIPModel(
+        SparseFormerCLIPConfig(
+            text_config=config,
+            vision_config=visual.model.config.to_dict(),
+            projection_dim=visual.output_dim,
+            logit_scale_init_value=clip.logit_scale.item(),
+        )
+    )
+    weights = {
+        "embeddings.token_embedding.weight": text.token_embedding.weight,
+        "embeddings.position_embedding.weight": text.positional_embedding,
+        "final_layer_norm.weight": text.ln_final.weight,
+        "final_layer_norm.bias": text.ln_final.bias,
+    }
+    for index, block in enumerate(text.transformer.resblocks):
+        for name, tensor in read_block(clip, block).items():
+            weights[f"encoder.layers.{index}.{_to_clip(name)}"] = tensor
+    model.text_model.load_state_dict(weights)
+    model.text_projection.weight.copy_(text.text_projection.mT)
+    model.logit_scale.copy_(clip.logit_scale.squeeze())
+    model.vision_model.load_state_dict(visual.model.base_model.state_dict())
+    model.visual_projection.load_state_dict(visual.model.visual_projection.state_dict())
+    return model.eval()
+
+
+def _text_config(clip: nn.Module, text: nn.Module) -> dict:
+    def refuse(reason: str):
+        raise ValueError(f"Cannot convert the text side of {type(clip).__name__}: {reason}.")
+
+    if not hasattr(text, "transformer") or not hasattr(text, "positional_embedding"):
+        refuse(f"a {type(text).__name__} is no text transformer of open_clip")
+    pooling = getattr(text, "pool_type", getattr(text, "text_pool_type", "argmax"))
+    eos = getattr(text, "eos_id", getattr(text, "text_eos_id", 2))
+    if pooling not in ("argmax", "eos"):
+        refuse(f"it pools by {pooling!r}, CLIP at the end of the text ('argmax' or 'eos')")
+    if text.attn_mask is None:
+        refuse("its attention is bidirectional, that of CLIP causal")
+    if getattr(text, "cls_emb", None) is not None:
+        refuse("it appends a [CLS], which CLIP has not")
+    if not isinstance(text.text_projection, nn.Parameter):
+        refuse("its projection is no matrix without bias")
+    block = text.transformer.resblocks[0]
+    if not isinstance(block.attn, nn.MultiheadAttention):
+        refuse(f"its attention is a {type(block.attn).__name__}, expected nn.MultiheadAttention")
+    if getattr(clip, "logit_bias", None) is not None:
+        refuse("its logits have a bias, as SigLIP's have")
+    vocab_size, hidden_size = text.token_embedding.weight.shape
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": block.mlp.c_fc.out_features,
+        "projection_dim": text.text_projection.shape[1],
+        "num_hidden_layers": len(text.transformer.resblocks),
+        "num_attention_heads": block.attn.num_heads,
+        "max_position_embeddings": len(text.positional_embedding),
+        "hidden_act": activation_name(clip, block.mlp.gelu),
+        "layer_norm_eps": text.ln_final.eps,
+        # Transformers takes the highest token id of a text for its end where the configuration says 2.
+        "eos_token_id": 2 if pooling == "argmax" else eos,
+        "bos_token_id": vocab_size - 2,
+        "pad_token_id": 0,
+    }
+
+
+def _to_clip(name: str) -> str:
+    """The name of a weight of a plain block in Transformers' CLIP."""
+    name = name.replace("attention.o_proj", "self_attn.out_proj").replace("attention.", "self_attn.")
+    return name.replace("layernorm_before", "layer_norm1").replace("layernorm_after", "layer_norm2")
+
+
+@torch.no_grad()
+def to_open_clip(model: SparseFormerCLIPModel) -> nn.Module:
+    """A CLIP of Transformers with a SparseFormer as a model of open_clip, which needs to be installed.
+
+    Args:
+        model (`SparseFormerCLIPModel`): What to convert.
+
+    Returns:
+        open_clip's `CLIP`, in evaluation mode, with copies of the weights; its `visual` is an `OpenClipVisual`.
+
+    Raises:
+        ValueError: if the text side has an activation that open_clip's has not.
+    """
+    import open_clip
+
+    config: CLIPTextConfig = model.config.text_config
+    if config.hidden_act not in ("gelu", "quick_gelu"):
+        raise ValueError(f"The text side's activation is {config.hidden_act!r}; open_clip has gelu and quick_gelu.")
+    clip = open_clip.CLIP(
+        embed_dim=model.config.projection_dim,
+        # A tower to be replaced.
+        vision_cfg={"layers": 1, "width": 64, "head_width": 64, "patch_size": 16, "image_size": 16},
+        text_cfg={
+            "context_length": config.max_position_embeddings,
+            "vocab_size": config.vocab_size,
+            "width": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "layers": config.num_hidden_layers,
+            "mlp_ratio": config.intermediate_size / config.hidden_size,
+            "norm_kwargs": {"eps": config.layer_norm_eps},
+            **({} if config.eos_token_id == 2 else {"pool_type": "eos", "eos_id": config.eos_token_id}),
+        },
+        quick_gelu=config.hidden_act == "quick_gelu",
+        init_logit_scale=math.log(1 / 0.07),
+    )
+    theirs = model.text_model.state_dict()
+    weights = {
+        "token_embedding.weight": theirs["embeddings.token_embedding.weight"],
+        "positional_embedding": theirs["embeddings.position_embedding.weight"],
+        "ln_final.weight": theirs["final_layer_norm.weight"],
+        "ln_final.bias": theirs["final_layer_norm.bias"],
+        "text_projection": model.text_projection.weight.mT,
+        "logit_scale": model.logit_scale,
+    }
+    names = {"self_attn.out_proj": "attn.out_proj", "layer_norm1": "ln_1", "layer_norm2": "ln_2"}
+    names |= {"mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
+    for index in range(config.num_hidden_layers):
+        prefix, block = f"encoder.layers.{index}.", f"transformer.resblocks.{index}."
+        for kind in ("weight", "bias"):
+            fused = [theirs[f"{prefix}self_attn.{projection}_proj.{kind}"] for projection in "qkv"]
+            weights[f"{block}attn.in_proj_{kind}"] = torch.cat(fused)
+            for name, renamed in names.items():
+                weights[f"{block}{renamed}.{kind}"] = theirs[f"{prefix}{name}.{kind}"]
+    vision = SparseFormerVisionModelWithProjection(model.vision_model.config)
+    vision.base_model.load_state_dict(model.vision_model.state_dict())
+    vision.visual_projection.load_state_dict(model.visual_projection.state_dict())
+    clip.visual = OpenClipVisual(vision)
+    missing = clip.load_state_dict(weights, strict=False).missing_keys
+    if wrong := [name for name in missing if not name.startswith("visual.")]:
+        raise RuntimeError(f"open_clip's model has weights that were not converted: {wrong}.")
+    return clip.to(model.logit_scale).eval()

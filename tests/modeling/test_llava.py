@@ -1,0 +1,327 @@
+"""LLaVA with a SparseFormer as its vision tower, of Transformers and of the original code base."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+from processes import run_without_frugalvit
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+
+import frugalvit
+from frugalvit import (
+    SparseFormerLlavaConfig,
+    SparseFormerLlavaForConditionalGeneration,
+    matching_processor,
+    swap_vision_tower,
+)
+from frugalvit.modeling.llava_tower import SparseFormerVisionTower
+from frugalvit.modeling.modeling_sparseformer_llava import check_image_tokens
+
+
+WORDS = ["[PAD]", "[UNK]", "what", "is", "this", "and", "?", "cat", "dog", "ship", "<image>"]
+IMAGE = WORDS.index("<image>")
+SMALL = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, "num_focusing_iterations": 2}
+VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        padding_side="left",
+        extra_special_tokens={"image_token": "<image>"},
+    )
+
+
+def randomize(model, scale=0.1):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def make_llava(**fields) -> LlavaForConditionalGeneration:
+    torch.manual_seed(0)
+    language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(image_size=32, patch_size=4, **VISION),
+        text_config=LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, eos_token_id=None, **language),
+        image_token_index=IMAGE,
+        **fields,
+    )
+    return randomize(LlavaForConditionalGeneration(config))
+
+
+def make_tower(llava, tokens=7, **fields):
+    tower = llava.model.vision_tower
+    return randomize(frugalvit.SparseFormerVisionModel.from_teacher(tower, tokens, **SMALL, **fields))
+
+
+def make_processor(llava) -> LlavaProcessor:
+    image_processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    strategy = llava.config.vision_feature_select_strategy
+    return LlavaProcessor(
+        *(image_processor, tokenizer()),
+        patch_size=4,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy=strategy,
+    )
+
+
+def picture(size=(48, 40), seed=0) -> Image.Image:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(256, (size[1], size[0], 3), generator=generator, dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+def swapped(tokens=7, **fields):
+    llava = make_llava(**fields)
+    model = swap_vision_tower(llava, make_tower(llava, tokens))
+    return model, matching_processor(make_processor(llava), model)
+
+
+@torch.no_grad()
+def test_the_language_model_reads_the_sparseformers_tokens():
+    llava = make_llava()
+    tower = make_tower(llava)
+    text = torch.tensor([[2, 3, 4, 6]])
+    before = llava(input_ids=text).logits
+    model = swap_vision_tower(llava, tower)
+    assert torch.equal(model(input_ids=text).logits, before)
+    pixel_values = torch.randn(2, 3, 32, 32)
+    features = model.get_image_features(pixel_values).pooler_output
+    # Two inherited blocks left after the penultimate: the state before the last block, without [CLS].
+    states = tower(pixel_values, output_hidden_states=True).hidden_states[-2][:, 1:]
+    torch.testing.assert_close(torch.stack(list(features)), model.model.multi_modal_projector(states))
+    assert model.config.image_seq_length == 7
+    assert model.model.language_model is llava.model.language_model
+
+
+@pytest.mark.parametrize("strategy", ["default", "full"])
+@pytest.mark.parametrize(
+    ("layers", "ours"), [(-2, -2), (-1, -1), (4, -3), (6, -1), ([-2, 6], [-2, -1])], ids=["-2", "-1", "4", "6", "two"]
+)
+@torch.no_grad()
+def test_layers_are_counted_from_the_end_of_the_tower(layers, ours, strategy):
+    model, processor = swapped(vision_feature_layer=layers, vision_feature_select_strategy=strategy)
+    assert model.config.vision_feature_layer == ours
+    inputs = processor(images=picture(), text="<image> what is this ?", return_tensors="pt")
+    assert int((inputs["input_ids"] == IMAGE).sum()) == 7 + (strategy == "full") == model.config.image_seq_length
+    assert model(**inputs).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16, 48])
+@pytest.mark.parametrize("size", [(48, 40), (7, 90), (32, 32)])
+@torch.no_grad()
+def test_the_processor_inserts_as_many_tokens_as_the_tower_gives(tokens, size, tmp_path):
+    model, processor = swapped(tokens)
+    processor.save_pretrained(tmp_path)
+    for made in (processor, AutoProcessor.from_pretrained(tmp_path)):
+        inputs = made(images=picture(size), text="what is <image> this ?", return_tensors="pt")
+        assert int((inputs["input_ids"] == IMAGE).sum()) == tokens
+        assert model(**inputs).logits.shape == (1, tokens + 4, len(WORDS))
+
+
+def test_a_processor_that_does_not_fit_is_noticed_when_the_pair_is_built():
+    model, _ = swapped()
+    with pytest.raises(ValueError, match=r"inserts 64 tokens .* makes 7 of it"):
+        check_image_tokens(make_processor(model), model)
+
+
+@torch.no_grad()
+def test_batches_several_images_and_left_padding():
+    model, processor = swapped()
+    prompts = ["<image> what is this ?", "what is <image> and <image> ?"]
+    images = [[picture(seed=0)], [picture(seed=1), picture(seed=2)]]
+    batch = processor(images=images, text=prompts, padding=True, return_tensors="pt")
+    assert batch["attention_mask"][0, 0] == 0
+    logits = model(**batch).logits
+    for index, (prompt, pictures) in enumerate(zip(prompts, images, strict=True)):
+        alone = model(**processor(images=pictures, text=prompt, return_tensors="pt")).logits
+        torch.testing.assert_close(logits[index, -alone.shape[1] :], alone[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generates(cache):
+    model, processor = swapped()
+    inputs = processor(images=[picture(), picture(seed=1)], text=["<image> what ?"] * 2, return_tensors="pt")
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    answers = model.generate(**inputs, **options)
+    # Greedy choice, step by step and without a cache.
+    ids = inputs["input_ids"]
+    with torch.no_grad():
+        for _ in range(4):
+            logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits[:, -1]
+            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(answers, ids)
+
+
+@torch.no_grad()
+def test_compiles():
+    model, processor = swapped()
+    inputs = processor(images=picture(), text="<image> what ?", return_tensors="pt")
+    expected = model(**inputs).logits
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llava") / "model"
+    model, processor = swapped()
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def test_a_saved_model_loads_with_and_without_the_package(folder, tmp_path):
+    model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert type(model) is SparseFormerLlavaForConditionalGeneration
+    assert not any(report.values())
+    inputs = dict(AutoProcessor.from_pretrained(folder)(images=picture(), text="<image> what ?", return_tensors="pt"))
+    expected = swapped()[0](**inputs).logits
+    assert torch.equal(model(**inputs).logits, expected)
+    save_file(inputs, tmp_path / "inputs")
+    run_without_frugalvit(
+        *(tmp_path, "compute", folder, "AutoModelForImageTextToText", tmp_path / "inputs", tmp_path / "outputs")
+    )
+    for given in load_file(tmp_path / "outputs").values():
+        torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
+
+
+def test_trains(tmp_path):
+    model, processor = swapped()
+    inputs = processor(images=picture(), text="<image> what is this ? cat", return_tensors="pt")
+    example = {name: tensor[0] for name, tensor in inputs.items() if name != "pixel_values"}
+    labels = torch.where(example["input_ids"] == IMAGE, -100, example["input_ids"])
+    example = {**example, "pixel_values": inputs["pixel_values"][0], "labels": labels}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    arguments = TrainingArguments(
+        *(str(tmp_path),),
+        max_steps=8,
+        per_device_train_batch_size=2,
+        learning_rate=3e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model, arguments, train_dataset=[example] * 8)
+    trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    assert losses[-1] < 0.7 * losses[0]
+    for part in ("vision_tower.stem", "multi_modal_projector", "language_model.layers.0"):
+        assert any(not torch.equal(before[n], t) for n, t in model.state_dict().items() if f"model.{part}" in n)
+
+
+@torch.no_grad()
+def test_transformers_own_llava_takes_a_sparseformer(tmp_path):
+    language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = frugalvit.SparseFormerConfig.from_variant("clip-base-49-224", num_hidden_layers=2, num_latent_tokens=5)
+    text = LlamaConfig(vocab_size=len(WORDS), **language)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE)
+    model = LlavaForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    ids = torch.tensor([[2, *[IMAGE] * 5, 3]])
+    pixel_values = torch.randn(1, 3, 64, 64)
+    inputs = {"input_ids": ids, "pixel_values": pixel_values}
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+def test_the_tower_takes_the_old_ones_precision():
+    llava = make_llava().to(torch.bfloat16)
+    model = swap_vision_tower(llava, make_tower(make_llava()))
+    tower = model.model.vision_tower
+    assert tower.stem.convolution.weight.dtype == torch.bfloat16
+    assert tower.latents.initial_rois.dtype == torch.float32
+    inputs = {"input_ids": torch.tensor([[*[IMAGE] * 7, 3]]), "pixel_values": torch.randn(1, 3, 32, 32)}
+    assert model(**inputs).logits.isfinite().all()
+
+
+def test_what_does_not_fit_is_refused():
+    llava = make_llava()
+    tower = make_tower(llava)
+    with pytest.raises(ValueError, match="Got a LlamaModel, expected a LlavaForConditionalGeneration"):
+        swap_vision_tower(llava.model.language_model, tower)
+    with pytest.raises(ValueError, match="Got a CLIPVisionModel as vision model"):
+        swap_vision_tower(llava, llava.model.vision_tower)
+    wide = frugalvit.SparseFormerVisionModel(
+        frugalvit.SparseFormerConfig(num_latent_tokens=4, hidden_size=128, num_hidden_layers=2)
+    )
+    with pytest.raises(ValueError, match=r"takes 64 channels, the vision model gives 128 \(1 x 128\)"):
+        swap_vision_tower(llava, wide)
+    with pytest.raises(Exception, match="this SparseFormer has none; choose"):
+        swap_vision_tower(llava, make_tower(llava, use_cls_token=False, pooling="mean"))
+    with pytest.raises(Exception, match=r"asks for -6, the SparseFormer has 5 .* -5 to 4"):
+        swap_vision_tower(make_llava(vision_feature_layer=-6), tower)
+    with pytest.raises(Exception, match="is a CLIPVisionConfig, expected a SparseFormerConfig"):
+        SparseFormerLlavaConfig(vision_config=CLIPVisionConfig())
+
+
+# The original code base
+
+
+@pytest.fixture
+def tower_folder(tmp_path):
+    make_tower(make_llava()).save_pretrained(tmp_path / "tower")
+    return str(tmp_path / "tower")
+
+
+def tower_arguments(**arguments):
+    return SimpleNamespace(**{"mm_vision_select_layer": -2, "mm_vision_select_feature": "patch", **arguments})
+
+
+@pytest.mark.parametrize("feature", ["patch", "cls_patch"])
+def test_the_original_code_bases_tower(tower_folder, feature):
+    arguments = tower_arguments(mm_vision_select_feature=feature)
+    tower = SparseFormerVisionTower(tower_folder, arguments, delay_load=True)
+    assert not tower.is_loaded
+    assert (tower.hidden_size, tower.num_patches, tower.select_layer) == (64, 7, -2)
+    tower.load_model()
+    weights = tower.vision_tower
+    tower.load_model()
+    assert tower.is_loaded and tower.vision_tower is weights
+    assert not any(parameter.requires_grad for parameter in tower.parameters())
+    pixel_values = tower.image_processor.preprocess(picture(), return_tensors="pt")["pixel_values"]
+    crop = tower.image_processor.crop_size
+    assert pixel_values.shape[-2:] == (32, 32) == (crop["height"], crop["width"])
+    features = tower(pixel_values.half())
+    assert features.dtype == torch.float16 and features.shape == (1, 7 + (feature == "cls_patch"), 64)
+    with torch.no_grad():
+        states = weights(pixel_values, output_hidden_states=True).hidden_states[-2]
+    torch.testing.assert_close(tower(pixel_values), states[:, int(feature == "patch") :])
+    listed = tower([pixel_values[0], pixel_values[0]])
+    assert len(listed) == 2 and torch.equal(listed[1], tower(pixel_values))
+    assert tower.dummy_feature.shape == (1, 64)
+    assert (tower.dtype, tower.device) == (torch.float32, torch.device("cpu"))
+
+
+def test_the_original_code_bases_tower_loads_at_once_where_it_is_to_be_tuned(tower_folder):
+    assert SparseFormerVisionTower(tower_folder, tower_arguments()).is_loaded
+    arguments = tower_arguments(unfreeze_mm_vision_tower=True)
+    assert SparseFormerVisionTower(tower_folder, arguments, delay_load=True).is_loaded
+    with pytest.raises(ValueError, match="mm_vision_select_feature is 'cls', expected"):
+        SparseFormerVisionTower(tower_folder, tower_arguments(mm_vision_select_feature="cls"))
