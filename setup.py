@@ -5,6 +5,7 @@ from setuptools import setup
 
 PACKAGES = {
     "frugalvit": "frugalvit",
+    "frugalvit.evaluation": "frugalvit/evaluation",
     "frugalvit.configuration": "configuration",
     "frugalvit.modeling": "modeling",
     "frugalvit.training": "training",

@@ -20,7 +20,7 @@ COMMANDS = {
     "bootstrap": ("frugalvit.training.bootstrap", "turn a ViT into a SparseFormer with fewer tokens, without labels"),
     "train": ("frugalvit.training.train", "train an image classifier from scratch"),
     "attention": ("frugalvit.attention", "measure and draw how a vision transformer attends"),
-    "evaluate": ("frugalvit.evaluate", "measure the accuracy of an image classifier"),
+    "evaluate": ("frugalvit.evaluate", "measure accuracy: of classifiers, zero-shot, retrieval, ScienceQA"),
     "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
     "publish": ("frugalvit.publish", "write a model as a repository to share, in half the bytes"),
 }

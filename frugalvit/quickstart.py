@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .evaluate import classification_accuracy
+from .evaluation.classification import classification_accuracy
 from .macs import count_macs
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict

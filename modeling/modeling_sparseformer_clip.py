@@ -10,6 +10,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
+from ..configuration.configuration_sparseformer import SparseFormerConfig
 from ..configuration.configuration_sparseformer_clip import SparseFormerCLIPConfig
 from .hub import HubModel
 from .modeling_sparseformer import SparseFormerModel, SparseFormerModelOutput
@@ -82,7 +83,8 @@ class SparseFormerCLIPModel(HubModel):
                 f"Got a {type(clip).__name__} as CLIP, expected a CLIPModel, with both sides. Models of open_clip are "
                 "converted by `from_open_clip`."
             )
-        if not hasattr(vision_model, "visual_projection"):
+        is_ours = getattr(vision_model.config, "model_type", None) == SparseFormerConfig.model_type
+        if not is_ours or not hasattr(vision_model, "visual_projection"):
             raise ValueError(
                 f"Got a {type(vision_model).__name__} as vision model, expected a "
                 "SparseFormerVisionModelWithProjection that was bootstrapped from the CLIP."

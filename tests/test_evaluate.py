@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from frugalvit.cli import main
-from frugalvit.evaluate import classification_accuracy, match_labels
+from frugalvit.evaluation.classification import classification_accuracy, match_labels
 from frugalvit.training.data import load_images
 
 

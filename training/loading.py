@@ -1,13 +1,20 @@
 """Models for the commands: loaded whole or refused, on the device that is there."""
 
 import os
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from ..modeling import modeling_sparseformer
@@ -52,7 +59,9 @@ def load_image_classifier(
     Raises:
         ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
     """
-    return _load(name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification)
+    return _with_image_processor(
+        name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification
+    )
 
 
 def load_vision_model(
@@ -76,7 +85,7 @@ def load_vision_model(
     """
     if os.fspath(name).startswith(OPEN_CLIP):
         return _load_open_clip(os.fspath(name).removeprefix(OPEN_CLIP), device)
-    return _load(name, device, trust_remote_code, "a vision transformer", _vision_class)
+    return _with_image_processor(name, device, trust_remote_code, "a vision transformer", _vision_class)
 
 
 def _vision_class(config) -> type:
@@ -88,7 +97,35 @@ def _vision_class(config) -> type:
     return AutoModelForImageClassification
 
 
-def _load(name, device, trust_remote_code: bool, kind: str, model_class) -> tuple[PreTrainedModel, object]:
+def _with_image_processor(name, device, trust_remote_code: bool, kind: str, choose_class):
+    model = load_pretrained(name, device, trust_remote_code, kind, choose_class)
+    try:
+        with _quiet_transformers():
+            return model, AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+    # As many ways to fail as there are for models.
+    except Exception as error:
+        raise _cannot_load(name, kind, error) from error
+
+
+def load_pretrained(
+    name: str | os.PathLike,
+    device: str | torch.device | None,
+    trust_remote_code: bool,
+    kind: str,
+    choose_class: Callable[[PreTrainedConfig], type],
+) -> PreTrainedModel:
+    """Load a model of Transformers or of this package for inference, in float32, whole or not at all.
+
+    Args:
+        name (`str` or `os.PathLike`): A folder that `save_pretrained` wrote, or a hub id.
+        device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
+        trust_remote_code (`bool`): Run code that comes with the model.
+        kind (`str`): What it should be, with its article, for messages.
+        choose_class (`Callable`): The class to load it with, given its configuration.
+
+    Raises:
+        ValueError: if there is no such model, it is of another kind, or weights are missing or left over.
+    """
     name = os.fspath(name)
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -105,19 +142,13 @@ def _load(name, device, trust_remote_code: bool, kind: str, model_class) -> tupl
     device = choose_device(None if device is None else str(device))
     try:
         with _quiet_transformers():
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            model_class = choose_class(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code))
             # Classes of Transformers and of this package take no code from elsewhere.
-            model_class = model_class(config)
             remote = {"trust_remote_code": trust_remote_code} if model_class.__name__.startswith("Auto") else {}
             model, report = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **remote)
-            image_processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     # Weights, configurations and remote code fail in more ways than can be listed.
     except Exception as error:
-        if "trust_remote_code" in str(error):
-            message = "it brings its own code. Read that, and if you trust it, pass --trust-remote-code."
-        else:
-            message = f"{type(error).__name__}: {_one_line(error)}"
-        raise ValueError(f"Cannot load {name!r} as {kind}: {message}") from error
+        raise _cannot_load(name, kind, error) from error
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     for problem, keys in (
         ("lacks", report["missing_keys"]),
@@ -132,7 +163,15 @@ def _load(name, device, trust_remote_code: bool, kind: str, model_class) -> tupl
                 f"{name!r} is no complete {type(model).__name__}: its {part} {problem} {names}. "
                 f"Save it again as {kind}."
             )
-    return model.eval().to(device), image_processor
+    return model.eval().to(device)
+
+
+def _cannot_load(name: str | os.PathLike, kind: str, error: Exception) -> ValueError:
+    if "trust_remote_code" in str(error):
+        message = "it brings its own code. Read that, and if you trust it, pass --trust-remote-code."
+    else:
+        message = f"{type(error).__name__}: {_one_line(error)}"
+    return ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {message}")
 
 
 def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:

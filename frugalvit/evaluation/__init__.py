@@ -1,0 +1,1 @@
+"""What `frugalvit evaluate` measures, a module a task."""

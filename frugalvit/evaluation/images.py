@@ -1,0 +1,112 @@
+"""Images to evaluate on: the arguments that name them, and batches of pixel values."""
+
+import argparse
+from collections.abc import Iterator
+
+import datasets
+import torch
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from ..training.data import SUBSET, CorruptImageError, decode_image, load_images
+
+
+def positive(text: str) -> int:
+    """A whole number from 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
+    return value
+
+
+def add_image_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments for `read_images`, and how to go through the images."""
+    parser.add_argument(
+        "--dataset",
+        nargs="+",
+        default=[SUBSET],
+        help=f"datasets hub id, image folder, parquet files or folder of them, or {SUBSET} (default)",
+    )
+    parser.add_argument("--dataset-config", "--dataset_config", help="configuration of a hub data set with several")
+    parser.add_argument("--split", help="default: test; files given directly are one part, train")
+    parser.add_argument("--image-column", "--image_column", help="where types do not tell")
+    parser.add_argument("--label-column", "--label_column", help="where types do not tell")
+    parser.add_argument("--limit", type=positive, help="take only the first images")
+    parser.add_argument("--skip-corrupt", "--skip_corrupt", action="store_true", help="leave out unreadable images")
+    add_loop_arguments(parser)
+
+
+def add_loop_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of every task: how, where, and what to write."""
+    parser.add_argument("--batch-size", "--batch_size", type=positive, default=64, help="default: 64")
+    parser.add_argument("--num-workers", "--num_workers", type=int, default=0, help="processes that decode images")
+    parser.add_argument("--json", metavar="OUT", help="also write the results to this file")
+    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
+    parser.add_argument(
+        "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the model"
+    )
+
+
+def read_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, str]:
+    """The images that the arguments name, and their split."""
+    files = all(path.endswith(".parquet") for path in arguments.dataset)
+    split = arguments.split or ("train" if files else "test")
+    images = load_images(
+        arguments.dataset,
+        split,
+        name=arguments.dataset_config,
+        image_column=arguments.image_column,
+        label_column=arguments.label_column,
+    )
+    if arguments.limit:
+        images = images.select(range(min(arguments.limit, len(images))))
+    return images, split
+
+
+def image_batches(
+    image_processor, images: datasets.Dataset, batch_size: int, num_workers: int = 0, skip_corrupt: bool = False
+) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """Pixel values of the images that can be read and their indices, with a progress bar.
+
+    Args:
+        image_processor: What turns `PIL.Image` into pixel values.
+        images (`datasets.Dataset`): What `load_images` returns.
+        batch_size (`int`): Images at a time.
+        num_workers (`int`, *optional*, defaults to 0): Processes that decode.
+        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
+
+    Raises:
+        CorruptImageError: for the first image that cannot be read, if they are not to be left out.
+        ValueError: if none can be read.
+    """
+    collate = _Collate(images, image_processor, skip_corrupt)
+    loader = DataLoader(range(len(images)), batch_size=batch_size, num_workers=num_workers, collate_fn=collate)
+    found = False
+    with tqdm(total=len(images), desc="evaluate", unit=" images", leave=False, disable=None) as progress:
+        for pixel_values, indices, seen in loader:
+            if indices:
+                found = True
+                yield pixel_values, indices
+            progress.update(seen)
+    if not found:
+        raise ValueError(f"None of the {len(images)} images of the data set can be read.")
+
+
+class _Collate:
+    """Indices to pixel values of the images that can be read, their indices, and how many there were."""
+
+    def __init__(self, images: datasets.Dataset, image_processor, skip_corrupt: bool):
+        self.images, self.image_processor, self.skip_corrupt = images, image_processor, skip_corrupt
+
+    def __call__(self, indices: list[int]) -> tuple[torch.Tensor, list[int], int]:
+        decoded, readable = [], []
+        for index in indices:
+            try:
+                decoded.append(decode_image(self.images[index]["image"], index))
+            except CorruptImageError:
+                if not self.skip_corrupt:
+                    raise
+                continue
+            readable.append(index)
+        pixel_values = self.image_processor(decoded, return_tensors="pt")["pixel_values"] if decoded else None
+        return pixel_values, readable, len(indices)

@@ -1,0 +1,157 @@
+"""Image-text retrieval: recall of images by their captions and of captions by their images."""
+
+import argparse
+import json
+from pathlib import Path
+
+import datasets
+import torch
+
+from ..training.data import load_images
+from .images import add_loop_arguments, image_batches, positive
+from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers
+
+
+# Similarities that are held at once; 30,000 images have 4.5 billion with their captions.
+CHUNK = 2**25
+RANKS = (1, 5, 10)
+
+
+def add_parser(tasks) -> None:
+    parser = tasks.add_parser(
+        "retrieval",
+        help="recall of images by text and of text by images",
+        description="Recall at 1, 5 and 10, in percent, of the captions of each image among all captions (one of an "
+        "image's captions suffices), and of the image of each caption among all images.",
+    )
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--dataset",
+        nargs="+",
+        required=True,
+        help="Karpathy's .json of COCO or Flickr30k, or parquet files with a column of images and one of captions, a "
+        "list of texts",
+    )
+    parser.add_argument("--image-folder", "--image_folder", type=Path, help="where the images of a .json lie")
+    parser.add_argument("--split", default="test", help="of a .json (default: test)")
+    parser.add_argument("--caption-column", "--caption_column", default="captions", help="default: captions")
+    parser.add_argument("--limit", type=positive, help="take only the first images")
+    add_loop_arguments(parser)
+    parser.set_defaults(evaluate=run)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    if arguments.dataset[0].endswith(".json"):
+        images, captions = read_karpathy(arguments.dataset[0], arguments.image_folder, arguments.split)
+    else:
+        images, captions = read_parquet(arguments.dataset, arguments.caption_column)
+    if arguments.limit:
+        images, captions = images.select(range(min(arguments.limit, len(images)))), captions[: arguments.limit]
+    towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
+    image_embeddings = embed_all_images(towers, images, arguments.batch_size, arguments.num_workers)
+    texts = [caption for several in captions for caption in several]
+    owners = torch.tensor([index for index, several in enumerate(captions) for _ in several])
+    text_embeddings = embed_all_texts(towers, texts, arguments.batch_size)
+    return {
+        "model": arguments.model,
+        **({"vision_model": arguments.vision_model} if arguments.vision_model else {}),
+        "dataset": " ".join(arguments.dataset),
+        "images": len(images),
+        "captions": len(texts),
+        **retrieval_recall(image_embeddings, text_embeddings, owners),
+    }
+
+
+def read_karpathy(path: str, folder: Path | None, split: str) -> tuple[datasets.Dataset, list[list[str]]]:
+    """Images and their captions, of a file in the layout of Karpathy's splits of COCO and Flickr30k.
+
+    Raises:
+        ValueError: if the file is none, or an image is not there.
+    """
+    if folder is None or not folder.is_dir():
+        raise ValueError(f"--image_folder is {folder}, expected the folder with the images that {path} names.")
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))["images"]
+        entries = [entry for entry in entries if entry["split"] == split]
+        captions = [[sentence["raw"] for sentence in entry["sentences"]] for entry in entries]
+        # Karpathy's COCO lies in a folder for each year.
+        names = [Path(entry.get("filepath", "")) / entry["filename"] for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no list of images as Karpathy's splits have it ({type(error).__name__}: {error}); expected "
+            '{"images": [{"filename": …, "split": …, "sentences": [{"raw": …}]}]}.'
+        ) from error
+    if not entries:
+        raise ValueError(f"{path} has no images of the split {split!r}.")
+    files = [folder / name if (folder / name).is_file() else folder / name.name for name in names]
+    if missing := [file for file in files if not file.is_file()]:
+        raise ValueError(f"{len(missing)} images of {path} are not in {folder}, for example {missing[0].name}.")
+    images = datasets.Dataset.from_dict({"image": [{"path": str(file), "bytes": None} for file in files]})
+    return images.cast_column("image", datasets.Image(decode=False)), _check_captions(captions)
+
+
+def read_parquet(paths: list[str], column: str) -> tuple[datasets.Dataset, list[list[str]]]:
+    """Images and their captions, of parquet files with a column of lists of texts, or of texts.
+
+    Raises:
+        ValueError: if there is no such column.
+    """
+    images = load_images(paths, "train")
+    table = datasets.load_dataset("parquet", data_files=paths, split="train")
+    if column not in table.column_names:
+        raise ValueError(
+            f"{' '.join(paths)} has no column {column!r} (--caption_column); it has {', '.join(table.column_names)}."
+        )
+    captions = table.select_columns(column)[column]
+    return images, _check_captions([[each] if isinstance(each, str) else list(each) for each in captions])
+
+
+def _check_captions(captions: list[list[str]]) -> list[list[str]]:
+    if (without := next((index for index, several in enumerate(captions) if not several), None)) is not None:
+        raise ValueError(f"Image {without} has no caption.")
+    return captions
+
+
+@torch.inference_mode()
+def embed_all_images(towers: TwoTowers, images: datasets.Dataset, batch_size: int, num_workers: int) -> torch.Tensor:
+    """Embeddings of many images `(images, width)`, on the CPU, with a progress bar."""
+    batches = image_batches(towers.image_processor, images, batch_size, num_workers)
+    return torch.cat([towers.embed_images(pixel_values.to(towers.device)).cpu() for pixel_values, _ in batches])
+
+
+def retrieval_recall(
+    image_embeddings: torch.Tensor, text_embeddings: torch.Tensor, owners: torch.Tensor, chunk: int = CHUNK
+) -> dict[str, float]:
+    """Recall at 1, 5 and 10, in percent.
+
+    A caption or image counts as found at k if fewer than k wrong ones are more similar. Similarities are computed in
+    chunks, so that memory does not grow with images times captions.
+
+    Args:
+        image_embeddings (`torch.Tensor`): `(images, width)`, of norm 1.
+        text_embeddings (`torch.Tensor`): `(captions, width)`, of norm 1.
+        owners (`torch.Tensor`): `(captions,)`, the image of each caption; every image has one at least.
+        chunk (`int`, *optional*): Similarities to hold at once.
+
+    Returns:
+        `dict`: `image_to_text@k` (for each image, whether one of its captions is among the k best) and
+        `text_to_image@k` for each k.
+    """
+    num_images, num_texts = len(image_embeddings), len(text_embeddings)
+    ranks = {"image_to_text": [], "text_to_image": []}
+    for start in range(0, num_images, max(chunk // num_texts, 1)):
+        rows = torch.arange(start, min(start + max(chunk // num_texts, 1), num_images))
+        similarities = image_embeddings[rows] @ text_embeddings.mT
+        own = owners == rows[:, None]
+        best = similarities.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
+        ranks["image_to_text"].append(((similarities > best) & ~own).sum(1))
+    for start in range(0, num_texts, max(chunk // num_images, 1)):
+        rows = slice(start, start + max(chunk // num_images, 1))
+        similarities = text_embeddings[rows] @ image_embeddings.mT
+        own = similarities.gather(1, owners[rows, None])
+        ranks["text_to_image"].append((similarities > own).sum(1))
+    return {
+        f"{direction}@{k}": 100 * (torch.cat(rank) < k).float().mean().item()
+        for direction, rank in ranks.items()
+        for k in RANKS
+    }

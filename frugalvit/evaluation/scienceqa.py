@@ -1,0 +1,172 @@
+"""ScienceQA (Lu et al. 2022): multiple-choice questions, some about an image, for a LLaVA."""
+
+import argparse
+import re
+from collections.abc import Sequence
+
+import datasets
+import torch
+from PIL import Image
+from tqdm import tqdm
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from ..training.data import decode_image
+from ..training.loading import load_pretrained
+from .images import add_loop_arguments, positive
+
+
+LETTERS = "ABCDEFGH"
+PROMPT = "USER: {image}{question}\nAnswer with the option's letter from the given choices directly. ASSISTANT:"
+COLUMNS = ("image", "question", "choices", "answer")
+
+
+def add_parser(tasks) -> None:
+    parser = tasks.add_parser(
+        "scienceqa",
+        help="accuracy of a LLaVA on multiple-choice questions",
+        description="Accuracy of a LLaVA on ScienceQA, in all and of questions with and without an image. An answer "
+        "that names no option counts as wrong.",
+    )
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="folder or hub id of a LLaVA")
+    parser.add_argument(
+        "--dataset",
+        nargs="+",
+        required=True,
+        help="hub id (derek-thomas/ScienceQA) or parquet files with the columns image, question, choices, answer and, "
+        "if there is context, hint",
+    )
+    parser.add_argument("--split", help="default: test; files given directly are one part, train")
+    parser.add_argument(
+        "--prompt", default=PROMPT, help="with {image} and {question} (default: that of LLaVA 1.5: %(default)r)"
+    )
+    parser.add_argument("--max-new-tokens", "--max_new_tokens", type=positive, default=8, help="default: 8")
+    parser.add_argument("--limit", type=positive, help="take only the first questions")
+    add_loop_arguments(parser)
+    parser.set_defaults(evaluate=run, batch_size=8)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    questions, split = read_questions(arguments.dataset, arguments.split)
+    if arguments.limit:
+        questions = questions.select(range(min(arguments.limit, len(questions))))
+    if "{image}" not in arguments.prompt or "{question}" not in arguments.prompt:
+        raise ValueError(f"--prompt is {arguments.prompt!r}, expected {{image}} and {{question}} in it.")
+    model = load_pretrained(
+        *(arguments.model, arguments.device, arguments.trust_remote_code, "a LLaVA"),
+        lambda _: AutoModelForImageTextToText,
+    )
+    processor = AutoProcessor.from_pretrained(arguments.model, trust_remote_code=arguments.trust_remote_code)
+    results = scienceqa_accuracy(
+        model, processor, questions, arguments.prompt, arguments.batch_size, arguments.max_new_tokens
+    )
+    return {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split, **results}
+
+
+def read_questions(dataset: Sequence[str], split: str | None) -> tuple[datasets.Dataset, str]:
+    """The questions, images not decoded, and their split.
+
+    Raises:
+        ValueError: if there is no such data set, or it lacks a column.
+    """
+    files = all(path.endswith(".parquet") for path in dataset)
+    split = split or ("train" if files else "test")
+    try:
+        if files:
+            questions = datasets.load_dataset("parquet", data_files=list(dataset), split=split)
+        else:
+            questions = datasets.load_dataset(*dataset, split=split)
+    # Files and the hub fail in many ways.
+    except Exception as error:
+        raise ValueError(f"Cannot read {' '.join(dataset)}: {type(error).__name__}: {error}") from error
+    if missing := [column for column in COLUMNS if column not in questions.column_names]:
+        raise ValueError(
+            f"{' '.join(dataset)} has no columns {missing}, it has {questions.column_names}; expected ScienceQA's."
+        )
+    return questions.cast_column("image", datasets.Image(decode=False)), split
+
+
+def format_question(question: str, choices: Sequence[str], hint: str | None = None) -> str:
+    """A question, its context and its lettered options, in lines."""
+    if len(choices) > len(LETTERS):
+        raise ValueError(f"The question {question!r} has {len(choices)} options, expected at most {len(LETTERS)}.")
+    options = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
+    return "\n".join([*([f"Context: {hint}"] if hint else []), question, *options])
+
+
+def read_answer(text: str, num_choices: int) -> int | None:
+    """Which option a text names: its letter alone or at the beginning, or "the answer is" and a letter."""
+    letters = LETTERS[:num_choices]
+    match = re.match(rf"\s*\(?([{letters}])\b", text) or re.search(
+        rf"answer is:?\s*\(?([{letters}])\b", text, re.IGNORECASE
+    )
+    return letters.index(match[1].upper()) if match else None
+
+
+@torch.inference_mode()
+def scienceqa_accuracy(
+    model,
+    processor,
+    questions: datasets.Dataset,
+    prompt: str = PROMPT,
+    batch_size: int = 8,
+    max_new_tokens: int = 8,
+) -> dict[str, object]:
+    """Let a LLaVA answer questions, with a progress bar.
+
+    Args:
+        model (`PreTrainedModel`): Generates text from text and images.
+        processor: Its processor.
+        questions (`datasets.Dataset`): What `read_questions` returns.
+        prompt (`str`, *optional*): With `{image}` and `{question}`.
+        batch_size (`int`, *optional*, defaults to 8): Questions at a time.
+        max_new_tokens (`int`, *optional*, defaults to 8): Tokens of an answer.
+
+    Returns:
+        `dict`: `questions`, `accuracy`, `image_accuracy` and `text_accuracy` (of questions with and without an image,
+        `None` if there are none) and `unanswered`, the answers that name no option.
+    """
+    right = {True: [], False: []}
+    unanswered = 0
+    has = [image is not None for image in questions["image"]]
+    with tqdm(total=len(questions), desc="questions", leave=False, disable=None) as progress:
+        # A batch has images for all or for none.
+        for has_image in (True, False):
+            members = [index for index in range(len(questions)) if has[index] == has_image]
+            for start in range(0, len(members), batch_size):
+                indices = members[start : start + batch_size]
+                records = [questions[index] for index in indices]
+                images = [decode_image(records[i]["image"], indices[i]) for i in range(len(indices)) if has_image]
+                for answer, record in zip(
+                    _answers(model, processor, records, images, prompt, max_new_tokens), records, strict=True
+                ):
+                    chosen = read_answer(answer, len(record["choices"]))
+                    unanswered += chosen is None
+                    right[has_image].append(chosen == record["answer"])
+                progress.update(len(indices))
+
+    def share(values: list[bool]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    return {
+        "questions": len(questions),
+        "accuracy": share(right[True] + right[False]),
+        "image_accuracy": share(right[True]),
+        "text_accuracy": share(right[False]),
+        "unanswered": unanswered,
+    }
+
+
+def _answers(model, processor, records: list[dict], images: list[Image.Image], prompt: str, length: int) -> list[str]:
+    texts = [
+        prompt.format(
+            image=f"{processor.image_token}\n" if images else "",
+            question=format_question(record["question"], record["choices"], record.get("hint")),
+        )
+        for record in records
+    ]
+    # Answers follow the prompts, so these end together.
+    inputs = processor(text=texts, images=images or None, padding=True, padding_side="left", return_tensors="pt").to(
+        model.device
+    )
+    generated = model.generate(**inputs, max_new_tokens=length, do_sample=False)
+    return processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

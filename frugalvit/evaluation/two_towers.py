@@ -1,0 +1,111 @@
+"""CLIPs of Transformers, of open_clip and of this package, behind one interface."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+
+from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel
+from ..modeling.open_clip_adapter import OpenClipVisual
+from ..training.loading import OPEN_CLIP, load_pretrained, load_vision_model
+
+
+@dataclass
+class TwoTowers:
+    """What compares images with texts.
+
+    Args:
+        image_processor: The Transformers image processor that makes pixel values of images.
+        embed_images (`Callable`): Pixel values to embeddings `(batch, width)` of norm 1, float32.
+        embed_texts (`Callable`): Texts to embeddings `(batch, width)` of norm 1, float32.
+        device (`torch.device`): Where it computes.
+    """
+
+    image_processor: object
+    embed_images: Callable[[torch.Tensor], torch.Tensor]
+    embed_texts: Callable[[Sequence[str]], torch.Tensor]
+    device: torch.device
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="FOLDER",
+        help=f"folder or hub id of a CLIP or SigLIP, or {OPEN_CLIP}MODEL:PRETRAINED",
+    )
+    parser.add_argument(
+        "--vision-model",
+        "--vision_model",
+        metavar="FOLDER",
+        help="SparseFormer to take the place of its image side, as `frugalvit bootstrap` wrote it",
+    )
+
+
+def load_two_towers(
+    name: str, vision_model: str | None = None, device: str | None = None, trust_remote_code: bool = False
+) -> TwoTowers:
+    """Load a CLIP, with a SparseFormer as its image side if one is given.
+
+    Raises:
+        ValueError: if there is no such model, it does not compare images with texts, or the two do not fit.
+    """
+    student, image_processor = load_vision_model(vision_model, device) if vision_model else (None, None)
+    if name.startswith(OPEN_CLIP):
+        return _open_clip(name, student, image_processor, device)
+    model = load_pretrained(name, device, trust_remote_code, "a CLIP", _clip_class)
+    if student is not None:
+        model = SparseFormerCLIPModel.from_clip(model, student)
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    image_processor = image_processor or AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+    # SigLIP was trained on texts of one length.
+    padding = "max_length" if "siglip" in model.config.model_type else True
+
+    def embed_texts(texts: Sequence[str]) -> torch.Tensor:
+        inputs = tokenizer(list(texts), padding=padding, truncation=True, return_tensors="pt").to(model.device)
+        return F.normalize(model.get_text_features(**inputs).pooler_output.float(), dim=-1)
+
+    return TwoTowers(
+        image_processor=image_processor,
+        embed_images=lambda pixels: F.normalize(model.get_image_features(pixels).pooler_output.float(), dim=-1),
+        embed_texts=embed_texts,
+        device=model.device,
+    )
+
+
+def _clip_class(config) -> type:
+    if not hasattr(config, "text_config") or not hasattr(config, "vision_config"):
+        raise ValueError(f"it is a {config.model_type}, expected a CLIP or SigLIP, with both sides")
+    return AutoModel
+
+
+def _open_clip(name: str, student, image_processor, device: str | None) -> TwoTowers:
+    import open_clip
+
+    model, own_image_processor = load_vision_model(name, device)
+    image_processor = image_processor or own_image_processor
+    if student is not None:
+        model.visual = OpenClipVisual(student)
+    identifier = name.removeprefix(OPEN_CLIP)
+    tokenizer = open_clip.get_tokenizer(
+        identifier if identifier.startswith(("hf-hub:", "local-dir:")) else identifier.partition(":")[0],
+        context_length=model.context_length,
+    )
+    device = model.logit_scale.device
+    return TwoTowers(
+        image_processor=image_processor,
+        embed_images=lambda pixels: model.encode_image(pixels, normalize=True).float(),
+        embed_texts=lambda texts: model.encode_text(tokenizer(list(texts)).to(device), normalize=True).float(),
+        device=device,
+    )
+
+
+@torch.inference_mode()
+def embed_all_texts(towers: TwoTowers, texts: Sequence[str], batch_size: int) -> torch.Tensor:
+    """Embeddings of many texts `(texts, width)`, on the CPU, with a progress bar."""
+    starts = tqdm(range(0, len(texts), batch_size), desc="texts", leave=False, disable=None)
+    return torch.cat([towers.embed_texts(texts[start : start + batch_size]).cpu() for start in starts])

@@ -1,0 +1,162 @@
+"""Zero-shot classification: images are compared with sentences about each class."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import datasets
+import torch
+
+from ..training.data import class_names
+from ..training.metrics import TopKAccuracy
+from .images import add_image_arguments, image_batches, read_images
+from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers
+
+
+def add_parser(tasks) -> None:
+    parser = tasks.add_parser(
+        "zero-shot",
+        help="accuracy of a CLIP that has only read the names of the classes",
+        description="Top-1 and top-5 accuracy of a CLIP that compares images with sentences about each class, with "
+        "the mean of their embeddings (Radford et al. 2021).",
+    )
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--classes",
+        metavar="FILE",
+        help="names of the labels 0, 1, …, one a line, or `imagenet` for the 1,000 names that open_clip ships "
+        "(default: the data set's own)",
+    )
+    parser.add_argument(
+        "--templates",
+        metavar="FILE",
+        default="imagenet",
+        help="sentences with {} for the name, one a line, or `imagenet` for the 80 that open_clip ships (default), or "
+        "`simple` for its 7",
+    )
+    add_image_arguments(parser)
+    parser.set_defaults(evaluate=run)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    images, split = read_images(arguments)
+    names = read_names(arguments.classes, images)
+    templates = read_templates(arguments.templates)
+    towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
+    classifier = zero_shot_classifier(towers, names, templates, arguments.batch_size)
+    results = zero_shot_accuracy(
+        towers,
+        classifier,
+        images,
+        batch_size=arguments.batch_size,
+        num_workers=arguments.num_workers,
+        skip_corrupt=arguments.skip_corrupt,
+    )
+    return {
+        "model": arguments.model,
+        **({"vision_model": arguments.vision_model} if arguments.vision_model else {}),
+        "dataset": " ".join(arguments.dataset),
+        "split": split,
+        "classes": len(names),
+        "templates": len(templates),
+        **results,
+    }
+
+
+def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
+    """Names of the classes: ImageNet's, those in a file, or the data set's.
+
+    Raises:
+        ValueError: if there are none, or fewer than labels.
+    """
+    known = class_names(images)
+    if known is None:
+        raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
+    if source is None:
+        return known
+    if source == "imagenet":
+        from open_clip import IMAGENET_CLASSNAMES
+
+        names = list(IMAGENET_CLASSNAMES)
+    else:
+        names = _lines(source, "--classes")
+    if len(names) < len(known):
+        raise ValueError(f"--classes {source} names {len(names)} classes, the data set has {len(known)}.")
+    return names
+
+
+def read_templates(source: str) -> list[str]:
+    """Sentences with `{}` where the name of a class goes.
+
+    Raises:
+        ValueError: if a line has no such place, or more than one.
+    """
+    if source in ("imagenet", "simple"):
+        from open_clip import OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
+
+        templates = OPENAI_IMAGENET_TEMPLATES if source == "imagenet" else SIMPLE_IMAGENET_TEMPLATES
+        return [template("{}") for template in templates]
+    templates = _lines(source, "--templates")
+    if wrong := [line for line in templates if line.count("{}") != 1]:
+        raise ValueError(f"--templates {source} has the line {wrong[0]!r}, expected one {{}} in it, for the name.")
+    return templates
+
+
+def _lines(path: str, argument: str) -> list[str]:
+    if not Path(path).is_file():
+        raise ValueError(f"{argument} {path} is no file; give one with one entry a line, or a name that --help lists.")
+    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if line]
+    if not lines:
+        raise ValueError(f"{argument} {path} is empty, expected one entry a line.")
+    return lines
+
+
+@torch.inference_mode()
+def zero_shot_classifier(
+    towers: TwoTowers, names: Sequence[str], templates: Sequence[str], batch_size: int = 64
+) -> torch.Tensor:
+    """One embedding a class, `(width, classes)`: the mean of its sentences' embeddings, of norm 1.
+
+    Args:
+        towers (`TwoTowers`): What embeds the sentences.
+        names (sequence of `str`): Classes.
+        templates (sequence of `str`): Sentences with `{}` where the name goes.
+        batch_size (`int`, *optional*, defaults to 64): Sentences at a time.
+    """
+    texts = [template.format(name) for name in names for template in templates]
+    embeddings = embed_all_texts(towers, texts, batch_size).unflatten(0, (len(names), len(templates)))
+    return torch.nn.functional.normalize(embeddings.mean(1), dim=-1).mT
+
+
+@torch.inference_mode()
+def zero_shot_accuracy(
+    towers: TwoTowers,
+    classifier: torch.Tensor,
+    images: datasets.Dataset,
+    *,
+    batch_size: int = 64,
+    num_workers: int = 0,
+    skip_corrupt: bool = False,
+) -> dict[str, object]:
+    """Accuracy of a zero-shot classifier, with a progress bar.
+
+    Args:
+        towers (`TwoTowers`): What embeds the images.
+        classifier (`torch.Tensor`): `(width, classes)`, what `zero_shot_classifier` returns.
+        images (`datasets.Dataset`): What `load_images` returns, with labels.
+        batch_size (`int`, *optional*, defaults to 64): Images at a time.
+        num_workers (`int`, *optional*, defaults to 0): Processes that decode.
+        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
+
+    Returns:
+        `dict`: `images`, `skipped`, `accuracy` and `top5_accuracy`.
+    """
+    classifier = classifier.to(towers.device)
+    accuracy, top5, count = TopKAccuracy(1), TopKAccuracy(5), 0
+    for pixel_values, indices in image_batches(towers.image_processor, images, batch_size, num_workers, skip_corrupt):
+        scores = towers.embed_images(pixel_values.to(towers.device)) @ classifier
+        for metric in (accuracy, top5):
+            metric.add_batch(predictions=scores.cpu().numpy(), references=images[indices]["label"])
+        count += len(indices)
+    return {"images": count, "skipped": len(images) - count, **accuracy.compute(), **top5.compute()}

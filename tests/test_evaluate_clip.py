@@ -1,0 +1,435 @@
+"""Zero-shot accuracy, retrieval and ScienceQA against brute force and open_clip's own code."""
+
+import io
+import json
+
+import datasets
+import numpy as np
+import open_clip
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+
+from frugalvit import SparseFormerVisionModelWithProjection
+from frugalvit.cli import main
+from frugalvit.evaluation.retrieval import retrieval_recall
+from frugalvit.evaluation.scienceqa import PROMPT, format_question, read_answer
+from frugalvit.evaluation.zero_shot import read_templates
+
+
+torch.set_num_threads(1)
+
+NAMES = ["airplane", "bird", "cat", "dog"]
+SPECIAL = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", "<image>"]
+WORDS = [*SPECIAL, "a", "photo", "of", "the", "is", ".", "?", "A", "B", "C", *NAMES]
+IMAGES = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+def tokenizer(**options) -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    ends = [("[BOS]", WORDS.index("[BOS]")), ("[EOS]", WORDS.index("[EOS]"))]
+    words.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
+    specials = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "[BOS]", "eos_token": "[EOS]"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **specials, **options)
+
+
+def randomize(model):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    text = {**TOWER, "vocab_size": len(WORDS), "max_position_embeddings": 16, "eos_token_id": WORDS.index("[EOS]")}
+    vision = {**TOWER, "image_size": 32, "patch_size": 8}
+    folder = tmp_path_factory.mktemp("models") / "clip"
+    randomize(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))).save_pretrained(folder)
+    CLIPProcessor(CLIPImageProcessor(**IMAGES), tokenizer(model_max_length=16)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def student_folder(clip_folder, tmp_path_factory):
+    small = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, "num_focusing_iterations": 2}
+    student = SparseFormerVisionModelWithProjection.from_teacher(CLIPModel.from_pretrained(clip_folder), 4, **small)
+    folder = tmp_path_factory.mktemp("models") / "student"
+    randomize(student).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def open_clip_folder(tmp_path_factory):
+    """Weights of a random open_clip model with its own tokenizer."""
+    vision = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 2, "head_width": 16}
+    text = {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+    model_config = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
+    folder = tmp_path_factory.mktemp("models") / "open_clip"
+    folder.mkdir()
+    save_file(randomize(open_clip.CLIP(**model_config)).state_dict(), folder / "open_clip_model.safetensors")
+    normalization = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]}
+    config = {"model_cfg": model_config, "preprocess_cfg": normalization}
+    (folder / "open_clip_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def encoded(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.open(io.BytesIO(encoded(seed))).convert("RGB")
+
+
+@pytest.fixture(scope="module")
+def labeled(tmp_path_factory):
+    """20 images with labels."""
+    path = tmp_path_factory.mktemp("data") / "images.parquet"
+    labels = np.random.default_rng(1).integers(0, len(NAMES), 20).tolist()
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)})
+    rows = {"image": [{"bytes": encoded(seed), "path": None} for seed in range(20)], "label": labels}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(path)
+    return path, labels
+
+
+def evaluate(tmp_path, *arguments) -> dict:
+    assert main(["evaluate", *map(str, arguments), "--json", str(tmp_path / "out.json")]) == 0
+    return json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+
+
+def accuracy_of(scores: torch.Tensor, labels: list[int], k: int) -> float:
+    best = scores.topk(k).indices
+    return sum(label in row for label, row in zip(labels, best.tolist(), strict=True)) / len(labels)
+
+
+@torch.no_grad()
+def test_zero_shot_accuracy_of_a_transformers_clip(clip_folder, labeled, tmp_path):
+    path, labels = labeled
+    (tmp_path / "templates.txt").write_text("a photo of a {} .\n\nthe {}\n", encoding="utf-8")
+    results = evaluate(
+        *(tmp_path, "zero-shot", "--model", clip_folder, "--dataset", path),
+        *("--templates", tmp_path / "templates.txt", "--batch-size", 3),
+    )
+    model, processor = CLIPModel.from_pretrained(clip_folder), CLIPProcessor.from_pretrained(clip_folder)
+    classes = []
+    for name in NAMES:
+        sentences = []
+        for sentence in (f"a photo of a {name} .", f"the {name}"):
+            inputs = processor(text=sentence, return_tensors="pt")
+            sentences.append(F.normalize(model.get_text_features(**inputs).pooler_output, dim=-1))
+        classes.append(F.normalize(torch.cat(sentences).mean(0), dim=-1))
+    pixels = processor(images=[picture(seed) for seed in range(20)], return_tensors="pt")["pixel_values"]
+    scores = model.get_image_features(pixels).pooler_output @ torch.stack(classes).T
+    assert results["accuracy"] == accuracy_of(scores, labels, 1)
+    assert results["top5_accuracy"] == 1
+    assert (results["images"], results["classes"], results["templates"]) == (20, 4, 2)
+
+
+@torch.no_grad()
+def test_zero_shot_accuracy_is_that_of_open_clips_own_code(open_clip_folder, labeled, tmp_path):
+    path, labels = labeled
+    name = f"local-dir:{open_clip_folder}"
+    results = evaluate(tmp_path, "zero-shot", "--model", f"open_clip:{name}", "--dataset", path)
+    model, _, preprocess = open_clip.create_model_and_transforms(name)
+    model.eval()
+    weights = open_clip.build_zero_shot_classifier(
+        model, open_clip.get_tokenizer(name), NAMES, open_clip.OPENAI_IMAGENET_TEMPLATES
+    )
+    scores = (
+        model.encode_image(torch.stack([preprocess(picture(seed)) for seed in range(20)]), normalize=True) @ weights
+    )
+    assert results["templates"] == 80
+    assert results["accuracy"] == accuracy_of(scores, labels, 1)
+
+
+@torch.no_grad()
+def test_a_sparseformer_takes_the_place_of_the_image_side(clip_folder, student_folder, labeled, tmp_path):
+    path, labels = labeled
+    (tmp_path / "templates.txt").write_text("a {}", encoding="utf-8")
+    results = evaluate(
+        *(tmp_path, "zero-shot", "--model", clip_folder, "--vision-model", student_folder),
+        *("--dataset", path, "--templates", tmp_path / "templates.txt"),
+    )
+    model, processor = CLIPModel.from_pretrained(clip_folder), CLIPProcessor.from_pretrained(clip_folder)
+    inputs = processor(text=[f"a {name}" for name in NAMES], return_tensors="pt", padding=True)
+    classes = F.normalize(model.get_text_features(**inputs).pooler_output, dim=-1)
+    student = SparseFormerVisionModelWithProjection.from_pretrained(student_folder)
+    # Its own preprocessing counts.
+    images = torch.stack([torch.tensor(np.array(picture(seed))) for seed in range(20)])
+    own = (images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
+    scores = student(own).image_embeds @ classes.T
+    assert results["accuracy"] == accuracy_of(scores, labels, 1)
+
+
+def test_templates_and_names(tmp_path):
+    assert len(read_templates("imagenet")) == 80 and len(read_templates("simple")) == 7
+    assert all(template.count("{}") == 1 for template in read_templates("imagenet"))
+
+
+# Retrieval
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 30), st.integers(0, 1000))
+def test_recall_is_that_of_sorting_everything(num_images, captions, chunk, seed):
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(1, captions + 1, (num_images,), generator=generator)
+    owners = torch.repeat_interleave(torch.arange(num_images), counts)
+    images = F.normalize(torch.randn(num_images, 5, generator=generator), dim=-1)
+    texts = F.normalize(torch.randn(len(owners), 5, generator=generator), dim=-1)
+    expected = {}
+    order = (images @ texts.T).argsort(dim=1, descending=True)
+    for k in (1, 5, 10):
+        found = [any(owners[text] == image for text in order[image, :k]) for image in range(num_images)]
+        expected[f"image_to_text@{k}"] = 100 * sum(found) / num_images
+    order = (texts @ images.T).argsort(dim=1, descending=True)
+    for k in (1, 5, 10):
+        found = [owners[text] in order[text, :k] for text in range(len(owners))]
+        expected[f"text_to_image@{k}"] = 100 * sum(found) / len(owners)
+    assert retrieval_recall(images, texts, owners, chunk=chunk) == pytest.approx(expected)
+
+
+def test_recall_holds_a_chunk_at_a_time():
+    """COCO's size: 30,000 images with 5 captions have 18 GB of similarities."""
+    generator = torch.Generator().manual_seed(0)
+    images = F.normalize(torch.randn(3000, 4, generator=generator), dim=-1)
+    texts = images.repeat_interleave(5, 0)
+    largest = 0
+    matmul = torch.Tensor.__matmul__
+
+    def watched(left, right):
+        nonlocal largest
+        product = matmul(left, right)
+        largest = max(largest, product.numel())
+        return product
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "__matmul__", watched)
+        recall = retrieval_recall(images, texts, torch.arange(3000).repeat_interleave(5), chunk=10**6)
+    assert recall["image_to_text@1"] == 100
+    assert largest <= 10**6
+
+
+CAPTIONS = [["a cat .", "the cat"], ["a dog"], ["a bird .", "the bird", "a photo of a bird ."], ["the airplane"]]
+
+
+def test_retrieval_reads_karpathys_splits_and_parquet(clip_folder, tmp_path):
+    folder = tmp_path / "images" / "val2014"
+    folder.mkdir(parents=True)
+    entries = []
+    for seed, captions in enumerate(CAPTIONS):
+        picture(seed).save(folder / f"{seed}.png")
+        sentences = [{"raw": caption} for caption in captions]
+        entries.append({"filepath": "val2014", "filename": f"{seed}.png", "split": "test", "sentences": sentences})
+    entries.append({"filename": "other.png", "split": "train", "sentences": [{"raw": "a dog"}]})
+    (tmp_path / "coco.json").write_text(json.dumps({"images": entries}), encoding="utf-8")
+    rows = {"image": [{"bytes": encoded(seed), "path": None} for seed in range(4)], "captions": CAPTIONS}
+    features = datasets.Features({"image": datasets.Image(), "captions": datasets.List(datasets.Value("string"))})
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "coco.parquet")
+    model = ("--model", clip_folder, "--batch-size", "2")
+    coco = evaluate(
+        *(tmp_path, "retrieval", *model, "--dataset", tmp_path / "coco.json"),
+        *("--image-folder", tmp_path / "images"),
+    )
+    table = evaluate(tmp_path, "retrieval", *model, "--dataset", tmp_path / "coco.parquet")
+    assert (coco["images"], coco["captions"]) == (4, 7)
+    assert coco["image_to_text@10"] == coco["text_to_image@5"] == 100
+    assert {name: value for name, value in coco.items() if name != "dataset"} == {
+        name: value for name, value in table.items() if name != "dataset"
+    }
+
+
+# ScienceQA
+
+
+@pytest.mark.parametrize(
+    ("text", "choices", "answer"),
+    [
+        ("B", 3, 1),
+        (" A. because", 3, 0),
+        ("(C) it is", 3, 2),
+        ("The answer is B.", 4, 1),
+        ("the answer is: C", 4, 2),
+        ("D", 3, None),
+        ("Because", 3, None),
+        ("", 3, None),
+        ("cat", 3, None),
+    ],
+)
+def test_answers_are_read_out_of_texts(text, choices, answer):
+    assert read_answer(text, choices) == answer
+
+
+def test_questions_are_written_with_their_options():
+    assert format_question("Which?", ["cat", "dog"], "Look.") == "Context: Look.\nWhich?\nA. cat\nB. dog"
+    assert format_question("Which?", ["cat"]) == "Which?\nA. cat"
+    with pytest.raises(ValueError, match="has 9 options, expected at most 8"):
+        format_question("Which?", ["cat"] * 9)
+
+
+@pytest.fixture(scope="module")
+def llava_folder(tmp_path_factory):
+    vision = CLIPVisionConfig(image_size=32, patch_size=16, **TOWER)
+    text = LlamaConfig(vocab_size=len(WORDS), **TOWER, pad_token_id=0, eos_token_id=WORDS.index("[EOS]"))
+    image = WORDS.index("<image>")
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=image)
+    model = LlavaForConditionalGeneration(config)
+    folder = tmp_path_factory.mktemp("models") / "llava"
+    randomize(model).save_pretrained(folder)
+    words = tokenizer(extra_special_tokens={"image_token": "<image>"})
+    sizes = {"patch_size": 16, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    LlavaProcessor(CLIPImageProcessor(**IMAGES), words, **sizes).save_pretrained(folder)
+    return folder
+
+
+def test_scienceqa_counts_questions_with_and_without_images(llava_folder, tmp_path):
+    generator = np.random.default_rng(0)
+    rows = {
+        "image": [{"bytes": encoded(seed), "path": None} if seed % 3 else None for seed in range(11)],
+        "question": [f"{NAMES[seed % 4]} is ?" for seed in range(11)],
+        "choices": [NAMES[: 2 + seed % 2] for seed in range(11)],
+        "answer": generator.integers(0, 2, 11).tolist(),
+        "hint": ["" if seed % 2 else "a photo" for seed in range(11)],
+    }
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "question": datasets.Value("string"),
+            "choices": datasets.List(datasets.Value("string")),
+            "answer": datasets.Value("int8"),
+            "hint": datasets.Value("string"),
+        }
+    )
+    path = tmp_path / "scienceqa.parquet"
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(path)
+    results = evaluate(tmp_path, "scienceqa", "--model", llava_folder, "--dataset", path, "--batch-size", "3")
+    model = LlavaForConditionalGeneration.from_pretrained(llava_folder)
+    processor = LlavaProcessor.from_pretrained(llava_folder)
+    right, unanswered = {True: [], False: []}, 0
+    for seed in range(11):
+        has_image = seed % 3 != 0
+        question = format_question(rows["question"][seed], rows["choices"][seed], rows["hint"][seed])
+        text = PROMPT.format(image="<image>\n" if has_image else "", question=question)
+        inputs = processor(text=text, images=picture(seed) if has_image else None, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+        answer = read_answer(processor.batch_decode(ids, skip_special_tokens=True)[0], len(rows["choices"][seed]))
+        unanswered += answer is None
+        right[has_image].append(answer == rows["answer"][seed])
+    assert results["questions"] == 11
+    assert results["image_accuracy"] == pytest.approx(np.mean(right[True]))
+    assert results["text_accuracy"] == pytest.approx(np.mean(right[False]))
+    assert results["accuracy"] == pytest.approx(np.mean(right[True] + right[False]))
+    assert results["unanswered"] == unanswered
+
+
+# Errors
+
+
+def parquet_without(path, column):
+    rows = {"image": [{"bytes": encoded(0), "path": None}], "question": ["cat ?"], "choices": [["cat"]], "answer": [0]}
+    rows.pop(column)
+    table = datasets.Dataset.from_dict(rows)
+    if "image" in rows:
+        table = table.cast_column("image", datasets.Image())
+    table.to_parquet(path)
+    return path
+
+
+ERRORS = {
+    "zero-shot with one side": (
+        lambda f: ["zero-shot", "--model", f["student"], "--dataset", f["labeled"]],
+        "expected a CLIP or SigLIP, with both sides",
+    ),
+    "zero-shot without labels": (
+        lambda f: ["zero-shot", "--model", f["clip"], "--dataset", parquet_without(f["tmp"] / "a.parquet", "choices")],
+        "no labels to compare with",
+    ),
+    "fewer names than labels": (
+        lambda f: ["zero-shot", "--model", f["clip"], "--dataset", f["labeled"], "--classes", f["two"]],
+        "names 2 classes, the data set has 4",
+    ),
+    "no such file of names": (
+        lambda f: ["zero-shot", "--model", f["clip"], "--dataset", f["labeled"], "--classes", "nowhere"],
+        "--classes nowhere is no file",
+    ),
+    "a template without a place": (
+        lambda f: ["zero-shot", "--model", f["clip"], "--dataset", f["labeled"], "--templates", f["two"]],
+        "has the line 'cat', expected one {} in it",
+    ),
+    "a vision model that does not fit": (
+        lambda f: ["zero-shot", "--model", f["clip"], "--vision-model", f["clip"], "--dataset", f["labeled"]],
+        "Got a CLIPModel as vision model",
+    ),
+    "no folder of images": (
+        lambda f: ["retrieval", "--model", f["clip"], "--dataset", "coco.json"],
+        "--image_folder is None",
+    ),
+    "no list of images": (
+        lambda f: ["retrieval", "--model", f["clip"], "--dataset", f["json"], "--image-folder", f["tmp"]],
+        "is no list of images as Karpathy's splits have it",
+    ),
+    "no captions": (
+        lambda f: ["retrieval", "--model", f["clip"], "--dataset", f["labeled"]],
+        "has no column 'captions'",
+    ),
+    "no answers": (
+        lambda f: [
+            *("scienceqa", "--model", f["llava"]),
+            *("--dataset", parquet_without(f["tmp"] / "a.parquet", "answer")),
+        ],
+        r"has no columns ['answer']",
+    ),
+    "a prompt without a question": (
+        lambda f: [
+            *("scienceqa", "--model", f["llava"], "--prompt", "{image}"),
+            *("--dataset", f["questions"]),
+        ],
+        "expected {image} and {question} in it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_one_clear_line(name, clip_folder, student_folder, llava_folder, labeled, tmp_path, capsys):
+    (tmp_path / "two.txt").write_text("cat\ndog\n", encoding="utf-8")
+    (tmp_path / "list.json").write_text("[1]", encoding="utf-8")
+    rows = {"image": [None], "question": ["cat ?"], "choices": [["cat"]], "answer": [0]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "questions.parquet")
+    found = {
+        "clip": clip_folder,
+        "student": student_folder,
+        "llava": llava_folder,
+        "labeled": labeled[0],
+        "tmp": tmp_path,
+        "two": tmp_path / "two.txt",
+        "json": tmp_path / "list.json",
+        "questions": tmp_path / "questions.parquet",
+    }
+    arguments, message = ERRORS[name]
+    assert main(["evaluate", *map(str, arguments(found)), "--json", str(tmp_path / "out.json")]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("frugalvit evaluate: error: ") and message in error
+    assert not (tmp_path / "out.json").exists()
