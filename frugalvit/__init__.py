@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .modeling.initialization import impulse_init_ as impulse_init_
     from .modeling.initialization import initialize_attention_ as initialize_attention_
     from .modeling.initialization import mimetic_init_ as mimetic_init_
+    from .modeling.llava_tower import SparseFormerVisionTower as SparseFormerVisionTower
     from .modeling.modeling_convmixer import ConvMixerForImageClassification as ConvMixerForImageClassification
     from .modeling.modeling_convmixer import ConvMixerModel as ConvMixerModel
     from .modeling.modeling_convmixer import ConvMixerPreTrainedModel as ConvMixerPreTrainedModel

@@ -37,6 +37,7 @@ FUNCTIONS = {
     "measure_attention": "frugalvit.attention",
     "mimetic_init_": "frugalvit.modeling.initialization",
     "OpenClipVisual": "frugalvit.modeling.open_clip_adapter",
+    "SparseFormerVisionTower": "frugalvit.modeling.llava_tower",
     "swap_vision_tower": "frugalvit.modeling.modeling_sparseformer_llava",
     "to_open_clip": "frugalvit.modeling.open_clip_adapter",
 }

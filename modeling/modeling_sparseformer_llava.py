@@ -62,7 +62,7 @@ def swap_vision_tower(llava: nn.Module, vision_model: nn.Module) -> SparseFormer
     if not all(hasattr(parts, name) for name in ("vision_tower", "multi_modal_projector", "language_model")):
         raise ValueError(
             f"Got a {type(llava).__name__}, expected a LlavaForConditionalGeneration of Transformers. For the "
-            "original code base there is `SparseFormerVisionTower` in frugalvit.modeling.llava_tower."
+            "original code base there is `SparseFormerVisionTower`."
         )
     tower = vision_model.base_model
     if getattr(tower.config, "model_type", None) != SparseFormerConfig.model_type:

@@ -7,7 +7,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
 
+from frugalvit import SparseFormerVisionModelWithProjection
 from frugalvit.cli import COMMANDS
 from frugalvit.registry import public_names
 
@@ -17,7 +31,7 @@ BLOCKS = re.findall(r"^\*\*(\w+).*?^```python\n(.*?)^```$", README, re.MULTILINE
 
 
 def test_every_use_has_a_few_lines_of_python():
-    assert [title for title, _ in BLOCKS] == ["Load", "Bootstrap", "Fine", "Export", "Start"]
+    assert [title for title, _ in BLOCKS] == ["Load", "Bootstrap", "Fine", "Export", "Swap", "Start"]
     for _, code in BLOCKS:
         statements = [line for line in code.splitlines() if line and not line.startswith(("from", "import"))]
         assert len(statements) <= 5
@@ -29,8 +43,29 @@ def test_every_use_has_a_few_lines_of_python():
 def test_python_runs_as_it_stands(title, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Image.fromarray(np.zeros((40, 50, 3), dtype=np.uint8)).save("image.png")
-    dataset = [{"pixel_values": torch.randn(3, 32, 32), "labels": label} for label in (0, 1)]
-    exec(compile(code, f"README.md: {title}", "exec"), {"dataset": dataset})
+    given = {"dataset": [{"pixel_values": torch.randn(3, 32, 32), "labels": label} for label in (0, 1)]}
+    if title == "Swap":
+        given |= own_clip_and_llava()
+    exec(compile(code, f"README.md: {title}", "exec"), given)
+
+
+def own_clip_and_llava() -> dict:
+    """What someone has who swaps vision encoders, in small; the SparseFormer lies where the README's command puts it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    vision = {**sizes, "image_size": 32, "patch_size": 8}
+    clip = CLIPModel(CLIPConfig(text_config={**sizes, "vocab_size": 20}, vision_config=vision, projection_dim=16))
+    student = SparseFormerVisionModelWithProjection.from_teacher(clip, stem_channels=8, num_sampling_points=4)
+    student.save_pretrained("sparseformer-clip")
+    words = Tokenizer(WordLevel({"<image>": 0, "?": 1}, unk_token="?"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens={"image_token": "<image>"})
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**vision), text_config=LlamaConfig(**sizes, vocab_size=2), image_token_index=0
+    )
+    return {
+        "clip": clip,
+        "llava": LlavaForConditionalGeneration(config),
+        "processor": LlavaProcessor(CLIPImageProcessor(), tokenizer, patch_size=8, num_additional_image_tokens=1),
+    }
 
 
 def test_names_and_commands_in_the_readme_exist():
