@@ -50,7 +50,7 @@ def test_python_runs_as_it_stands(title, code, tmp_path, monkeypatch):
 
 
 def own_clip_and_llava() -> dict:
-    """What someone has who swaps vision encoders, in small; the SparseFormer lies where the README's command puts it."""
+    """What someone has who swaps vision encoders, in small; the SparseFormer lies where the README puts it."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     vision = {**sizes, "image_size": 32, "patch_size": 8}
     clip = CLIPModel(CLIPConfig(text_config={**sizes, "vocab_size": 20}, vision_config=vision, projection_dim=16))

@@ -1,0 +1,136 @@
+"""What fewer image tokens save a LLaVA before its first word: multiply-accumulates, key-value cache, time.
+
+    python benchmarks/llava_prefill.py
+
+Counted for the language model of LLaVA-1.5-7B, and timed on a language model and vision towers that are scaled down:
+CLIP's with 576 tokens (336 pixels) and 256 (224 pixels), SparseFormers with 127, 63 and 48. Writes
+results/llava_prefill.json.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+
+from frugalvit import SparseFormerVisionModel, swap_vision_tower
+from frugalvit.tables import format_table
+from frugalvit.training.files import write_json
+from frugalvit.training.loop import versions
+
+
+ROOT = Path(__file__).resolve().parents[1]
+# Image tokens with the strategy "default"; CLIP's towers by their pixels.
+CLIP_PIXELS = {576: 336, 256: 224}
+SPARSEFORMER_TOKENS = (127, 63, 48)
+SEVEN_BILLION = {
+    "vocab_size": 32064,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+SMALL = {
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
+TOWER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 4}
+IMAGE = 999
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--words", type=int, default=40, help="tokens of text beside the image (default: 40)")
+    parser.add_argument("--repeats", type=int, default=15, help="measurements, the median counts (default: 15)")
+    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    models = {tokens: make_llava(tokens) for tokens in (*CLIP_PIXELS, *SPARSEFORMER_TOKENS)}
+    seconds = time_first_token(models, arguments.words, arguments.repeats)
+    rows = []
+    for tokens in models:
+        for strategy in ("default", "full"):
+            length = tokens + (strategy == "full") + arguments.words
+            config = LlamaConfig(**SEVEN_BILLION)
+            macs = count_prefill_macs(config, length)
+            row = {
+                "vision tower": "CLIP" if tokens in CLIP_PIXELS else "SparseFormer",
+                "strategy": strategy,
+                "image tokens": tokens + (strategy == "full"),
+                "7B: prefill macs": macs,
+                # Two bytes a number, keys and values.
+                "7B: cache bytes": 2 * 2 * config.num_hidden_layers * length * config.hidden_size,
+            }
+            row["small: seconds to first token"] = seconds[tokens] if strategy == "default" else None
+            rows.append(row)
+    print(format_table(rows))
+    write_json(
+        arguments.results_dir / "llava_prefill.json",
+        {
+            "command": " ".join(["python", "benchmarks/llava_prefill.py", *sys.argv[1:]]),
+            "words": arguments.words,
+            "small": {"language model": SMALL, "vision tower": TOWER},
+            "seconds": f"median of {arguments.repeats}, one image, vision tower included, float32",
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
+            "rows": rows,
+        },
+    )
+
+
+def make_llava(tokens: int) -> LlavaForConditionalGeneration:
+    """A small LLaVA that makes as many tokens of an image."""
+    vision = CLIPVisionConfig(image_size=CLIP_PIXELS.get(tokens, 224), patch_size=14, **TOWER)
+    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**SMALL), image_token_index=IMAGE)
+    llava = LlavaForConditionalGeneration(config).eval()
+    if tokens in CLIP_PIXELS:
+        return llava
+    return swap_vision_tower(llava, SparseFormerVisionModel.from_teacher(llava.model.vision_tower, tokens))
+
+
+@torch.inference_mode()
+def time_first_token(models: dict[int, LlavaForConditionalGeneration], words: int, repeats: int) -> dict[int, float]:
+    """Median seconds until each model's first token; models take turns."""
+    inputs = {}
+    for tokens, model in models.items():
+        size = model.config.vision_config.image_size
+        inputs[tokens] = {
+            "input_ids": torch.tensor([[IMAGE] * tokens + [1] * words]),
+            "pixel_values": torch.randn(1, 3, size, size),
+        }
+    seconds = {tokens: [] for tokens in models}
+    for _ in tqdm(range(repeats + 1), desc="time to first token"):
+        for tokens, model in models.items():
+            start = time.perf_counter()
+            model(**inputs[tokens], logits_to_keep=1).logits.argmax(-1)
+            seconds[tokens].append(time.perf_counter() - start)
+    # The first round warms up.
+    return {tokens: statistics.median(several[1:]) for tokens, several in seconds.items()}
+
+
+def count_prefill_macs(config: LlamaConfig, length: int) -> int:
+    """Multiply-accumulates of a language model that reads `length` tokens and gives the logits of the last."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+        inputs = {
+            "input_ids": torch.zeros(1, length, dtype=torch.long),
+            "position_ids": torch.zeros(1, length, dtype=torch.long),
+            # A whole mask, as what makes one of two dimensions looks at its values.
+            "attention_mask": torch.zeros(1, 1, length, length),
+        }
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**inputs, logits_to_keep=1, use_cache=False)
+    return counter.get_total_flops() // 2
+
+
+if __name__ == "__main__":
+    main()
