@@ -19,6 +19,7 @@ COMMANDS = {
     "info": ("frugalvit.info", "list tokens, parameters and multiply-accumulates of models"),
     "bootstrap": ("frugalvit.training.bootstrap", "turn a ViT into a SparseFormer with fewer tokens, without labels"),
     "train": ("frugalvit.training.train", "train an image classifier from scratch"),
+    "contrastive": ("frugalvit.training.contrastive", "train a small CLIP from labeled images"),
     "attention": ("frugalvit.attention", "measure and draw how a vision transformer attends"),
     "evaluate": ("frugalvit.evaluate", "measure accuracy: of classifiers, zero-shot, retrieval, ScienceQA"),
     "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),

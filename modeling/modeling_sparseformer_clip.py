@@ -144,6 +144,7 @@ class SparseFormerCLIPModel(HubModel):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         return_loss: bool | None = None,
+        output_rois: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPOutput:
         """
@@ -153,12 +154,14 @@ class SparseFormerCLIPModel(HubModel):
             attention_mask (`torch.Tensor`, *optional*): `(texts, tokens)`, 0 where `input_ids` are padding.
             position_ids (`torch.LongTensor`, *optional*): `(texts, tokens)`.
             return_loss (`bool`, *optional*): Also return the contrastive loss; image i belongs to text i.
+            output_rois (`bool`, *optional*, defaults to `False`):
+                Return `rois` and `sampling_points` with `vision_model_output`.
 
         Returns:
             `CLIPOutput`: `logits_per_image`, `(images, texts)`, their transpose `logits_per_text`, the normalized
             `image_embeds` and `text_embeds`, and the outputs of both sides.
         """
-        images = self.get_image_features(pixel_values, return_dict=True, **kwargs)
+        images = self.get_image_features(pixel_values, output_rois=output_rois, return_dict=True, **kwargs)
         texts = self.get_text_features(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
         image_embeds = nn.functional.normalize(images.pooler_output, dim=-1)
         text_embeds = nn.functional.normalize(texts.pooler_output, dim=-1)

@@ -19,7 +19,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 
 # What a random number is for: uses that share (seed, epoch, index) must not share numbers.
-VIEW, MIX, ORDER, SHUFFLE = range(4)
+VIEW, MIX, ORDER, SHUFFLE, CAPTION = range(5)
 
 
 def random_seed(*keys: int) -> int:

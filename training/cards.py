@@ -32,7 +32,7 @@ def write_card(
     results = None
     if "accuracy" in state.best:
         result = EvalResult(
-            task_type="image-classification",
+            task_type=pipeline_tag(model),
             dataset_type=dataset,
             dataset_name=dataset,
             dataset_split=data.eval_split,

@@ -109,7 +109,8 @@ def test_images_and_texts_are_compared_as_a_clip_compares_them(clip, vision_mode
 
 @torch.no_grad()
 def test_outputs_of_both_sides_are_there(model, inputs):
-    outputs = model(**inputs, output_hidden_states=True)
+    outputs = model(**inputs, output_hidden_states=True, output_rois=True)
+    assert len(outputs.vision_model_output.rois) == 2
     assert len(outputs.vision_model_output.hidden_states) == 3
     assert len(outputs.text_model_output.hidden_states) == 3
     assert len(model.get_image_features(inputs["pixel_values"], output_rois=True).rois) == 2

@@ -1,0 +1,219 @@
+"""Train a small CLIP from labeled images: an image's captions are sentences about its class.
+
+    accelerate launch -m frugalvit.training.contrastive --output_dir OUT --vision hidden_size=192,… --text …
+
+Images and sentences of one class are each other's positives (Yang et al. 2022, UniCL): of two images of a class in a
+batch, neither is a wrong match of the other's sentence. Several processes compare images with their own share of the
+batch. The tokenizer knows the words of the sentences.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    PreTrainedTokenizerFast,
+    get_scheduler,
+)
+
+from .arguments import (
+    DataArguments,
+    OptimizerArguments,
+    RunArguments,
+    argument,
+    check,
+    check_at_least,
+    parse_arguments,
+    run_as_program,
+)
+from .augmentation import CAPTION, EvalView, ImageFormat, SmallDataView, random_seed
+from .cards import write_card
+from .data import TrainingLoader, check_labels, class_names, evaluation_loader, load_splits
+from .loop import TrainingState, fit, make_optimizer, parameter_groups, start_accelerator
+from .metrics import TopKAccuracy
+from .train import read_values
+
+
+PROG = "frugalvit contrastive"
+SENTENCES = [
+    "a photo of a {} .",
+    "a small photo of a {} .",
+    "a blurry photo of the {} .",
+    "a picture of one {} .",
+    "this is a {} .",
+    "there is a {} in this image .",
+    "the {} .",
+    "a {} .",
+]
+
+
+@dataclass
+class ClipArguments:
+    """What to train."""
+
+    vision: str = argument("", "Fields of CLIPVisionConfig, for example image_size=32,patch_size=4,hidden_size=192.")
+    text: str = argument("", "Fields of CLIPTextConfig, for example hidden_size=128,num_hidden_layers=2.")
+    projection_dim: int = argument(128, "Width of the space in which both sides meet.")
+    sentences: list[str] = argument(SENTENCES, "Sentences with {} where the name of a class goes.")
+
+    def __post_init__(self):
+        check_at_least(self, 1, "projection_dim")
+        for sentence in self.sentences:
+            check(sentence, sentence.count("{}") == 1, "sentences", "sentences with one {} in each")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe with a command line's arguments."""
+    groups = [ClipArguments, DataArguments, OptimizerArguments, RunArguments]
+    arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
+    clip, data, optimization, run = arguments
+    accelerator = start_accelerator(run, PROG, argv, list(arguments))
+
+    train_images, eval_images = load_splits(data)
+    names = class_names(train_images)
+    if names is None:
+        raise ValueError("The training images have no labels, so there is nothing to say about them.")
+    for images, split in ((train_images, data.train_split), (eval_images, data.eval_split)):
+        if not data.streaming or images is eval_images:
+            check_labels(images, split)
+    # `(classes, sentences)` texts and their tokens `(classes, sentences, length)`.
+    texts = [[sentence.format(name) for sentence in clip.sentences] for name in names]
+    tokenizer = word_tokenizer([text for row in texts for text in row])
+    inputs = tokenizer([text for row in texts for text in row], padding=True, return_tensors="pt")["input_ids"]
+    tokens = inputs.view(len(names), len(clip.sentences), -1).to(accelerator.device)
+    model = build_clip(clip, tokenizer, tokens.shape[-1])
+    size = model.config.vision_config.image_size
+    image_processor = CLIPImageProcessor(
+        size={"height": size, "width": size}, crop_size={"height": size, "width": size}, do_center_crop=False
+    )
+    image_format = ImageFormat.from_processor(image_processor)
+
+    loader = TrainingLoader(
+        accelerator,
+        train_images,
+        SmallDataView(image_format),
+        batch_size=run.batch_size,
+        seed=run.seed,
+        num_workers=data.num_workers,
+        skip_corrupt=data.skip_corrupt,
+        steps_per_epoch=data.steps_per_epoch,
+        shuffle_buffer=data.shuffle_buffer,
+    )
+    eval_loader = evaluation_loader(
+        accelerator,
+        eval_images,
+        EvalView(image_format),
+        batch_size=run.eval_batch_size,
+        num_workers=data.num_workers,
+        skip_corrupt=data.skip_corrupt,
+    )
+    optimizer = make_optimizer(
+        "adamw",
+        parameter_groups(model, optimization.weight_decay, "adamw"),
+        lr=optimization.learning_rate,
+        betas=(optimization.adam_beta1, optimization.adam_beta2),
+    )
+    scheduler = get_scheduler(
+        optimization.lr_scheduler,
+        optimizer,
+        num_warmup_steps=round(optimization.warmup_epochs * loader.steps_per_epoch),
+        num_training_steps=run.epochs * loader.steps_per_epoch,
+    )
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+
+    def compute_loss(model, batch):
+        labels = batch["labels"]
+        chosen = [
+            random_seed(run.seed, epoch, index, CAPTION) % len(clip.sentences)
+            for epoch, index in zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True)
+        ]
+        outputs = model(input_ids=tokens[labels, chosen], pixel_values=batch["pixel_values"])
+        targets = (labels[:, None] == labels).float()
+        targets /= targets.sum(1, keepdim=True)
+        logits = outputs.logits_per_image.float()
+        return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.mT, targets)) / 2
+
+    def save(folder: Path, state: TrainingState):
+        trained = accelerator.unwrap_model(model)
+        trained.save_pretrained(folder)
+        CLIPProcessor(image_processor, tokenizer).save_pretrained(folder)
+        summary = (
+            f"A CLIP trained on images of {' '.join(data.dataset)} and sentences about their classes: zero-shot "
+            f"accuracy {state.best['accuracy']:.2%}."
+        )
+        write_card(folder, trained, summary, data, run, state)
+
+    state = fit(
+        accelerator,
+        run,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        compute_loss=compute_loss,
+        evaluate=lambda model: evaluate_zero_shot(accelerator, model, tokens, eval_loader),
+        save=save,
+    )
+    accelerator.print(
+        f"Best zero-shot accuracy {state.best['accuracy']:.4f}, epoch {state.best['epoch']}. See {run.output_dir}."
+    )
+    return 0
+
+
+def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words, those of the texts, that marks beginning and end as CLIP's does."""
+    words = sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]", text.lower())})
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", "<start>", "<end>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = [(token, vocabulary[token]) for token in ("<start>", "<end>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<start> $A <end>", special_tokens=ends)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<start>",
+        eos_token="<end>",
+    )
+
+
+def build_clip(arguments: ClipArguments, tokenizer: PreTrainedTokenizerFast, length: int) -> CLIPModel:
+    """A new CLIP for these words; texts may have twice as many tokens as the longest sentence."""
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    text = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 2 * length,
+        "pad_token_id": tokenizer.pad_token_id,
+        **ends,
+        **read_values("text", arguments.text),
+    }
+    tokenizer.model_max_length = text["max_position_embeddings"]
+    vision = read_values("vision", arguments.vision)
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=arguments.projection_dim))
+
+
+@torch.inference_mode()
+def evaluate_zero_shot(accelerator: Accelerator, model, tokens: torch.Tensor, loader) -> dict[str, float]:
+    """Accuracy of comparing images with the mean embedding of each class's sentences."""
+    model.eval()
+    clip, accuracy = accelerator.unwrap_model(model), TopKAccuracy()
+    sentences = F.normalize(clip.get_text_features(tokens.flatten(0, 1)).pooler_output.float(), dim=-1)
+    classifier = sentences.unflatten(0, tokens.shape[:2]).mean(1)
+    for batch in loader:
+        scores = clip.get_image_features(batch["pixel_values"]).pooler_output.float() @ classifier.mT
+        scores, labels = accelerator.gather_for_metrics((scores, batch["labels"]))
+        accuracy.add_batch(predictions=scores.cpu().numpy(), references=labels.cpu().numpy())
+    return accuracy.compute()
+
+
+if __name__ == "__main__":
+    run_as_program(main, PROG)
