@@ -3,10 +3,10 @@
     python benchmarks/clip_tables.py clip     # table 6's question: zero-shot accuracy and retrieval
     python benchmarks/clip_tables.py llava    # table 7's: answers before the swap, after it, after more bootstrapping
 
-Both train the CLIP first: images of CIFAR-10 and sentences about their classes. SparseFormers are bootstrapped from its
-image side with images alone. The language model is trained on questions about the images and never again. Runs are
-kept under --runs_dir and found again, so that a killed command goes on, and seeds can be run side by side before all of
-them are put together. Writes results/clip_TABLE.json.
+Both train the CLIP first: images of CIFAR-10 and sentences about their classes. SparseFormers are bootstrapped from
+its image side with images alone. The language model is trained on questions about the images and never again. Runs are
+kept under --runs_dir and found again, so that a killed command goes on, and seeds can be run side by side before all
+of them are put together. Writes results/clip_TABLE.json.
 """
 
 import argparse
