@@ -97,17 +97,18 @@ _PIPELINES = {
 def _auto_class(model: PreTrainedModel) -> str | None:
     """The Auto class that loads a model, the most special one."""
     if not isinstance(model, HubModel):
-        return "AutoModelForImageClassification"
+        is_clip = hasattr(model, "get_text_features")
+        return "AutoModelForZeroShotImageClassification" if is_clip else "AutoModelForImageClassification"
     return next((auto for auto, own in reversed(model.auto_classes.items()) if own == type(model).__name__), None)
 
 
 def pipeline_tag(model: PreTrainedModel) -> str | None:
-    """The hub's name of what a model, or an image classifier of Transformers, does."""
+    """The hub's name of what a model, or an image classifier or CLIP of Transformers, does."""
     return _PIPELINES.get(_auto_class(model))
 
 
 def loading_example(model: PreTrainedModel) -> str:
-    """Lines of Python that load a model, or an image classifier of Transformers, and its image processor."""
+    """Lines of Python that load a model, or an image classifier or CLIP of Transformers, and its image processor."""
     if (auto_class := _auto_class(model)) is not None:
         remote = ", trust_remote_code=True" if isinstance(model, HubModel) else ""
         return _LOADING_BY_AUTO_CLASS.format(auto_class=auto_class, remote=remote)
