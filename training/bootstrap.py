@@ -24,7 +24,7 @@ from ..modeling.modeling_sparseformer import (
     SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
 )
-from ..modeling.teachers import Teacher, classifier_of, embed, read_teacher
+from ..modeling.teachers import classifier_of, embed, read_teacher
 from .arguments import (
     DataArguments,
     RunArguments,
@@ -167,10 +167,9 @@ def main(argv: list[str] | None = None) -> int:
     teacher, processor = load_vision_model(pair.teacher, accelerator.device, pair.trust_remote_code)
     teacher.requires_grad_(False)
     teacher_format = ImageFormat.from_processor(processor)
-    source = read_teacher(teacher)
-    student = build_student(pair, teacher, source, teacher_format)
+    student = build_student(pair, teacher, teacher_format)
     student_format = format_of(student.config)
-    tuned = freeze(student, pair, len(source.blocks))
+    tuned = freeze(student, pair, len(read_teacher(teacher).blocks))
 
     train_images, eval_images = load_splits(data)
     classify, classify_teacher = getattr(student, "classifier", None), classifier_of(teacher)
@@ -255,9 +254,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_student(
-    pair: StudentArguments, teacher: nn.Module, source: Teacher, teacher_format: ImageFormat
+    pair: StudentArguments, teacher: nn.Module, teacher_format: ImageFormat
 ) -> SparseFormerPreTrainedModel:
     """A new student with the teacher's blocks, or `--student` with the tokens and pixels that are wanted."""
+    source = read_teacher(teacher)
     if pair.student:
         student, _ = load_vision_model(pair.student, "cpu")
         if not isinstance(student, SparseFormerPreTrainedModel):
