@@ -1,6 +1,7 @@
 """Tiny models of every family, and real images."""
 
 import io
+import sys
 from importlib import resources
 
 import pyarrow.parquet
@@ -20,6 +21,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Code that all families share is compiled anew by every test: the compiler gives up on a function that it has seen
+    with eight kinds of arguments, whichever tests those were."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")
