@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from .data import SUBSET
+from .data import SUBSET, default_split
 
 
 # What may change when a run is resumed: these alter neither the model nor what is measured.
@@ -77,8 +77,7 @@ class DataArguments:
         if self.steps_per_epoch is not None:
             check_at_least(self, 1, "steps_per_epoch")
         if self.eval_split is None:
-            files = self.eval_dataset and all(path.endswith(".parquet") for path in self.eval_dataset)
-            self.eval_split = "train" if files else "test"
+            self.eval_split = default_split(self.eval_dataset)
 
 
 @dataclass

@@ -37,7 +37,7 @@ from .arguments import (
 )
 from .augmentation import BootstrapView, EvalView, ImageFormat, View
 from .cards import write_card
-from .data import TrainingLoader, evaluation_loader, load_splits
+from .data import load_splits, make_loaders
 from .loading import load_vision_model
 from .loop import OPTIMIZERS, TrainingState, fit, make_optimizer, parameter_groups, start_accelerator
 from .metrics import TopKAccuracy
@@ -180,25 +180,10 @@ def main(argv: list[str] | None = None) -> int:
         )
     if alignment.label_loss_weight and "label" not in train_images.features:
         raise ValueError("--label_loss_weight needs labels, but the data set has none; leave it at 0.")
-    loader = TrainingLoader(
-        accelerator,
-        train_images,
-        BootstrapView(student_format, teacher_format, alignment.crop_scale, alignment.crop_ratio, alignment.flip),
-        batch_size=run.batch_size,
-        seed=run.seed,
-        num_workers=data.num_workers,
-        skip_corrupt=data.skip_corrupt,
-        steps_per_epoch=data.steps_per_epoch,
-        shuffle_buffer=data.shuffle_buffer,
-        repeats=schedule.repeats,
-    )
-    eval_loader = evaluation_loader(
-        accelerator,
-        eval_images,
-        PairedEvalView(student_format, teacher_format),
-        batch_size=run.eval_batch_size,
-        num_workers=data.num_workers,
-        skip_corrupt=data.skip_corrupt,
+    view = BootstrapView(student_format, teacher_format, alignment.crop_scale, alignment.crop_ratio, alignment.flip)
+    evaluation = (eval_images, PairedEvalView(student_format, teacher_format))
+    loader, eval_loader = make_loaders(
+        accelerator, data, run, (train_images, view), evaluation, repeats=schedule.repeats
     )
 
     optimizer, scheduler = build_optimizer(student, tuned, schedule, loader.steps_per_epoch, run.epochs)

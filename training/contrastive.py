@@ -21,7 +21,6 @@ from transformers import (
     CLIPModel,
     CLIPProcessor,
     PreTrainedTokenizerFast,
-    get_scheduler,
 )
 
 from .arguments import (
@@ -36,8 +35,8 @@ from .arguments import (
 )
 from .augmentation import CAPTION, EvalView, ImageFormat, SmallDataView, random_seed
 from .cards import write_card
-from .data import TrainingLoader, check_labels, class_names, evaluation_loader, load_splits
-from .loop import TrainingState, fit, make_optimizer, parameter_groups, start_accelerator
+from .data import check_labels, class_names, load_splits, make_loaders
+from .loop import TrainingState, fit, optimizer_with_schedule, start_accelerator
 from .metrics import TopKAccuracy
 from .train import read_values
 
@@ -96,37 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     image_format = ImageFormat.from_processor(image_processor)
 
-    loader = TrainingLoader(
-        accelerator,
-        train_images,
-        SmallDataView(image_format),
-        batch_size=run.batch_size,
-        seed=run.seed,
-        num_workers=data.num_workers,
-        skip_corrupt=data.skip_corrupt,
-        steps_per_epoch=data.steps_per_epoch,
-        shuffle_buffer=data.shuffle_buffer,
+    loader, eval_loader = make_loaders(
+        accelerator, data, run, (train_images, SmallDataView(image_format)), (eval_images, EvalView(image_format))
     )
-    eval_loader = evaluation_loader(
-        accelerator,
-        eval_images,
-        EvalView(image_format),
-        batch_size=run.eval_batch_size,
-        num_workers=data.num_workers,
-        skip_corrupt=data.skip_corrupt,
-    )
-    optimizer = make_optimizer(
-        "adamw",
-        parameter_groups(model, optimization.weight_decay, "adamw"),
-        lr=optimization.learning_rate,
-        betas=(optimization.adam_beta1, optimization.adam_beta2),
-    )
-    scheduler = get_scheduler(
-        optimization.lr_scheduler,
-        optimizer,
-        num_warmup_steps=round(optimization.warmup_epochs * loader.steps_per_epoch),
-        num_training_steps=run.epochs * loader.steps_per_epoch,
-    )
+    optimizer, scheduler = optimizer_with_schedule(model, optimization, run.epochs, loader.steps_per_epoch)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
     def compute_loss(model, batch):

@@ -58,7 +58,7 @@ def load_images(
     Raises:
         ValueError: if there is no such data set, split or column.
     """
-    loaded = _load(dataset, split, name, streaming)
+    loaded = load_table(dataset, split, name, streaming)
     if loaded.features is None:
         loaded = loaded._resolve_features()
     features = loaded.features
@@ -107,7 +107,16 @@ def class_names(images) -> list[str] | None:
     return list(images.features["label"].names) if "label" in images.features else None
 
 
-def _load(dataset: str | list[str], split: str, name: str | None, streaming: bool):
+def default_split(dataset: str | list[str] | None) -> str:
+    """The split to evaluate on where none is named: files that are given directly have "train" alone."""
+    paths = [dataset] if isinstance(dataset, str) else dataset
+    return "train" if paths and all(path.endswith(".parquet") for path in paths) else "test"
+
+
+def load_table(
+    dataset: str | list[str], split: str, name: str | None = None, streaming: bool = False
+) -> datasets.Dataset | datasets.IterableDataset:
+    """A data set with all its columns. Arguments and errors as in `load_images`."""
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
     path = Path(paths[0])
     if paths == [SUBSET]:
@@ -451,3 +460,28 @@ def evaluation_loader(
         generator=torch.Generator(),
     )
     return accelerator.prepare_data_loader(loader)
+
+
+def make_loaders(
+    accelerator: Accelerator, data, run, train: tuple, evaluation: tuple, **options
+) -> tuple[TrainingLoader, DataLoader]:
+    """The loaders of a recipe.
+
+    Args:
+        accelerator (`Accelerator`): As in `TrainingLoader`.
+        data (`DataArguments`), run (`RunArguments`): What the command line says.
+        train, evaluation (pairs of images and `View`): What is shown of which images.
+        options: Of the `TrainingLoader`, besides those that the arguments tell.
+    """
+    shared = {"num_workers": data.num_workers, "skip_corrupt": data.skip_corrupt}
+    training_loader = TrainingLoader(
+        accelerator,
+        *train,
+        batch_size=run.batch_size,
+        seed=run.seed,
+        steps_per_epoch=data.steps_per_epoch,
+        shuffle_buffer=data.shuffle_buffer,
+        **shared,
+        **options,
+    )
+    return training_loader, evaluation_loader(accelerator, *evaluation, batch_size=run.eval_batch_size, **shared)

@@ -20,7 +20,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, set_seed
 from tqdm import tqdm
 
-from .arguments import RESUMABLE, RunArguments
+from .arguments import RESUMABLE, OptimizerArguments, RunArguments
 from .data import TrainingLoader
 from .files import write_json, write_text
 from .muon import Muon, split_matrices
@@ -172,6 +172,25 @@ def make_optimizer(name: str, groups: list[dict], **options) -> torch.optim.Opti
     if name == "muon":
         return Muon(groups, **options)
     return torch.optim.AdamW(groups, **options, fused=True)
+
+
+def optimizer_with_schedule(
+    model: torch.nn.Module, optimization: OptimizerArguments, epochs: int, steps_per_epoch: int, name: str = "adamw"
+):
+    """One of `OPTIMIZERS` for all parameters of a model that learn, and the schedule of its rate."""
+    optimizer = make_optimizer(
+        name,
+        parameter_groups(model, optimization.weight_decay, name),
+        lr=optimization.learning_rate,
+        betas=(optimization.adam_beta1, optimization.adam_beta2),
+    )
+    scheduler = transformers.get_scheduler(
+        optimization.lr_scheduler,
+        optimizer,
+        num_warmup_steps=round(optimization.warmup_epochs * steps_per_epoch),
+        num_training_steps=epochs * steps_per_epoch,
+    )
+    return optimizer, scheduler
 
 
 class Checkpoints:

@@ -21,7 +21,6 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
     ViTImageProcessor,
-    get_scheduler,
 )
 
 from ..modeling.hub import image_processor_config
@@ -39,9 +38,9 @@ from .arguments import (
 )
 from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .cards import write_card
-from .data import TrainingLoader, check_labels, class_names, evaluation_loader, load_splits
+from .data import check_labels, class_names, load_splits, make_loaders
 from .loading import load_image_classifier
-from .loop import OPTIMIZERS, TrainingState, fit, make_optimizer, parameter_groups, start_accelerator
+from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, start_accelerator
 from .metrics import evaluate_classifier
 
 
@@ -139,38 +138,11 @@ def main(argv: list[str] | None = None) -> int:
         recipe.randaugment_magnitude,
         recipe.erasing,
     )
-    loader = TrainingLoader(
-        accelerator,
-        train_images,
-        view,
-        batch_size=run.batch_size,
-        seed=run.seed,
-        mix=Mix(len(names), recipe.mixup, recipe.cutmix, recipe.label_smoothing, run.seed),
-        num_workers=data.num_workers,
-        skip_corrupt=data.skip_corrupt,
-        steps_per_epoch=data.steps_per_epoch,
-        shuffle_buffer=data.shuffle_buffer,
-    )
-    eval_loader = evaluation_loader(
-        accelerator,
-        eval_images,
-        EvalView(image_format),
-        batch_size=run.eval_batch_size,
-        num_workers=data.num_workers,
-        skip_corrupt=data.skip_corrupt,
-    )
-
-    optimizer = make_optimizer(
-        recipe.optimizer,
-        parameter_groups(model, optimization.weight_decay, recipe.optimizer),
-        lr=optimization.learning_rate,
-        betas=(optimization.adam_beta1, optimization.adam_beta2),
-    )
-    scheduler = get_scheduler(
-        optimization.lr_scheduler,
-        optimizer,
-        num_warmup_steps=round(optimization.warmup_epochs * loader.steps_per_epoch),
-        num_training_steps=run.epochs * loader.steps_per_epoch,
+    mix = Mix(len(names), recipe.mixup, recipe.cutmix, recipe.label_smoothing, run.seed)
+    evaluation = (eval_images, EvalView(image_format))
+    loader, eval_loader = make_loaders(accelerator, data, run, (train_images, view), evaluation, mix=mix)
+    optimizer, scheduler = optimizer_with_schedule(
+        model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from ..training.data import SUBSET, CorruptImageError, decode_image, load_images
+from ..training.data import SUBSET, CorruptImageError, decode_image, default_split, load_images
 
 
 def positive(text: str) -> int:
@@ -33,13 +33,17 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--label-column", "--label_column", help="where types do not tell")
     parser.add_argument("--limit", type=positive, help="take only the first images")
     parser.add_argument("--skip-corrupt", "--skip_corrupt", action="store_true", help="leave out unreadable images")
+    add_worker_argument(parser)
     add_loop_arguments(parser)
 
 
-def add_loop_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of every task: how, where, and what to write."""
-    parser.add_argument("--batch-size", "--batch_size", type=positive, default=64, help="default: 64")
+def add_worker_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-workers", "--num_workers", type=int, default=0, help="processes that decode images")
+
+
+def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) -> None:
+    """Arguments of every task: how, where, and what to write."""
+    parser.add_argument("--batch-size", "--batch_size", type=positive, default=batch_size, help="default: %(default)s")
     parser.add_argument("--json", metavar="OUT", help="also write the results to this file")
     parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
     parser.add_argument(
@@ -49,8 +53,7 @@ def add_loop_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, str]:
     """The images that the arguments name, and their split."""
-    files = all(path.endswith(".parquet") for path in arguments.dataset)
-    split = arguments.split or ("train" if files else "test")
+    split = arguments.split or default_split(arguments.dataset)
     images = load_images(
         arguments.dataset,
         split,

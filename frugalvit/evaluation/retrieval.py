@@ -7,9 +7,9 @@ from pathlib import Path
 import datasets
 import torch
 
-from ..training.data import load_images
-from .images import add_loop_arguments, image_batches, positive
-from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers
+from ..training.data import load_images, load_table
+from .images import add_loop_arguments, add_worker_argument, image_batches, positive
+from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers, name_models
 
 
 # Similarities that are held at once; 30,000 images have 4.5 billion with their captions.
@@ -36,6 +36,7 @@ def add_parser(tasks) -> None:
     parser.add_argument("--split", default="test", help="of a .json (default: test)")
     parser.add_argument("--caption-column", "--caption_column", default="captions", help="default: captions")
     parser.add_argument("--limit", type=positive, help="take only the first images")
+    add_worker_argument(parser)
     add_loop_arguments(parser)
     parser.set_defaults(evaluate=run)
 
@@ -53,8 +54,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     owners = torch.tensor([index for index, several in enumerate(captions) for _ in several])
     text_embeddings = embed_all_texts(towers, texts, arguments.batch_size)
     return {
-        "model": arguments.model,
-        **({"vision_model": arguments.vision_model} if arguments.vision_model else {}),
+        **name_models(arguments),
         "dataset": " ".join(arguments.dataset),
         "images": len(images),
         "captions": len(texts),
@@ -97,7 +97,7 @@ def read_parquet(paths: list[str], column: str) -> tuple[datasets.Dataset, list[
         ValueError: if there is no such column.
     """
     images = load_images(paths, "train")
-    table = datasets.load_dataset("parquet", data_files=paths, split="train")
+    table = load_table(paths, "train")
     if column not in table.column_names:
         raise ValueError(
             f"{' '.join(paths)} has no column {column!r} (--caption_column); it has {', '.join(table.column_names)}."

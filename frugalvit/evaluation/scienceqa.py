@@ -10,7 +10,7 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from ..training.data import decode_image
+from ..training.data import decode_image, default_split, load_table
 from ..training.loading import load_pretrained
 from .images import add_loop_arguments, positive
 
@@ -41,8 +41,8 @@ def add_parser(tasks) -> None:
     )
     parser.add_argument("--max-new-tokens", "--max_new_tokens", type=positive, default=8, help="default: 8")
     parser.add_argument("--limit", type=positive, help="take only the first questions")
-    add_loop_arguments(parser)
-    parser.set_defaults(evaluate=run, batch_size=8)
+    add_loop_arguments(parser, batch_size=8)
+    parser.set_defaults(evaluate=run)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
@@ -62,22 +62,14 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     return {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split, **results}
 
 
-def read_questions(dataset: Sequence[str], split: str | None) -> tuple[datasets.Dataset, str]:
+def read_questions(dataset: list[str], split: str | None) -> tuple[datasets.Dataset, str]:
     """The questions, images not decoded, and their split.
 
     Raises:
         ValueError: if there is no such data set, or it lacks a column.
     """
-    files = all(path.endswith(".parquet") for path in dataset)
-    split = split or ("train" if files else "test")
-    try:
-        if files:
-            questions = datasets.load_dataset("parquet", data_files=list(dataset), split=split)
-        else:
-            questions = datasets.load_dataset(*dataset, split=split)
-    # Files and the hub fail in many ways.
-    except Exception as error:
-        raise ValueError(f"Cannot read {' '.join(dataset)}: {type(error).__name__}: {error}") from error
+    split = split or default_split(dataset)
+    questions = load_table(dataset, split)
     if missing := [column for column in COLUMNS if column not in questions.column_names]:
         raise ValueError(
             f"{' '.join(dataset)} has no columns {missing}, it has {questions.column_names}; expected ScienceQA's."
@@ -94,9 +86,10 @@ def format_question(question: str, choices: Sequence[str], hint: str | None = No
 
 
 def read_answer(text: str, num_choices: int) -> int | None:
-    """Which option a text names: its letter alone or at the beginning, or "the answer is" and a letter."""
+    """Which option a text names: its letter alone or before a mark, or "the answer is" and a letter."""
     letters = LETTERS[:num_choices]
-    match = re.match(rf"\s*\(?([{letters}])\b", text) or re.search(
+    # "A dog" names no option.
+    match = re.match(rf"\s*\(?([{letters}])\s*(?:[).:,]|$)", text, re.MULTILINE) or re.search(
         rf"answer is:?\s*\(?([{letters}])\b", text, re.IGNORECASE
     )
     return letters.index(match[1].upper()) if match else None

@@ -46,6 +46,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def name_models(arguments: argparse.Namespace) -> dict[str, str]:
+    """What the results say about `add_model_arguments`."""
+    return {"model": arguments.model} | ({"vision_model": arguments.vision_model} if arguments.vision_model else {})
+
+
 def load_two_towers(
     name: str, vision_model: str | None = None, device: str | None = None, trust_remote_code: bool = False
 ) -> TwoTowers:

@@ -10,7 +10,7 @@ import torch
 from ..training.data import class_names
 from ..training.metrics import TopKAccuracy
 from .images import add_image_arguments, image_batches, read_images
-from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers
+from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers, name_models
 
 
 def add_parser(tasks) -> None:
@@ -53,8 +53,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         skip_corrupt=arguments.skip_corrupt,
     )
     return {
-        "model": arguments.model,
-        **({"vision_model": arguments.vision_model} if arguments.vision_model else {}),
+        **name_models(arguments),
         "dataset": " ".join(arguments.dataset),
         "split": split,
         "classes": len(names),

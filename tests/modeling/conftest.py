@@ -25,8 +25,8 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """Code that all families share is compiled anew by every test: the compiler gives up on a function that it has seen
-    with eight kinds of arguments, whichever tests those were."""
+    """Code that all families share is compiled anew by every test: the compiler gives up on a function that it has
+    seen with eight kinds of arguments, whichever tests those were."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
