@@ -101,8 +101,6 @@ class SparseFormerCLIPModel(HubModel):
             logit_scale_init_value=clip.config.logit_scale_init_value,
         )
         model = cls(config).to(clip.text_projection.weight).eval()
-        rois = model.vision_model.latents.initial_rois
-        rois.data = rois.data.float()
         model.text_model.load_state_dict(clip.text_model.state_dict())
         model.text_projection.load_state_dict(clip.text_projection.state_dict())
         model.logit_scale.copy_(clip.logit_scale)

@@ -95,7 +95,6 @@ def swap_vision_tower(llava: nn.Module, vision_model: nn.Module) -> SparseFormer
         model = SparseFormerLlavaForConditionalGeneration(new_config)
     old = next(parts.vision_tower.parameters())
     new_tower = SparseFormerModel(new_config.vision_config).to(old)
-    new_tower.latents.initial_rois.data = new_tower.latents.initial_rois.data.float()
     new_tower.load_state_dict(tower.state_dict())
     model.model.vision_tower = new_tower
     model.model.multi_modal_projector = parts.multi_modal_projector

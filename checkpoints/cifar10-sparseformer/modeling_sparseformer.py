@@ -213,6 +213,14 @@ class SparseFormerLatents(nn.Module):
         cls_token = None if self.cls_token is None else self.cls_token.repeat(batch_size, 1, 1)
         return tokens, self.initial_rois.float().repeat(batch_size, 1, 1), cls_token
 
+    def _apply(self, fn, recurse: bool = True):
+        # RoIs stay float32 in models that are cast, as in those that are loaded in half precision.
+        rois = self.initial_rois.detach()
+        super()._apply(fn, recurse)
+        if self.initial_rois.itemsize < rois.itemsize:
+            self.initial_rois.data = rois.to(self.initial_rois.device)
+        return self
+
     @torch.no_grad()
     def break_ties(self, std: float = 0.05):
         """Move apart the RoIs of tokens that start on the same RoI with the same embedding.

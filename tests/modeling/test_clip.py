@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from processes import run_without_frugalvit
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModel,
     AutoModelForZeroShotImageClassification,
@@ -14,36 +13,17 @@ from transformers import (
     CLIPConfig,
     CLIPModel,
     CLIPProcessor,
-    PreTrainedTokenizerFast,
     pipeline,
 )
 
 import frugalvit
 from frugalvit import OpenClipVisual, SparseFormerCLIPConfig, SparseFormerCLIPModel, from_open_clip, to_open_clip
+from tiny import SMALL, randomize, word_tokenizer
 
 
 WORDS = ["[PAD]", "a", "photo", "of", "this", "is", "cat", "dog", "ship", ".", "[UNK]", "[BOS]", "[EOS]"]
-SMALL = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, "num_focusing_iterations": 2}
 TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    ends = [("[BOS]", WORDS.index("[BOS]")), ("[EOS]", WORDS.index("[EOS]"))]
-    words.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", bos_token="[BOS]", eos_token="[EOS]"
-    )
-
-
-def randomize(model):
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +47,7 @@ def model(clip, vision_model) -> SparseFormerCLIPModel:
 
 @pytest.fixture(scope="module")
 def inputs() -> dict[str, torch.Tensor]:
-    texts = tokenizer()(["a photo of a cat", "this is a ship."], padding=True, return_tensors="pt")
+    texts = word_tokenizer(WORDS)(["a photo of a cat", "this is a ship."], padding=True, return_tensors="pt")
     pixel_values = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     return {"input_ids": texts["input_ids"], "attention_mask": texts["attention_mask"], "pixel_values": pixel_values}
 
@@ -77,7 +57,7 @@ def folder(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("clip") / "model"
     model.save_pretrained(folder)
     image_processor = frugalvit.modeling.modeling_sparseformer_llava.clip_image_processor(model.config.vision_config)
-    CLIPProcessor(image_processor, tokenizer()).save_pretrained(folder)
+    CLIPProcessor(image_processor, word_tokenizer(WORDS)).save_pretrained(folder)
     return folder
 
 
@@ -202,7 +182,7 @@ class WordTokenizer:
     """Called as open_clip calls its own."""
 
     def __call__(self, texts):
-        return tokenizer()(texts, padding="max_length", max_length=16, return_tensors="pt")["input_ids"]
+        return word_tokenizer(WORDS)(texts, padding="max_length", max_length=16, return_tensors="pt")["input_ids"]
 
 
 @torch.no_grad()
@@ -268,6 +248,10 @@ def test_converts_to_transformers_and_back(custom_text, quick_gelu, text, inputs
     torch.testing.assert_close(again.encode_text(ids), expected[0])
     torch.testing.assert_close(again.encode_image(inputs["pixel_values"]), expected[1])
     assert model.logit_scale.item() == again.logit_scale.item() == pytest.approx(clip.logit_scale.item())
+    rois = model.vision_model.latents.initial_rois.clone()
+    half = to_open_clip(model.half())
+    assert half.token_embedding.weight.dtype == torch.float16
+    assert torch.equal(half.visual.model.base_model.latents.initial_rois, rois)
 
 
 UNFIT_TEXTS = {
