@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     CLIPConfig,
     CLIPImageProcessor,
@@ -24,7 +23,6 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
-    PreTrainedTokenizerFast,
 )
 
 from frugalvit import SparseFormerVisionModelWithProjection
@@ -32,6 +30,7 @@ from frugalvit.cli import main
 from frugalvit.evaluation.retrieval import retrieval_recall
 from frugalvit.evaluation.scienceqa import PROMPT, format_question, read_answer
 from frugalvit.evaluation.zero_shot import read_templates
+from tiny import randomize, word_tokenizer
 
 
 torch.set_num_threads(1)
@@ -43,30 +42,15 @@ IMAGES = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
 
-def tokenizer(**options) -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    ends = [("[BOS]", WORDS.index("[BOS]")), ("[EOS]", WORDS.index("[EOS]"))]
-    words.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
-    specials = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "[BOS]", "eos_token": "[EOS]"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **specials, **options)
-
-
-def randomize(model):
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
-
-
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory):
     text = {**TOWER, "vocab_size": len(WORDS), "max_position_embeddings": 16, "eos_token_id": WORDS.index("[EOS]")}
     vision = {**TOWER, "image_size": 32, "patch_size": 8}
     folder = tmp_path_factory.mktemp("models") / "clip"
-    randomize(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))).save_pretrained(folder)
-    CLIPProcessor(CLIPImageProcessor(**IMAGES), tokenizer(model_max_length=16)).save_pretrained(folder)
+    randomize(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)), 0.2).save_pretrained(
+        folder
+    )
+    CLIPProcessor(CLIPImageProcessor(**IMAGES), word_tokenizer(WORDS, model_max_length=16)).save_pretrained(folder)
     return folder
 
 
@@ -75,7 +59,7 @@ def student_folder(clip_folder, tmp_path_factory):
     small = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, "num_focusing_iterations": 2}
     student = SparseFormerVisionModelWithProjection.from_teacher(CLIPModel.from_pretrained(clip_folder), 4, **small)
     folder = tmp_path_factory.mktemp("models") / "student"
-    randomize(student).save_pretrained(folder)
+    randomize(student, 0.2).save_pretrained(folder)
     return folder
 
 
@@ -87,7 +71,7 @@ def open_clip_folder(tmp_path_factory):
     model_config = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
     folder = tmp_path_factory.mktemp("models") / "open_clip"
     folder.mkdir()
-    save_file(randomize(open_clip.CLIP(**model_config)).state_dict(), folder / "open_clip_model.safetensors")
+    save_file(randomize(open_clip.CLIP(**model_config), 0.2).state_dict(), folder / "open_clip_model.safetensors")
     normalization = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]}
     config = {"model_cfg": model_config, "preprocess_cfg": normalization}
     (folder / "open_clip_config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -275,6 +259,8 @@ def test_retrieval_reads_karpathys_splits_and_parquet(clip_folder, tmp_path):
         ("the answer is: C", 4, 2),
         ("D", 3, None),
         ("Because", 3, None),
+        ("A dog", 3, None),
+        ("B\nbecause", 3, 1),
         ("", 3, None),
         ("cat", 3, None),
     ],
@@ -298,8 +284,8 @@ def llava_folder(tmp_path_factory):
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=image)
     model = LlavaForConditionalGeneration(config)
     folder = tmp_path_factory.mktemp("models") / "llava"
-    randomize(model).save_pretrained(folder)
-    words = tokenizer(extra_special_tokens={"image_token": "<image>"})
+    randomize(model, 0.2).save_pretrained(folder)
+    words = word_tokenizer(WORDS, extra_special_tokens={"image_token": "<image>"})
     sizes = {"patch_size": 16, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
     LlavaProcessor(CLIPImageProcessor(**IMAGES), words, **sizes).save_pretrained(folder)
     return folder

@@ -7,7 +7,6 @@ import torch
 from PIL import Image
 from processes import run_without_frugalvit
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -17,7 +16,6 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
@@ -31,32 +29,12 @@ from frugalvit import (
 )
 from frugalvit.modeling.llava_tower import SparseFormerVisionTower
 from frugalvit.modeling.modeling_sparseformer_llava import check_image_tokens
+from tiny import SMALL, randomize, word_tokenizer
 
 
 WORDS = ["[PAD]", "[UNK]", "what", "is", "this", "and", "?", "cat", "dog", "ship", "<image>"]
 IMAGE = WORDS.index("<image>")
-SMALL = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, "num_focusing_iterations": 2}
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        padding_side="left",
-        extra_special_tokens={"image_token": "<image>"},
-    )
-
-
-def randomize(model, scale=0.1):
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += scale * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
 
 
 def make_llava(**fields) -> LlavaForConditionalGeneration:
@@ -80,7 +58,8 @@ def make_processor(llava) -> LlavaProcessor:
     image_processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     strategy = llava.config.vision_feature_select_strategy
     return LlavaProcessor(
-        *(image_processor, tokenizer()),
+        image_processor,
+        word_tokenizer(WORDS, padding_side="left", extra_special_tokens={"image_token": "<image>"}),
         patch_size=4,
         num_additional_image_tokens=1,
         vision_feature_select_strategy=strategy,
