@@ -10,23 +10,15 @@ before all of them are put together. Writes results/bootstrap_TABLE.json.
 
 import argparse
 import json
-import statistics
-import sys
 from pathlib import Path
 
-from accelerate.state import AcceleratorState
 from transformers import AutoModelForImageClassification
 
 import frugalvit
 from frugalvit.tables import format_table
 from frugalvit.training import bootstrap, train
-from frugalvit.training.files import write_json
-from frugalvit.training.loop import versions
+from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, write_table
 
-
-ROOT = Path(__file__).resolve().parents[1]
-# A focusing stage for images of 32 pixels, small enough for many runs.
-STUDENT = "stem_channels=32,num_mixed_points=16,mixing_hidden_size=64,num_focusing_iterations=2"
 
 # Rows: name -> arguments of the recipe besides the shared ones. "{16 tokens}" is the folder of that row's run.
 TABLES = {
@@ -65,49 +57,36 @@ def main():
     parser.add_argument("--epochs", type=int, default=3, help="of every run but continued ones (default: %(default)s)")
     parser.add_argument("--continued_epochs", type=int, default=2, help="of continued runs (default: %(default)s)")
     parser.add_argument("--learning_rate", type=float, default=4e-3, help="default: %(default)s")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
-    parser.add_argument("--runs_dir", type=Path, default=Path("runs/bootstrap_tables"), help="default: %(default)s")
-    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    add_run_arguments(parser, "runs/bootstrap_tables")
     arguments = parser.parse_args()
 
     teacher_accuracy = run(arguments, "16 tokens", [], arguments.seeds[0])["best"]["teacher_accuracy"]
     rows = []
     for name, extra in TABLES[arguments.table].items():
         measured = [run(arguments, name, extra, seed) for seed in arguments.seeds]
-        # Of the last epoch: choosing an epoch by its accuracy would be choosing on test images.
-        accuracies = [result["epochs"][-1]["accuracy"] for result in measured]
         folder = folder_of(arguments, name, arguments.seeds[0])
         model = AutoModelForImageClassification.from_pretrained(folder)
         counted = frugalvit.count_macs(model, model.config.image_size)
         rows.append(
             {
                 "row": name,
-                "accuracy": statistics.mean(accuracies),
-                "spread": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
-                "of_teacher": statistics.mean(accuracies) / teacher_accuracy,
+                **(accuracies := last_accuracies(measured)),
+                "of_teacher": accuracies["accuracy"] / teacher_accuracy,
                 "tokens": model.config.num_latent_tokens + model.config.use_cls_token,
                 "parameters": model.num_parameters(),
                 "macs_with_attention": counted.macs_with_attention,
-                "accuracies": accuracies,
             }
         )
         print(format_table([{k: v for k, v in row.items() if k != "accuracies"} for row in rows]), flush=True)
 
-    write_json(
+    settings = ("images", "epochs", "continued_epochs", "learning_rate", "seeds", "mixed_precision")
+    write_table(
         arguments.results_dir / f"bootstrap_{arguments.table}.json",
-        {
-            "command": " ".join(["python", "benchmarks/bootstrap_tables.py", *sys.argv[1:]]),
-            "data": f"CIFAR-10, {arguments.images} embedded training and 2,000 embedded test images, 32 px",
-            "teacher": {"name": Path(arguments.teacher).name, "accuracy": teacher_accuracy},
-            "settings": {
-                name: getattr(arguments, name)
-                for name in ("images", "epochs", "continued_epochs", "learning_rate", "seeds", "mixed_precision")
-            },
-            "spread": "standard deviation over seeds",
-            "versions": versions(),
-            "rows": rows,
-        },
+        {name: getattr(arguments, name) for name in settings},
+        rows,
+        data=f"CIFAR-10, {arguments.images} embedded training and 2,000 embedded test images, 32 px",
+        teacher={"name": Path(arguments.teacher).name, "accuracy": teacher_accuracy},
     )
 
 
@@ -115,32 +94,29 @@ def folder_of(arguments, name: str, seed: int) -> Path:
     """The folder of a run; equal runs of different tables share one."""
     if name in ("bootstrapping", "default: truncate 2, tune 2 of 4"):
         name = "16 tokens"
-    return arguments.runs_dir / f"{''.join(c if c.isalnum() else '-' for c in name)}-seed{seed}"
+    return arguments.runs_dir / folder_name(name, seed)
 
 
 def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
     """Results of a row's run with a seed, trained now or before."""
     folder = folder_of(arguments, name, seed)
     shared = [
-        *("--train_split", f"train[:{arguments.images}]", "--output_dir", str(folder), "--seed", str(seed)),
+        *("--train_split", f"train[:{arguments.images}]", "--seed", str(seed)),
         *("--batch_size", "64", "--mixed_precision", arguments.mixed_precision),
     ]
     if extra == "train":
-        train.main([*shared, "--epochs", str(arguments.epochs), *scratch_arguments(arguments)])
-    else:
-        continued = "--student" in extra
-        extra = [part.replace("{16 tokens}", str(folder_of(arguments, "16 tokens", seed))) for part in extra]
-        epochs = arguments.continued_epochs if continued else arguments.epochs
-        # The paper continues at a quarter of the first learning rate.
-        rate = arguments.learning_rate / 4 if continued else arguments.learning_rate
-        bootstrap.main(
-            [
-                *(*shared, "--teacher", arguments.teacher, "--config_overrides", STUDENT),
-                *("--epochs", str(epochs), "--learning_rate", str(rate), *extra),
-            ]
-        )
-    AcceleratorState._reset_state(True)
-    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        argv = [*shared, "--epochs", str(arguments.epochs), *scratch_arguments(arguments)]
+        return run_recipe(train, folder, argv)
+    continued = "--student" in extra
+    extra = [part.replace("{16 tokens}", str(folder_of(arguments, "16 tokens", seed))) for part in extra]
+    epochs = arguments.continued_epochs if continued else arguments.epochs
+    # The paper continues at a quarter of the first learning rate.
+    rate = arguments.learning_rate / 4 if continued else arguments.learning_rate
+    argv = [
+        *(*shared, "--teacher", arguments.teacher, "--config_overrides", STUDENT),
+        *("--epochs", str(epochs), "--learning_rate", str(rate), *extra),
+    ]
+    return run_recipe(bootstrap, folder, argv)
 
 
 def scratch_arguments(arguments) -> list[str]:

@@ -11,12 +11,10 @@ of them are put together. Writes results/clip_TABLE.json.
 
 import argparse
 import statistics
-import sys
 from pathlib import Path
 
 import datasets
 import torch
-from accelerate.state import AcceleratorState
 from transformers import (
     AutoProcessor,
     CLIPModel,
@@ -38,15 +36,22 @@ from frugalvit.modeling.modeling_sparseformer_llava import check_image_tokens
 from frugalvit.tables import format_table
 from frugalvit.training import bootstrap, contrastive
 from frugalvit.training.contrastive import word_tokenizer
-from frugalvit.training.data import SUBSET, class_names, load_images
-from frugalvit.training.files import whole_folder, write_json
-from frugalvit.training.loop import versions
+from frugalvit.training.data import class_names, default_split, load_images
+from frugalvit.training.files import whole_folder
+from shared import (
+    STUDENT,
+    add_data_arguments,
+    add_run_arguments,
+    data_arguments,
+    folder_name,
+    run_recipe,
+    spread,
+    write_table,
+)
 
 
-ROOT = Path(__file__).resolve().parents[1]
-VISION = "image_size=32,patch_size=4,hidden_size=192,intermediate_size=768,num_hidden_layers=6,num_attention_heads=6"
+VISION = "image_size=32,patch_size=4,hidden_size=128,intermediate_size=512,num_hidden_layers=6,num_attention_heads=4"
 TEXT = "hidden_size=128,intermediate_size=512,num_hidden_layers=2,num_attention_heads=4"
-STUDENT = "stem_channels=32,num_mixed_points=16,mixing_hidden_size=64,num_focusing_iterations=2"
 LANGUAGE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
 VEHICLES = {"airplane", "automobile", "ship", "truck"}
 # Questions, and what answers them given the name of the class.
@@ -65,18 +70,14 @@ STUDENTS = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=["clip", "llava"])
-    parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=f"as in training (default: {SUBSET})")
-    parser.add_argument("--eval_dataset", nargs="+", help="where --dataset is given as files")
-    parser.add_argument("--class_names", nargs="+", help="where the data set has none")
-    parser.add_argument("--images", type=int, default=12000, help="training images (default: %(default)s)")
+    add_data_arguments(parser)
+    parser.add_argument("--images", type=int, default=8000, help="training images (default: %(default)s)")
     parser.add_argument("--test_images", type=int, default=2000, help="default: %(default)s")
-    parser.add_argument("--clip_epochs", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--clip_epochs", type=int, default=10, help="default: %(default)s")
     parser.add_argument("--epochs", type=int, default=4, help="of bootstrapping (default: %(default)s)")
-    parser.add_argument("--llava_steps", type=int, default=2000, help="default: %(default)s")
+    parser.add_argument("--llava_steps", type=int, default=1000, help="default: %(default)s")
     parser.add_argument("--continued_steps", type=int, default=1000, help="default: %(default)s")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--runs_dir", type=Path, default=Path("runs/clip_tables"), help="default: %(default)s")
-    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    add_run_arguments(parser, "runs/clip_tables")
     arguments = parser.parse_args()
 
     measure = {"clip": measure_clips, "llava": measure_llavas}[arguments.table]
@@ -87,66 +88,63 @@ def main():
         for number, value in by_seed[0][name].items():
             values = [measured[name][number] for measured in by_seed]
             row[number] = value if isinstance(value, int) else statistics.mean(values)
-            if not isinstance(value, int) and len(values) > 1:
-                row[f"{number} spread"] = statistics.stdev(values)
+            if not isinstance(value, int):
+                row[f"{number} spread"] = spread(values)
         rows.append(row)
     print(format_table(rows))
-    write_json(
+    settings = ("images", "test_images", "clip_epochs", "epochs", "seeds")
+    settings += ("llava_steps", "continued_steps") if arguments.table == "llava" else ()
+    write_table(
         arguments.results_dir / f"clip_{arguments.table}.json",
-        {
-            "command": " ".join(["python", "benchmarks/clip_tables.py", *sys.argv[1:]]),
-            "settings": {
-                name: getattr(arguments, name)
-                for name in ("images", "test_images", "clip_epochs", "epochs", "seeds")
-                + (("llava_steps", "continued_steps") if arguments.table == "llava" else ())
-            },
-            "spread": "standard deviation over seeds",
-            "versions": versions(),
-            "rows": rows,
-        },
+        {name: getattr(arguments, name) for name in settings},
+        rows,
     )
 
 
-def data_arguments(arguments) -> list[str]:
-    data = ["--dataset", *arguments.dataset, "--train_split", f"train[:{arguments.images}]"]
-    for option in ("eval_dataset", "class_names"):
-        if getattr(arguments, option):
-            data += [f"--{option}", *getattr(arguments, option)]
-    split = "train" if arguments.eval_dataset else "test"
-    return [*data, "--eval_split", f"{split}[:{arguments.test_images}]", "--mixed_precision", "no"]
+def shared_arguments(arguments, seed: int) -> list[str]:
+    """What every recipe's command line says."""
+    return [
+        *(*data_arguments(arguments), "--train_split", f"train[:{arguments.images}]"),
+        *("--eval_split", test_split(arguments), "--mixed_precision", "no", "--seed", str(seed)),
+    ]
+
+
+def test_split(arguments) -> str:
+    return f"{default_split(arguments.eval_dataset)}[:{arguments.test_images}]"
 
 
 def test_images(arguments) -> datasets.Dataset:
-    split = f"{'train' if arguments.eval_dataset else 'test'}[:{arguments.test_images}]"
-    return load_images(arguments.eval_dataset or arguments.dataset, split, class_names=arguments.class_names)
+    dataset = arguments.eval_dataset or arguments.dataset
+    return load_images(dataset, test_split(arguments), class_names=arguments.class_names)
 
 
 def train_clip(arguments, seed: int) -> Path:
     """The folder of a CLIP, trained now or before."""
-    folder = arguments.runs_dir / f"clip-seed{seed}"
-    contrastive.main(
+    folder = arguments.runs_dir / folder_name("clip", seed)
+    run_recipe(
+        contrastive,
+        folder,
         [
-            *("--output_dir", str(folder), "--seed", str(seed), *data_arguments(arguments)),
-            *("--vision", VISION, "--text", TEXT, "--projection_dim", "128"),
+            *(*shared_arguments(arguments, seed), "--vision", VISION, "--text", TEXT, "--projection_dim", "128"),
             *("--epochs", str(arguments.clip_epochs), "--warmup_epochs", "1", "--batch_size", "128"),
-        ]
+        ],
     )
-    AcceleratorState._reset_state(True)
     return folder
 
 
 def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
     """The folder of a SparseFormer, bootstrapped now or before."""
     tokens, extra = STUDENTS[name]
-    folder = arguments.runs_dir / f"{''.join(c if c.isalnum() else '-' for c in name)}-seed{seed}"
-    bootstrap.main(
+    folder = arguments.runs_dir / folder_name(name, seed)
+    run_recipe(
+        bootstrap,
+        folder,
         [
-            *("--teacher", str(clip), "--output_dir", str(folder), "--seed", str(seed), *data_arguments(arguments)),
-            *("--num_latent_tokens", str(tokens), "--config_overrides", STUDENT, "--crop_scale", "0.8", "1"),
+            *("--teacher", str(clip), *shared_arguments(arguments, seed), "--crop_scale", "0.8", "1"),
+            *("--num_latent_tokens", str(tokens), "--config_overrides", STUDENT),
             *("--epochs", str(arguments.epochs), "--learning_rate", "4e-3", "--batch_size", "64", *extra),
-        ]
+        ],
     )
-    AcceleratorState._reset_state(True)
     return folder
 
 
@@ -202,7 +200,7 @@ def measure_llavas(arguments, seed: int) -> dict[str, dict[str, float | int]]:
 
 def train_llava(arguments, clip: Path, seed: int) -> Path:
     """The folder of a LLaVA whose language model and projector were trained on questions, now or before."""
-    folder = arguments.runs_dir / f"llava-seed{seed}"
+    folder = arguments.runs_dir / folder_name("llava", seed)
     if folder.exists():
         return folder
     set_seed(seed)
@@ -258,7 +256,7 @@ def train_llava(arguments, clip: Path, seed: int) -> Path:
         return batch | {"pixel_values": torch.stack([example["pixel_values"] for example in examples])}
 
     training = TrainingArguments(
-        str(arguments.runs_dir / f"llava-seed{seed}-checkpoints"),
+        str(folder.with_name(f"{folder.name}-checkpoints")),
         max_steps=arguments.llava_steps,
         per_device_train_batch_size=32,
         learning_rate=1e-3,
@@ -287,15 +285,18 @@ def question_ids(tokenizer, question: str, image_tokens: int = 64) -> list[int]:
 
 def continue_bootstrapping(arguments, clip: Path, student: Path, name: str, seed: int) -> Path:
     """The folder of a student that was bootstrapped for more iterations, now or before."""
-    folder = student.with_name(f"{student.name}-more")
-    bootstrap.main(
+    folder, steps, batch_size = student.with_name(f"{student.name}-more"), arguments.continued_steps, 32
+    # An epoch shows no image twice.
+    epochs = next(n for n in range(1, steps + 1) if steps % n == 0 and steps // n <= arguments.images // batch_size)
+    run_recipe(
+        bootstrap,
+        folder,
         [
-            *("--teacher", str(clip), "--student", str(student), "--output_dir", str(folder), "--seed", str(seed)),
-            *(*data_arguments(arguments), "--crop_scale", "0.8", "1", "--learning_rate", "1e-3", "--epochs", "1"),
-            *("--steps_per_epoch", str(arguments.continued_steps), "--batch_size", "64", *STUDENTS[name][1]),
-        ]
+            *("--teacher", str(clip), "--student", str(student), *shared_arguments(arguments, seed)),
+            *("--crop_scale", "0.8", "1", "--learning_rate", "1e-3", "--batch_size", str(batch_size)),
+            *("--epochs", str(epochs), "--steps_per_epoch", str(steps // epochs), *STUDENTS[name][1]),
+        ],
     )
-    AcceleratorState._reset_state(True)
     return folder
 
 
