@@ -73,6 +73,9 @@ class SparseFormerConfig(FrugalViTConfig):
             `"cls"`, `"mean"` (over all tokens) or `"attention"` (SigLIP's head, which attends to all tokens).
         pool_before_norm (`bool`, *optional*, defaults to `False`): Pool before the final LayerNorm (v1).
         projection_dim (`int`, *optional*): Width of the projected embedding of CLIP-like models.
+        decoder_hidden_size (`int`, *optional*, defaults to 256): Width of the segmentation head.
+        decoder_num_hidden_layers (`int`, *optional*, defaults to 2): Transformer blocks of the segmentation head.
+        semantic_loss_ignore_index (`int`, *optional*, defaults to 255): Label of pixels that do not count.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
             Largest stochastic depth rate; rises linearly over all layer executions.
         initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
@@ -89,7 +92,13 @@ class SparseFormerConfig(FrugalViTConfig):
 
     model_type = "sparseformer"
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
-    keys_to_ignore_at_inference = ["rois", "sampling_points", "focusing_hidden_states"]
+    keys_to_ignore_at_inference = [
+        "rois",
+        "sampling_points",
+        "focusing_hidden_states",
+        "stem_features",
+        "token_maps",
+    ]
 
     image_size: int | list[int] | tuple[int, int] = 224
     num_channels: int = 3
@@ -129,6 +138,9 @@ class SparseFormerConfig(FrugalViTConfig):
     pooling: str = "cls"
     pool_before_norm: bool = False
     projection_dim: int | None = None
+    decoder_hidden_size: int = 256
+    decoder_num_hidden_layers: int = 2
+    semantic_loss_ignore_index: int = 255
     drop_path_rate: float | int = 0.0
     initializer_range: float | int = 0.02
     image_mean: float | list[float] | tuple[float, ...] = INCEPTION_MEAN
@@ -173,6 +185,7 @@ class SparseFormerConfig(FrugalViTConfig):
             "intermediate_size",
             "mixing_hidden_size",
             "projection_dim",
+            "decoder_hidden_size",
             "resize_size",
         )
         if self.num_sampling_points < 2:
@@ -180,6 +193,8 @@ class SparseFormerConfig(FrugalViTConfig):
                 f"`num_sampling_points` is {self.num_sampling_points}, expected at least 2: "
                 "sampling offsets are standardized over the points of a token."
             )
+        if self.decoder_num_hidden_layers < 0:
+            raise ValueError(f"`decoder_num_hidden_layers` is {self.decoder_num_hidden_layers}, expected at least 0.")
         self._check_sizes("image_size", low=4, reason=", each at least 4 (the stride of the stem)")
 
     def validate_widths(self):
@@ -198,6 +213,11 @@ class SparseFormerConfig(FrugalViTConfig):
                     f"`{width}`={size} is not a multiple of 8, as the RoI position encoding (sine and cosine of "
                     "four coordinates) wants it."
                 )
+        if self.decoder_hidden_size % max(self.decoder_hidden_size // 64, 1):
+            raise ValueError(
+                f"`decoder_hidden_size` is {self.decoder_hidden_size}, expected up to 64 or a multiple of 64, the "
+                "width of its attention heads."
+            )
 
     def validate_steps(self):
         """The lists of steps name known operations, each once, and can run."""

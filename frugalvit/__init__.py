@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from .modeling.modeling_sparseformer import (
         SparseFormerForImageClassification as SparseFormerForImageClassification,
     )
+    from .modeling.modeling_sparseformer import (
+        SparseFormerForSemanticSegmentation as SparseFormerForSemanticSegmentation,
+    )
     from .modeling.modeling_sparseformer import SparseFormerModel as SparseFormerModel
     from .modeling.modeling_sparseformer import SparseFormerPreTrainedModel as SparseFormerPreTrainedModel
     from .modeling.modeling_sparseformer import SparseFormerVisionModel as SparseFormerVisionModel

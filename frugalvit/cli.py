@@ -20,8 +20,12 @@ COMMANDS = {
     "bootstrap": ("frugalvit.training.bootstrap", "turn a ViT into a SparseFormer with fewer tokens, without labels"),
     "train": ("frugalvit.training.train", "train an image classifier from scratch"),
     "contrastive": ("frugalvit.training.contrastive", "train a small CLIP from labeled images"),
+    "segment": ("frugalvit.training.segment", "fine-tune a model for semantic segmentation"),
     "attention": ("frugalvit.attention", "measure and draw how a vision transformer attends"),
-    "evaluate": ("frugalvit.evaluate", "measure accuracy: of classifiers, zero-shot, retrieval, ScienceQA"),
+    "evaluate": (
+        "frugalvit.evaluate",
+        "measure classifiers, segmentation, zero-shot, retrieval, ScienceQA",
+    ),
     "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
     "publish": ("frugalvit.publish", "write a model as a repository to share, in half the bytes"),
 }

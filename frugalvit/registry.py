@@ -14,6 +14,7 @@ FAMILIES = {
         [
             "SparseFormerModel",
             "SparseFormerForImageClassification",
+            "SparseFormerForSemanticSegmentation",
             "SparseFormerPreTrainedModel",
             "SparseFormerVisionModel",
             "SparseFormerVisionModelWithProjection",

@@ -90,6 +90,7 @@ _PIPELINES = {
     "AutoModel": "image-feature-extraction",
     "AutoModelForImageClassification": "image-classification",
     "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForSemanticSegmentation": "image-segmentation",
     "AutoModelForZeroShotImageClassification": "zero-shot-image-classification",
 }
 
@@ -176,8 +177,7 @@ class HubModel(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if writes:
             if not (folder / "preprocessor_config.json").exists():
-                vision_config = getattr(self.config, "vision_config", self.config)
-                text = json.dumps(image_processor_config(vision_config), indent=2, sort_keys=True) + "\n"
+                text = json.dumps(self.image_processor_config(), indent=2, sort_keys=True) + "\n"
                 (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
             if not (folder / "README.md").exists():
                 model_card(self).save(folder / "README.md")
@@ -191,6 +191,10 @@ class HubModel(PreTrainedModel):
                     allow_patterns=[*written, "preprocessor_config.json", "README.md"],
                     **upload,
                 )
+
+    def image_processor_config(self) -> dict:
+        """The content of `preprocessor_config.json`."""
+        return image_processor_config(getattr(self.config, "vision_config", self.config))
 
     def write_code(self, folder: Path):
         """Write the source files of the model's family and point the configuration's `auto_map` at them."""

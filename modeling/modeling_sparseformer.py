@@ -13,15 +13,22 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput, ModelOutput
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    ImageClassifierOutput,
+    ModelOutput,
+    SemanticSegmenterOutput,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from ..configuration.configuration_base import pair
 from ..configuration.configuration_sparseformer import SparseFormerConfig
-from .hub import HubModel
+from .hub import HubModel, image_processor_config
 from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path
+from .segmentation import SegmentationHead, semantic_segmentation_loss
 from .teachers import check_inherited_block, read_teacher
 
 
@@ -42,11 +49,14 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
             `(batch, tokens, points, 2)` float32 of every sampling: x and y, 0 to 1 across the image.
         focusing_hidden_states (`tuple`, *optional*, with `output_focusing_hidden_states=True`):
             `(batch, tokens, focusing_hidden_size)` after every focusing iteration.
+        stem_features (`torch.FloatTensor`, *optional*, with `output_stem_features=True`):
+            `(batch, stem_channels, height / 4, width / 4)`, what the tokens sample.
     """
 
     rois: tuple[torch.FloatTensor, ...] | None = None
     sampling_points: tuple[torch.FloatTensor, ...] | None = None
     focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    stem_features: torch.FloatTensor | None = None
 
 
 @dataclass
@@ -56,6 +66,21 @@ class SparseFormerImageClassifierOutput(ImageClassifierOutput):
     rois: tuple[torch.FloatTensor, ...] | None = None
     sampling_points: tuple[torch.FloatTensor, ...] | None = None
     focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
+    """`SemanticSegmenterOutput` with the extra outputs of `SparseFormerModelOutput`.
+
+    Args:
+        token_maps (`torch.FloatTensor`, *optional*, with `output_token_maps=True`):
+            `(batch, tokens, height / 4, width / 4)`, the share of each token in each pixel's scores; sums to 1.
+    """
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    token_maps: torch.FloatTensor | None = None
 
 
 @dataclass
@@ -437,6 +462,7 @@ class SparseFormerPreTrainedModel(HubModel):
     auto_classes = {
         "AutoModel": "SparseFormerModel",
         "AutoModelForImageClassification": "SparseFormerForImageClassification",
+        "AutoModelForSemanticSegmentation": "SparseFormerForSemanticSegmentation",
     }
     _no_split_modules = ["SparseFormerLayer", "SparseFormerLatents"]
     _keep_in_fp32_modules_strict = ["initial_rois"]
@@ -511,6 +537,9 @@ class SparseFormerPreTrainedModel(HubModel):
             init.normal_(module.stage_embedding)
         elif isinstance(module, SparseFormerPoolingHead):
             init.normal_(module.probe)
+        elif isinstance(module, SegmentationHead):
+            init.trunc_normal_(module.query.weight, std=std)
+            init.zeros_(module.query.bias)
 
     def resize_tokens(self, num_latent_tokens: int):
         """Change the number of latent tokens in place, as continued bootstrapping needs; kept tokens stay as they are.
@@ -658,6 +687,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         pixel_values: torch.Tensor | None = None,
         output_rois: bool = False,
         output_focusing_hidden_states: bool = False,
+        output_stem_features: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerModelOutput:
         """
@@ -667,6 +697,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
             output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
                 Return `focusing_hidden_states`.
+            output_stem_features (`bool`, *optional*, defaults to `False`): Return `stem_features`.
         """
         pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min_size=4)
         features = self.stem(pixel_values.to(self.stem.convolution.weight.dtype))
@@ -699,6 +730,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             rois=tuple(all_rois) if output_rois else None,
             sampling_points=tuple(all_points) if output_rois else None,
             focusing_hidden_states=tuple(focusing_hidden_states) if output_focusing_hidden_states else None,
+            stem_features=features if output_stem_features else None,
         )
 
     def pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -717,6 +749,105 @@ class SparseFormerForImageClassification(GenericForImageClassification, SparseFo
 
     model_class = SparseFormerModel
     output_class = SparseFormerImageClassifierOutput
+
+
+class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
+    """SparseFormer with a class for every pixel: scores of each latent token, spread over the image by its RoI and
+    likeness (section 4.1 of the bootstrapping paper; `SegmentationHead` says what that leaves open).
+
+    It starts from a bootstrapped classifier, with more tokens and pixels (256 tokens for 512 x 512 in the paper):
+    `SparseFormerForSemanticSegmentation.from_pretrained(folder, num_latent_tokens=256, image_size=512,
+    num_labels=150)`.
+    """
+
+    # The loss is a mean over the pixels that count, whose number `Trainer` does not know.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: SparseFormerConfig):
+        steps = (*config.focusing_steps, *config.final_focusing_steps)
+        if "roi_adjustment" not in steps:
+            raise ValueError(f"Tokens are placed by their RoIs, and no step of {list(steps)} adjusts any.")
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.sparseformer = SparseFormerModel(config)
+        self.decode_head = SegmentationHead(config)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, num_latent_tokens: int | None = None, **kwargs):
+        """As in Transformers. `num_latent_tokens`, where it is another number than the checkpoint's, changes it by
+        `resize_tokens`, and new tokens with equal RoIs are moved apart."""
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if num_latent_tokens is not None and num_latent_tokens != model.config.num_latent_tokens:
+            model.resize_tokens(num_latent_tokens)
+            model.base_model.latents.break_ties()
+        return loaded
+
+    def image_processor_config(self) -> dict:
+        height, width = pair(self.config.image_size)
+        fields = image_processor_config(self.config)
+        for name in ("do_center_crop", "crop_size", "do_convert_rgb"):
+            fields.pop(name, None)
+        return {
+            **fields,
+            "image_processor_type": "SegformerImageProcessor",
+            "size": {"height": height, "width": width},
+            "do_reduce_labels": False,
+        }
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        output_rois: bool = False,
+        output_token_maps: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SparseFormerSemanticSegmenterOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
+                Normalized images of any size from 4 x 4 pixels.
+            labels (`torch.LongTensor` of shape `(batch, height, width)`, *optional*):
+                Class numbers; `config.semantic_loss_ignore_index` does not count.
+            output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
+            output_token_maps (`bool`, *optional*, defaults to `False`): Return `token_maps`.
+            kwargs: Passed to `SparseFormerModel.forward`.
+
+        Returns:
+            `SparseFormerSemanticSegmenterOutput`: `loss`, the mean over the pixels that count, and `(batch,
+            num_labels, height / 4, width / 4)` `logits`, rounded up; the image processor's
+            `post_process_semantic_segmentation` makes maps of them.
+
+        Raises:
+            ValueError: if the labels are of another size than the images, or no classes of the model.
+        """
+        if labels is not None and pixel_values is not None and labels.shape[-2:] != pixel_values.shape[-2:]:
+            raise ValueError(
+                f"Got masks of {' x '.join(map(str, labels.shape[-2:]))} pixels for images of "
+                f"{' x '.join(map(str, pixel_values.shape[-2:]))}; expected the same size. Prepare both with the "
+                "model's AutoImageProcessor: `processor(images, masks)`."
+            )
+        outputs = self.sparseformer(
+            pixel_values, output_rois=True, output_stem_features=True, return_dict=True, **kwargs
+        )
+        tokens = outputs.last_hidden_state[:, int(self.config.use_cls_token) :]
+        logits, token_maps = self.decode_head(tokens, outputs.rois[-1], outputs.stem_features)
+        loss = None
+        if labels is not None:
+            ignored = self.config.semantic_loss_ignore_index
+            loss = semantic_segmentation_loss(logits, labels, self.config.num_labels, ignored)
+        return SparseFormerSemanticSegmenterOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            rois=outputs.rois if output_rois else None,
+            sampling_points=outputs.sampling_points if output_rois else None,
+            focusing_hidden_states=outputs.focusing_hidden_states,
+            token_maps=token_maps if output_token_maps else None,
+        )
 
 
 class SparseFormerVisionModel(SparseFormerModel):
@@ -760,6 +891,7 @@ __all__ = [
     "SparseFormerConfig",
     "SparseFormerModel",
     "SparseFormerForImageClassification",
+    "SparseFormerForSemanticSegmentation",
     "SparseFormerPreTrainedModel",
     "SparseFormerVisionModel",
     "SparseFormerVisionModelWithProjection",

@@ -46,8 +46,8 @@ def check_share(arguments, *names: str):
 
 
 @dataclass
-class DataArguments:
-    """What to train and evaluate on."""
+class ImageArguments:
+    """Images to train and evaluate on."""
 
     dataset: list[str] = argument(
         [SUBSET], f"datasets hub id, image folder, parquet files (wildcards too) or folder of them, or {SUBSET}."
@@ -59,7 +59,6 @@ class DataArguments:
         None, 'Split to evaluate on. Default: "test", or "train", all of it, where --eval_dataset is given as files.'
     )
     image_column: str | None = argument(None, "Name of the image column, where types do not tell.")
-    label_column: str | None = argument(None, "Name of the label column, where types do not tell.")
     class_names: list[str] | None = argument(None, "Names of the labels 0, 1, …, where the data set has none.")
     steps_per_epoch: int | None = argument(None, "Optimizer steps of an epoch. Default: all images once.")
     streaming: bool = argument(False, "Read training images as training goes; needs --steps_per_epoch.")
@@ -78,6 +77,13 @@ class DataArguments:
             check_at_least(self, 1, "steps_per_epoch")
         if self.eval_split is None:
             self.eval_split = default_split(self.eval_dataset)
+
+
+@dataclass
+class DataArguments(ImageArguments):
+    """What to train and evaluate on."""
+
+    label_column: str | None = argument(None, "Name of the label column, where types do not tell.")
 
 
 @dataclass

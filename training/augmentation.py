@@ -94,8 +94,8 @@ class ImageFormat:
             )
         return cls(
             size=(crop["height"], crop["width"]),
-            mean=tuple(processor.image_mean) if processor.do_normalize else (0.0, 0.0, 0.0),
-            std=tuple(processor.image_std) if processor.do_normalize else (1.0, 1.0, 1.0),
+            mean=_of_channels(processor.image_mean) if processor.do_normalize else (0.0, 0.0, 0.0),
+            std=_of_channels(processor.image_std) if processor.do_normalize else (1.0, 1.0, 1.0),
             resample=int(processor.resample),
             resize=shorter,
         )
@@ -125,6 +125,11 @@ class ImageFormat:
             _channels(values).to(pixel_values.device) for values in (source.mean, source.std, self.mean, self.std)
         )
         return (pixel_values * std + (mean - own_mean)) / own_std
+
+
+def _of_channels(values: float | Sequence[float]) -> tuple[float, ...]:
+    """One number for each channel, where a processor may have one for all."""
+    return (values,) * 3 if isinstance(values, int | float) else tuple(values)
 
 
 def _channels(values: Sequence[float]) -> torch.Tensor:

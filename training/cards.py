@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..modeling.hub import loading_example, pipeline_tag
-from .arguments import DataArguments, RunArguments
+from .arguments import ImageArguments, RunArguments
 from .loop import TrainingState
 
 
@@ -14,10 +14,11 @@ def write_card(
     folder: Path,
     model,
     summary: str,
-    data: DataArguments,
+    data: ImageArguments,
     run: RunArguments,
     state: TrainingState,
     base_model: str | None = None,
+    metric: str = "accuracy",
 ):
     """Write the card of a trained model.
 
@@ -27,17 +28,18 @@ def write_card(
         summary (`str`): What it is and what was measured, a sentence or two.
         data, run, state: The recipe's data, arguments and the state it is in.
         base_model (`str`, *optional*): The model that it came from.
+        metric (`str`, *optional*, defaults to `"accuracy"`): What the hub is to list, if it was measured.
     """
     dataset, name = " ".join(data.dataset), Path(run.output_dir).name
     results = None
-    if "accuracy" in state.best:
+    if metric in state.best:
         result = EvalResult(
             task_type=pipeline_tag(model),
             dataset_type=dataset,
             dataset_name=dataset,
             dataset_split=data.eval_split,
-            metric_type="accuracy",
-            metric_value=round(state.best["accuracy"], 4),
+            metric_type=metric,
+            metric_value=round(state.best[metric], 4),
         )
         results = [result]
     card = ModelCardData(

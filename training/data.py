@@ -62,13 +62,13 @@ def load_images(
     if loaded.features is None:
         loaded = loaded._resolve_features()
     features = loaded.features
-    image = _find_column(features, image_column, _is_image, "image", dataset)
+    image = _find_column(features, image_column, is_image, "image", dataset)
     label = _find_column(
         features, label_column, lambda feature: isinstance(feature, datasets.ClassLabel), "label", dataset
     )
     if label is None and "label" in features and _holds(features["label"], "int"):
         label = "label"
-    if not (_is_image(features[image]) or _holds(features[image], "binary", "string")):
+    if not (is_image(features[image]) or _holds(features[image], "binary", "string")):
         raise ValueError(f"The column {image!r} of {dataset!r} holds {features[image]}, expected images.")
     if label and not (isinstance(features[label], datasets.ClassLabel) or _holds(features[label], "int", "uint")):
         raise ValueError(f"The column {label!r} of {dataset!r} holds {features[label]}, expected class numbers.")
@@ -164,7 +164,7 @@ def _short(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({len(names)})"
 
 
-def _is_image(feature) -> bool:
+def is_image(feature) -> bool:
     # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
     return isinstance(feature, datasets.Image) or (isinstance(feature, dict) and feature.keys() == {"bytes", "path"})
 
@@ -251,12 +251,13 @@ class ViewDataset(Dataset):
         """The view of a record that belongs to (seed, epoch, index), with what a batch needs besides."""
         try:
             image = decode_image(record["image"], index)
+            mask = [self.view.read_mask(record["mask"], index, image.size)] if "mask" in record else []
         except CorruptImageError:
             if not self.skip_corrupt:
                 raise
             return None
         with seeded(self.seed, epoch, index, VIEW):
-            sample = self.view(image)
+            sample = self.view(image, *mask)
         label = {"labels": record["label"]} if "label" in record else {}
         return {**sample, **label, "epoch": epoch, "index": index, "skipped": 0}
 
@@ -269,19 +270,19 @@ class StreamedViewDataset(ViewDataset):
 
 
 class Collate:
-    """Samples of a view to a batch: pixels normalized, the rest int64, then `mix` applied."""
+    """Samples of a view to a batch: pixels normalized, masks as they are, numbers int64, then `mix` applied."""
 
     def __init__(self, view: View, mix: Mix | None = None):
         self.formats, self.mix = view.formats, mix
 
     def __call__(self, samples: list[dict | None]) -> dict[str, torch.Tensor]:
         samples = self.replace_skipped(samples) if None in samples else samples
-        batch = {
-            name: self.formats[name].normalize(torch.stack([sample[name] for sample in samples]))
-            if name in self.formats
-            else torch.tensor([sample[name] for sample in samples])
-            for name in samples[0]
-        }
+        batch = {}
+        for name, first in samples[0].items():
+            values = [sample[name] for sample in samples]
+            batch[name] = torch.stack(values) if isinstance(first, torch.Tensor) else torch.tensor(values)
+            if name in self.formats:
+                batch[name] = self.formats[name].normalize(batch[name])
         if self.mix:
             self.mix(batch)
         return batch

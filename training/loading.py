@@ -59,7 +59,7 @@ def load_image_classifier(
     Raises:
         ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
     """
-    return _with_image_processor(
+    return load_with_image_processor(
         name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification
     )
 
@@ -85,7 +85,7 @@ def load_vision_model(
     """
     if os.fspath(name).startswith(OPEN_CLIP):
         return _load_open_clip(os.fspath(name).removeprefix(OPEN_CLIP), device)
-    return _with_image_processor(name, device, trust_remote_code, "a vision transformer", _vision_class)
+    return load_with_image_processor(name, device, trust_remote_code, "a vision transformer", _vision_class)
 
 
 def _vision_class(config) -> type:
@@ -97,7 +97,14 @@ def _vision_class(config) -> type:
     return AutoModelForImageClassification
 
 
-def _with_image_processor(name, device, trust_remote_code: bool, kind: str, choose_class):
+def load_with_image_processor(
+    name: str | os.PathLike,
+    device: str | torch.device | None,
+    trust_remote_code: bool,
+    kind: str,
+    choose_class: Callable[[PreTrainedConfig], type],
+) -> tuple[PreTrainedModel, object]:
+    """`load_pretrained` and the model's image processor."""
     model = load_pretrained(name, device, trust_remote_code, kind, choose_class)
     try:
         with _quiet_transformers():

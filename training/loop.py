@@ -175,12 +175,26 @@ def make_optimizer(name: str, groups: list[dict], **options) -> torch.optim.Opti
 
 
 def optimizer_with_schedule(
-    model: torch.nn.Module, optimization: OptimizerArguments, epochs: int, steps_per_epoch: int, name: str = "adamw"
+    model: torch.nn.Module,
+    optimization: OptimizerArguments,
+    epochs: int,
+    steps_per_epoch: int,
+    name: str = "adamw",
+    rates: dict[torch.nn.Parameter, float] | None = None,
 ):
-    """One of `OPTIMIZERS` for all parameters of a model that learn, and the schedule of its rate."""
+    """One of `OPTIMIZERS` for all parameters of a model that learn, and the schedule of its rate; `rates` are factors
+    of the learning rate for each parameter."""
+    groups = parameter_groups(model, optimization.weight_decay, name)
+    if rates:
+        groups = [
+            {**group, "params": members, "lr": factor * optimization.learning_rate}
+            for group in groups
+            for factor in sorted({rates[parameter] for parameter in group["params"]})
+            if (members := [parameter for parameter in group["params"] if rates[parameter] == factor])
+        ]
     optimizer = make_optimizer(
         name,
-        parameter_groups(model, optimization.weight_decay, name),
+        groups,
         lr=optimization.learning_rate,
         betas=(optimization.adam_beta1, optimization.adam_beta2),
     )

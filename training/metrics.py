@@ -1,4 +1,4 @@
-"""Accuracy as `evaluate` metrics that need no network."""
+"""Accuracy and segmentation scores as `evaluate` metrics that need no network."""
 
 import datasets
 import evaluate
@@ -37,6 +37,93 @@ class TopKAccuracy(evaluate.Metric):
         name = "accuracy" if self.k == 1 else f"top{self.k}_accuracy"
         right = np.asarray(predictions) == np.asarray(references)[:, None]
         return {name: float(right.any(axis=1).mean())}
+
+
+class SegmentationScores(evaluate.Metric):
+    """Mean intersection over union, mean accuracy and pixel accuracy of all pixels together.
+
+    Call `add_batch(predictions=maps, references=masks)` with class numbers of one shape, then `compute()`, which
+    returns `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value a class. A class that does
+    not occur and is not predicted has no intersection over union (`None`) and does not count in the means; one that is
+    only predicted has 0. Only a confusion matrix is kept.
+
+    Args:
+        num_labels (`int`): Classes.
+        ignore_index (`int`): Reference that does not count.
+    """
+
+    def __init__(self, num_labels: int, ignore_index: int = 255):
+        self.num_labels, self.ignore_index = num_labels, ignore_index
+        self.confusion = np.zeros((num_labels, num_labels), dtype=np.int64)
+        super().__init__(keep_in_memory=True)
+
+    def _info(self):
+        return evaluate.MetricInfo(
+            description=self.__doc__,
+            citation="",
+            inputs_description="",
+            features=datasets.Features(
+                {
+                    name: datasets.Sequence(datasets.Sequence(datasets.Value("uint16")))
+                    for name in ("predictions", "references")
+                }
+            ),
+        )
+
+    def add_batch(self, *, predictions, references):
+        """Count pixels of predictions and references, arrays of class numbers of one shape.
+
+        Raises:
+            ValueError: if the shapes differ.
+        """
+        predictions, references = np.asarray(predictions), np.asarray(references)
+        if predictions.shape != references.shape:
+            raise ValueError(f"Got predictions of shape {predictions.shape} for references of {references.shape}.")
+        counts = references != self.ignore_index
+        pairs = references[counts].astype(np.int64) * self.num_labels + predictions[counts]
+        self.confusion += np.bincount(pairs, minlength=self.confusion.size).reshape(self.confusion.shape)
+
+    def compute(self) -> dict[str, object]:
+        """The scores of all that was added."""
+        right = np.diag(self.confusion).astype(float)
+        references, predictions = self.confusion.sum(1), self.confusion.sum(0)
+        union = references + predictions - right
+        occurs, present = union > 0, references > 0
+        iou = np.divide(right, union, out=np.full(self.num_labels, np.nan), where=occurs)
+        return {
+            "mean_iou": float(iou[occurs].mean()) if occurs.any() else None,
+            "mean_accuracy": float((right[present] / references[present]).mean()) if present.any() else None,
+            "pixel_accuracy": float(right.sum() / references.sum()) if present.any() else None,
+            "iou": [float(value) if known else None for value, known in zip(iou, occurs, strict=True)],
+        }
+
+
+@torch.inference_mode()
+def evaluate_segmenter(accelerator: Accelerator, model: torch.nn.Module, loader, num_labels: int) -> dict[str, float]:
+    """Mean IoU, mean accuracy and pixel accuracy of a segmentation model, over all processes, at the resolution of the
+    loader's masks.
+
+    Args:
+        accelerator (`Accelerator`): Gathers and drops the images that pad the last batch.
+        model (`nn.Module`): Returns an output with `logits`; it is left in training mode if it was.
+        loader: What `evaluation_loader` returns, with masks as `labels`.
+        num_labels (`int`): Classes.
+
+    Raises:
+        ValueError: if no pixel counts.
+    """
+    was_training = model.training
+    model.eval()
+    scores = SegmentationScores(num_labels)
+    for batch in loader:
+        logits, labels = model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"]
+        logits = torch.nn.functional.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
+        predictions, labels = accelerator.gather_for_metrics((logits.argmax(1).int(), labels))
+        scores.add_batch(predictions=predictions.cpu().numpy(), references=labels.cpu().numpy())
+    model.train(was_training)
+    if not scores.confusion.any():
+        raise ValueError("No pixel of the evaluation masks counts; check --ignored_labels and --reduce_labels.")
+    return {name: value for name, value in scores.compute().items() if name != "iou"}
 
 
 @torch.inference_mode()

@@ -60,12 +60,14 @@ SPARSEFORMER = {
     "num_hidden_layers": 3,
     "drop_path_rate": 0.0,
     "projection_dim": 16,
+    "decoder_hidden_size": 32,
 }
 SPARSEFORMERS = (
     frugalvit.SparseFormerModel,
     frugalvit.SparseFormerForImageClassification,
     frugalvit.SparseFormerVisionModel,
     frugalvit.SparseFormerVisionModelWithProjection,
+    frugalvit.SparseFormerForSemanticSegmentation,
 )
 # What tells the generations of SparseFormer apart is left as it is.
 KINDS = {
@@ -75,14 +77,14 @@ KINDS = {
         # Heads of 16 channels in the focusing layer, the fewest that flex attention takes.
         {**SPARSEFORMER, "mixing_hidden_size": 16, "focusing_num_attention_heads": 2},
         SPARSEFORMERS,
-        files={"teachers.py"},
+        files={"segmentation.py", "teachers.py"},
     ),
     "v1": Kind(
         frugalvit.SparseFormerConfig,
         "v1-tiny",
         {**SPARSEFORMER, "focusing_num_attention_heads": 16, "num_attention_heads": 16},
         SPARSEFORMERS,
-        files={"teachers.py"},
+        files={"segmentation.py", "teachers.py"},
     ),
     "vit_impulse_init": Kind(
         frugalvit.ViTImpulseInitConfig,

@@ -118,10 +118,13 @@ class CommonTests:
         # The tests choose inputs and what they skip by the names in these tables.
         names = [model_class.__name__ for model_class in KINDS[self.kind].classes]
         family = KINDS[self.kind].config_class.model_type
-        for table, value in (
-            ("MODEL_MAPPING_NAMES", (names[0], *names[2:])),
-            ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", names[1]),
-        ):
+        tasks = {
+            "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": "ForImageClassification",
+            "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES": "ForSemanticSegmentation",
+        }
+        tables = {table: tuple(name for name in names if name.endswith(ending)) for table, ending in tasks.items()}
+        tables["MODEL_MAPPING_NAMES"] = tuple(name for name in names if not name.endswith(tuple(tasks.values())))
+        for table, value in tables.items():
             patch = mock.patch.dict(getattr(modeling_auto, table), {family: value})
             patch.start()
             self.addCleanup(patch.stop)

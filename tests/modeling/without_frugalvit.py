@@ -68,6 +68,14 @@ def pipeline_computes_the_same(source: str, loader: str, model, processor) -> bo
             predicted["label"] == model.config.id2label[best.indices.item()]
             and abs(predicted["score"] - best.values.item()) < 1e-5
         )
+    if loader == "AutoModelForSemanticSegmentation":
+        pipeline = transformers.pipeline("image-segmentation", source, trust_remote_code=True, device="cpu")
+        [best] = processor.post_process_semantic_segmentation(model.eval()(pixel_values), [(40, 48)])
+        masks = {model.config.label2id[part["label"]]: part["mask"] for part in pipeline(image)}
+        return sorted(masks) == best.unique().tolist() and all(
+            (best == label).flatten().tolist() == [value > 0 for value in mask.get_flattened_data()]
+            for label, mask in masks.items()
+        )
     if loader == "AutoModel":
         pipeline = transformers.pipeline("image-feature-extraction", source, trust_remote_code=True, device="cpu")
         features = torch.tensor(pipeline(image))

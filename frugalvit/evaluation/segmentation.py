@@ -1,0 +1,217 @@
+"""Mean IoU of a semantic segmentation model, at the resolution of the masks."""
+
+import argparse
+from collections.abc import Iterator
+
+import datasets
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torchvision.transforms import v2
+from tqdm import tqdm
+from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
+
+from ..training.augmentation import ImageFormat
+from ..training.data import CorruptImageError, decode_image, default_split
+from ..training.loading import load_with_image_processor
+from ..training.masks import MaskReader, load_masked_images
+from ..training.metrics import SegmentationScores
+from .images import add_loop_arguments, positive
+
+
+def add_parser(tasks) -> None:
+    parser = tasks.add_parser(
+        "segmentation",
+        help="mean IoU, mean accuracy and pixel accuracy of a semantic segmentation model",
+        description="Mean IoU, mean accuracy and pixel accuracy at the resolution of the masks, of images resized to "
+        "the model's size as a whole or, with --window, seen through a window that slides over them.",
+    )
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id")
+    parser.add_argument(
+        "--dataset",
+        nargs="+",
+        required=True,
+        help="datasets hub id, parquet files or folder of them, or a folder with images/ and annotations/",
+    )
+    parser.add_argument("--dataset-config", "--dataset_config", help="configuration of a hub data set with several")
+    parser.add_argument("--split", help="default: test; files given directly are one part, train")
+    parser.add_argument("--image-column", "--image_column", help="where names and types do not tell")
+    parser.add_argument("--mask-column", "--mask_column", help="where there are several")
+    parser.add_argument(
+        "--ignored-labels", "--ignored_labels", type=int, nargs="+", default=[], help="that do not count, besides 255"
+    )
+    parser.add_argument("--reduce-labels", "--reduce_labels", action="store_true", help="0 does not count, 1 is first")
+    parser.add_argument(
+        "--window", type=positive, nargs="+", help="pixels of a window, one number or height and width, that slides"
+    )
+    parser.add_argument("--stride", type=positive, help="of the window (default: two thirds of its shorter side)")
+    parser.add_argument(
+        "--shorter-side", "--shorter_side", type=positive, help="of images under the window (default: the window's)"
+    )
+    parser.add_argument("--flip", action="store_true", help="average with what the mirrored image gives")
+    parser.add_argument("--limit", type=positive, help="take only the first images")
+    parser.add_argument("--skip-corrupt", "--skip_corrupt", action="store_true", help="leave out unreadable images")
+    add_loop_arguments(parser, batch_size=16)
+    parser.set_defaults(evaluate=run)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    split = arguments.split or default_split(arguments.dataset)
+    images = load_masked_images(
+        arguments.dataset,
+        split,
+        name=arguments.dataset_config,
+        image_column=arguments.image_column,
+        mask_column=arguments.mask_column,
+    )
+    if arguments.limit:
+        images = images.select(range(min(arguments.limit, len(images))))
+    if arguments.window and len(arguments.window) > 2:
+        raise ValueError(f"--window has {len(arguments.window)} numbers, expected one, or height and width.")
+    if not arguments.window and (arguments.stride or arguments.shorter_side):
+        raise ValueError("--stride and --shorter-side say how a window slides; give its size by --window.")
+    model, image_processor = load_with_image_processor(
+        *(arguments.model, arguments.device, arguments.trust_remote_code, "a semantic segmentation model"),
+        lambda _: AutoModelForSemanticSegmentation,
+    )
+    results = segmentation_scores(
+        model,
+        ImageFormat.from_processor(image_processor),
+        images,
+        MaskReader(model.config.num_labels, arguments.ignored_labels, arguments.reduce_labels),
+        batch_size=arguments.batch_size,
+        window=(arguments.window[0], arguments.window[-1]) if arguments.window else None,
+        stride=arguments.stride,
+        shorter_side=arguments.shorter_side,
+        flip=arguments.flip,
+        skip_corrupt=arguments.skip_corrupt,
+    )
+    names, iou = model.config.id2label, results.pop("iou")
+    results |= {f"iou {names[label]}": value for label, value in enumerate(iou)}
+    return {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split, **results}
+
+
+@torch.inference_mode()
+def segmentation_scores(
+    model: PreTrainedModel,
+    image_format: ImageFormat,
+    images: datasets.Dataset,
+    read_mask: MaskReader,
+    *,
+    batch_size: int = 16,
+    window: tuple[int, int] | None = None,
+    stride: int | None = None,
+    shorter_side: int | None = None,
+    flip: bool = False,
+    skip_corrupt: bool = False,
+) -> dict[str, object]:
+    """Evaluate a semantic segmentation model, with a progress bar.
+
+    Args:
+        model (`PreTrainedModel`): Gives `logits` `(batch, classes, …)` at any resolution.
+        image_format (`ImageFormat`): What it takes.
+        images (`datasets.Dataset`): What `load_masked_images` returns.
+        read_mask (`MaskReader`): Reads the masks.
+        batch_size (`int`, *optional*, defaults to 16): Images, or windows of an image, at a time.
+        window (pair of `int`, *optional*): Height and width of a window; without one, the image is resized whole.
+        stride (`int`, *optional*): Pixels from window to window, at least 1; two thirds of its shorter side.
+        shorter_side (`int`, *optional*): Of the resized image under the window; the window's.
+        flip (`bool`, *optional*, defaults to `False`): Average logits with those of the mirrored image.
+        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
+
+    Returns:
+        `dict`: `images`, `skipped` and what `SegmentationScores` computes.
+
+    Raises:
+        CorruptImageError: for the first image that cannot be read, if they are not to be left out.
+        ValueError: if none can be read, or a mask does not fit its image or the classes.
+    """
+    scores, count = SegmentationScores(model.config.num_labels), 0
+    with tqdm(total=len(images), desc="evaluate", unit=" images", leave=False, disable=None) as progress:
+        for batch in _batches(images, read_mask, 1 if window else batch_size, skip_corrupt, progress):
+            pictures, masks = zip(*batch, strict=True)
+            if window:
+                logits = _slide(model, image_format, pictures[0], window, stride, shorter_side, batch_size, flip)
+            else:
+                pixels = [_resize(picture, image_format.size, image_format) for picture in pictures]
+                logits = _logits(model, image_format.normalize(torch.stack(pixels)), flip)
+            for of_image, mask in zip(logits, masks, strict=True):
+                of_image = F.interpolate(of_image[None], mask.shape, mode="bilinear", align_corners=False)
+                scores.add_batch(predictions=of_image.argmax(1)[0].cpu().numpy(), references=mask.numpy())
+            count += len(batch)
+    if not count:
+        raise ValueError(f"None of the {len(images)} images of the data set can be read.")
+    return {"images": count, "skipped": len(images) - count, **scores.compute()}
+
+
+def _batches(
+    images: datasets.Dataset, read_mask: MaskReader, batch_size: int, skip_corrupt: bool, progress: tqdm
+) -> Iterator[list[tuple[Image.Image, torch.Tensor]]]:
+    batch = []
+    for index in range(len(images)):
+        try:
+            picture = decode_image(images[index]["image"], index)
+            batch.append((picture, read_mask(images[index]["mask"], index, picture.size)))
+        except CorruptImageError:
+            if not skip_corrupt:
+                raise
+        progress.update()
+        if len(batch) == batch_size or (batch and index == len(images) - 1):
+            yield batch
+            batch = []
+
+
+def _resize(picture: Image.Image, size: tuple[int, ...], image_format: ImageFormat) -> torch.Tensor:
+    pixels = v2.functional.pil_to_tensor(picture)
+    return v2.functional.resize(pixels, list(size), image_format.interpolation, antialias=True)
+
+
+def _logits(model: PreTrainedModel, pixel_values: torch.Tensor, flip: bool) -> torch.Tensor:
+    """`(batch, classes, height, width)` at the resolution of the images, float32."""
+    size, pixel_values = pixel_values.shape[-2:], pixel_values.to(model.device)
+
+    def compute(pixel_values: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(model(pixel_values=pixel_values).logits.float(), size, mode="bilinear")
+
+    logits = compute(pixel_values)
+    return (logits + compute(pixel_values.flip(-1)).flip(-1)) / 2 if flip else logits
+
+
+def window_starts(length: int, window: int, stride: int) -> list[int]:
+    """Where windows begin so that they cover a length; the last ends with it."""
+    return sorted({*range(0, max(length - window, 0), stride), max(length - window, 0)})
+
+
+def _slide(
+    model: PreTrainedModel,
+    image_format: ImageFormat,
+    picture: Image.Image,
+    window: tuple[int, int],
+    stride: int | None,
+    shorter_side: int | None,
+    batch_size: int,
+    flip: bool,
+) -> torch.Tensor:
+    """Mean logits `(1, classes, height, width)` of the windows that see each pixel of the resized image."""
+    stride = stride or max(min(window) * 2 // 3, 1)
+    pixels = image_format.normalize(_resize(picture, (shorter_side or min(window),), image_format)[None])
+    height, width = pixels.shape[-2:]
+    # An image that is smaller than the window is seen whole, on a ground of the mean color.
+    pixels = F.pad(pixels, (0, max(window[1] - width, 0), 0, max(window[0] - height, 0)))
+    starts = [
+        (top, left)
+        for top in window_starts(pixels.shape[-2], window[0], stride)
+        for left in window_starts(pixels.shape[-1], window[1], stride)
+    ]
+    total = torch.zeros(model.config.num_labels, *pixels.shape[-2:])
+    counts = torch.zeros(pixels.shape[-2:])
+    for first in range(0, len(starts), batch_size):
+        places = [
+            (slice(top, top + window[0]), slice(left, left + window[1]))
+            for top, left in starts[first : first + batch_size]
+        ]
+        logits = _logits(model, torch.cat([pixels[..., rows, columns] for rows, columns in places]), flip).cpu()
+        for of_window, (rows, columns) in zip(logits, places, strict=True):
+            total[:, rows, columns] += of_window
+            counts[rows, columns] += 1
+    return (total / counts)[None, :, :height, :width]

@@ -1,0 +1,294 @@
+"""The segmentation head against its equations, and what a segmentation model does with masks."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation, Trainer, TrainingArguments
+
+import frugalvit
+from frugalvit import (
+    SparseFormerConfig,
+    SparseFormerForImageClassification,
+    SparseFormerForSemanticSegmentation,
+    count_macs,
+)
+from frugalvit.modeling.layers import eager_attention_forward
+from frugalvit.modeling.segmentation import geometric_bias, semantic_segmentation_loss
+
+
+@pytest.fixture
+def model(generation, make_model) -> SparseFormerForSemanticSegmentation:
+    return make_model(SparseFormerForSemanticSegmentation, generation)
+
+
+def coordinates(low: float, high: float):
+    return st.floats(low, high, width=32, allow_nan=False)
+
+
+class TestGeometricBias:
+    @given(
+        center=st.tuples(coordinates(0.0, 1.0), coordinates(0.0, 1.0)),
+        size=st.tuples(coordinates(0.25, 1.0), coordinates(0.25, 1.0)),
+        cells=st.tuples(st.integers(8, 40), st.integers(8, 40)),
+    )
+    def test_is_a_gaussian_of_half_the_size(self, center, size, cells):
+        (x, y), (width, height) = center, size
+        roi = torch.tensor([[[x - width / 2, y - height / 2, x + width / 2, y + height / 2]]])
+        bias = geometric_bias(roi, *cells)
+        assert bias.shape == (1, 1, *cells) and bias.dtype == torch.float32
+        for row, column in ((0, 0), (cells[0] // 2, cells[1] - 1)):
+            dx, dy = (column + 0.5) / cells[1] - x, (row + 0.5) / cells[0] - y
+            expected = -0.5 * ((dx / (width / 2)) ** 2 + (dy / (height / 2)) ** 2)
+            assert bias[0, 0, row, column].item() == pytest.approx(expected, abs=1e-3)
+
+    def test_edges_and_what_lies_outside(self):
+        bias = geometric_bias(torch.tensor([[[0.25, 0.0, 0.75, 1.0]]]), 1, 1000)[0, 0, 0]
+        assert bias[500] == pytest.approx(0, abs=1e-3)
+        assert bias[250] == pytest.approx(-0.5, abs=0.01)
+        assert bias[0] == pytest.approx(-2, abs=0.01)
+
+    @pytest.mark.parametrize(
+        "roi", [[0.3, 0.6, 0.3, 0.6], [0.7, 0.8, 0.2, 0.1], [-1e6, -1e6, -1e6, -1e6], [1e8, 0, 1e8, 1]]
+    )
+    def test_degenerate_rois_are_finite(self, roi):
+        roi = torch.tensor([[roi]], requires_grad=True)
+        bias = geometric_bias(roi, 6, 9)
+        bias.sum().backward()
+        assert bias.isfinite().all() and roi.grad.isfinite().all()
+
+    def test_a_point_speaks_for_its_cell(self):
+        bias = geometric_bias(torch.tensor([[[0.3, 0.6, 0.3, 0.6]]]), 10, 10)[0, 0]
+        assert bias.argmax() in (6 * 10 + 3, 6 * 10 + 2, 5 * 10 + 3, 5 * 10 + 2)
+
+
+class TestHead:
+    @torch.no_grad()
+    def test_computes_equations_6_and_7(self, model, pixel_values):
+        """Pixel by pixel, as they are printed."""
+        outputs = model(pixel_values, output_rois=True, output_token_maps=True)
+        base = model.sparseformer(pixel_values, output_stem_features=True)
+        head, cls = model.decode_head, int(model.config.use_cls_token)
+        tokens = head.reduction(base.last_hidden_state[:, cls:])
+        for block in head.blocks:
+            normed, attention = block.layernorm_before(tokens), block.attention
+            query, key, value = (
+                projection(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            mixed, _ = eager_attention_forward(attention, query, key, value, None, attention.head_dim**-0.5)
+            tokens = tokens + attention.o_proj(mixed.flatten(2))
+            tokens = tokens + block.mlp(block.layernorm_after(tokens))
+        tokens = head.layernorm(tokens)
+        token_logits = head.classifier(tokens)
+        queries = F.conv2d(base.stem_features, head.query.weight, head.query.bias, padding=1)
+        bias = geometric_bias(outputs.rois[-1], *queries.shape[-2:])
+        width = tokens.shape[-1]
+        for image in range(2):
+            for row, column in ((0, 0), (3, 5), (7, 7)):
+                scores = head.key(tokens[image]) @ queries[image, :, row, column] / width**0.5
+                scores = scores + head.importance(tokens[image])[:, 0] + bias[image, :, row, column]
+                shares = scores.softmax(0)
+                torch.testing.assert_close(outputs.token_maps[image, :, row, column], shares, atol=1e-6, rtol=1e-5)
+                expected = shares @ token_logits[image]
+                torch.testing.assert_close(outputs.logits[image, :, row, column], expected, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("size", [(4, 4), (31, 50), (33, 64)])
+    @torch.no_grad()
+    def test_any_size_gives_a_quarter(self, model, size):
+        outputs = model(torch.randn(1, 3, *size), output_token_maps=True)
+        quarter = tuple(-(-side // 4) for side in size)
+        assert outputs.logits.shape == (1, 3, *quarter)
+        assert outputs.token_maps.shape == (1, 5, *quarter)
+        torch.testing.assert_close(outputs.token_maps.sum(1), torch.ones(1, *quarter))
+
+    @torch.no_grad()
+    def test_class_token_has_no_share(self, model, pixel_values):
+        logits = model(pixel_values).logits
+        heard = []
+        handle = model.decode_head.register_forward_pre_hook(lambda head, inputs: heard.append(inputs[0].shape[1]))
+        assert torch.equal(model(pixel_values).logits, logits)
+        handle.remove()
+        assert heard == [model.config.num_latent_tokens]
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @torch.no_grad()
+    def test_half_precision(self, dtype, model, pixel_values):
+        expected = model(pixel_values).logits
+        logits = model.to(dtype)(pixel_values.to(dtype)).logits
+        assert logits.dtype == dtype
+        torch.testing.assert_close(logits.float(), expected, atol=0.05, rtol=0.05)
+
+    @pytest.mark.parametrize(
+        ("size", "parameters", "giga_macs"), [("base", 65_446_486, 25.37), ("large", 213_497_558, 66.25)]
+    )
+    def test_counts(self, size, parameters, giga_macs):
+        config = SparseFormerConfig.from_variant(
+            f"augreg-{size}-49-224", num_latent_tokens=256, image_size=512, resize_size=None, num_labels=150
+        )
+        with torch.device("meta"):
+            model = SparseFormerForSemanticSegmentation(config)
+        assert model.num_parameters() == parameters
+        assert count_macs(model, 512).macs_with_attention / 1e9 == pytest.approx(giga_macs, abs=0.01)
+
+    def test_base_model_at_512_pixels_needs_less_than_2_gb(self):
+        program = (
+            "import resource, torch\n"
+            "from frugalvit import SparseFormerConfig, SparseFormerForSemanticSegmentation\n"
+            "config = SparseFormerConfig.from_variant('augreg-base-49-224', num_latent_tokens=256, num_labels=150)\n"
+            "model = SparseFormerForSemanticSegmentation(config).eval()\n"
+            "with torch.no_grad(): model(torch.zeros(1, 3, 512, 512))\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+        )
+        output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        unit = 1 if sys.platform == "darwin" else 1024
+        assert int(output) * unit < 2e9
+
+
+class TestStart:
+    def test_from_a_classifier_with_more_tokens(self, generation, make_model, tmp_path):
+        classifier = make_model(SparseFormerForImageClassification, generation)
+        classifier.save_pretrained(tmp_path)
+        model = SparseFormerForSemanticSegmentation.from_pretrained(
+            tmp_path, num_latent_tokens=40, num_labels=7, ignore_mismatched_sizes=True
+        )
+        assert model.config.num_latent_tokens == 40 and model.config.num_labels == 7
+        own, inherited = model.base_model.state_dict(), classifier.base_model.state_dict()
+        for name, weight in inherited.items():
+            kept = own[name][: len(weight)] if "latents" in name else own[name]
+            assert torch.equal(kept, weight), name
+        rois = model.base_model.latents.initial_rois
+        assert len(rois) == 40
+        if generation == "bootstrapped":
+            assert len(rois.unique(dim=0)) == 40  # equal ones would stay equal
+        assert model(torch.randn(1, 3, 40, 60)).logits.shape == (1, 7, 10, 15)
+
+    def test_needs_rois_that_move(self, make_config):
+        config = make_config("bootstrapped", focusing_steps=["sampling", "attention"])
+        with pytest.raises(ValueError, match="no step of .* adjusts any"):
+            SparseFormerForSemanticSegmentation(config)
+
+    def test_auto_class_and_image_processor(self, model, tmp_path):
+        model.save_pretrained(tmp_path)
+        processor = AutoImageProcessor.from_pretrained(tmp_path)
+        loaded = AutoModelForSemanticSegmentation.from_pretrained(tmp_path)
+        image = torch.randint(0, 256, (3, 50, 70), dtype=torch.uint8)
+        mask = torch.randint(0, 3, (50, 70), dtype=torch.uint8)
+        inputs = processor(image, mask, return_tensors="pt")
+        assert inputs["pixel_values"].shape == (1, 3, 32, 32) and inputs["labels"].shape == (1, 32, 32)
+        with torch.no_grad():
+            outputs = loaded(**inputs)
+        assert outputs.loss.isfinite()
+        [segmented] = processor.post_process_semantic_segmentation(outputs, [(50, 70)])
+        assert segmented.shape == (50, 70) and set(segmented.unique().tolist()) <= {0, 1, 2}
+
+
+class TestLoss:
+    def test_is_the_mean_over_pixels_that_count(self, model, pixel_values):
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.randint(0, 3, (2, 32, 32), generator=generator)
+        labels[:, :9] = 255
+        outputs = model(pixel_values, labels=labels)
+        logits = F.interpolate(outputs.logits, (32, 32), mode="bilinear").log_softmax(1)
+        expected = -sum(
+            logits[image, labels[image, row, column], row, column]
+            for image in range(2)
+            for row in range(9, 32)
+            for column in range(32)
+        ) / (2 * 23 * 32)
+        torch.testing.assert_close(outputs.loss, expected)
+
+    def test_all_ignored_is_finite(self, model, pixel_values):
+        outputs = model.train()(pixel_values, labels=torch.full((2, 32, 32), 255))
+        outputs.loss.backward()
+        assert outputs.loss == 0
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+    def test_another_ignored_label(self, make_model, pixel_values):
+        model = make_model(SparseFormerForSemanticSegmentation, "bootstrapped", semantic_loss_ignore_index=2)
+        labels = torch.full((2, 32, 32), 2)
+        assert model(pixel_values, labels=labels).loss == 0
+
+    def test_one_class(self, make_model, pixel_values):
+        model = make_model(SparseFormerForSemanticSegmentation, "bootstrapped", num_labels=1)
+        labels = torch.randint(0, 2, (2, 32, 32), generator=torch.Generator().manual_seed(0))
+        labels[0, 0] = 255
+        outputs = model(pixel_values, labels=labels)
+        logits, counts = F.interpolate(outputs.logits, (32, 32), mode="bilinear")[:, 0], labels != 255
+        expected = F.binary_cross_entropy_with_logits(logits[counts], labels[counts].float())
+        torch.testing.assert_close(outputs.loss, expected)
+
+    @pytest.mark.parametrize(
+        ("labels", "message"),
+        [
+            (torch.zeros(2, 30, 32, dtype=torch.long), "masks of 30 x 32 pixels for images of 32 x 32"),
+            (torch.zeros(2, 32, 32), "dtype torch.float32; expected integers"),
+            (torch.zeros(1, 32, 32, dtype=torch.long), r"expected integers \(2, height, width\)"),
+            (torch.full((2, 32, 32), 3), r"labels \[3\]; the model's classes are 0 to 2, and 255 does not count"),
+            (torch.full((2, 32, 32), -100), r"labels \[-100\]"),
+        ],
+    )
+    def test_bad_masks(self, labels, message, make_model, pixel_values):
+        model = make_model(SparseFormerForSemanticSegmentation, "bootstrapped")
+        with pytest.raises(ValueError, match=message):
+            model(pixel_values, labels=labels)
+
+    def test_other_resolutions_are_interpolated_to(self):
+        logits, labels = torch.randn(1, 4, 3, 5), torch.randint(0, 4, (1, 9, 17))
+        expected = F.cross_entropy(F.interpolate(logits, (9, 17), mode="bilinear"), labels)
+        torch.testing.assert_close(semantic_segmentation_loss(logits, labels, 4), expected)
+
+
+@pytest.fixture(scope="module")
+def segmented(photographs) -> list[dict[str, torch.Tensor]]:
+    """Photographs whose bright pixels are class 1 and whose dark ones are class 2."""
+    processor = AutoImageProcessor.from_pretrained(frugalvit.checkpoint_path("cifar10-vit"))
+    pixel_values = processor(photographs[0], return_tensors="pt")["pixel_values"]
+    brightness = pixel_values.mean(1)
+    labels = (brightness > 0.5).long() + 2 * (brightness < -0.5).long()
+    return [{"pixel_values": image, "labels": mask} for image, mask in zip(pixel_values, labels, strict=True)]
+
+
+class TestTrainer:
+    def arguments(self, folder, **fields) -> TrainingArguments:
+        return TrainingArguments(
+            str(folder),
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            save_strategy="no",
+            **fields,
+        )
+
+    def test_learns_real_images(self, make_config, segmented, tmp_path):
+        torch.manual_seed(0)
+        model = SparseFormerForSemanticSegmentation(make_config("bootstrapped"))
+        arguments = self.arguments(tmp_path, max_steps=60, learning_rate=5e-3, per_device_train_batch_size=16)
+        trainer = Trainer(model, arguments, train_dataset=segmented, eval_dataset=segmented)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        assert trainer.evaluate()["eval_loss"] < 0.7 * before
+
+    def test_accumulated_steps_equal_the_large_batch(self, make_config, segmented, tmp_path):
+        """With as many pixels that count in each part."""
+        trained = []
+        for batch, steps in ((8, 1), (2, 4)):
+            torch.manual_seed(0)
+            model = SparseFormerForSemanticSegmentation(make_config("bootstrapped"))
+            arguments = self.arguments(
+                tmp_path,
+                max_steps=2,
+                learning_rate=0.1,
+                optim="sgd",
+                per_device_train_batch_size=batch,
+                gradient_accumulation_steps=steps,
+            )
+            Trainer(model, arguments, train_dataset=segmented[:8]).train()
+            trained.append(model.state_dict())
+        for name, weight in trained[0].items():
+            torch.testing.assert_close(weight, trained[1][name], atol=1e-5, rtol=1e-4)

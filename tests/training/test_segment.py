@@ -1,0 +1,364 @@
+"""Segmentation: masks and views, scores against brute force, the recipe, and the command that evaluates."""
+
+import io
+import json
+import re
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import SegformerConfig, SegformerForSemanticSegmentation, SegformerImageProcessor
+
+from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
+from frugalvit.cli import main
+from frugalvit.evaluation.segmentation import segmentation_scores, window_starts
+from frugalvit.training import segment
+from frugalvit.training.augmentation import ImageFormat, seeded
+from frugalvit.training.data import CorruptImageError
+from frugalvit.training.masks import MaskReader, SegmentationEvalView, SegmentationView, load_masked_images
+from frugalvit.training.metrics import SegmentationScores
+
+
+torch.set_num_threads(1)
+
+NEAREST = ImageFormat((24, 32), mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255), resample=0)
+
+
+def encode(pixels: np.ndarray, format: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format)
+    return buffer.getvalue()
+
+
+def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.ndarray]:
+    """An image of rectangles and their classes, of which there are four; the image is 60 times the class."""
+    generator = np.random.default_rng(seed)
+    mask = np.zeros((height, width), np.uint8)
+    for label in (1, 2, 3):
+        top, left = generator.integers(0, height - 12), generator.integers(0, width - 12)
+        mask[top : top + generator.integers(8, 25), left : left + generator.integers(8, 25)] = label
+    return np.repeat(60 * mask[:, :, None], 3, axis=2), mask
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory):
+    """Function that writes scenes and returns the file; `change` may alter the columns."""
+
+    def write(name: str = "scenes", count: int = 12, change=None) -> str:
+        path = tmp_path_factory.mktemp("data") / f"{name}.parquet"
+        scenes = [scene(seed) for seed in range(count)]
+        columns = {
+            "image": [{"bytes": encode(image), "path": None} for image, _ in scenes],
+            "annotation": [{"bytes": encode(mask), "path": None} for _, mask in scenes],
+        }
+        if change:
+            change(columns)
+        table = datasets.Dataset.from_dict(columns)
+        for column in columns:
+            table = table.cast_column(column, datasets.Image())
+        table.to_parquet(path)
+        return str(path)
+
+    return write
+
+
+def read(table, index: int, read_mask=None) -> tuple[Image.Image, torch.Tensor]:
+    image = Image.open(io.BytesIO(table[index]["image"]["bytes"]))
+    return image, (read_mask or MaskReader(4))(table[index]["mask"], index, image.size)
+
+
+class TestData:
+    def test_parquet(self, parquet):
+        table = load_masked_images(parquet(), "train[:5]")
+        assert table.column_names == ["image", "mask"] and len(table) == 5
+        assert np.array_equal(read(table, 3)[1], scene(3)[1])
+
+    @pytest.mark.parametrize(("masks", "split"), [("annotations", "training"), ("masks", "")])
+    def test_folder_of_pairs(self, masks, split, tmp_path):
+        for folder in ("images", masks):
+            (tmp_path / folder / split).mkdir(parents=True)
+        for seed in range(3):
+            image, mask = scene(seed)
+            Image.fromarray(image).save(tmp_path / "images" / split / f"{seed}.jpg", quality=95)
+            Image.fromarray(mask).save(tmp_path / masks / split / f"{seed}.png")
+        table = load_masked_images(str(tmp_path), split or "train")
+        assert len(table) == 3
+        mask = MaskReader(4)(table[2]["mask"], 2, (52, 40))
+        assert np.array_equal(mask, scene(2)[1])
+        (tmp_path / masks / split / "1.png").unlink()
+        with pytest.raises(ValueError, match="1 images in .* have no mask .* for example 1.jpg"):
+            load_masked_images(str(tmp_path), split or "train")
+        if split:
+            with pytest.raises(ValueError, match="has no split 'test'; it has training"):
+                load_masked_images(str(tmp_path), "test")
+
+    def test_columns_that_do_not_tell(self, parquet):
+        def three(columns):
+            columns["other"] = columns["annotation"]
+
+        path = parquet("three", change=three)
+        with pytest.raises(ValueError, match="image, annotation, other; expected one of images and one of masks"):
+            load_masked_images(path, "train")
+        assert len(load_masked_images(path, "train", mask_column="other")) == 12
+        with pytest.raises(ValueError, match="has no column 'mask'; it has"):
+            load_masked_images(path, "train", mask_column="mask")
+
+    def test_empty(self, parquet):
+        with pytest.raises(ValueError, match=r"train\[:0\].* no data|has no images"):
+            load_masked_images(parquet(), "train[:0]")
+
+    def test_labels_that_do_not_count(self):
+        mask = {"bytes": encode(np.array([[0, 1, 2, 255]], np.uint8)), "path": None}
+        assert MaskReader(3)(mask, 0, (4, 1)).tolist() == [[0, 1, 2, 255]]
+        assert MaskReader(2, ignored_labels=[2])(mask, 0, (4, 1)).tolist() == [[0, 1, 255, 255]]
+        assert MaskReader(2, reduce_labels=True)(mask, 0, (4, 1)).tolist() == [[255, 0, 1, 255]]
+
+    @pytest.mark.parametrize(
+        ("mask", "size", "error", "message"),
+        [
+            (
+                encode(np.zeros((4, 5), np.uint8)),
+                (5, 5),
+                ValueError,
+                "mask of image 7 has 5 x 4 pixels, the image 5 x 5",
+            ),
+            (
+                encode(np.full((4, 5), 3, np.uint8)),
+                (5, 4),
+                ValueError,
+                r"has the labels \[3\], the classes are 0 to 2",
+            ),
+            (encode(np.full((4, 5), 300, np.uint16)), (5, 4), ValueError, r"has the labels \[300\]"),
+            (encode(np.zeros((4, 5, 3), np.uint8)), (5, 4), ValueError, "a picture of mode RGB, expected one channel"),
+            (b"no image", (5, 4), CorruptImageError, "mask of image 7 of the data set cannot be read"),
+        ],
+        ids=["size", "label", "16 bits", "color", "corrupt"],
+    )
+    def test_bad_masks(self, mask, size, error, message):
+        with pytest.raises(error, match=message):
+            MaskReader(3)({"bytes": mask, "path": None}, 7, size)
+
+
+class TestViews:
+    @given(seed=st.integers(0, 2**31), scale=st.sampled_from([(0.5, 2.0), (0.3, 0.4), (2.0, 3.0)]))
+    def test_image_and_mask_move_together(self, seed, scale):
+        view = SegmentationView(NEAREST, MaskReader(4), scale, distort=0.0)
+        image, mask = scene(seed % 10)
+        with seeded(seed):
+            sample = view(Image.fromarray(image), torch.from_numpy(mask))
+        pixels, labels = sample["pixel_values"], sample["labels"]
+        assert pixels.shape == (3, 24, 32) and labels.shape == (24, 32)
+        assert pixels.dtype == labels.dtype == torch.uint8 and type(pixels) is type(labels) is torch.Tensor
+        counts = labels != 255
+        assert counts.any()
+        assert torch.equal(pixels[0][counts], 60 * labels[counts])
+        assert not pixels[:, ~counts].any()  # what pads is of the mean color
+
+    def test_is_a_function_of_the_seed(self):
+        view = SegmentationView(ImageFormat((24, 32)), MaskReader(4))
+        image, mask = scene(0)
+        samples = []
+        for key in (0, 0, 1):
+            with seeded(key):
+                samples.append(view(Image.fromarray(image), torch.from_numpy(mask)))
+        assert all(torch.equal(samples[0][name], samples[1][name]) for name in samples[0])
+        assert not torch.equal(samples[0]["pixel_values"], samples[2]["pixel_values"])
+
+    def test_crops_avoid_a_single_class(self):
+        image, mask = np.zeros((200, 200, 3), np.uint8), np.zeros((200, 200), np.uint8)
+        mask[:, 100:] = 1
+        shares = {}
+        for max_share in (0.75, 1.0):
+            view = SegmentationView(ImageFormat((32, 32)), MaskReader(4), (2.0, 2.0), max_share)
+            single = 0
+            for seed in range(40):
+                with seeded(seed):
+                    labels = view(Image.fromarray(image), torch.from_numpy(mask))["labels"]
+                single += len(labels.unique()) == 1
+            shares[max_share] = single
+        assert shares[0.75] < shares[1.0]
+
+    def test_evaluation_sees_all(self):
+        image, mask = scene(0)
+        sample = SegmentationEvalView(NEAREST, MaskReader(4))(Image.fromarray(image), torch.from_numpy(mask))
+        assert torch.equal(sample["pixel_values"][0], 60 * sample["labels"])
+        assert sample["labels"].shape == (24, 32)
+
+
+class TestScores:
+    @given(seed=st.integers(0, 2**31), num_labels=st.integers(2, 6), batches=st.integers(1, 3))
+    def test_against_brute_force(self, seed, num_labels, batches):
+        generator = np.random.default_rng(seed)
+        scores, everything = SegmentationScores(num_labels), []
+        for _ in range(batches):
+            references = generator.choice([*range(num_labels), 255], (2, 4, 5))
+            predictions = generator.integers(0, num_labels, (2, 4, 5))
+            scores.add_batch(predictions=predictions, references=references)
+            everything += zip(predictions.ravel(), references.ravel(), strict=True)
+        pairs = [(guess, truth) for guess, truth in everything if truth != 255]
+        iou, accuracy = {}, {}
+        for label in range(num_labels):
+            both = sum(guess == truth == label for guess, truth in pairs)
+            either = sum(label in pair for pair in pairs)
+            truths = sum(truth == label for _, truth in pairs)
+            iou[label] = both / either if either else None
+            accuracy[label] = both / truths if truths else None
+        results = scores.compute()
+        assert results["iou"] == pytest.approx(list(iou.values()))
+        known = [value for value in iou.values() if value is not None]
+        assert results["mean_iou"] == (pytest.approx(np.mean(known)) if known else None)
+        known = [value for value in accuracy.values() if value is not None]
+        assert results["mean_accuracy"] == (pytest.approx(np.mean(known)) if known else None)
+        right = [guess == truth for guess, truth in pairs]
+        assert results["pixel_accuracy"] == (pytest.approx(np.mean(right)) if right else None)
+
+    def test_shapes_that_differ(self):
+        with pytest.raises(ValueError, match=r"predictions of shape \(2, 3\) for references of \(3, 2\)"):
+            SegmentationScores(2).add_batch(predictions=np.zeros((2, 3)), references=np.zeros((3, 2)))
+
+
+@given(length=st.integers(1, 300), window=st.integers(1, 100), stride=st.integers(1, 120))
+def test_windows_cover_everything(length, window, stride):
+    starts = window_starts(length, window, stride)
+    assert starts[0] == 0 and starts[-1] == max(length - window, 0)
+    if stride <= window:
+        assert {at for start in starts for at in range(start, start + window)} >= set(range(length))
+
+
+class ByColor(torch.nn.Module):
+    """Scores of a pixel from its color alone."""
+
+    config, device = SimpleNamespace(num_labels=4), torch.device("cpu")
+
+    def forward(self, pixel_values):
+        return SimpleNamespace(logits=-(pixel_values[:, :1] - 60 * torch.arange(4).view(1, 4, 1, 1)).abs())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"flip": True},
+        {"window": (40, 40), "shorter_side": 40},
+        {"window": (16, 24), "stride": 7, "shorter_side": 40, "flip": True},
+        {"window": (64, 64), "shorter_side": 40},
+    ],
+    ids=["whole", "flipped", "two windows", "many windows", "a window larger than the image"],
+)
+def test_every_way_sees_each_pixel_where_it_is(options, parquet):
+    images = load_masked_images(parquet(), "train")
+    image_format = ImageFormat((40, 52), NEAREST.mean, NEAREST.std, resample=0)
+    results = segmentation_scores(ByColor(), image_format, images, MaskReader(4), batch_size=5, **options)
+    assert results["images"] == 12 and results["skipped"] == 0
+    assert results["mean_iou"] == results["pixel_accuracy"] == 1
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A tiny SparseFormer classifier."""
+    torch.manual_seed(0)
+    config = SparseFormerConfig(
+        image_size=32,
+        num_latent_tokens=4,
+        num_sampling_points=4,
+        num_mixed_points=8,
+        stem_channels=8,
+        focusing_hidden_size=32,
+        num_focusing_iterations=2,
+        hidden_size=64,
+        num_hidden_layers=2,
+        decoder_hidden_size=32,
+        image_mean=0.5,
+        image_std=0.25,
+    )
+    folder = tmp_path_factory.mktemp("start")
+    SparseFormerForImageClassification(config).save_pretrained(folder)
+    return folder
+
+
+class TestRecipe:
+    def arguments(self, start, parquet, out, *more) -> list[str]:
+        return [
+            *("--model", str(start), "--num_latent_tokens", "16", "--image_size", "40", "48"),
+            *("--dataset", parquet(), "--eval_dataset", parquet(), "--class_names", "a", "b", "c", "d"),
+            *("--output_dir", str(out), "--epochs", "6", "--batch_size", "4", "--eval_batch_size", "5"),
+            *("--learning_rate", "1e-3", "--head_multiplier", "2", "--warmup_steps", "2", "--drop_path", "0.1", *more),
+        ]
+
+    def test_learns_and_evaluates_as_the_command_does(self, start, parquet, tmp_path):
+        assert segment.main(self.arguments(start, parquet, tmp_path / "out")) == 0
+        results = json.loads((tmp_path / "out" / "results.json").read_text())
+        losses = [epoch["train_loss"] for epoch in results["epochs"]]
+        assert losses[-1] < 0.9 * losses[0]
+        assert results["best"]["mean_iou"] == max(epoch["mean_iou"] for epoch in results["epochs"])
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config["num_latent_tokens"] == 16 and config["image_size"] == [40, 48]
+        assert config["id2label"] == {"0": "a", "1": "b", "2": "c", "3": "d"}
+        processor = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())
+        assert processor["image_processor_type"].startswith("SegformerImageProcessor")
+        assert processor["image_std"] == 0.25 and processor["size"] == {"height": 40, "width": 48}
+        assert f"mean IoU {results['best']['mean_iou']:.2%}" in (tmp_path / "out" / "README.md").read_text()
+        command = ["evaluate", "segmentation", "--model", str(tmp_path / "out"), "--dataset", parquet()]
+        assert main([*command, "--json", str(tmp_path / "scores.json")]) == 0
+        scores = json.loads((tmp_path / "scores.json").read_text())
+        # Masks of 52 pixels across here, of 48 in training.
+        assert scores["mean_iou"] == pytest.approx(results["best"]["mean_iou"], abs=0.05)
+        assert {"iou a", "iou b", "iou c", "iou d"} <= scores.keys()
+
+    def test_trains_models_of_transformers_from_scratch(self, parquet, tmp_path):
+        overrides = (
+            "depths=[1,1,1,1],hidden_sizes=[8,8,16,16],num_attention_heads=[1,1,1,1],mlp_ratios=[1,1,1,1],"
+            "decoder_hidden_size=16"
+        )
+        arguments = self.arguments("", parquet, tmp_path / "out", "--layer_decay", "1")
+        arguments = ["--model_type", "segformer", "--config_overrides", overrides, *arguments[4:]]
+        arguments[arguments.index("--drop_path") + 1] = "0.2"
+        assert segment.main([*arguments, "--epochs", "2"]) == 0
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["drop_path_rate"] == 0.2
+
+    def test_learning_rates_fall_towards_the_image(self, start):
+        model = segment.SparseFormerForSemanticSegmentation.from_pretrained(start)
+        factors = segment.learning_rate_factors(model, 10.0, 0.5)
+        of_name = {name: factors[parameter] for name, parameter in model.named_parameters()}
+        assert of_name["decode_head.query.weight"] == 10
+        assert of_name["sparseformer.layernorm.weight"] == 1
+        assert of_name["sparseformer.layers.1.mlp.fc1.weight"] == 1
+        assert of_name["sparseformer.layers.0.mlp.fc1.weight"] == 0.5
+        assert of_name["sparseformer.stem.convolution.weight"] == 0.25
+        assert of_name["sparseformer.focusing_layer.mlp.fc1.weight"] == 0.25
+
+    @pytest.mark.parametrize(
+        ("more", "message"),
+        [
+            (["--class_names", "a", "b"], r"has the labels \[2, 3\], the classes are 0 to 1"),
+            (["--ignored_labels", "0", "1", "2", "3"], "No pixel of the evaluation masks counts"),
+            (["--model_type", "segformer"], "either --model, to go on from, or --model_type"),
+            (["--train_split", "train[:2]"], "2 training images make 0 batches"),
+        ],
+    )
+    def test_bad_arguments(self, more, message, start, parquet, tmp_path, capsys):
+        arguments = self.arguments(start, parquet, tmp_path / "out", "--epochs", "1", *more)
+        with pytest.raises((ValueError, SystemExit)) as raised:
+            segment.main(arguments)
+        assert re.search(message, f"{raised.value} {capsys.readouterr().err}")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--stride", "4"], "--stride and --shorter-side say how a window slides"),
+            (["--window", "1", "2", "3"], "--window has 3 numbers"),
+            (["--model", "checkpoints/cifar10-vit"], "Cannot load"),
+        ],
+    )
+    def test_bad_evaluation(self, arguments, message, parquet, tmp_path, capsys):
+        config = SegformerConfig(depths=[1] * 4, hidden_sizes=[8] * 4, num_attention_heads=[1] * 4, num_labels=4)
+        SegformerForSemanticSegmentation(config).save_pretrained(tmp_path / "model")
+        SegformerImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
+        command = ["evaluate", "segmentation", "--model", str(tmp_path / "model"), "--dataset", parquet()]
+        assert main([*command, *arguments]) == 1
+        assert message in capsys.readouterr().err

@@ -1,0 +1,222 @@
+"""Images with masks: pairs found and read, and the views that training for segmentation shows of them.
+
+A mask is a `(height, width)` uint8 tensor of class numbers; 255 does not count.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+from PIL import Image
+from torchvision import tv_tensors
+from torchvision.transforms import InterpolationMode, v2
+
+from .augmentation import ImageFormat, View
+from .data import CorruptImageError, is_image, load_table
+
+
+IGNORED = 255
+MASK_FOLDERS = ("annotations", "masks", "labels")
+
+
+def load_masked_images(
+    dataset: str | list[str],
+    split: str,
+    *,
+    name: str | None = None,
+    image_column: str | None = None,
+    mask_column: str | None = None,
+    streaming: bool = False,
+) -> datasets.Dataset | datasets.IterableDataset:
+    """Images and their masks.
+
+    Args:
+        dataset (`str` or `list[str]`):
+            A hub id, parquet files or a folder of them, with a column of images and one of masks; or a folder with
+            `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` as ADE20K has it (`masks` or `labels` too, and
+            without SPLIT where there is one part).
+        split (`str`): Which part; of files, slices such as `"train[:100]"` too.
+        name (`str`, *optional*): Configuration of a hub data set that has several.
+        image_column, mask_column (`str`, *optional*): Their names, where there are more than two columns of images or
+            no column is called "image".
+        streaming (`bool`): Read as training goes, without a copy on disk; not of folders of pairs.
+
+    Returns:
+        `datasets.Dataset` (`IterableDataset` when streaming) with the columns `image` and `mask`, not decoded.
+
+    Raises:
+        ValueError: if there is no such data set, split or column, or images lack masks.
+    """
+    paths = [dataset] if isinstance(dataset, str) else list(dataset)
+    if len(paths) == 1 and (Path(paths[0]) / "images").is_dir():
+        return _load_pairs(Path(paths[0]), split)
+    table = load_table(dataset, split, name, streaming)
+    if table.features is None:
+        table = table._resolve_features()
+    found = [column for column, feature in table.features.items() if is_image(feature)]
+    for column in (image_column, mask_column):
+        if column is not None and column not in table.features:
+            raise ValueError(f"{dataset!r} has no column {column!r}; it has {', '.join(table.features)}.")
+    image_column = image_column or next((column for column in found if column in ("image", "img")), None)
+    others = [column for column in found if column != image_column]
+    mask_column = mask_column or (others[0] if len(others) == 1 else None)
+    if image_column is None or mask_column is None:
+        raise ValueError(
+            f"{dataset!r} has the columns of images {', '.join(found) or '(none)'}; expected one of images and one of "
+            "masks. Name them with --image_column and --mask_column."
+        )
+    # First of all, as renaming the columns of a stream reads it.
+    for column in (image_column, mask_column):
+        table = table.cast_column(column, datasets.Image(decode=False))
+    table = table.select_columns([image_column, mask_column])
+    names = {image_column: "image", mask_column: "mask"}
+    table = table.rename_columns({old: new for old, new in names.items() if old != new})
+    if not streaming and not len(table):
+        raise ValueError(f"The split {split!r} of {dataset!r} has no images.")
+    return table
+
+
+def _load_pairs(folder: Path, split: str) -> datasets.Dataset:
+    roots = [folder / name for name in MASK_FOLDERS if (folder / name).is_dir()]
+    if not roots:
+        raise ValueError(f"{folder} has images, but none of the folders {', '.join(MASK_FOLDERS)} for their masks.")
+    images, masks = folder / "images", roots[0]
+    if (images / split).is_dir():
+        images, masks = images / split, masks / split
+    elif any(path.is_dir() for path in images.iterdir()):
+        parts = sorted(path.name for path in images.iterdir() if path.is_dir())
+        raise ValueError(f"{folder} has no split {split!r}; it has {', '.join(parts)}.")
+    of_stem = {path.stem: path for path in masks.glob("*") if path.is_file()}
+    files = sorted(path for path in images.glob("*") if path.is_file())
+    if not files:
+        raise ValueError(f"There are no images in {images}.")
+    if missing := [path.name for path in files if path.stem not in of_stem]:
+        raise ValueError(f"{len(missing)} images in {images} have no mask in {masks}, for example {missing[0]}.")
+    columns = {
+        "image": [{"path": str(path), "bytes": None} for path in files],
+        "mask": [{"path": str(of_stem[path.stem]), "bytes": None} for path in files],
+    }
+    table = datasets.Dataset.from_dict(columns)
+    return table.cast_column("image", datasets.Image(decode=False)).cast_column("mask", datasets.Image(decode=False))
+
+
+class MaskReader:
+    """Reads masks and checks them.
+
+    Args:
+        num_labels (`int`): Classes, 0 to `num_labels` - 1.
+        ignored_labels (iterable of `int`): Numbers in the files that do not count.
+        reduce_labels (`bool`): Whether 0 in the files does not count and 1 is the first class, as in ADE20K.
+    """
+
+    def __init__(self, num_labels: int, ignored_labels: Iterable[int] = (), reduce_labels: bool = False):
+        self.num_labels = num_labels
+        table = np.arange(256)
+        table[list(ignored_labels)] = IGNORED
+        if reduce_labels:
+            table = np.where(table == IGNORED, IGNORED, np.where(np.arange(256) == 0, IGNORED, table - 1))
+        self.table = table.astype(np.uint8)
+
+    def __call__(self, record: dict, index: int, size: tuple[int, int]) -> torch.Tensor:
+        """The mask of an undecoded `datasets` record, for an image of this width and height.
+
+        Raises:
+            CorruptImageError: if it cannot be read.
+            ValueError: if it has another size, several channels, or numbers that are no classes.
+        """
+        try:
+            mask = datasets.Image().decode_example(record)
+            values = np.asarray(mask)
+        except Exception as error:
+            raise CorruptImageError(
+                f"The mask of image {index} of the data set cannot be read ({type(error).__name__}: {error}). Repair "
+                "or remove it, or go on without such images: --skip_corrupt."
+            ) from error
+        if values.ndim != 2:
+            raise ValueError(
+                f"The mask of image {index} is a picture of mode {mask.mode}, expected one channel of class numbers."
+            )
+        if mask.size != size:
+            raise ValueError(
+                f"The mask of image {index} has {mask.size[0]} x {mask.size[1]} pixels, the image {size[0]} x "
+                f"{size[1]}; expected the same size."
+            )
+        values = self.table[values] if values.max(initial=0) <= 255 else values
+        wrong = np.unique(values[(values >= self.num_labels) & (values != IGNORED)])
+        if len(wrong):
+            raise ValueError(
+                f"The mask of image {index} has the labels {wrong[:5].tolist()}, the classes are 0 to "
+                f"{self.num_labels - 1}. Name all classes with --class_names, those that do not count with "
+                "--ignored_labels, or shift them with --reduce_labels if 0 does not count."
+            )
+        return torch.from_numpy(values)
+
+
+class SegmentationView(View):
+    """Training for segmentation: random resize, crop, flip and photometric distortion, the same for image and mask.
+
+    Args:
+        image_format (`ImageFormat`): What the model takes; its size is that of the crop.
+        read_mask (`MaskReader`): Reads the masks.
+        scale (`tuple[float, float]`): Shorter side of the resized image, in shorter sides of the crop.
+        max_share (`float`): Crops in which one class has a larger share of what counts are drawn anew, up to 10 times;
+            with 1, none are.
+        flip (`float`): Probability of a horizontal flip.
+        distort (`float`): Probability of each change of brightness, contrast, saturation and hue.
+    """
+
+    def __init__(
+        self,
+        image_format: ImageFormat,
+        read_mask: MaskReader,
+        scale: Sequence[float] = (0.5, 2.0),
+        max_share: float = 0.75,
+        flip: float = 0.5,
+        distort: float = 0.5,
+    ):
+        self.formats, self.read_mask = {"pixel_values": image_format}, read_mask
+        shorter, self.max_share = min(image_format.size), max_share
+        low, high = (max(round(factor * shorter), 1) for factor in scale)
+        self.resize = v2.RandomResize(low, high + 1, interpolation=image_format.interpolation)
+        self.crop = v2.RandomCrop(
+            image_format.size,
+            pad_if_needed=True,
+            fill={tv_tensors.Image: image_format.fill, tv_tensors.Mask: IGNORED},
+        )
+        changes = {"brightness": 1 / 8, "contrast": 0.5, "saturation": 0.5, "hue": 0.05}
+        self.flip_and_distort = v2.Compose(
+            [
+                v2.RandomHorizontalFlip(flip),
+                *(v2.RandomApply([v2.ColorJitter(**{name: value})], distort) for name, value in changes.items()),
+            ]
+        )
+
+    def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        pixels = tv_tensors.Image(v2.functional.pil_to_tensor(image))
+        pair = self.resize(pixels, tv_tensors.Mask(mask[None]))
+        for _ in range(10):
+            pixels, mask = self.crop(*pair)
+            if self.max_share == 1:
+                break
+            counts = torch.bincount(mask[mask != IGNORED].flatten().int())
+            if (counts > 0).sum() > 1 and counts.max() <= self.max_share * counts.sum():
+                break
+        pixels, mask = self.flip_and_distort(pixels, mask)
+        return {"pixel_values": pixels.as_subclass(torch.Tensor), "labels": mask[0].as_subclass(torch.Tensor)}
+
+
+class SegmentationEvalView(View):
+    """Image and mask resized to the model's size, without chance."""
+
+    def __init__(self, image_format: ImageFormat, read_mask: MaskReader):
+        self.formats, self.read_mask = {"pixel_values": image_format}, read_mask
+        self.size, self.interpolation = list(image_format.size), image_format.interpolation
+
+    def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        pixels = v2.functional.pil_to_tensor(image)
+        return {
+            "pixel_values": v2.functional.resize(pixels, self.size, self.interpolation, antialias=True),
+            "labels": v2.functional.resize(mask[None], self.size, InterpolationMode.NEAREST)[0],
+        }

@@ -1,0 +1,268 @@
+"""Fine-tune a model for semantic segmentation: SparseFormers, and all of Transformers that have a class for it.
+
+    accelerate launch -m frugalvit.training.segment --model BOOTSTRAPPED --num_latent_tokens 256 --image_size 512 \\
+        --dataset ADE20K --train_split training --eval_split validation --reduce_labels --output_dir OUT
+
+Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, follow the recipe of
+ViT-Adapter (Chen et al. 2023) with 80,000 iterations and more images a step; its numbers are the defaults: AdamW,
+2e-5, ten times that for the head, a fall by 0.95 from block to block towards the image, linear decay after 1,500 steps
+of warm-up, images resized to 0.5 to 2 times the crop, cropped, flipped and distorted in color.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForSemanticSegmentation, SegformerImageProcessor
+
+from ..modeling.modeling_sparseformer import SparseFormerForSemanticSegmentation
+from ..modeling.segmentation import semantic_segmentation_loss
+from .arguments import (
+    ImageArguments,
+    OptimizerArguments,
+    RunArguments,
+    argument,
+    check,
+    check_at_least,
+    check_share,
+    parse_arguments,
+    run_as_program,
+)
+from .augmentation import ImageFormat
+from .cards import write_card
+from .data import make_loaders
+from .loop import TrainingState, fit, optimizer_with_schedule, start_accelerator
+from .masks import IGNORED, MaskReader, SegmentationEvalView, SegmentationView, load_masked_images
+from .metrics import evaluate_segmenter
+from .train import check_loading, parse_overrides, set_drop_path
+
+
+PROG = "frugalvit segment"
+
+
+@dataclass
+class SegmenterArguments:
+    """What to train."""
+
+    model: str | None = argument(None, "Folder or hub id of a bootstrapped SparseFormer or a segmentation model.")
+    model_type: str | None = argument(None, "Architecture to train from scratch instead, a model_type.")
+    config_overrides: str = argument("", "Its configuration, for example hidden_sizes=[32,64,160,256].")
+    num_latent_tokens: int | None = argument(None, "Tokens of a SparseFormer, [CLS] not counted; 256 in the paper.")
+    image_size: list[int] = argument([512], "Pixels of the crop, one number or height and width.")
+    drop_path: float = argument(0.3, "Largest rate at which residual branches are left out.")
+
+    def __post_init__(self):
+        if (self.model is None) == (self.model_type is None):
+            raise ValueError("expected either --model, to go on from, or --model_type, to train from scratch")
+        check_at_least(self, 0, "drop_path")
+        size = self.image_size
+        check(size, len(size) in (1, 2) and min(size) >= 4, "image_size", "one number or two, at least 4")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return (self.image_size[0], self.image_size[-1])
+
+
+@dataclass
+class MaskedImageArguments(ImageArguments):
+    """Images with masks to train and evaluate on."""
+
+    dataset: list[str] = argument(
+        help="datasets hub id, parquet files or folder of them, or a folder with images/ and annotations/."
+    )
+    mask_column: str | None = argument(None, "Name of the column of masks, where there are several.")
+    ignored_labels: list[int] = argument([], "Numbers in the masks that do not count, besides 255.")
+    reduce_labels: bool = argument(False, "0 in the masks does not count, 1 is the first class (ADE20K).")
+
+    def __post_init__(self):
+        super().__post_init__()
+        for label in self.ignored_labels:
+            check(label, 0 <= label <= IGNORED, "ignored_labels", "numbers from 0 to 255")
+
+
+@dataclass
+class AugmentationArguments:
+    """How images and masks vary."""
+
+    scale: list[float] = argument([0.5, 2.0], "Shorter side of the resized image, in shorter sides of the crop.")
+    max_share: float = argument(0.75, "Crops with more of one class are drawn anew.")
+    flip: float = argument(0.5, "Probability of a horizontal flip.")
+    distort: float = argument(0.5, "Probability of each change of brightness, contrast, saturation and hue.")
+
+    def __post_init__(self):
+        check_share(self, "max_share", "flip", "distort")
+        check(self.scale, len(self.scale) == 2 and 0 < self.scale[0] <= self.scale[1], "scale", "two, lower first")
+
+
+@dataclass
+class SegmentOptimizerArguments(OptimizerArguments):
+    """Optimizer and schedule."""
+
+    learning_rate: float = argument(2e-5, "Highest learning rate, that of the last block.")
+    weight_decay: float = argument(0.01, "Weight decay; none on biases, norms, positions and [CLS].")
+    warmup_epochs: float = argument(0.0, "Epochs of linear warm-up, instead of --warmup_steps.")
+    warmup_steps: int = argument(1500, "Steps of linear warm-up from 0.")
+    lr_scheduler: str = argument("linear", "Schedule after the warm-up, a name of transformers.get_scheduler.")
+    head_multiplier: float = argument(10.0, "The head's learning rate, in those of the last block.")
+    layer_decay: float = argument(0.95, "Factor of the learning rate from a block to the one before it.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_at_least(self, 0, "warmup_steps", "head_multiplier")
+        check(self.layer_decay, 0 < self.layer_decay <= 1, "layer_decay", "a number above 0, up to 1")
+
+
+@dataclass
+class SegmentRunArguments(RunArguments):
+    """How long, how and where to train."""
+
+    epochs: int | None = argument(None, "Epochs. Default: as many as make 80,000 steps.")
+    batch_size: int = argument(32, "Images of one optimizer step, over all processes and accumulation steps.")
+    eval_batch_size: int = argument(16, "Images of one evaluation step, over all processes.")
+
+    def __post_init__(self):
+        epochs, self.epochs = self.epochs, 1 if self.epochs is None else self.epochs
+        super().__post_init__()
+        self.epochs = epochs
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe with a command line's arguments."""
+    groups = [
+        SegmenterArguments,
+        MaskedImageArguments,
+        AugmentationArguments,
+        SegmentOptimizerArguments,
+        SegmentRunArguments,
+    ]
+    all_arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
+    segmenter, data, augmentation, optimization, run = all_arguments
+    accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
+
+    options = {
+        "name": data.dataset_config,
+        "image_column": data.image_column,
+        "mask_column": data.mask_column,
+    }
+    train_images = load_masked_images(data.dataset, data.train_split, streaming=data.streaming, **options)
+    eval_images = load_masked_images(data.eval_dataset or data.dataset, data.eval_split, **options)
+    model, processor = build_model(segmenter, data)
+    num_labels = model.config.num_labels
+    if run.compile:
+        model.compile()
+
+    image_format = ImageFormat.from_processor(processor)
+    read_mask = MaskReader(num_labels, data.ignored_labels, data.reduce_labels)
+    view = SegmentationView(
+        *(image_format, read_mask, augmentation.scale, augmentation.max_share),
+        *(augmentation.flip, augmentation.distort),
+    )
+    evaluation = (eval_images, SegmentationEvalView(image_format, read_mask))
+    loader, eval_loader = make_loaders(accelerator, data, run, (train_images, view), evaluation)
+    run.epochs = run.epochs or math.ceil(80_000 / loader.steps_per_epoch)
+    optimization.warmup_epochs = optimization.warmup_epochs or optimization.warmup_steps / loader.steps_per_epoch
+    optimizer, scheduler = optimizer_with_schedule(
+        model,
+        optimization,
+        run.epochs,
+        loader.steps_per_epoch,
+        rates=learning_rate_factors(model, optimization.head_multiplier, optimization.layer_decay),
+    )
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+
+    def compute_loss(model, batch):
+        logits = model(pixel_values=batch["pixel_values"]).logits
+        return semantic_segmentation_loss(logits, batch["labels"], num_labels)
+
+    def save(folder: Path, state: TrainingState):
+        trained = accelerator.unwrap_model(model)
+        trained.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        summary = (
+            f"A {trained.config.model_type} for semantic segmentation trained on {' '.join(data.dataset)}: mean IoU "
+            f"{state.best['mean_iou']:.2%}, measured at {' x '.join(map(str, segmenter.size))} pixels."
+        )
+        write_card(folder, trained, summary, data, run, state, segmenter.model, metric="mean_iou")
+
+    state = fit(
+        accelerator,
+        run,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        compute_loss=compute_loss,
+        evaluate=lambda model: evaluate_segmenter(accelerator, model, eval_loader, num_labels),
+        save=save,
+        metric="mean_iou",
+    )
+    accelerator.print(
+        f"Best mean IoU {state.best['mean_iou']:.4f}, epoch {state.best['epoch']}. See {run.output_dir}."
+    )
+    return 0
+
+
+def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
+    """The model for the classes, in float32, and its image processor."""
+    labels = {}
+    if data.class_names:
+        names = dict(enumerate(data.class_names))
+        labels = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+    height, width = arguments.size
+    preprocessing = {}
+    if arguments.model:
+        config = AutoConfig.from_pretrained(arguments.model, **labels)
+        set_drop_path(config, arguments.drop_path)
+        sparse = config.model_type == "sparseformer"
+        if sparse:
+            config.image_size, config.resize_size = [height, width], None
+        elif arguments.num_latent_tokens:
+            raise ValueError(f"--num_latent_tokens is for SparseFormers, {arguments.model} is a {config.model_type}.")
+        model_class = SparseFormerForSemanticSegmentation if sparse else AutoModelForSemanticSegmentation
+        model, info = model_class.from_pretrained(
+            arguments.model,
+            config=config,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **({"num_latent_tokens": arguments.num_latent_tokens} if sparse else {}),
+        )
+        check_loading(model, info, arguments.model)
+        given = AutoImageProcessor.from_pretrained(arguments.model)
+        preprocessing = {name: getattr(given, name) for name in ("image_mean", "image_std", "resample")}
+    else:
+        if not labels:
+            raise ValueError(f"A new {arguments.model_type} needs to know its classes; name them by --class_names.")
+        overrides = parse_overrides(arguments.model_type, arguments.config_overrides)
+        config = AutoConfig.for_model(arguments.model_type, **overrides, **labels)
+        set_drop_path(config, arguments.drop_path)
+        model = AutoModelForSemanticSegmentation.from_config(config)
+    processor = SegformerImageProcessor(
+        size={"height": height, "width": width}, do_reduce_labels=data.reduce_labels, **preprocessing
+    )
+    return model, processor
+
+
+def learning_rate_factors(model: nn.Module, head_multiplier: float, layer_decay: float) -> dict[nn.Parameter, float]:
+    """Factor of the learning rate of each parameter: 1 for the last block of the longest list of blocks and what
+    follows it, `layer_decay` times that of the next for each block before, once more for what comes before the blocks,
+    and `head_multiplier` outside the base model."""
+    base = model.base_model
+    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
+    name, blocks = max(lists, key=lambda item: len(item[1]), default=("", ()))
+    last, index = len(blocks) - 1, -1
+    factors = dict.fromkeys(model.parameters(), head_multiplier)
+    for full_name, parameter in base.named_parameters():
+        if blocks and full_name.startswith(f"{name}."):
+            index = int(full_name.removeprefix(f"{name}.").partition(".")[0])
+        elif index >= 0:
+            index = last
+        factors[parameter] = layer_decay ** (last - index)
+    return factors
+
+
+if __name__ == "__main__":
+    run_as_program(main, PROG)
