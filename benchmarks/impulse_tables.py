@@ -46,6 +46,7 @@ BASELINES = {
 SOLVERS = {
     f"impulse, {name}, {values} values": impulse(**options, value_init=values)
     for name, options in (
+        ("closed form, mass 0.1", {"solver": "closed_form", "mass": 0.1}),
         ("closed form, mass 0.2", {"solver": "closed_form", "mass": 0.2}),
         ("closed form, mass 0.5", {"solver": "closed_form", "mass": 0.5}),
         ("closed form, mass 0.9", {"solver": "closed_form", "mass": 0.9}),
