@@ -1,9 +1,10 @@
-"""Pictures of where the tokens look: RoIs of the focusing steps and the last sampling points."""
+"""Pictures of where the tokens look, and of what a segmentation model makes of it."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -92,33 +93,135 @@ def draw_rois(
     shown = range(len(steps)) if all_steps or len(steps) <= 3 else (0, 2, len(steps) - 1)
     headings = ["Input", *(_heading(step, len(steps)) for step in shown), *["Last sampling points"] * len(points)]
     margin = _margin([steps[step] for step in shown] + points)
-
-    heights = [panel_size * image.shape[0] / image.shape[1] for image in images]
-    caption_height = CAPTION if captions else 0
-    width = 2 * EDGE + len(headings) * (panel_size + GAP) - GAP
-    height = 2 * EDGE + HEADING + sum(heights) + len(images) * (caption_height + GAP) - GAP + LEGEND
-    figure = Figure(figsize=(width, height), dpi=200, facecolor="white")
-    FigureCanvasAgg(figure)
-
-    bottom = height - EDGE - HEADING
+    legend = "One color per token; light gray lies outside the image."
+    figure, panels = _make_panels(images, headings, panel_size, legend, captions)
     for row, image in enumerate(images):
-        bottom -= heights[row]
-        for column, heading in enumerate(headings):
-            left = EDGE + column * (panel_size + GAP)
-            axes = figure.add_axes((left / width, bottom / height, panel_size / width, heights[row] / height))
+        for column, axes in enumerate(panels[row]):
             _draw_image(axes, image, margin, faded=column > 0)
             if 0 < column <= len(shown):
                 _draw_boxes(axes, steps[shown[column - 1]][row], image.shape)
             elif column > 0:
                 _draw_points(axes, points[0][row], image.shape)
-            if row == 0:
-                axes.set_title(heading, fontsize=HEADING_SIZE, color=TEXT_COLOR, pad=4)
-            if captions and column == 0:
-                _write_caption(axes, captions[row], width)
-        bottom -= caption_height + GAP
-    legend = "One color per token; light gray lies outside the image."
-    figure.text(1 - EDGE / width, EDGE / height, legend, ha="right", va="bottom", size=LEGEND_SIZE, color=LEGEND_COLOR)
     return figure
+
+
+def draw_segmentation(
+    images: torch.Tensor | Sequence[torch.Tensor],
+    masks: Sequence[torch.Tensor],
+    predictions: Sequence[torch.Tensor],
+    class_names: Sequence[str],
+    *,
+    rois: torch.Tensor | None = None,
+    token_maps: torch.Tensor | None = None,
+    ignore_index: int = 255,
+    panel_size: float = 2.1,
+) -> Figure:
+    """Draw what a segmentation model makes of images, one row each: the image, the true classes, the predicted ones
+    and, of a SparseFormer, the token RoIs and the token that speaks most for each pixel.
+
+    Args:
+        images (`torch.Tensor` of shape `(batch, channels, height, width)`, or a sequence of images):
+            Values from 0 to 1; 1 or 3 channels.
+        masks, predictions (sequences of `torch.Tensor`): `(height, width)` class numbers, at any resolution.
+        class_names (sequence of `str`): For the legend.
+        rois (`torch.Tensor`, *optional*): `outputs.rois[-1]`, `(batch, tokens, 4)`.
+        token_maps (`torch.Tensor`, *optional*): `outputs.token_maps`, `(batch, tokens, height, width)`.
+        ignore_index (`int`, *optional*, defaults to 255): Class number that does not count; it stays white.
+        panel_size (`float`, *optional*, defaults to 2.1): Width of a panel in inches.
+
+    Returns:
+        `matplotlib.figure.Figure`: As of `draw_rois`.
+
+    Raises:
+        ValueError: if images, masks and what else is given do not fit each other.
+    """
+    images = [_to_array(image) for image in images]
+    if not images:
+        raise ValueError("Got no images, expected at least one.")
+    parts = {"masks": masks, "predictions": predictions, "RoIs": rois, "token maps": token_maps}
+    for name, values in parts.items():
+        if values is not None and len(values) != len(images):
+            raise ValueError(f"Got {name} of {len(values)} images, expected those of the {len(images)} images given.")
+    headings = ["Input", "Truth", "Prediction"]
+    headings += ["Token RoIs"] * (rois is not None) + ["Token with the largest share"] * (token_maps is not None)
+    colors = _class_colors(len(class_names))
+    handles = [Rectangle((0, 0), 1, 1, color=color) for color in colors]
+    legend_rows = -(-len(class_names) // (2 * len(headings)))
+    figure, panels = _make_panels(images, headings, panel_size, "", legend_height=LEGEND * legend_rows)
+    figure.legend(
+        handles,
+        list(class_names),
+        loc="lower center",
+        ncols=2 * len(headings),
+        fontsize=LEGEND_SIZE,
+        labelcolor=TEXT_COLOR,
+        frameon=False,
+        handlelength=1,
+        borderaxespad=0,
+    )
+    for row, (image, (picture, *others)) in enumerate(zip(images, panels, strict=True)):
+        _draw_image(picture, image, MIN_MARGIN, faded=False)
+        for axes, classes in zip(others[:2], (masks[row], predictions[row]), strict=True):
+            classes = torch.as_tensor(classes).cpu().numpy()
+            known = (classes < len(colors)) & (classes != ignore_index)
+            painted = np.where(known[..., None], colors[np.where(known, classes, 0)], 1.0)
+            _draw_map(axes, painted, image.shape)
+        others = others[2:]
+        if rois is not None:
+            _draw_image(others[0], image, MIN_MARGIN, faded=True)
+            _draw_boxes(others[0], _to_numpy(rois[row]), image.shape)
+        if token_maps is not None:
+            shares = _to_numpy(token_maps[row])
+            tokens = TOKEN_COLORS(np.linspace(0, 1, len(shares)))[:, :3]
+            _draw_map(others[-1], tokens[shares.argmax(0)], image.shape)
+    return figure
+
+
+def _class_colors(count: int) -> np.ndarray:
+    """`(count, 3)`; neighbors differ."""
+    return np.array([matplotlib.colormaps["tab20"].colors[(7 * index) % 20] for index in range(count)])
+
+
+def _draw_map(axes: Axes, colors: np.ndarray, shape: Sequence[int]) -> None:
+    """`(height, width, 3)` over the place of an image."""
+    height, width = shape[:2]
+    axes.imshow(colors, extent=(0, width, height, 0), interpolation="nearest")
+    axes.set_xlim(-MIN_MARGIN * width, (1 + MIN_MARGIN) * width)
+    axes.set_ylim((1 + MIN_MARGIN) * height, -MIN_MARGIN * height)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+
+
+def _make_panels(
+    images: Sequence[np.ndarray],
+    headings: Sequence[str],
+    panel_size: float,
+    legend: str,
+    captions: Sequence[str] | None = None,
+    legend_height: float = LEGEND,
+) -> tuple[Figure, list[list[Axes]]]:
+    """A figure with a row of panels for each image, headings above and captions below."""
+    heights = [panel_size * image.shape[0] / image.shape[1] for image in images]
+    caption_height = CAPTION if captions else 0
+    width = 2 * EDGE + len(headings) * (panel_size + GAP) - GAP
+    height = 2 * EDGE + HEADING + sum(heights) + len(images) * (caption_height + GAP) - GAP + legend_height
+    figure = Figure(figsize=(width, height), dpi=200, facecolor="white")
+    FigureCanvasAgg(figure)
+
+    panels = []
+    bottom = height - EDGE - HEADING
+    for row in range(len(images)):
+        bottom -= heights[row]
+        lefts = [EDGE + column * (panel_size + GAP) for column in range(len(headings))]
+        size = (panel_size / width, heights[row] / height)
+        panels.append([figure.add_axes((left / width, bottom / height, *size)) for left in lefts])
+        if captions:
+            _write_caption(panels[row][0], captions[row], width)
+        bottom -= caption_height + GAP
+    for axes, heading in zip(panels[0], headings, strict=True):
+        axes.set_title(heading, fontsize=HEADING_SIZE, color=TEXT_COLOR, pad=4)
+    figure.text(1 - EDGE / width, EDGE / height, legend, ha="right", va="bottom", size=LEGEND_SIZE, color=LEGEND_COLOR)
+    return figure, panels
 
 
 def save_figure(figure: Figure, path: str | os.PathLike) -> None:

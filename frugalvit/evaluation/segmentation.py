@@ -11,6 +11,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
 
+from ..pictures import check_picture_path, draw_segmentation, save_figure
 from ..training.augmentation import ImageFormat
 from ..training.data import CorruptImageError, decode_image, default_split
 from ..training.loading import load_with_image_processor
@@ -50,12 +51,21 @@ def add_parser(tasks) -> None:
     )
     parser.add_argument("--flip", action="store_true", help="average with what the mirrored image gives")
     parser.add_argument("--limit", type=positive, help="take only the first images")
+    parser.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="draw images, true and predicted classes, and what the tokens of a SparseFormer do, into this .png, .pdf "
+        "or .svg",
+    )
+    parser.add_argument("--drawn", type=positive, nargs="+", default=[1, 2, 3], help="which, from 1 (default: 1 2 3)")
     parser.add_argument("--skip-corrupt", "--skip_corrupt", action="store_true", help="leave out unreadable images")
     add_loop_arguments(parser, batch_size=16)
     parser.set_defaults(evaluate=run)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
+    if arguments.picture:
+        check_picture_path(arguments.picture)
     split = arguments.split or default_split(arguments.dataset)
     images = load_masked_images(
         arguments.dataset,
@@ -74,11 +84,15 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         *(arguments.model, arguments.device, arguments.trust_remote_code, "a semantic segmentation model"),
         lambda _: AutoModelForSemanticSegmentation,
     )
+    image_format = ImageFormat.from_processor(image_processor)
+    read_mask = MaskReader(model.config.num_labels, arguments.ignored_labels, arguments.reduce_labels)
+    if arguments.picture and max(arguments.drawn) > len(images):
+        raise ValueError(f"--drawn has {max(arguments.drawn)}, there are {len(images)} images.")
     results = segmentation_scores(
         model,
-        ImageFormat.from_processor(image_processor),
+        image_format,
         images,
-        MaskReader(model.config.num_labels, arguments.ignored_labels, arguments.reduce_labels),
+        read_mask,
         batch_size=arguments.batch_size,
         window=(arguments.window[0], arguments.window[-1]) if arguments.window else None,
         stride=arguments.stride,
@@ -86,6 +100,9 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         flip=arguments.flip,
         skip_corrupt=arguments.skip_corrupt,
     )
+    if arguments.picture:
+        shown = images.select([number - 1 for number in arguments.drawn])
+        save_figure(picture_of(model, image_format, shown, read_mask), arguments.picture)
     names, iou = model.config.id2label, results.pop("iou")
     results |= {f"iou {names[label]}": value for label, value in enumerate(iou)}
     return {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split, **results}
@@ -142,6 +159,26 @@ def segmentation_scores(
     if not count:
         raise ValueError(f"None of the {len(images)} images of the data set can be read.")
     return {"images": count, "skipped": len(images) - count, **scores.compute()}
+
+
+@torch.inference_mode()
+def picture_of(model: PreTrainedModel, image_format: ImageFormat, images: datasets.Dataset, read_mask: MaskReader):
+    """`draw_segmentation` of images, resized whole. Arguments as in `segmentation_scores`."""
+    pixels, masks = [], []
+    for index, record in enumerate(images):
+        picture = decode_image(record["image"], index)
+        pixels.append(_resize(picture, image_format.size, image_format))
+        masks.append(read_mask(record["mask"], index, picture.size))
+    pixels = torch.stack(pixels)
+    sparse = {"output_rois": True, "output_token_maps": True} if model.config.model_type == "sparseformer" else {}
+    outputs = model(pixel_values=image_format.normalize(pixels).to(model.device), **sparse)
+    predictions = [
+        F.interpolate(logits[None].float(), mask.shape, mode="bilinear").argmax(1)[0]
+        for logits, mask in zip(outputs.logits, masks, strict=True)
+    ]
+    names = [model.config.id2label[label] for label in range(model.config.num_labels)]
+    tokens = {"rois": outputs.rois[-1], "token_maps": outputs.token_maps} if sparse else {}
+    return draw_segmentation(pixels / 255, masks, predictions, names, **tokens)
 
 
 def _batches(
