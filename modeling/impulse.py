@@ -99,6 +99,10 @@ def solve_closed_form(
     positions, largest at the target itself. R is solved on the well-determined directions of X only (see
     `RELATIVE_TOLERANCE`), its rank is cut by an SVD, which Q and K share evenly, and one factor sets the sharpness.
 
+    With a `head_dim` of 16 or more, every position whose target lies on the grid attends to it most. Below, the map
+    becomes a blur around the target: on 14 x 14 positions 89 % peak there with 12 channels and 23 % with 8, on 8 x 8
+    all with 12 and 92 % with 8 (3 x 3 offsets, `hidden_size` 192).
+
     Args:
         inputs (`torch.Tensor`): `(positions, hidden_size)` float, the pseudo input after the layer's LayerNorm.
         target (`torch.Tensor`): `(positions, positions)` of zeros and ones, see `impulse_matrix`.

@@ -31,7 +31,7 @@ BLOCKS = re.findall(r"^\*\*(\w+).*?^```python\n(.*?)^```$", README, re.MULTILINE
 
 
 def test_every_use_has_a_few_lines_of_python():
-    assert [title for title, _ in BLOCKS] == ["Load", "Bootstrap", "Fine", "Export", "Swap", "Start"]
+    assert [title for title, _ in BLOCKS] == ["Load", "Bootstrap", "Fine", "Export", "Swap", "Segment", "Start"]
     for _, code in BLOCKS:
         statements = [line for line in code.splitlines() if line and not line.startswith(("from", "import"))]
         assert len(statements) <= 5

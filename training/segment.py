@@ -74,11 +74,16 @@ class MaskedImageArguments(ImageArguments):
         help="datasets hub id, parquet files or folder of them, or a folder with images/ and annotations/."
     )
     mask_column: str | None = argument(None, "Name of the column of masks, where there are several.")
+    num_labels: int | None = argument(None, "How many classes there are, where --class_names does not name them.")
     ignored_labels: list[int] = argument([], "Numbers in the masks that do not count, besides 255.")
     reduce_labels: bool = argument(False, "0 in the masks does not count, 1 is the first class (ADE20K).")
 
     def __post_init__(self):
         super().__post_init__()
+        if self.class_names and self.num_labels not in (None, len(self.class_names)):
+            raise ValueError(f"--num_labels is {self.num_labels}, --class_names has {len(self.class_names)}")
+        if self.num_labels is not None:
+            check(self.num_labels, 2 <= self.num_labels <= IGNORED, "num_labels", f"2 to {IGNORED}")
         for label in self.ignored_labels:
             check(label, 0 <= label <= IGNORED, "ignored_labels", "numbers from 0 to 255")
 
@@ -207,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
     """The model for the classes, in float32, and its image processor."""
-    labels = {}
+    labels = {"num_labels": data.num_labels} if data.num_labels else {}
     if data.class_names:
         names = dict(enumerate(data.class_names))
         labels = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
@@ -235,7 +240,7 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
         preprocessing = {name: getattr(given, name) for name in ("image_mean", "image_std", "resample")}
     else:
         if not labels:
-            raise ValueError(f"A new {arguments.model_type} needs to know its classes; name them by --class_names.")
+            raise ValueError(f"A new {arguments.model_type} needs its classes: --class_names or --num_labels.")
         overrides = parse_overrides(arguments.model_type, arguments.config_overrides)
         config = AutoConfig.for_model(arguments.model_type, **overrides, **labels)
         set_drop_path(config, arguments.drop_path)

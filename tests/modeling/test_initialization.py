@@ -132,6 +132,18 @@ def test_closed_form_peaks_at_the_offset_from_everywhere_inside(height, width, h
     assert query.norm().item() == pytest.approx(key.norm().item(), rel=1e-3) and query.norm() < 8
 
 
+@pytest.mark.parametrize(
+    ("side", "head_dim", "expected"), [(14, 16, 1.0), (14, 12, 0.89), (14, 8, 0.23), (8, 12, 1.0), (8, 8, 0.92)]
+)
+def test_closed_form_blurs_in_narrow_heads(side, head_dim, expected):
+    inputs, rates = encoding(side, side, 192), []
+    for offset in kernel_offsets(3):
+        target = impulse_matrix(side, side, offset)
+        attention = attention_map(inputs, *solve_closed_form(inputs, target, head_dim, mass=0.2))
+        rates.append((attention.argmax(1) == target.argmax(1))[target.sum(1) > 0].float().mean().item())
+    assert sum(rates) / 9 == pytest.approx(expected, abs=0.01)
+
+
 def test_closed_form_withstands_content_better_than_adam():
     """The claim that decides what is solved for: small norms, and peaks that stay when tokens are not positions."""
     offset, masses = (0, 1), {}

@@ -337,6 +337,7 @@ class TestRecipe:
         [
             (["--class_names", "a", "b"], r"has the labels \[2, 3\], the classes are 0 to 1"),
             (["--ignored_labels", "0", "1", "2", "3"], "No pixel of the evaluation masks counts"),
+            (["--num_labels", "5"], "--num_labels is 5, --class_names has 4"),
             (["--model_type", "segformer"], "either --model, to go on from, or --model_type"),
             (["--train_split", "train[:2]"], "2 training images make 0 batches"),
         ],
