@@ -304,7 +304,10 @@ class TestRecipe:
         assert processor["image_std"] == 0.25 and processor["size"] == {"height": 40, "width": 48}
         assert f"mean IoU {results['best']['mean_iou']:.2%}" in (tmp_path / "out" / "README.md").read_text()
         command = ["evaluate", "segmentation", "--model", str(tmp_path / "out"), "--dataset", parquet()]
-        assert main([*command, "--json", str(tmp_path / "scores.json")]) == 0
+        picture = tmp_path / "scenes.png"
+        assert main([*command, "--json", str(tmp_path / "scores.json"), "--picture", str(picture)]) == 0
+        with Image.open(picture) as drawn:
+            assert drawn.width > 1500
         scores = json.loads((tmp_path / "scores.json").read_text())
         # Masks of 52 pixels across here, of 48 in training.
         assert scores["mean_iou"] == pytest.approx(results["best"]["mean_iou"], abs=0.05)
@@ -353,7 +356,8 @@ class TestRecipe:
         [
             (["--stride", "4"], "--stride and --shorter-side say how a window slides"),
             (["--window", "1", "2", "3"], "--window has 3 numbers"),
-            (["--model", "checkpoints/cifar10-vit"], "Cannot load"),
+            (["--picture", "scenes.txt"], "expected a file name ending in one of"),
+            (["--picture", "scenes.png", "--drawn", "13"], "--drawn has 13, there are 12 images"),
         ],
     )
     def test_bad_evaluation(self, arguments, message, parquet, tmp_path, capsys):
