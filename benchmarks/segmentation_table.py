@@ -5,10 +5,9 @@
 Three models get the same images, crops, steps and schedule: a SparseFormer from the shipped bootstrapped classifier,
 with more tokens; the ViT that it was bootstrapped from, of the same width, with a linear head on its patches; and
 Transformers' SegFormer, of about the SparseFormer's multiply-accumulates, from random weights, as it has no weights
-that come from the same images. Each has the learning rate that suits its start best. Scores are measured at the
-resolution of the masks, speed and memory of inference in the same run. Runs are kept under --runs_dir and found again,
-so that a killed command goes on, and seeds can be run side by side. Writes results/segmentation.json and, of the first
-seed, segmentation.png beside it.
+that come from the same images. Scores are measured at the resolution of the masks, after the last epoch, speed and
+memory of inference in the same run. Runs are kept under --runs_dir and found again, so that a killed command goes on,
+and seeds can be run side by side. Writes results/segmentation.json and, of the first seed, segmentation.png beside it.
 """
 
 import argparse
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSemanticSegmentation, ViTConfig, ViTModel, ViTPreTrainedModel
 from transformers.modeling_outputs import SemanticSegmenterOutput
@@ -149,10 +149,13 @@ def measure(arguments, folders: list[Path]) -> dict[str, object]:
 
 
 def load(arguments, folder: Path):
-    """A trained model, its image format, the evaluation images and the reader of their masks."""
+    """A model as it was after the last epoch, its image format, the evaluation images and the reader of their masks.
+    The folder's own model is that of the best epoch on those images, which would favor whoever varies most."""
     model, processor = load_with_image_processor(
         folder, "cpu", False, "a semantic segmentation model", lambda _: AutoModelForSemanticSegmentation
     )
+    last = max(folder.glob("checkpoints/step-*"))
+    model.load_state_dict(load_file(last / "model.safetensors"))
     images = load_masked_images(arguments.eval_dataset, "train")
     return model, ImageFormat.from_processor(processor), images, MaskReader(len(CLASSES), [VOID])
 
@@ -170,18 +173,21 @@ def images_per_second(model: nn.Module, size: tuple[int, int], batch_size: int =
     return batch_size / statistics.median(seconds)
 
 
-# A process of its own: what memory a forward pass adds at its peak.
+# A process of its own: what memory a forward pass adds at its peak. Linux counts the peak anew after a 5 there.
 MEMORY = """
-import resource, sys
+import re, sys
 import torch
 sys.path.insert(0, sys.argv[1])
 import segmentation_table
 model = segmentation_table.AutoModelForSemanticSegmentation.from_pretrained(sys.argv[2]).eval()
 pixel_values = torch.randn(8, 3, int(sys.argv[3]), int(sys.argv[4]))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def kilobytes(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+before = kilobytes("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
 with torch.inference_mode():
     model(pixel_values=pixel_values)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(kilobytes("VmHWM") - before)
 """
 
 

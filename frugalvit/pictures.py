@@ -179,7 +179,12 @@ def draw_segmentation(
 
 def _class_colors(count: int) -> np.ndarray:
     """`(count, 3)`; neighbors differ."""
-    return np.array([matplotlib.colormaps["tab20"].colors[(7 * index) % 20] for index in range(count)])
+    if count <= 20:
+        return np.array([matplotlib.colormaps["tab20"].colors[(7 * index) % 20] for index in range(count)])
+    # Steps of the golden ratio around the hues, in three lightnesses.
+    index = np.arange(count)
+    hue, value = index * 0.618034 % 1, np.array([0.95, 0.7, 0.45])[index % 3]
+    return matplotlib.colors.hsv_to_rgb(np.stack([hue, np.full(count, 0.65), value], axis=1))
 
 
 def _draw_map(axes: Axes, colors: np.ndarray, shape: Sequence[int]) -> None:

@@ -98,6 +98,8 @@ _PIPELINES = {
 def _auto_class(model: PreTrainedModel) -> str | None:
     """The Auto class that loads a model, the most special one."""
     if not isinstance(model, HubModel):
+        if type(model).__name__.endswith("ForSemanticSegmentation"):
+            return "AutoModelForSemanticSegmentation"
         is_clip = hasattr(model, "get_text_features")
         return "AutoModelForZeroShotImageClassification" if is_clip else "AutoModelForImageClassification"
     return next((auto for auto, own in reversed(model.auto_classes.items()) if own == type(model).__name__), None)

@@ -5,6 +5,7 @@ from Vision Foundation Models* (CVPR 2024). The order of operations and every ot
 the configuration. Weights load from the authors' checkpoints through `frugalvit convert showlab`.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -252,9 +253,11 @@ class SparseFormerLatents(nn.Module):
 
         They would get equal gradients and stay copies of each other for good: 12 of the paper's 48 tokens.
         """
-        if len(self.token_embedding) == 1:
-            whole = (self.initial_rois == self.initial_rois.new_tensor([0.0, 0.0, 1.0, 1.0])).all(dim=1)
-            self.initial_rois[whole] += std * torch.randn_like(self.initial_rois[whole])
+        embedding = self.token_embedding.expand(self.num_latent_tokens, -1).to(self.initial_rois)
+        starts = torch.cat([self.initial_rois, embedding], dim=1)
+        _, group, sizes = starts.unique(dim=0, return_inverse=True, return_counts=True)
+        tied = sizes[group] > 1
+        self.initial_rois[tied] += std * torch.randn_like(self.initial_rois[tied])
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
@@ -751,6 +754,10 @@ class SparseFormerForImageClassification(GenericForImageClassification, SparseFo
     output_class = SparseFormerImageClassifierOutput
 
 
+# Arguments of `from_pretrained` that say where a checkpoint lies.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
 class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
     """SparseFormer with a class for every pixel: scores of each latent token, spread over the image by its RoI and
     likeness (section 4.1 of the bootstrapping paper; `SegmentationHead` says what that leaves open).
@@ -779,8 +786,15 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, num_latent_tokens: int | None = None, **kwargs):
-        """As in Transformers. `num_latent_tokens`, where it is another number than the checkpoint's, changes it by
-        `resize_tokens`, and new tokens with equal RoIs are moved apart."""
+        """As in Transformers. `num_latent_tokens`, also that of a `config`, may be another number than the
+        checkpoint's: `resize_tokens` changes it, and new tokens that start alike are moved apart."""
+        config = kwargs.get("config")
+        if isinstance(config, SparseFormerConfig):
+            num_latent_tokens = num_latent_tokens or config.num_latent_tokens
+            where = {name: kwargs[name] for name in _WHERE if kwargs.get(name) is not None}
+            stored = SparseFormerConfig.from_pretrained(pretrained_model_name_or_path, **where)
+            kwargs["config"] = copy.deepcopy(config)
+            kwargs["config"].num_latent_tokens = stored.num_latent_tokens
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if num_latent_tokens is not None and num_latent_tokens != model.config.num_latent_tokens:
@@ -833,9 +847,8 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
                 f"{' x '.join(map(str, pixel_values.shape[-2:]))}; expected the same size. Prepare both with the "
                 "model's AutoImageProcessor: `processor(images, masks)`."
             )
-        outputs = self.sparseformer(
-            pixel_values, output_rois=True, output_stem_features=True, return_dict=True, **kwargs
-        )
+        kwargs |= {"output_rois": True, "output_stem_features": True, "return_dict": True}
+        outputs = self.sparseformer(pixel_values, **kwargs)
         tokens = outputs.last_hidden_state[:, int(self.config.use_cls_token) :]
         logits, token_maps = self.decode_head(tokens, outputs.rois[-1], outputs.stem_features)
         loss = None

@@ -102,7 +102,7 @@ class ImageFormat:
 
     @property
     def interpolation(self) -> InterpolationMode:
-        return {0: InterpolationMode.NEAREST, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}[
+        return {0: InterpolationMode.NEAREST_EXACT, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}[
             self.resample
         ]
 

@@ -21,12 +21,17 @@ SUBSET = "cifar10-subset"
 REPEATED_TOGETHER = 8
 
 
-class CorruptImageError(ValueError):
-    """An image of a data set that cannot be decoded."""
+class ImageError(ValueError):
+    """Something wrong with an image of a data set, said in one line also where a worker found it."""
 
     def __init__(self, message: str):
         # DataLoader raises again what a worker raised, with the worker's whole traceback as the message.
-        super().__init__(message.strip().splitlines()[-1].removeprefix(f"{__name__}.{type(self).__name__}: "))
+        where = f"{type(self).__module__}.{type(self).__name__}: "
+        super().__init__(message.strip().splitlines()[-1].removeprefix(where))
+
+
+class CorruptImageError(ImageError):
+    """An image of a data set that cannot be decoded."""
 
 
 def load_images(

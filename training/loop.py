@@ -305,7 +305,7 @@ def fit(
         progress.set_description(f"epoch {epoch + 1}/{run.epochs}")
         end, started = (epoch + 1) * loader.steps_per_epoch, time.perf_counter()
         for batch in loader.epoch(epoch, loader.steps_per_epoch - (end - state.step)):
-            learning_rate = scheduler.get_last_lr()[0]
+            learning_rate = max(scheduler.get_last_lr())
             with accelerator.accumulate(model):
                 loss = compute_loss(model, batch)
                 accelerator.backward(loss)

@@ -14,7 +14,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 from .augmentation import ImageFormat, View
-from .data import CorruptImageError, is_image, load_table
+from .data import CorruptImageError, ImageError, is_image, load_table
 
 
 IGNORED = 255
@@ -57,8 +57,11 @@ def load_masked_images(
         table = table._resolve_features()
     found = [column for column, feature in table.features.items() if is_image(feature)]
     for column in (image_column, mask_column):
-        if column is not None and column not in table.features:
-            raise ValueError(f"{dataset!r} has no column {column!r}; it has {', '.join(table.features)}.")
+        if column is not None and column not in found:
+            raise ValueError(
+                f"{dataset!r} has no column {column!r} of images; it has {', '.join(found) or 'none'} among "
+                f"{', '.join(table.features)}."
+            )
     image_column = image_column or next((column for column in found if column in ("image", "img")), None)
     others = [column for column in found if column != image_column]
     mask_column = mask_column or (others[0] if len(others) == 1 else None)
@@ -83,13 +86,14 @@ def _load_pairs(folder: Path, split: str) -> datasets.Dataset:
     if not roots:
         raise ValueError(f"{folder} has images, but none of the folders {', '.join(MASK_FOLDERS)} for their masks.")
     images, masks = folder / "images", roots[0]
-    if (images / split).is_dir():
-        images, masks = images / split, masks / split
-    elif any(path.is_dir() for path in images.iterdir()):
-        parts = sorted(path.name for path in images.iterdir() if path.is_dir())
-        raise ValueError(f"{folder} has no split {split!r}; it has {', '.join(parts)}.")
-    of_stem = {path.stem: path for path in masks.glob("*") if path.is_file()}
-    files = sorted(path for path in images.glob("*") if path.is_file())
+    part = split.partition("[")[0]
+    parts = sorted(path.name for path in images.iterdir() if path.is_dir()) or ["train"]
+    if part not in parts:
+        raise ValueError(f"{folder} has no split {part!r}; it has {', '.join(parts)}.")
+    if (images / part).is_dir():
+        images, masks = images / part, masks / part
+    of_stem = {path.stem: path for path in masks.glob("[!.]*") if path.is_file()}
+    files = sorted(path for path in images.glob("[!.]*") if path.is_file())
     if not files:
         raise ValueError(f"There are no images in {images}.")
     if missing := [path.name for path in files if path.stem not in of_stem]:
@@ -99,7 +103,19 @@ def _load_pairs(folder: Path, split: str) -> datasets.Dataset:
         "mask": [{"path": str(of_stem[path.stem]), "bytes": None} for path in files],
     }
     table = datasets.Dataset.from_dict(columns)
-    return table.cast_column("image", datasets.Image(decode=False)).cast_column("mask", datasets.Image(decode=False))
+    table = table.cast_column("image", datasets.Image(decode=False)).cast_column("mask", datasets.Image(decode=False))
+    try:
+        slices = datasets.ReadInstruction.from_spec(split).to_absolute({part: len(files)})
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"Cannot take {split!r} of {len(files)} images: {error}") from error
+    table = table.select([index for each in slices for index in range(each.from_, each.to)])
+    if not len(table):
+        raise ValueError(f"The split {split!r} of {folder} has no images.")
+    return table
+
+
+class MaskError(ImageError):
+    """A mask that does not fit its image or the classes."""
 
 
 class MaskReader:
@@ -109,10 +125,15 @@ class MaskReader:
         num_labels (`int`): Classes, 0 to `num_labels` - 1.
         ignored_labels (iterable of `int`): Numbers in the files that do not count.
         reduce_labels (`bool`): Whether 0 in the files does not count and 1 is the first class, as in ADE20K.
+
+    Raises:
+        ValueError: if `ignored_labels` has numbers beyond 0 to 255.
     """
 
     def __init__(self, num_labels: int, ignored_labels: Iterable[int] = (), reduce_labels: bool = False):
         self.num_labels = num_labels
+        if wrong := [label for label in ignored_labels if not 0 <= label <= IGNORED]:
+            raise ValueError(f"Labels that do not count are {wrong}, expected numbers from 0 to {IGNORED}.")
         table = np.arange(256)
         table[list(ignored_labels)] = IGNORED
         if reduce_labels:
@@ -124,7 +145,7 @@ class MaskReader:
 
         Raises:
             CorruptImageError: if it cannot be read.
-            ValueError: if it has another size, several channels, or numbers that are no classes.
+            MaskError: if it has another size, several channels, or numbers that are no classes.
         """
         try:
             mask = datasets.Image().decode_example(record)
@@ -134,24 +155,34 @@ class MaskReader:
                 f"The mask of image {index} of the data set cannot be read ({type(error).__name__}: {error}). Repair "
                 "or remove it, or go on without such images: --skip_corrupt."
             ) from error
-        if values.ndim != 2:
-            raise ValueError(
+        values = values.astype(np.uint8) if values.dtype == bool else values
+        if values.ndim != 2 or not np.issubdtype(values.dtype, np.integer):
+            raise MaskError(
                 f"The mask of image {index} is a picture of mode {mask.mode}, expected one channel of class numbers."
             )
         if mask.size != size:
-            raise ValueError(
+            raise MaskError(
                 f"The mask of image {index} has {mask.size[0]} x {mask.size[1]} pixels, the image {size[0]} x "
                 f"{size[1]}; expected the same size."
             )
         values = self.table[values] if values.max(initial=0) <= 255 else values
         wrong = np.unique(values[(values >= self.num_labels) & (values != IGNORED)])
         if len(wrong):
-            raise ValueError(
+            raise MaskError(
                 f"The mask of image {index} has the labels {wrong[:5].tolist()}, the classes are 0 to "
                 f"{self.num_labels - 1}. Name all classes with --class_names, those that do not count with "
                 "--ignored_labels, or shift them with --reduce_labels if 0 does not count."
             )
         return torch.from_numpy(values)
+
+
+def resize_pair(
+    image: Image.Image, mask: torch.Tensor, size: list[int], interpolation: InterpolationMode
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An image as a tensor and its mask, resized as torchvision does, the mask to the nearest *centers*: its other
+    mode, and what it does to `tv_tensors.Mask`, is half a pixel off the image."""
+    pixels = v2.functional.resize(v2.functional.pil_to_tensor(image), size, interpolation, antialias=True)
+    return pixels, v2.functional.resize(mask[None], size, InterpolationMode.NEAREST_EXACT)[0]
 
 
 class SegmentationView(View):
@@ -179,7 +210,7 @@ class SegmentationView(View):
         self.formats, self.read_mask = {"pixel_values": image_format}, read_mask
         shorter, self.max_share = min(image_format.size), max_share
         low, high = (max(round(factor * shorter), 1) for factor in scale)
-        self.resize = v2.RandomResize(low, high + 1, interpolation=image_format.interpolation)
+        self.sides, self.interpolation = (low, high), image_format.interpolation
         self.crop = v2.RandomCrop(
             image_format.size,
             pad_if_needed=True,
@@ -194,8 +225,9 @@ class SegmentationView(View):
         )
 
     def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        pixels = tv_tensors.Image(v2.functional.pil_to_tensor(image))
-        pair = self.resize(pixels, tv_tensors.Mask(mask[None]))
+        shorter = [int(torch.randint(self.sides[0], self.sides[1] + 1, ()))]
+        pixels, mask = resize_pair(image, mask, shorter, self.interpolation)
+        pair = tv_tensors.Image(pixels), tv_tensors.Mask(mask[None])
         for _ in range(10):
             pixels, mask = self.crop(*pair)
             if self.max_share == 1:
@@ -215,8 +247,5 @@ class SegmentationEvalView(View):
         self.size, self.interpolation = list(image_format.size), image_format.interpolation
 
     def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        pixels = v2.functional.pil_to_tensor(image)
-        return {
-            "pixel_values": v2.functional.resize(pixels, self.size, self.interpolation, antialias=True),
-            "labels": v2.functional.resize(mask[None], self.size, InterpolationMode.NEAREST)[0],
-        }
+        pixels, mask = resize_pair(image, mask, self.size, self.interpolation)
+        return {"pixel_values": pixels, "labels": mask}

@@ -45,7 +45,7 @@ class SegmentationScores(evaluate.Metric):
     Call `add_batch(predictions=maps, references=masks)` with class numbers of one shape, then `compute()`, which
     returns `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value a class. A class that does
     not occur and is not predicted has no intersection over union (`None`) and does not count in the means; one that is
-    only predicted has 0. Only a confusion matrix is kept.
+    only predicted has 0. Only a confusion matrix is kept, until `compute()`.
 
     Args:
         num_labels (`int`): Classes.
@@ -70,23 +70,36 @@ class SegmentationScores(evaluate.Metric):
             ),
         )
 
+    def add(self, *, prediction, reference):
+        """`add_batch` of one map and mask."""
+        self.add_batch(predictions=prediction, references=reference)
+
     def add_batch(self, *, predictions, references):
         """Count pixels of predictions and references, arrays of class numbers of one shape.
 
         Raises:
-            ValueError: if the shapes differ.
+            ValueError: if the shapes differ, or a number that counts is no class.
         """
         predictions, references = np.asarray(predictions), np.asarray(references)
         if predictions.shape != references.shape:
             raise ValueError(f"Got predictions of shape {predictions.shape} for references of {references.shape}.")
         counts = references != self.ignore_index
-        pairs = references[counts].astype(np.int64) * self.num_labels + predictions[counts]
+        predictions, references = predictions[counts].astype(np.int64), references[counts].astype(np.int64)
+        for name, values in (("predictions", predictions), ("references", references)):
+            if values.size and not 0 <= values.min() <= values.max() < self.num_labels:
+                raise ValueError(
+                    f"Got {name} from {values.min()} to {values.max()}, expected 0 to {self.num_labels - 1}."
+                )
+        pairs = references * self.num_labels + predictions
         self.confusion += np.bincount(pairs, minlength=self.confusion.size).reshape(self.confusion.shape)
 
-    def compute(self) -> dict[str, object]:
-        """The scores of all that was added."""
-        right = np.diag(self.confusion).astype(float)
-        references, predictions = self.confusion.sum(1), self.confusion.sum(0)
+    def compute(self, *, predictions=None, references=None) -> dict[str, object]:
+        """The scores of all that was added, these arrays included, if they are given."""
+        if predictions is not None or references is not None:
+            self.add_batch(predictions=predictions, references=references)
+        confusion, self.confusion = self.confusion, np.zeros_like(self.confusion)
+        right = np.diag(confusion).astype(float)
+        references, predictions = confusion.sum(1), confusion.sum(0)
         union = references + predictions - right
         occurs, present = union > 0, references > 0
         iou = np.divide(right, union, out=np.full(self.num_labels, np.nan), where=occurs)

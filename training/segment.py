@@ -1,12 +1,15 @@
 """Fine-tune a model for semantic segmentation: SparseFormers, and all of Transformers that have a class for it.
 
     accelerate launch -m frugalvit.training.segment --model BOOTSTRAPPED --num_latent_tokens 256 --image_size 512 \\
-        --dataset ADE20K --train_split training --eval_split validation --reduce_labels --output_dir OUT
+        --dataset ADE20K --train_split training --eval_split validation --reduce_labels --num_labels 150 \\
+        --output_dir OUT
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, follow the recipe of
-ViT-Adapter (Chen et al. 2023) with 80,000 iterations and more images a step; its numbers are the defaults: AdamW,
-2e-5, ten times that for the head, a fall by 0.95 from block to block towards the image, linear decay after 1,500 steps
-of warm-up, images resized to 0.5 to 2 times the crop, cropped, flipped and distorted in color.
+ViT-Adapter (Chen et al. 2023) with 80,000 iterations and more images a step. The defaults are what that has for both
+sizes of AugReg models: AdamW, 2e-5, linear decay after 1,500 steps of warm-up, images resized to 0.5 to 2 times the
+crop, cropped, flipped and distorted in color; and where the sizes differ, ten times the rate for the head, weight
+decay 0.01 and drop path 0.3 as for base (large: 1, 0.05, 0.4), and a rate that falls by 0.95 from block to block
+towards the image as for large (base: 1).
 """
 
 import math
@@ -169,6 +172,11 @@ def main(argv: list[str] | None = None) -> int:
     loader, eval_loader = make_loaders(accelerator, data, run, (train_images, view), evaluation)
     run.epochs = run.epochs or math.ceil(80_000 / loader.steps_per_epoch)
     optimization.warmup_epochs = optimization.warmup_epochs or optimization.warmup_steps / loader.steps_per_epoch
+    if optimization.warmup_epochs >= run.epochs:
+        raise ValueError(
+            f"--warmup_steps {optimization.warmup_steps} is all of the training of "
+            f"{run.epochs * loader.steps_per_epoch} steps; warm up for fewer, or train for more --epochs."
+        )
     optimizer, scheduler = optimizer_with_schedule(
         model,
         optimization,
@@ -220,6 +228,11 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
     preprocessing = {}
     if arguments.model:
         config = AutoConfig.from_pretrained(arguments.model, **labels)
+        if not labels and not any("Segmentation" in name for name in config.architectures or ()):
+            raise ValueError(
+                f"{arguments.model} is no segmentation model that would know the classes; say how many there are with "
+                "--num_labels, or name them with --class_names."
+            )
         set_drop_path(config, arguments.drop_path)
         sparse = config.model_type == "sparseformer"
         if sparse:
@@ -237,7 +250,11 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
         )
         check_loading(model, info, arguments.model)
         given = AutoImageProcessor.from_pretrained(arguments.model)
-        preprocessing = {name: getattr(given, name) for name in ("image_mean", "image_std", "resample")}
+        if getattr(given, "do_flip_channel_order", False):
+            raise ValueError(f"{arguments.model} takes blue before green before red, which this recipe does not.")
+        names = ("image_mean", "image_std", "resample", "do_normalize")
+        preprocessing = {name: getattr(given, name, None) for name in names}
+        preprocessing["do_normalize"] = bool(preprocessing["do_normalize"])
     else:
         if not labels:
             raise ValueError(f"A new {arguments.model_type} needs its classes: --class_names or --num_labels.")
@@ -245,6 +262,10 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
         config = AutoConfig.for_model(arguments.model_type, **overrides, **labels)
         set_drop_path(config, arguments.drop_path)
         model = AutoModelForSemanticSegmentation.from_config(config)
+    # Nothing that the logits depend on: they would have no gradient, which several processes do not take.
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("auxiliary_head", "pooling_head"):
+            module.requires_grad_(False)
     processor = SegformerImageProcessor(
         size={"height": height, "width": width}, do_reduce_labels=data.reduce_labels, **preprocessing
     )
@@ -254,8 +275,17 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
 def learning_rate_factors(model: nn.Module, head_multiplier: float, layer_decay: float) -> dict[nn.Parameter, float]:
     """Factor of the learning rate of each parameter: 1 for the last block of the longest list of blocks and what
     follows it, `layer_decay` times that of the next for each block before, once more for what comes before the blocks,
-    and `head_multiplier` outside the base model."""
+    and `head_multiplier` outside the base model.
+
+    Raises:
+        ValueError: if there is nothing outside the base model.
+    """
     base = model.base_model
+    if base is model and head_multiplier != 1:
+        raise ValueError(
+            f"--head_multiplier is {head_multiplier}, but a {type(model).__name__} does not say what its head is; "
+            "expected 1."
+        )
     lists = [(name, module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
     name, blocks = max(lists, key=lambda item: len(item[1]), default=("", ()))
     last, index = len(blocks) - 1, -1

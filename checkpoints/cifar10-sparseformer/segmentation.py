@@ -57,7 +57,7 @@ class SegmentationHead(nn.Module):
     The paper gives the width (256), two encoder blocks, linear classifier and bias, and a 3 x 3 convolution of the
     early convolution's map for the queries. It leaves open, and here is: blocks as those of the cortex, with 64
     channels a head and an MLP four times as wide; a LayerNorm after them, which such blocks need; keys by a linear
-    layer; no constant in the predictive bias, which the softmax would cancel.
+    layer; no constants in the keys and the predictive bias, which the softmax would cancel.
     """
 
     def __init__(self, config):
@@ -68,7 +68,7 @@ class SegmentationHead(nn.Module):
         self.layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
         self.classifier = nn.Linear(hidden_size, config.num_labels)
         self.query = nn.Conv2d(config.stem_channels, hidden_size, kernel_size=3, padding=1)
-        self.key = nn.Linear(hidden_size, hidden_size)
+        self.key = nn.Linear(hidden_size, hidden_size, bias=False)
         self.importance = nn.Linear(hidden_size, 1, bias=False)
 
     def forward(

@@ -41,7 +41,12 @@ def add_parser(tasks) -> None:
     parser.add_argument(
         "--ignored-labels", "--ignored_labels", type=int, nargs="+", default=[], help="that do not count, besides 255"
     )
-    parser.add_argument("--reduce-labels", "--reduce_labels", action="store_true", help="0 does not count, 1 is first")
+    parser.add_argument(
+        "--reduce-labels",
+        "--reduce_labels",
+        action="store_true",
+        help="0 does not count, 1 is first (default: as the model's image processor says)",
+    )
     parser.add_argument(
         "--window", type=positive, nargs="+", help="pixels of a window, one number or height and width, that slides"
     )
@@ -85,9 +90,14 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         lambda _: AutoModelForSemanticSegmentation,
     )
     image_format = ImageFormat.from_processor(image_processor)
-    read_mask = MaskReader(model.config.num_labels, arguments.ignored_labels, arguments.reduce_labels)
-    if arguments.picture and max(arguments.drawn) > len(images):
-        raise ValueError(f"--drawn has {max(arguments.drawn)}, there are {len(images)} images.")
+    reduce_labels = arguments.reduce_labels or getattr(image_processor, "do_reduce_labels", False)
+    read_mask = MaskReader(model.config.num_labels, arguments.ignored_labels, reduce_labels)
+    if arguments.picture:
+        if max(arguments.drawn) > len(images):
+            raise ValueError(f"--drawn has {max(arguments.drawn)}, there are {len(images)} images.")
+        # First, as an image that cannot be read would end it.
+        shown = images.select([number - 1 for number in arguments.drawn])
+        figure = picture_of(model, image_format, shown, read_mask)
     results = segmentation_scores(
         model,
         image_format,
@@ -101,8 +111,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         skip_corrupt=arguments.skip_corrupt,
     )
     if arguments.picture:
-        shown = images.select([number - 1 for number in arguments.drawn])
-        save_figure(picture_of(model, image_format, shown, read_mask), arguments.picture)
+        save_figure(figure, arguments.picture)
     names, iou = model.config.id2label, results.pop("iou")
     results |= {f"iou {names[label]}": value for label, value in enumerate(iou)}
     return {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split, **results}
@@ -141,8 +150,12 @@ def segmentation_scores(
 
     Raises:
         CorruptImageError: for the first image that cannot be read, if they are not to be left out.
-        ValueError: if none can be read, or a mask does not fit its image or the classes.
+        ValueError: if none can be read, a mask does not fit its image or the classes, or windows leave gaps.
     """
+    if window and (stride or 1) > min(window):
+        raise ValueError(
+            f"A stride of {stride} leaves gaps between windows of {window}; expected at most {min(window)}."
+        )
     scores, count = SegmentationScores(model.config.num_labels), 0
     with tqdm(total=len(images), desc="evaluate", unit=" images", leave=False, disable=None) as progress:
         for batch in _batches(images, read_mask, 1 if window else batch_size, skip_corrupt, progress):

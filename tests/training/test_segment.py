@@ -20,7 +20,13 @@ from frugalvit.evaluation.segmentation import segmentation_scores, window_starts
 from frugalvit.training import segment
 from frugalvit.training.augmentation import ImageFormat, seeded
 from frugalvit.training.data import CorruptImageError
-from frugalvit.training.masks import MaskReader, SegmentationEvalView, SegmentationView, load_masked_images
+from frugalvit.training.masks import (
+    MaskError,
+    MaskReader,
+    SegmentationEvalView,
+    SegmentationView,
+    load_masked_images,
+)
 from frugalvit.training.metrics import SegmentationScores
 
 
@@ -97,6 +103,22 @@ class TestData:
             with pytest.raises(ValueError, match="has no split 'test'; it has training"):
                 load_masked_images(str(tmp_path), "test")
 
+    def test_slices_of_a_folder(self, tmp_path):
+        for folder in ("images", "masks"):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / ".DS_Store").write_text("")
+        for seed in range(8):
+            Image.fromarray(scene(seed)[0]).save(tmp_path / "images" / f"{seed}.png")
+            Image.fromarray(scene(seed)[1]).save(tmp_path / "masks" / f"{seed}.png")
+
+        def names(split: str) -> str:
+            return "".join(record["path"][-5] for record in load_masked_images(str(tmp_path), split)["image"])
+
+        assert [names("train"), names("train[:75%]"), names("train[75%:]")] == ["01234567", "012345", "67"]
+        for split, message in (("test", "has no split 'test'; it has train"), ("train[8:]", "no images|Cannot take")):
+            with pytest.raises(ValueError, match=message):
+                load_masked_images(str(tmp_path), split)
+
     def test_columns_that_do_not_tell(self, parquet):
         def three(columns):
             columns["other"] = columns["annotation"]
@@ -105,7 +127,7 @@ class TestData:
         with pytest.raises(ValueError, match="image, annotation, other; expected one of images and one of masks"):
             load_masked_images(path, "train")
         assert len(load_masked_images(path, "train", mask_column="other")) == 12
-        with pytest.raises(ValueError, match="has no column 'mask'; it has"):
+        with pytest.raises(ValueError, match="has no column 'mask' of images; it has"):
             load_masked_images(path, "train", mask_column="mask")
 
     def test_empty(self, parquet):
@@ -116,25 +138,19 @@ class TestData:
         mask = {"bytes": encode(np.array([[0, 1, 2, 255]], np.uint8)), "path": None}
         assert MaskReader(3)(mask, 0, (4, 1)).tolist() == [[0, 1, 2, 255]]
         assert MaskReader(2, ignored_labels=[2])(mask, 0, (4, 1)).tolist() == [[0, 1, 255, 255]]
+        binary = {"bytes": encode(np.array([[True, False]])), "path": None}
+        assert MaskReader(2)(binary, 0, (2, 1)).tolist() == [[1, 0]]
+        with pytest.raises(ValueError, match=r"do not count are \[300\], expected numbers from 0 to 255"):
+            MaskReader(2, ignored_labels=[300])
         assert MaskReader(2, reduce_labels=True)(mask, 0, (4, 1)).tolist() == [[255, 0, 1, 255]]
 
     @pytest.mark.parametrize(
         ("mask", "size", "error", "message"),
         [
-            (
-                encode(np.zeros((4, 5), np.uint8)),
-                (5, 5),
-                ValueError,
-                "mask of image 7 has 5 x 4 pixels, the image 5 x 5",
-            ),
-            (
-                encode(np.full((4, 5), 3, np.uint8)),
-                (5, 4),
-                ValueError,
-                r"has the labels \[3\], the classes are 0 to 2",
-            ),
-            (encode(np.full((4, 5), 300, np.uint16)), (5, 4), ValueError, r"has the labels \[300\]"),
-            (encode(np.zeros((4, 5, 3), np.uint8)), (5, 4), ValueError, "a picture of mode RGB, expected one channel"),
+            (encode(np.zeros((4, 5), np.uint8)), (5, 5), MaskError, "image 7 has 5 x 4 pixels, the image 5 x 5"),
+            (encode(np.full((4, 5), 3, np.uint8)), (5, 4), MaskError, r"labels \[3\], the classes are 0 to 2"),
+            (encode(np.full((4, 5), 300, np.uint16)), (5, 4), MaskError, r"has the labels \[300\]"),
+            (encode(np.zeros((4, 5, 3), np.uint8)), (5, 4), MaskError, "a picture of mode RGB, expected one channel"),
             (b"no image", (5, 4), CorruptImageError, "mask of image 7 of the data set cannot be read"),
         ],
         ids=["size", "label", "16 bits", "color", "corrupt"],
@@ -158,6 +174,19 @@ class TestViews:
         assert counts.any()
         assert torch.equal(pixels[0][counts], 60 * labels[counts])
         assert not pixels[:, ~counts].any()  # what pads is of the mean color
+
+    @given(
+        size=st.tuples(st.integers(9, 60), st.integers(9, 60)),
+        have=st.tuples(st.integers(20, 120), st.integers(20, 120)),
+        axis=st.integers(0, 1),
+    )
+    def test_masks_are_centered_as_smooth_images_are(self, size, have, axis):
+        """Both are ramps here, whose mean tells the shift of one against the other, in pixels of the original."""
+        ramp = np.indices(have)[axis].astype(np.uint8) * 2
+        view = SegmentationEvalView(ImageFormat(size, resample=2), MaskReader(255))
+        sample = view(Image.fromarray(np.repeat(ramp[..., None], 3, axis=2)), torch.from_numpy(ramp))
+        shift = (sample["pixel_values"][0].float() - sample["labels"].float()).mean().item() / 2
+        assert abs(shift) <= 0.75
 
     def test_is_a_function_of_the_seed(self):
         view = SegmentationView(ImageFormat((24, 32)), MaskReader(4))
@@ -217,6 +246,18 @@ class TestScores:
         right = [guess == truth for guess, truth in pairs]
         assert results["pixel_accuracy"] == (pytest.approx(np.mean(right)) if right else None)
 
+    def test_counts_anew_after_computing(self):
+        scores = SegmentationScores(2)
+        scores.add(prediction=np.array([[0, 1]]), reference=np.array([[0, 1]]))
+        assert scores.compute()["mean_iou"] == 1
+        assert scores.compute(predictions=np.array([1, 1]), references=np.array([0, 0]))["mean_iou"] == 0
+        assert scores.compute()["mean_iou"] is None
+
+    @pytest.mark.parametrize(("predictions", "references"), [([2], [0]), ([-1], [0]), ([0], [7])])
+    def test_numbers_that_are_no_classes(self, predictions, references):
+        with pytest.raises(ValueError, match="expected 0 to 1"):
+            SegmentationScores(2).add_batch(predictions=predictions, references=references)
+
     def test_shapes_that_differ(self):
         with pytest.raises(ValueError, match=r"predictions of shape \(2, 3\) for references of \(3, 2\)"):
             SegmentationScores(2).add_batch(predictions=np.zeros((2, 3)), references=np.zeros((3, 2)))
@@ -237,6 +278,12 @@ class ByColor(torch.nn.Module):
 
     def forward(self, pixel_values):
         return SimpleNamespace(logits=-(pixel_values[:, :1] - 60 * torch.arange(4).view(1, 4, 1, 1)).abs())
+
+
+def test_windows_with_gaps_are_refused(parquet):
+    images = load_masked_images(parquet(), "train")
+    with pytest.raises(ValueError, match="A stride of 30 leaves gaps between windows of"):
+        segmentation_scores(ByColor(), NEAREST, images, MaskReader(4), window=(16, 40), stride=30)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +370,8 @@ class TestRecipe:
         arguments[arguments.index("--drop_path") + 1] = "0.2"
         assert segment.main([*arguments, "--epochs", "2"]) == 0
         assert json.loads((tmp_path / "out" / "config.json").read_text())["drop_path_rate"] == 0.2
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert "pipeline_tag: image-segmentation" in card and "AutoModelForSemanticSegmentation" in card
 
     def test_learning_rates_fall_towards_the_image(self, start):
         model = segment.SparseFormerForSemanticSegmentation.from_pretrained(start)
@@ -340,6 +389,7 @@ class TestRecipe:
         [
             (["--class_names", "a", "b"], r"has the labels \[2, 3\], the classes are 0 to 1"),
             (["--ignored_labels", "0", "1", "2", "3"], "No pixel of the evaluation masks counts"),
+            (["--warmup_steps", "18"], "--warmup_steps 18 is all of the training of 3 steps"),
             (["--num_labels", "5"], "--num_labels is 5, --class_names has 4"),
             (["--model_type", "segformer"], "either --model, to go on from, or --model_type"),
             (["--train_split", "train[:2]"], "2 training images make 0 batches"),
@@ -350,6 +400,21 @@ class TestRecipe:
         with pytest.raises((ValueError, SystemExit)) as raised:
             segment.main(arguments)
         assert re.search(message, f"{raised.value} {capsys.readouterr().err}")
+
+    def test_needs_to_know_the_classes(self, start, parquet, tmp_path):
+        arguments = self.arguments(start, parquet, tmp_path / "out")
+        at = arguments.index("--class_names")
+        with pytest.raises(ValueError, match="is no segmentation model that would know the classes"):
+            segment.main(arguments[:at] + arguments[at + 5 :])
+
+    def test_bad_masks_are_one_line_where_workers_decode(self, start, parquet, tmp_path):
+        def shrink(columns):
+            columns["annotation"][3]["bytes"] = encode(scene(3, 20, 30)[1])
+
+        path = parquet("shrunk", change=shrink)
+        arguments = self.arguments(start, parquet, tmp_path / "out", "--dataset", path, "--num_workers", "1")
+        with pytest.raises(MaskError, match="^The mask of image 3 has 30 x 20 pixels, the image 52 x 40; expected"):
+            segment.main(arguments)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
