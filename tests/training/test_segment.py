@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import datasets
@@ -305,11 +308,8 @@ def test_every_way_sees_each_pixel_where_it_is(options, parquet):
     assert results["mean_iou"] == results["pixel_accuracy"] == 1
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """A tiny SparseFormer classifier."""
-    torch.manual_seed(0)
-    config = SparseFormerConfig(
+def tiny_config(**fields) -> SparseFormerConfig:
+    return SparseFormerConfig(
         image_size=32,
         num_latent_tokens=4,
         num_sampling_points=4,
@@ -322,9 +322,16 @@ def start(tmp_path_factory):
         decoder_hidden_size=32,
         image_mean=0.5,
         image_std=0.25,
+        **fields,
     )
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A tiny SparseFormer classifier."""
+    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("start")
-    SparseFormerForImageClassification(config).save_pretrained(folder)
+    SparseFormerForImageClassification(tiny_config()).save_pretrained(folder)
     return folder
 
 
@@ -400,6 +407,25 @@ class TestRecipe:
         with pytest.raises((ValueError, SystemExit)) as raised:
             segment.main(arguments)
         assert re.search(message, f"{raised.value} {capsys.readouterr().err}")
+
+    def test_two_processes_give_the_losses_of_one(self, parquet, tmp_path):
+        """Of a model with a pooling head, which the scores of pixels do not depend on."""
+        torch.manual_seed(0)
+        SparseFormerForImageClassification(tiny_config(pooling="attention")).save_pretrained(tmp_path / "start")
+        losses = []
+        for processes in (1, 2):
+            arguments = self.arguments(tmp_path / "start", parquet, tmp_path / str(processes), "--epochs", "2")
+            torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), "-m"]
+            subprocess.run(
+                [sys.executable, "-m", *torchrun, "frugalvit.training.segment", *arguments, "--drop_path", "0"],
+                env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+                check=True,
+                timeout=250,
+            )
+            results = json.loads((tmp_path / str(processes) / "results.json").read_text())
+            losses.append([epoch["train_loss"] for epoch in results["epochs"]])
+        # Each process divides by the pixels that count in its own share.
+        assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
     def test_needs_to_know_the_classes(self, start, parquet, tmp_path):
         arguments = self.arguments(start, parquet, tmp_path / "out")
