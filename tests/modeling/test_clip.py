@@ -96,6 +96,19 @@ def test_outputs_of_both_sides_are_there(model, inputs):
     assert len(model.get_image_features(inputs["pixel_values"], output_rois=True).rois) == 2
 
 
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@torch.no_grad()
+def test_eager_and_sdpa_agree_on_both_sides(padding_side, folder, inputs):
+    ids = word_tokenizer(WORDS, padding_side=padding_side)(["a cat", "this is a photo of a dog ."], padding=True)
+    inputs = {**inputs, **{name: torch.tensor(ids[name]) for name in ("input_ids", "attention_mask")}}
+    outputs = [
+        SparseFormerCLIPModel.from_pretrained(folder, attn_implementation=attention)(**inputs)
+        for attention in ("eager", "sdpa")
+    ]
+    assert outputs[0].text_model_output.last_hidden_state.isfinite().all()
+    torch.testing.assert_close(outputs[0].logits_per_image, outputs[1].logits_per_image, atol=2e-4, rtol=1e-4)
+
+
 @torch.no_grad()
 def test_loads_by_auto_classes(folder, model, inputs):
     for auto_class in (AutoModel, AutoModelForZeroShotImageClassification):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers.models.auto import modeling_auto
 
+import frugalvit
 from kinds import KINDS
 
 
@@ -188,3 +189,117 @@ class ConvMixerCommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCas
                     outputs = model(**inputs, **({} if by_config else {"output_hidden_states": True}))
                 shapes = [tuple(states.shape) for states in outputs.hidden_states]
                 self.assertEqual(shapes, [(3, config.hidden_size, 8, 8)] * 3)
+
+
+class TwoTowersTester:
+    """Like `ModelTester`, of a CLIP with a SparseFormer."""
+
+    batch_size = 3
+    num_hidden_layers = 2  # of both sides
+    is_training = True
+
+    def __init__(self, parent):
+        self.parent = parent
+
+    def get_config(self):
+        text = {
+            "vocab_size": 99,
+            "hidden_size": 32,
+            "intermediate_size": 37,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 16,
+        }
+        kind = KINDS["bootstrapped"]
+        vision = kind.config_class.from_variant(kind.variant, **{**kind.fields, "num_hidden_layers": 2})
+        return frugalvit.SparseFormerCLIPConfig(text_config=text, vision_config=vision.to_dict(), projection_dim=16)
+
+    def prepare_config_and_inputs_for_common(self):
+        input_ids = common.ids_tensor([self.batch_size, 7], 99)
+        return self.get_config(), {
+            "input_ids": input_ids,
+            "attention_mask": torch.ones_like(input_ids),
+            "pixel_values": common.floats_tensor((self.batch_size, 3, 32, 32)),
+            "return_loss": True,
+        }
+
+
+class ClipCommonTest(common.ModelTesterMixin, unittest.TestCase):
+    all_model_classes = (frugalvit.SparseFormerCLIPModel,)
+    test_resize_embeddings = False
+    test_attention_outputs = False
+    _is_composite = True
+
+    def setUp(self):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self.addCleanup(torch.set_num_threads, threads)
+        self.model_tester = TwoTowersTester(self)
+        if "eager_matches_sdpa_inference" in self._testMethodName:
+            self.skipTest("it knows models of one input only; test_clip.py compares both sides")
+
+    @unittest.skip("the two sides' outputs hold them, as CLIPModel's do")
+    def test_hidden_states_output(self):
+        pass
+
+    @unittest.skip("the two sides' outputs hold them, as CLIPModel's do")
+    def test_retain_grad_hidden_states_attentions(self):
+        pass
+
+
+class VisionLanguageTester:
+    """Like `ModelTester`, of a LLaVA with a SparseFormer."""
+
+    batch_size = 3
+    num_hidden_layers = 2  # of both sides
+    num_attention_heads = 4
+    hidden_size = 32
+    image_tokens = 5
+    seq_length = 12
+    is_training = True
+
+    def __init__(self, parent):
+        self.parent = parent
+
+    def get_config(self):
+        text = {
+            "model_type": "llama",
+            "vocab_size": 99,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": 37,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": 4,
+            "pad_token_id": 0,
+        }
+        kind = KINDS["bootstrapped"]
+        vision = kind.config_class.from_variant(kind.variant, **{**kind.fields, "num_hidden_layers": 2})
+        return frugalvit.SparseFormerLlavaConfig(
+            text_config=text, vision_config=vision.to_dict(), image_token_index=4, image_seq_length=self.image_tokens
+        )
+
+    def prepare_config_and_inputs_for_common(self):
+        input_ids = common.ids_tensor([self.batch_size, self.seq_length], 94) + 5
+        input_ids[:, 1 : 1 + self.image_tokens] = 4
+        return self.get_config(), {
+            "input_ids": input_ids,
+            "attention_mask": torch.ones_like(input_ids),
+            "pixel_values": common.floats_tensor((self.batch_size, 3, 32, 32)),
+        }
+
+
+class LlavaCommonTest(common.ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
+    all_model_classes = (frugalvit.SparseFormerLlavaForConditionalGeneration,)
+    _is_composite = True
+
+    def setUp(self):
+        names = {"sparseformer_llava": "SparseFormerLlavaForConditionalGeneration"}
+        patch = mock.patch.dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, names)
+        patch.start()
+        self.addCleanup(patch.stop)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self.addCleanup(torch.set_num_threads, threads)
+        self.model_tester = VisionLanguageTester(self)
+        if "training_gradient_checkpointing" in self._testMethodName:
+            self.skipTest("LLaVA reads a layer before the last, so that what follows has no gradient")
