@@ -58,7 +58,7 @@ SOLVERS = {
 SHARP = [name for name in SOLVERS if "mimetic values" in name and "pseudo-inverse" not in name]
 VIT_TABLES = {
     "initializations": BASELINES
-    | {name: row for name, row in SOLVERS.items() if "mass 0.5" in name}
+    | {name: row for name, row in SOLVERS.items() if "mass 0.2" in name or "mass 0.5, mimetic" in name}
     | {
         "impulse 5x5, closed form, mass 0.5, mimetic values": impulse(
             kernel_size=5, solver="closed_form", mass=0.5, value_init="mimetic"

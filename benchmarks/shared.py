@@ -3,6 +3,7 @@ that say how they were made."""
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -48,11 +49,16 @@ def folder_name(row: str, seed: int) -> str:
 
 
 def run_recipe(recipe, folder: Path, argv: list[str]) -> dict:
-    """Results of a recipe's run in a folder, now or before."""
-    recipe.main(["--output_dir", str(folder), *argv])
+    """Results of a recipe's run in a folder, now or, if it was the same command, before."""
+    argv, file = ["--output_dir", str(folder), *argv], folder / "results.json"
+    if file.is_file():
+        results = json.loads(file.read_text(encoding="utf-8"))
+        if results["command"] == shlex.join([*recipe.PROG.split(), *argv]):
+            return results
+    recipe.main(argv)
     # The next run may want another precision.
     AcceleratorState._reset_state(True)
-    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def last_accuracies(results: list[dict]) -> dict:
@@ -72,7 +78,7 @@ def write_table(path: Path, settings: dict, rows: list[dict], **more):
     write_json(
         path,
         {
-            "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+            "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
             "settings": settings,
             "spread": "standard deviation over seeds",
             "versions": versions(),

@@ -35,7 +35,7 @@ class ViTImpulseInitConfig(FrugalViTConfig):
             How weights of a fresh model are drawn: `"impulse"` or `"mimetic"` attention, the rest truncated normal;
             or all linear layers `"trunc_normal"` (timm's way) or `"kaiming_uniform"` (PyTorch's).
         impulse_kernel_size (`int`, *optional*, defaults to 3): Size of the impulse filters.
-        impulse_mass (`float`, *optional*, defaults to 0.5):
+        impulse_mass (`float`, *optional*, defaults to 0.2):
             Share of the initial attention at the impulse, above 0 and below 1; see `impulse_init_`.
         value_init (`str`, *optional*, defaults to `"mimetic"`):
             Values and output projections beside impulses: `"mimetic"` or `"default"`, truncated normal.
@@ -70,7 +70,7 @@ class ViTImpulseInitConfig(FrugalViTConfig):
     pooling: str = "mean"
     initialization: str = "impulse"
     impulse_kernel_size: int = 3
-    impulse_mass: float | int = 0.5
+    impulse_mass: float | int = 0.2
     value_init: str = "mimetic"
     drop_path_rate: float | int = 0.0
     initializer_range: float | int = 0.02

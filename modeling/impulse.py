@@ -90,7 +90,7 @@ def interior_mass(attention: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 def solve_closed_form(
-    inputs: torch.Tensor, target: torch.Tensor, head_dim: int, mass: float = 0.5
+    inputs: torch.Tensor, target: torch.Tensor, head_dim: int, mass: float = 0.2
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Q and K without iteration: the least-squares shift of the pseudo input, of rank `head_dim`, at a temperature.
 
@@ -107,8 +107,9 @@ def solve_closed_form(
         inputs (`torch.Tensor`): `(positions, hidden_size)` float, the pseudo input after the layer's LayerNorm.
         target (`torch.Tensor`): `(positions, positions)` of zeros and ones, see `impulse_matrix`.
         head_dim (`int`): Width of the head.
-        mass (`float`, *optional*, defaults to 0.5): Share of the attention at the target, averaged over the interior,
-            above 0 and below 1; where no temperature gives that much, 95 % of what any gives.
+        mass (`float`, *optional*, defaults to 0.2): Share of the attention at the target, averaged over the interior,
+            above 0 and below 1; where no temperature gives that much, 95 % of what any gives. `impulse_init_` says
+            where the default comes from.
 
     Returns:
         Two tensors `(hidden_size, head_dim)`.
@@ -135,11 +136,12 @@ def _sharpness(logits: torch.Tensor, target: torch.Tensor, mass: float) -> float
     """The smallest factor on the logits that brings this much attention to the target, or 95 % of what any
     factor brings."""
     low, high = -2.0, 3.0
-    scaled = logits / logits.std()
+    scaled, wanted = logits / logits.std(), None
     for _ in range(3):
         exponents = torch.linspace(low, high, 32, dtype=logits.dtype, device=logits.device)
         masses = interior_mass((scaled * 10 ** exponents[:, None, None]).softmax(-1), target)
-        first = int((masses >= min(mass, 0.95 * masses.max().item())).int().argmax())
+        wanted = wanted or min(mass, 0.95 * masses.max().item())
+        first = int((masses >= wanted).int().argmax())
         low, high = exponents[max(first - 1, 0)].item(), exponents[first].item()
     return 10**high / logits.std().item()
 

@@ -128,7 +128,7 @@ def test_closed_form_peaks_at_the_offset_from_everywhere_inside(height, width, h
     attention = attention_map(inputs, query, key)
     inside = target.sum(1) > 0
     assert (attention.argmax(1) == target.argmax(1))[inside].all()
-    assert interior_mass(attention, target).item() == pytest.approx(0.6, abs=0.01)
+    assert interior_mass(attention, target).item() == pytest.approx(0.6, abs=2e-3)
     assert query.norm().item() == pytest.approx(key.norm().item(), rel=1e-3) and query.norm() < 8
 
 
@@ -281,7 +281,7 @@ def test_layers_share_heads_or_do_not(per_layer):
 @pytest.mark.parametrize("kind", ["uniform", "gaussian", "pe+uniform"])
 def test_pseudo_inputs_of_first_and_later_layers(kind):
     model = timm_vit(depth=3)
-    report = impulse_init_(model, pseudo_input=("pe", kind), per_layer=False, generator=seeded())
+    report = impulse_init_(model, pseudo_input=("pe", kind), per_layer=False, mass=0.5, generator=seeded())
     weights = [block.attn.qkv.weight[: 2 * 96] for block in model.blocks]
     assert not torch.equal(weights[0], weights[1]) and torch.equal(weights[1], weights[2])
     assert all(head.mass > 0.3 for head in report.heads)

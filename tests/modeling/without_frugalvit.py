@@ -98,7 +98,7 @@ def is_initialized(model) -> bool:
             for projection in (attention.q_proj, attention.k_proj)
         )
         weights = (torch.einsum("qdh,kdh->hqk", queries, keys) * attention.scaling).softmax(-1)
-        return weights.amax(-1).mean().item() > 0.3
+        return weights.amax(-1).mean().item() > 0.15
     filters = model.layers[0].spatial_mixing.weight
     return bool(((filters != 0).sum((1, 2, 3)) == 1).all())
 
