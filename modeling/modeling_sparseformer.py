@@ -789,7 +789,7 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
         """As in Transformers. `num_latent_tokens`, also that of a `config`, may be another number than the
         checkpoint's: `resize_tokens` changes it, and new tokens that start alike are moved apart."""
         config = kwargs.get("config")
-        if isinstance(config, SparseFormerConfig):
+        if isinstance(config, SparseFormerConfig) and pretrained_model_name_or_path is not None:
             num_latent_tokens = num_latent_tokens or config.num_latent_tokens
             where = {name: kwargs[name] for name in _WHERE if kwargs.get(name) is not None}
             stored = SparseFormerConfig.from_pretrained(pretrained_model_name_or_path, **where)
