@@ -61,9 +61,12 @@ def read_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, str]:
         image_column=arguments.image_column,
         label_column=arguments.label_column,
     )
-    if arguments.limit:
-        images = images.select(range(min(arguments.limit, len(images))))
-    return images, split
+    return take_first(images, arguments.limit), split
+
+
+def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
+    """The first `limit` records, or all where there are fewer or no limit is given."""
+    return table.select(range(min(limit, len(table)))) if limit else table
 
 
 def image_batches(

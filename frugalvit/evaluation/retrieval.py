@@ -8,7 +8,7 @@ import datasets
 import torch
 
 from ..training.data import load_images, load_table
-from .images import add_loop_arguments, add_worker_argument, image_batches, positive
+from .images import add_loop_arguments, add_worker_argument, image_batches, positive, take_first
 from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers, name_models
 
 
@@ -46,8 +46,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         images, captions = read_karpathy(arguments.dataset[0], arguments.image_folder, arguments.split)
     else:
         images, captions = read_parquet(arguments.dataset, arguments.caption_column)
-    if arguments.limit:
-        images, captions = images.select(range(min(arguments.limit, len(images)))), captions[: arguments.limit]
+    images, captions = take_first(images, arguments.limit), captions[: arguments.limit]
     towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
     image_embeddings = embed_all_images(towers, images, arguments.batch_size, arguments.num_workers)
     texts = [caption for several in captions for caption in several]

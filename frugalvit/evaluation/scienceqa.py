@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from ..training.data import decode_image, default_split, load_table
 from ..training.loading import load_pretrained
-from .images import add_loop_arguments, positive
+from .images import add_loop_arguments, positive, take_first
 
 
 LETTERS = "ABCDEFGH"
@@ -47,8 +47,7 @@ def add_parser(tasks) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     questions, split = read_questions(arguments.dataset, arguments.split)
-    if arguments.limit:
-        questions = questions.select(range(min(arguments.limit, len(questions))))
+    questions = take_first(questions, arguments.limit)
     if "{image}" not in arguments.prompt or "{question}" not in arguments.prompt:
         raise ValueError(f"--prompt is {arguments.prompt!r}, expected {{image}} and {{question}} in it.")
     model = load_pretrained(

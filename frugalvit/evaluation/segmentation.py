@@ -17,7 +17,7 @@ from ..training.data import CorruptImageError, decode_image, default_split
 from ..training.loading import load_with_image_processor
 from ..training.masks import MaskReader, load_masked_images
 from ..training.metrics import SegmentationScores
-from .images import add_loop_arguments, positive
+from .images import add_loop_arguments, positive, take_first
 
 
 def add_parser(tasks) -> None:
@@ -79,8 +79,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         image_column=arguments.image_column,
         mask_column=arguments.mask_column,
     )
-    if arguments.limit:
-        images = images.select(range(min(arguments.limit, len(images))))
+    images = take_first(images, arguments.limit)
     if arguments.window and len(arguments.window) > 2:
         raise ValueError(f"--window has {len(arguments.window)} numbers, expected one, or height and width.")
     if not arguments.window and (arguments.stride or arguments.shorter_side):
