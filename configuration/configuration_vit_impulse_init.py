@@ -2,14 +2,14 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import FrugalViTConfig, pair
+from .configuration_base import PatchTransformerConfig
 
 
 INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")
 
 
 @strict
-class ViTImpulseInitConfig(FrugalViTConfig):
+class ViTImpulseInitConfig(PatchTransformerConfig):
     r"""
     Configuration of a vision transformer whose attention starts as convolution (Zheng et al., *Structured
     Initialization for Attention in Vision Transformers*, arXiv 2404.01139). The defaults are ViT-T for 32 x 32 pixels,
@@ -39,6 +39,11 @@ class ViTImpulseInitConfig(FrugalViTConfig):
             Share of the initial attention at the impulse, above 0 and below 1; see `impulse_init_`.
         value_init (`str`, *optional*, defaults to `"mimetic"`):
             Values and output projections beside impulses: `"mimetic"` or `"default"`, truncated normal.
+        context_broadcast (`str`, *optional*):
+            Context Broadcasting in every block: `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`, see
+            `insert_context_broadcast`.
+        context_broadcast_position (`str` or several, *optional*, defaults to `"mlp_end"`):
+            Where: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
             Largest stochastic depth rate; rises linearly over the blocks.
         initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
@@ -72,6 +77,8 @@ class ViTImpulseInitConfig(FrugalViTConfig):
     impulse_kernel_size: int = 3
     impulse_mass: float | int = 0.2
     value_init: str = "mimetic"
+    context_broadcast: str | None = None
+    context_broadcast_position: str | list[str] | tuple[str, ...] = "mlp_end"
     drop_path_rate: float | int = 0.0
     initializer_range: float | int = 0.02
     image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -79,42 +86,8 @@ class ViTImpulseInitConfig(FrugalViTConfig):
     resize_size: int | None = None
     resample: int = 2
 
-    def __post_init__(self, **kwargs):
-        if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
-        super().__post_init__(**kwargs)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Height and width in patches."""
-        (height, width), (patch_height, patch_width) = pair(self.image_size), pair(self.patch_size)
-        return height // patch_height, width // patch_width
-
-    def validate_counts(self):
-        """Counts and sizes are positive, and patches tile the image."""
-        self._check_counts(
-            "num_channels",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-            "impulse_kernel_size",
-            "resize_size",
-        )
-        self._check_sizes("image_size", "patch_size")
-        for size, patch in zip(pair(self.image_size), pair(self.patch_size), strict=True):
-            if size % patch:
-                raise ValueError(
-                    f"Patches of `patch_size`={self.patch_size} do not tile images of `image_size`={self.image_size}."
-                )
-
     def validate_widths(self):
-        """Heads divide the width, and the positional encoding divides into sines and cosines of two coordinates."""
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"`hidden_size`={self.hidden_size} is not divisible by `num_attention_heads`="
-                f"{self.num_attention_heads}; choose heads that divide the width."
-            )
+        """The positional encoding divides into sines and cosines of two coordinates."""
         if self.hidden_size % 4:
             raise ValueError(
                 f"`hidden_size`={self.hidden_size} is not a multiple of 4, as the sinusoidal encoding (sine and "
@@ -129,10 +102,9 @@ class ViTImpulseInitConfig(FrugalViTConfig):
             initialization=INITIALIZATIONS,
             value_init=("mimetic", "default"),
         )
+        self._check_counts("impulse_kernel_size")
         if not 0 < self.impulse_mass < 1:
             raise ValueError(f"`impulse_mass` is {self.impulse_mass}, expected a number above 0 and below 1.")
-        self._check_rates("drop_path_rate")
-        self._check_positive("layer_norm_eps", "initializer_range")
 
     @staticmethod
     def _variants() -> dict[str, dict]:

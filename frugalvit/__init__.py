@@ -18,8 +18,14 @@ if TYPE_CHECKING:
     from .configuration.configuration_sparseformer import SparseFormerConfig as SparseFormerConfig
     from .configuration.configuration_sparseformer_clip import SparseFormerCLIPConfig as SparseFormerCLIPConfig
     from .configuration.configuration_sparseformer_llava import SparseFormerLlavaConfig as SparseFormerLlavaConfig
+    from .configuration.configuration_vit_context_broadcast import (
+        ViTContextBroadcastConfig as ViTContextBroadcastConfig,
+    )
     from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig
     from .macs import count_macs as count_macs
+    from .modeling.context_broadcast import ContextBroadcast as ContextBroadcast
+    from .modeling.context_broadcast import insert_context_broadcast as insert_context_broadcast
+    from .modeling.context_broadcast import remove_context_broadcast as remove_context_broadcast
     from .modeling.initialization import impulse_init_ as impulse_init_
     from .modeling.initialization import initialize_attention_ as initialize_attention_
     from .modeling.initialization import mimetic_init_ as mimetic_init_
@@ -45,6 +51,13 @@ if TYPE_CHECKING:
     )
     from .modeling.modeling_sparseformer_llava import matching_processor as matching_processor
     from .modeling.modeling_sparseformer_llava import swap_vision_tower as swap_vision_tower
+    from .modeling.modeling_vit_context_broadcast import (
+        ViTContextBroadcastForImageClassification as ViTContextBroadcastForImageClassification,
+    )
+    from .modeling.modeling_vit_context_broadcast import ViTContextBroadcastModel as ViTContextBroadcastModel
+    from .modeling.modeling_vit_context_broadcast import (
+        ViTContextBroadcastPreTrainedModel as ViTContextBroadcastPreTrainedModel,
+    )
     from .modeling.modeling_vit_impulse_init import (
         ViTImpulseInitForImageClassification as ViTImpulseInitForImageClassification,
     )

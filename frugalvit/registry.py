@@ -22,6 +22,14 @@ FAMILIES = {
     ),
     "sparseformer_clip": (["SparseFormerCLIPConfig"], ["SparseFormerCLIPModel"]),
     "sparseformer_llava": (["SparseFormerLlavaConfig"], ["SparseFormerLlavaForConditionalGeneration"]),
+    "vit_context_broadcast": (
+        ["ViTContextBroadcastConfig"],
+        [
+            "ViTContextBroadcastModel",
+            "ViTContextBroadcastForImageClassification",
+            "ViTContextBroadcastPreTrainedModel",
+        ],
+    ),
     "vit_impulse_init": (
         ["ViTImpulseInitConfig"],
         ["ViTImpulseInitModel", "ViTImpulseInitForImageClassification", "ViTImpulseInitPreTrainedModel"],
@@ -30,14 +38,17 @@ FAMILIES = {
 
 FUNCTIONS = {
     "checkpoint_path": "frugalvit.resources",
+    "ContextBroadcast": "frugalvit.modeling.context_broadcast",
     "count_macs": "frugalvit.macs",
     "from_open_clip": "frugalvit.modeling.open_clip_adapter",
     "impulse_init_": "frugalvit.modeling.initialization",
+    "insert_context_broadcast": "frugalvit.modeling.context_broadcast",
     "initialize_attention_": "frugalvit.modeling.initialization",
     "matching_processor": "frugalvit.modeling.modeling_sparseformer_llava",
     "measure_attention": "frugalvit.attention",
     "mimetic_init_": "frugalvit.modeling.initialization",
     "OpenClipVisual": "frugalvit.modeling.open_clip_adapter",
+    "remove_context_broadcast": "frugalvit.modeling.context_broadcast",
     "SparseFormerVisionTower": "frugalvit.modeling.llava_tower",
     "swap_vision_tower": "frugalvit.modeling.modeling_sparseformer_llava",
     "to_open_clip": "frugalvit.modeling.open_clip_adapter",
@@ -88,3 +99,7 @@ def register() -> None:
                         getattr(transformers, auto_class).register(
                             model_class.config_class, model_class, exist_ok=True
                         )
+    if is_torch_available():
+        altered = importlib.import_module("frugalvit.modeling.context_broadcast")
+        for config_class in (getattr(altered, f"ContextBroadcast{name}") for name in altered.CONFIGURATIONS):
+            transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)

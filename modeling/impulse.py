@@ -33,15 +33,6 @@ def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
 
 
-def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
-    """Positions `(1, leading + height * width, hidden_size)` of a grid for one of another size, bicubically; leading
-    ones, of [CLS] and the like, stay."""
-    leading = positions.shape[1] - grid[0] * grid[1]
-    patches = positions[:, leading:].unflatten(1, grid).permute(0, 3, 1, 2)
-    patches = F.interpolate(patches.float(), size, mode="bicubic", align_corners=False).flatten(2).mT
-    return torch.cat([positions[:, :leading], patches.to(positions.dtype)], dim=1)
-
-
 def kernel_offsets(kernel_size: int) -> list[tuple[int, int]]:
     """The positions of a kernel relative to its center as (dy, dx), row by row; an even kernel has its center right of
     and below the middle.

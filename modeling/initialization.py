@@ -12,7 +12,6 @@ from .impulse import (
     draw_offsets,
     impulse_matrix,
     interior_mass,
-    interpolate_positions,
     kernel_offsets,
     mimetic_factors,
     rotate_head,
@@ -21,6 +20,7 @@ from .impulse import (
     solve_closed_form,
     solve_pinv,
 )
+from .layers import interpolate_positions
 
 
 SOLVERS = ("closed_form", "adam", "pinv")

@@ -8,34 +8,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ..configuration.configuration_base import pair
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
+from .context_broadcast import ContextBroadcast, insert_modules
 from .hub import HubModel
-from .impulse import interpolate_positions, sincos_position_encoding
+from .impulse import sincos_position_encoding
 from .initialization import initialize_attention_
-from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path
-
-
-class ViTImpulseInitPatchEmbeddings(nn.Module):
-    """Pixels to tokens by a linear map of each patch."""
-
-    def __init__(self, config: ViTImpulseInitConfig):
-        super().__init__()
-        self.image_size, self.patch_size = pair(config.image_size), pair(config.patch_size)
-        self.num_patches = config.grid[0] * config.grid[1]
-        self.projection = nn.Conv2d(
-            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
-        )
-
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        return self.projection(pixel_values).flatten(2).mT
+from .layers import (
+    GenericForImageClassification,
+    PatchEmbeddings,
+    PreNormLayer,
+    SelfAttention,
+    check_pixel_values,
+    interpolate_positions,
+    pre_norm_layers,
+)
 
 
 class ViTImpulseInitEmbeddings(nn.Module):
@@ -44,7 +36,7 @@ class ViTImpulseInitEmbeddings(nn.Module):
     def __init__(self, config: ViTImpulseInitConfig):
         super().__init__()
         self.grid, self.hidden_size = config.grid, config.hidden_size
-        self.patch_embeddings = ViTImpulseInitPatchEmbeddings(config)
+        self.patch_embeddings = PatchEmbeddings(config)
         has_cls = config.pooling == "cls"
         self.cls_token = nn.Parameter(torch.empty(1, 1, config.hidden_size)) if has_cls else None
         positions = self.sincos_positions()
@@ -60,8 +52,7 @@ class ViTImpulseInitEmbeddings(nn.Module):
 
     def interpolate_pos_encoding(self, height: int, width: int) -> torch.Tensor:
         """Positions for images of another size, interpolated bicubically."""
-        patch_height, patch_width = self.patch_embeddings.patch_size
-        grid = (height // patch_height, width // patch_width)
+        grid = self.patch_embeddings.grid_of((height, width))
         return interpolate_positions(self.position_embeddings, self.grid, grid)
 
     def forward(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = False) -> torch.Tensor:
@@ -70,36 +61,13 @@ class ViTImpulseInitEmbeddings(nn.Module):
         Raises:
             ValueError: if the image has another size than the configuration says and positions are not interpolated.
         """
-        size = tuple(pixel_values.shape[2:])
-        if not interpolate_pos_encoding and size != self.patch_embeddings.image_size:
-            expected = " x ".join(map(str, self.patch_embeddings.image_size))
-            raise ValueError(
-                f"Got images of {size[0]} x {size[1]} pixels, expected {expected}. Resize them, or pass "
-                "`interpolate_pos_encoding=True`."
-            )
-        tokens = self.patch_embeddings(pixel_values)
+        tokens = self.patch_embeddings(pixel_values, any_size=interpolate_pos_encoding)
         if self.cls_token is not None:
             tokens = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
-        positions = self.interpolate_pos_encoding(*size) if interpolate_pos_encoding else self.position_embeddings
+        positions = self.position_embeddings
+        if interpolate_pos_encoding:
+            positions = self.interpolate_pos_encoding(*pixel_values.shape[2:])
         return tokens + positions.to(tokens.dtype)
-
-
-class ViTImpulseInitLayer(GradientCheckpointingLayer):
-    """A pre-norm transformer block."""
-
-    def __init__(self, config: ViTImpulseInitConfig, drop_path_rate: float):
-        super().__init__()
-        self.drop_path_rate = drop_path_rate
-        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attention = SelfAttention(config, config.hidden_size, config.num_attention_heads, config.qkv_bias)
-        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
-        hidden_states = hidden_states + drop_path(branch, self.drop_path_rate, self.training)
-        branch = self.mlp(self.layernorm_after(hidden_states))
-        return hidden_states + drop_path(branch, self.drop_path_rate, self.training)
 
 
 class ViTImpulseInitPreTrainedModel(HubModel):
@@ -114,14 +82,14 @@ class ViTImpulseInitPreTrainedModel(HubModel):
         "AutoModel": "ViTImpulseInitModel",
         "AutoModelForImageClassification": "ViTImpulseInitForImageClassification",
     }
-    _no_split_modules = ["ViTImpulseInitEmbeddings", "ViTImpulseInitLayer"]
+    _no_split_modules = ["ViTImpulseInitEmbeddings", "PreNormLayer"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {
-        "hidden_states": ViTImpulseInitLayer,
+        "hidden_states": PreNormLayer,
         "attentions": OutputRecorder(SelfAttention, index=1),
     }
 
@@ -151,6 +119,8 @@ class ViTImpulseInitPreTrainedModel(HubModel):
                 init.trunc_normal_(module.position_embeddings, std=config.initializer_range)
             if module.cls_token is not None:
                 init.trunc_normal_(module.cls_token, std=config.initializer_range)
+        elif isinstance(module, ContextBroadcast):
+            module.reset_parameters()
         elif isinstance(module, ViTImpulseInitModel):
             # Comes after all modules within. Loaded weights are marked: nothing is solved for them.
             weights = [layer.attention.q_proj.weight for layer in module.layers]
@@ -178,11 +148,10 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
         config.validate()
         super().__init__(config)
         self.embeddings = ViTImpulseInitEmbeddings(config)
-        last = max(config.num_hidden_layers - 1, 1)
-        self.layers = nn.ModuleList(
-            ViTImpulseInitLayer(config, config.drop_path_rate * i / last) for i in range(config.num_hidden_layers)
-        )
+        self.layers = pre_norm_layers(config)
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        if config.context_broadcast is not None:
+            insert_modules(self, config.context_broadcast, config.context_broadcast_position)
         self.post_init()
 
     @merge_with_config_defaults

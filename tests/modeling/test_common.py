@@ -91,7 +91,8 @@ class ModelTester:
         if parent.has_attentions:
             self.num_attention_heads = config.num_attention_heads
             tokens = getattr(config, "num_latent_tokens", 64)
-            self.seq_length = tokens + getattr(config, "use_cls_token", False)
+            has_cls = getattr(config, "use_cls_token", config.model_type == "vit_context_broadcast")
+            self.seq_length = tokens + has_cls
 
     def get_config(self):
         fields = {**self.kind.fields, "num_hidden_layers": self.num_hidden_layers, "image_size": self.image_size}
@@ -169,6 +170,10 @@ class ViTImpulseInitCommonTest(CommonTests, common.ModelTesterMixin, unittest.Te
         if "eager_matches_sdpa_inference" in self._testMethodName:
             # Sharp attention magnifies what half precision rounds away, on some CPUs beyond the tolerance.
             self.model_tester.fields = {"initialization": "trunc_normal"}
+
+
+class ViTContextBroadcastCommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCase):
+    kind = "vit_context_broadcast"
 
 
 class ConvMixerCommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCase):

@@ -17,7 +17,7 @@ from transformers import AutoImageProcessor, Trainer, TrainingArguments, pipelin
 from kinds import KINDS
 
 
-TRANSFORMERS = pytest.mark.parametrize("kind", ["bootstrapped", "v1", "vit_impulse_init"])
+TRANSFORMERS = pytest.mark.parametrize("kind", ["bootstrapped", "v1", "vit_impulse_init", "vit_context_broadcast"])
 # The name that every supported version of Transformers knows.
 OLD_NAME = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 

@@ -315,7 +315,7 @@ class TestFolder:
             assert code_of(folder) == sources, "the folder's code is not the repository's: write it again"
 
 
-@pytest.mark.parametrize("kind", ["bootstrapped", "v1", "vit_impulse_init"])
+@pytest.mark.parametrize("kind", ["bootstrapped", "v1", "vit_impulse_init", "vit_context_broadcast"])
 class TestAdapters:
     def test_add_adapter_then_save(self, kind, saved, pixel_values, tmp_path):
         folder = saved[0] / folder_name(kind)
@@ -438,7 +438,7 @@ class TestUpload:
         model.save_pretrained(folder, push_to_hub=True)
         assert hub.commits[1][0] == "/api/models/someone/model/commit/main"
 
-    @pytest.mark.parametrize("kind", ["bootstrapped", "v1", "vit_impulse_init"])
+    @pytest.mark.parametrize("kind", ["bootstrapped", "v1", "vit_impulse_init", "vit_context_broadcast"])
     def test_adapters(self, kind, make_model, hub):
         model = make_model("classifier", kind)
         model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))

@@ -99,6 +99,10 @@ def is_initialized(model) -> bool:
         )
         weights = (torch.einsum("qdh,kdh->hqk", queries, keys) * attention.scaling).softmax(-1)
         return weights.amax(-1).mean().item() > 0.15
+    if model.config.model_type == "vit_context_broadcast":
+        # Every mean has its scale, not yet set.
+        scales = [layer.mlp.context_broadcast_out.scale for layer in model.layers]
+        return not any(scale.any() for scale in scales) and model.embeddings.cls_token.std().item() > 0.01
     filters = model.layers[0].spatial_mixing.weight
     return bool(((filters != 0).sum((1, 2, 3)) == 1).all())
 
