@@ -58,7 +58,7 @@ class ViTLinearForSemanticSegmentation(ViTPreTrainedModel):
         return SemanticSegmenterOutput(logits=self.classifier(tokens).mT.unflatten(-1, (height, width)))
 
 
-AutoModelForSemanticSegmentation.register(ViTConfig, ViTLinearForSemanticSegmentation)
+AutoModelForSemanticSegmentation.register(ViTConfig, ViTLinearForSemanticSegmentation, exist_ok=True)
 
 # Rows: name -> arguments of the recipe.
 ROWS = {

@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from frugalvit.cli import main
-from frugalvit.evaluation.classification import classification_accuracy, match_labels
+from frugalvit.evaluation.classification import classification_accuracy
+from frugalvit.evaluation.imagenet import match_labels
 from frugalvit.training.data import load_images
 
 

@@ -303,10 +303,17 @@ class Collate:
 
 
 class EpochSampler(Sampler):
-    """Keys (epoch, index) of `length` out of `size` images, in an order that is a function of (seed, epoch)."""
+    """Keys (epoch, index) of `length` out of `size` images, in an order that is a function of (seed, epoch).
 
-    def __init__(self, size: int, length: int, seed: int):
-        self.size, self.length, self.seed, self.epoch, self.position = size, length, seed, 0, 0
+    With `repeats`, an image comes that often, under as many keys (Hoffer et al. 2020, as in DeiT), and so many images
+    fewer. The second and further times come `TOGETHER` images later, so that an image never mixes with itself.
+    """
+
+    TOGETHER = 64
+
+    def __init__(self, size: int, length: int, seed: int, repeats: int = 1):
+        self.size, self.length, self.seed, self.repeats = size, length, seed, repeats
+        self.epoch, self.position = 0, 0
 
     def start_at(self, epoch: int, position: int):
         self.epoch, self.position = epoch, position
@@ -316,8 +323,14 @@ class EpochSampler(Sampler):
 
     def __iter__(self) -> Iterator[tuple]:
         generator = torch.Generator().manual_seed(random_seed(self.seed, self.epoch, ORDER))
-        order = torch.randperm(self.size, generator=generator)[self.position : self.length]
-        return ((self.epoch, index) for index in order.tolist())
+        order = torch.randperm(self.size, generator=generator)[: -(-self.length // self.repeats)].tolist()
+        keys = (
+            (self.epoch * self.repeats + repeat, index)
+            for start in range(0, len(order), self.TOGETHER)
+            for repeat in range(self.repeats)
+            for index in order[start : start + self.TOGETHER]
+        )
+        return itertools.islice(keys, self.position, self.length)
 
 
 class StreamSampler(EpochSampler):
@@ -360,6 +373,7 @@ class TrainingLoader:
         steps_per_epoch (`int`, *optional*): Optimizer steps of an epoch; all images once if not given. A stream, which
             has no length, needs it.
         shuffle_buffer (`int`): Images among which a stream is shuffled, besides its files.
+        repeated_augmentation (`int`): Views of an image in an epoch, see `EpochSampler`; not of a stream.
         repeats (`int`): Steps that are made of every batch (data echoing, Choi et al. 2019), a group of
             `REPEATED_TOGETHER` at a time. The same `dict` comes again, with what was noted in it the first time.
     """
@@ -377,6 +391,7 @@ class TrainingLoader:
         skip_corrupt: bool = False,
         steps_per_epoch: int | None = None,
         shuffle_buffer: int = 1000,
+        repeated_augmentation: int = 1,
         repeats: int = 1,
     ):
         pairs = mix is not None and mix.pairs
@@ -387,6 +402,8 @@ class TrainingLoader:
                 f"accumulation steps{', twice that as images mix in pairs' if pairs else ''})."
             )
         streams = isinstance(images, datasets.IterableDataset)
+        if streams and repeated_augmentation > 1:
+            raise ValueError("--repeated_augmentation is for images that are not streamed.")
         if streams and steps_per_epoch is None:
             raise ValueError("A stream has no length; say how long an epoch is with --steps_per_epoch.")
         if not streams:
@@ -405,7 +422,7 @@ class TrainingLoader:
             self.sampler = StreamSampler(images, shuffle_buffer, length, seed)
         else:
             dataset = ViewDataset(images, view, seed, skip_corrupt)
-            self.sampler = EpochSampler(len(images), length, seed)
+            self.sampler = EpochSampler(len(images), length, seed, repeated_augmentation)
         share = batch_size // accelerator.gradient_accumulation_steps
         loader = DataLoader(
             dataset,

@@ -7,11 +7,25 @@ import torch
 from accelerate import Accelerator
 
 
-class TopKAccuracy(evaluate.Metric):
-    """Share of images whose label is among the k highest scores.
+def negative_log_likelihood(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed over images: minus the logarithm of the probability of all right classes together, which is the
+    cross-entropy where one is right.
 
-    Call `add_batch(predictions=scores, references=labels)` with scores `(batch, labels)`, then `compute()`, which
-    returns `{"accuracy": …}` for k = 1 and `{"top5_accuracy": …}` for k = 5. Nothing is written to disk.
+    Args:
+        logits (`torch.Tensor`): `(batch, classes)`.
+        labels (`torch.Tensor`): `(batch,)`, or `(batch, several)`, filled up with -1.
+    """
+    labels = labels[:, None] if labels.ndim == 1 else labels
+    chosen = logits.gather(1, labels.clamp(min=0)).masked_fill(labels < 0, -torch.inf)
+    return (logits.logsumexp(1) - chosen.logsumexp(1)).sum()
+
+
+class TopKAccuracy(evaluate.Metric):
+    """Share of images whose label, or one of whose labels, is among the k highest scores.
+
+    Call `add_batch(predictions=scores, references=labels)` with scores `(batch, labels)` and labels `(batch,)`, or
+    `(batch, several)`, filled up with -1, then `compute()`, which returns `{"accuracy": …}` for k = 1 and
+    `{"top5_accuracy": …}` for k = 5. Nothing is written to disk.
     """
 
     def __init__(self, k: int = 1):
@@ -24,19 +38,20 @@ class TopKAccuracy(evaluate.Metric):
             citation="",
             inputs_description="",
             features=datasets.Features(
-                {"predictions": datasets.Sequence(datasets.Value("int64")), "references": datasets.Value("int64")}
+                {name: datasets.Sequence(datasets.Value("int64")) for name in ("predictions", "references")}
             ),
         )
 
     def add_batch(self, *, predictions, references):
         """Keep the k best labels of each image, `(batch, k)`, rather than all scores."""
         best = np.argsort(-np.asarray(predictions), axis=1, kind="stable")[:, : self.k]
-        super().add_batch(predictions=best, references=references)
+        references = np.asarray(references)
+        super().add_batch(predictions=best, references=references.reshape(len(references), -1))
 
     def _compute(self, predictions, references):
         name = "accuracy" if self.k == 1 else f"top{self.k}_accuracy"
-        right = np.asarray(predictions) == np.asarray(references)[:, None]
-        return {name: float(right.any(axis=1).mean())}
+        right = [not set(best).isdisjoint(labels) for best, labels in zip(predictions, references, strict=True)]
+        return {name: float(np.mean(right))}
 
 
 class SegmentationScores(evaluate.Metric):
@@ -140,21 +155,28 @@ def evaluate_segmenter(accelerator: Accelerator, model: torch.nn.Module, loader,
 
 
 @torch.inference_mode()
-def evaluate_classifier(accelerator: Accelerator, model: torch.nn.Module, loader) -> dict[str, float]:
+def evaluate_classifier(
+    accelerator: Accelerator, model: torch.nn.Module, loader, classes: torch.Tensor | None = None
+) -> dict[str, float]:
     """Loss, top-1 and top-5 accuracy of an image classifier, over all processes.
+
+    Where several labels are right for an image, one among the best suffices, and the loss is that of their joint
+    probability.
 
     Args:
         accelerator (`Accelerator`): Gathers and drops the images that pad the last batch.
         model (`nn.Module`): Returns an output with `logits`; it is left in training mode if it was.
-        loader: What `evaluation_loader` returns.
+        loader: What `evaluation_loader` returns; `labels` are `(batch,)`, or `(batch, several)`, filled up with -1.
+        classes (`torch.Tensor`, *optional*): The classes that are compared, which labels count; all if not given.
     """
     was_training = model.training
     model.eval()
     accuracy, top5, loss, count = TopKAccuracy(1), TopKAccuracy(5), 0.0, 0
     for batch in loader:
         logits = model(pixel_values=batch["pixel_values"]).logits.float()
+        logits = logits if classes is None else logits[:, classes]
         logits, labels = accelerator.gather_for_metrics((logits, batch["labels"]))
-        loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        loss += negative_log_likelihood(logits, labels).item()
         count += len(labels)
         for metric in (accuracy, top5):
             metric.add_batch(predictions=logits.cpu().numpy(), references=labels.cpu().numpy())

@@ -23,6 +23,8 @@ from transformers import (
     ViTImageProcessor,
 )
 
+from ..configuration.configuration_base import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS
+from ..modeling.context_broadcast import insert_context_broadcast
 from ..modeling.hub import image_processor_config
 from ..modeling.initialization import INITIALIZATIONS, initialize_attention_, resize_positions_
 from .arguments import (
@@ -60,6 +62,12 @@ class ModelArguments:
     initialization_options: str = argument(
         "", "Arguments of frugalvit.initialize_attention_, for example kernel_size=5,value_init=mimetic."
     )
+    context_broadcast: str | None = argument(
+        None, "Context Broadcasting to insert into every block.", choices=[*CONTEXT_BROADCASTS]
+    )
+    context_broadcast_position: list[str] = argument(
+        ["mlp_end"], "Where to insert it.", choices=[*CONTEXT_BROADCAST_POSITIONS]
+    )
     attn_implementation: str | None = argument(None, "eager, sdpa, …; the model's default if not given.")
     image_size: int | None = argument(
         None,
@@ -85,18 +93,23 @@ class RecipeArguments:
     randaugment_layers: int = argument(2, "RandAugment's operations for an image; 0 turns it off.")
     randaugment_magnitude: int = argument(9, "RandAugment's strength, 0 to 30.")
     erasing: float = argument(0.0, "Probability of erasing a rectangle.")
+    repeated_augmentation: int = argument(1, "Views of an image in an epoch, which then has as many images fewer.")
     mixup: float = argument(0.2, "Mixup's Beta parameter; 0 turns it off.")
     cutmix: float = argument(0.0, "CutMix's Beta parameter; 0 turns it off.")
     label_smoothing: float = argument(0.1, "Share of the target that is spread over all classes.")
     optimizer: str = argument("adamw", "adamw, or muon, which needs fewer epochs.", choices=[*OPTIMIZERS])
     drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
     distill_from: str | None = argument(None, "Folder or hub id of a classifier to learn from.")
-    distill_weight: float = argument(0.5, "Weight of its divergence, the labels' loss has the rest.")
+    distill_weight: float = argument(0.5, "Weight of its loss, the labels' loss has the rest.")
+    distill_kind: str = argument(
+        "soft", "soft: divergence from its distribution. hard: its best class is a label.", choices=["soft", "hard"]
+    )
     distill_temperature: float = argument(1.0, "Temperature of both distributions in the divergence.")
 
     def __post_init__(self):
         check_share(self, "flip", "erasing", "label_smoothing", "drop_path", "distill_weight")
         check_at_least(self, 0, "crop_padding", "randaugment_layers", "mixup", "cutmix")
+        check_at_least(self, 1, "repeated_augmentation")
         check(self.randaugment_magnitude, 0 <= self.randaugment_magnitude <= 30, "randaugment_magnitude", "0 to 30")
         check(self.distill_temperature, self.distill_temperature > 0, "distill_temperature", "a positive number")
         for name in ("crop_scale", "crop_ratio"):
@@ -125,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     if run.compile:
         model.compile()
     image_format = ImageFormat.from_processor(processor)
-    divergence = load_teacher(recipe, image_format, len(names), accelerator) if recipe.distill_from else None
+    teacher_loss = load_teacher(recipe, image_format, len(names), accelerator) if recipe.distill_from else None
 
     view = SmallDataView(
         image_format,
@@ -140,18 +153,24 @@ def main(argv: list[str] | None = None) -> int:
     )
     mix = Mix(len(names), recipe.mixup, recipe.cutmix, recipe.label_smoothing, run.seed)
     evaluation = (eval_images, EvalView(image_format))
-    loader, eval_loader = make_loaders(accelerator, data, run, (train_images, view), evaluation, mix=mix)
+    views = {"mix": mix, "repeated_augmentation": recipe.repeated_augmentation}
+    loader, eval_loader = make_loaders(accelerator, data, run, (train_images, view), evaluation, **views)
     optimizer, scheduler = optimizer_with_schedule(
         model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
     def compute_loss(model, batch):
-        logits = model(pixel_values=batch["pixel_values"]).logits
-        loss = F.cross_entropy(logits, batch["targets"])
-        if divergence:
-            loss = torch.lerp(loss, divergence(logits, batch["pixel_values"]), recipe.distill_weight)
-        return loss
+        outputs = model(pixel_values=batch["pixel_values"])
+        # A distilled model has two classifiers: one learns from the labels, one from the teacher if there is one.
+        of_labels = getattr(outputs, "cls_logits", None)
+        of_labels, of_teacher = (
+            (outputs.logits,) * 2 if of_labels is None else (of_labels, outputs.distillation_logits)
+        )
+        loss = F.cross_entropy(of_labels, batch["targets"])
+        if teacher_loss:
+            return torch.lerp(loss, teacher_loss(of_teacher, batch["pixel_values"]), recipe.distill_weight)
+        return loss if of_teacher is of_labels else (loss + F.cross_entropy(of_teacher, batch["targets"])) / 2
 
     def save(folder: Path, state: TrainingState):
         trained = accelerator.unwrap_model(model)
@@ -180,6 +199,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[str]):
     """The classifier for these class names, in float32, and its image processor."""
+    model, processor = load_or_create(arguments, recipe, names)
+    if arguments.context_broadcast:
+        insert_context_broadcast(model, arguments.context_broadcast, arguments.context_broadcast_position)
+    return model, processor
+
+
+def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: list[str]):
+    """The same before Context Broadcasting is inserted."""
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
     if arguments.model:
@@ -281,7 +308,8 @@ def read_values(argument_name: str, text: str) -> dict:
 
 
 def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels: int, accelerator: Accelerator):
-    """A function of logits and pixels: the divergence from the teacher's distribution, times temperature^2."""
+    """A function of logits and pixels: the divergence from the teacher's distribution, times temperature^2, or, if it
+    is to be hard, the cross-entropy with the teacher's best class (DeiT)."""
     teacher, processor = load_image_classifier(recipe.distill_from, accelerator.device)
     teacher_format = ImageFormat.from_processor(processor)
     if teacher.config.num_labels != num_labels:
@@ -290,9 +318,11 @@ def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels:
         )
     temperature = recipe.distill_temperature
 
-    def divergence(logits: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+    def loss(logits: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), accelerator.autocast():
             expected = teacher(pixel_values=teacher_format.convert(pixel_values, image_format)).logits.float()
+        if recipe.distill_kind == "hard":
+            return F.cross_entropy(logits, expected.argmax(1))
         return temperature**2 * F.kl_div(
             F.log_softmax(logits / temperature, dim=1),
             F.log_softmax(expected / temperature, dim=1),
@@ -300,7 +330,7 @@ def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels:
             reduction="batchmean",
         )
 
-    return divergence
+    return loss
 
 
 if __name__ == "__main__":

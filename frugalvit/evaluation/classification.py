@@ -1,17 +1,20 @@
-"""Top-1 and top-5 accuracy of an image classifier."""
+"""Top-1 and top-5 accuracy of an image classifier, of ImageNet's relatives too, of attacked and of occluded images."""
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 import datasets
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
+from ..training.augmentation import ImageFormat
 from ..training.loading import load_image_classifier
 from ..training.metrics import evaluate_classifier
+from .imagenet import PROTOCOLS, right_answers
 from .images import add_image_arguments, image_batches, read_images
+from .robustness import fgsm, occlude_center
 
 
 def add_parser(tasks) -> None:
@@ -21,22 +24,51 @@ def add_parser(tasks) -> None:
         description="Top-1 and top-5 accuracy of an image classifier, with the model's own image processor.",
     )
     parser.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id")
+    parser.add_argument(
+        "--protocol",
+        choices=list(PROTOCOLS),
+        default="labels",
+        help="; ".join(f"{name}: {text}" for name, text in PROTOCOLS.items()) + " (default: %(default)s)",
+    )
+    parser.add_argument("--attack", choices=["fgsm"], help="attack the images by the fast gradient sign method")
+    parser.add_argument(
+        "--eps", type=share, default=1 / 255, help="step of the attack, of colors in 0..1 (default: 1/255)"
+    )
+    parser.add_argument("--occlude", choices=["center"], help="hide the middle of the images")
+    parser.add_argument("--ratio", type=share, default=0.25, help="hidden share of the area (default: %(default)s)")
     add_image_arguments(parser)
     parser.set_defaults(evaluate=run)
+
+
+def share(text: str) -> float:
+    """A number above 0 and up to 1, also as a fraction, for argparse."""
+    try:
+        value = float(Fraction(text))
+    except (ValueError, ZeroDivisionError) as error:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number or a fraction such as 1/255") from error
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected more than 0 and at most 1")
+    return value
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     images, split = read_images(arguments)
     model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
+    conditions = {"protocol": arguments.protocol}
+    if arguments.attack:
+        conditions["fgsm_eps"] = arguments.eps
+    if arguments.occlude:
+        conditions["occluded_share"] = arguments.ratio
     results = classification_accuracy(
         model,
         image_processor,
         images,
+        **conditions,
         batch_size=arguments.batch_size,
         num_workers=arguments.num_workers,
         skip_corrupt=arguments.skip_corrupt,
     )
-    return {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split, **results}
+    return {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split} | conditions | results
 
 
 def classification_accuracy(
@@ -44,63 +76,54 @@ def classification_accuracy(
     image_processor,
     images: datasets.Dataset,
     *,
+    protocol: str = "labels",
+    fgsm_eps: float | None = None,
+    occluded_share: float | None = None,
     batch_size: int = 64,
     num_workers: int = 0,
     skip_corrupt: bool = False,
 ) -> dict[str, object]:
     """Evaluate an image classifier, with a progress bar.
 
-    Labels are matched with the model's by name where the data set's names are all known to the model, and by index
-    otherwise.
-
     Args:
         model (`PreTrainedModel`): The classifier, on its device.
         image_processor: What turns `PIL.Image` into pixel values.
         images (`datasets.Dataset`): What `load_images` returns.
+        protocol (`str`, *optional*, defaults to `"labels"`): See `right_answers`.
+        fgsm_eps (`float`, *optional*): Attack the images by that step, see `fgsm`; after occlusion if there is both.
+        occluded_share (`float`, *optional*): Hide that share in the middle, see `occlude_center`.
         batch_size (`int`, *optional*, defaults to 64): Images at a time.
         num_workers (`int`, *optional*, defaults to 0): Processes that decode.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
 
     Returns:
-        `dict`: `images`, `skipped`, `accuracy`, `top5_accuracy`, `loss` and `images_per_second` (with decoding).
+        `dict`: `images`, `skipped` (not readable or without a right answer), `accuracy`, `top5_accuracy`, `loss` and
+        `images_per_second` (with decoding).
 
     Raises:
         ValueError: if there are no labels or no readable images, or the model does not know a label.
     """
-    if "label" not in images.features:
-        raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
-    names = images.features["label"].names
-    if unlabeled := [index for index, label in enumerate(images["label"]) if label is None or label < 0]:
-        raise ValueError(f"Image {unlabeled[0]} of the data set has no label; choose another --split.")
-    known, count = match_labels(names, model.config.id2label), 0
+    answers, total, count = right_answers(protocol, images, model.config.id2label), len(images), 0
+    counting = [index for index, right in enumerate(answers.right) if right]
+    images, right_of = images.select(counting), [answers.right[index] for index in counting]
+    most = max(map(len, right_of), default=1)
+    classes = None if answers.classes is None else torch.tensor(answers.classes, device=model.device)
+    image_format = ImageFormat.from_processor(image_processor) if fgsm_eps else None
 
     def batches():
         nonlocal count
         for pixel_values, indices in image_batches(image_processor, images, batch_size, num_workers, skip_corrupt):
             count += len(indices)
-            labels = torch.tensor([known[label] for label in images[indices]["label"]])
-            yield {"pixel_values": pixel_values.to(model.device), "labels": labels.to(model.device)}
+            right = [right_of[index] + [-1] * (most - len(right_of[index])) for index in indices]
+            right, pixel_values = torch.tensor(right, device=model.device), pixel_values.to(model.device)
+            if occluded_share:
+                pixel_values = occlude_center(pixel_values, occluded_share)
+            if fgsm_eps:
+                mean, std = image_format.mean, image_format.std
+                pixel_values = fgsm(model, pixel_values, right, fgsm_eps, mean, std, classes)
+            yield {"pixel_values": pixel_values, "labels": right}
 
     start = time.perf_counter()
-    metrics = evaluate_classifier(Accelerator(), model, batches())
+    metrics = evaluate_classifier(Accelerator(), model, batches(), classes)
     seconds = time.perf_counter() - start
-    return {"images": count, "skipped": len(images) - count, **metrics, "images_per_second": count / seconds}
-
-
-def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
-    """The model's index of each class of a data set.
-
-    Classes are matched by name, whatever the case, if the model knows all of them, and by index otherwise.
-
-    Raises:
-        ValueError: if the data set has classes beyond the model's.
-    """
-    known = {label.casefold(): index for index, label in id2label.items()}
-    if len(known) == len(id2label) and all(name.casefold() in known for name in names):
-        return [known[name.casefold()] for name in names]
-    if len(names) > len(id2label):
-        raise ValueError(
-            f"The data set has {len(names)} classes ({', '.join(names[:3])}, …), the model only {len(id2label)} "
-            f"({', '.join(list(id2label.values())[:3])}, …); choose a model for this data set."
-        )
-    return list(range(len(names)))
+    return {"images": count, "skipped": total - count, **metrics, "images_per_second": count / seconds}
