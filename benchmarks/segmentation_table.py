@@ -84,7 +84,7 @@ def main():
     parser.add_argument("--rows", nargs="+", choices=["sparseformer", "vit", "segformer"], help="default: all")
     parser.add_argument("--image_size", type=int, nargs=2, default=[72, 96], help="height and width (default: 72 96)")
     parser.add_argument("--tokens", type=int, default=108, help="of the SparseFormer (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=40, help="default: %(default)s")
+    parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
     add_run_arguments(parser, "runs/segmentation_table")
     arguments = parser.parse_args()
 

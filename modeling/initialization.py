@@ -226,8 +226,8 @@ def impulse_init_(
         mass (`float`, *optional*, defaults to 0.2):
             For `solver="closed_form"`: attention at the target on the pseudo input, above 0 and below 1. The default
             trained best: with 0.1, 0.2, 0.5 and 0.9, a small ViT reached 49.1, 49.8, 48.4 and 44.8 % on CIFAR-10
-            after 6 epochs of 6,000 images (three seeds, spread 0.7; `results/impulse_solvers.json`), with 0.2 and 0.5
-            57.0 and 55.7 % after 20 (one seed; `results/impulse_budgets.json`).
+            after 6 epochs of 6,000 images (three seeds, spread 0.7; `results/impulse_solvers.json`), and 55.8, 57.0,
+            55.7 and 53.6 % after 20 (one seed; `results/impulse_budgets.json`).
         positions (`str`, *optional*, defaults to `"sincos"`):
             Learned positions are set to the sinusoidal encoding, those of [CLS] to zero; `"keep"` solves against the
             given ones.

@@ -1,0 +1,116 @@
+"""ImageNet-1K's relatives: which of a model's answers are right for an image. All tables come from timm."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import datasets
+from timm.data import ImageNetInfo
+from timm.data.real_labels import RealLabelsImagenet
+
+
+PROTOCOLS = {
+    "labels": "the data set's labels",
+    "imagenet-v2": "ImageNet-V2, whose folders are named 0 to 999",
+    "imagenet-real": "ImageNet's validation images with the ReaL labels; images without any do not count",
+    "imagenet-a": "ImageNet-A, whose 200 classes alone are compared",
+}
+CLASSES = 1000
+_VALIDATION_NAME = re.compile(r"ILSVRC2012_val_\d{8}")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What is right.
+
+    Args:
+        right (`list[list[int]]`): Of each image, the classes that are right; empty for one that does not count.
+        classes (`list[int]`, *optional*): The model's classes that are compared, which `right` counts; all if `None`.
+    """
+
+    right: list[list[int]]
+    classes: list[int] | None = None
+
+
+def right_answers(protocol: str, images: datasets.Dataset, id2label: Mapping[int, str]) -> Answers:
+    """What is right for each image of a data set.
+
+    Args:
+        protocol (`str`): One of `PROTOCOLS`.
+        images (`datasets.Dataset`): What `load_images` returns.
+        id2label (`Mapping[int, str]`): The model's classes; 1,000 in ImageNet's order for all but `"labels"`.
+
+    Raises:
+        ValueError: if labels are missing, the data set is not what the protocol is for, or the model does not know a
+            label.
+    """
+    if protocol != "labels" and len(id2label) != CLASSES:
+        raise ValueError(
+            f"--protocol {protocol} is for models with ImageNet's 1,000 classes; this has {len(id2label)}."
+        )
+    if protocol == "imagenet-real":
+        return Answers(_real_labels(images))
+    if "label" not in images.features:
+        raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
+    names, labels = images.features["label"].names, images["label"]
+    if (unlabeled := next((i for i, label in enumerate(labels) if label is None or label < 0), None)) is not None:
+        raise ValueError(f"Image {unlabeled} of the data set has no label; choose another --split.")
+    if protocol == "imagenet-a":
+        return _imagenet_a(names, labels)
+    if protocol == "imagenet-v2" and set(names) - {str(index) for index in range(CLASSES)}:
+        raise ValueError(f"ImageNet-V2's classes are named 0 to 999; this data set's {', '.join(names[:3])}, …")
+    known = match_labels(names, id2label)
+    return Answers([[known[label]] for label in labels])
+
+
+def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
+    """The model's index of each class of a data set.
+
+    Classes are matched by name, whatever the case, if the model knows all of them; those of ImageNet by WordNet's
+    numbers ("n01440764"); names that are numbers of the model's classes mean these; others by index.
+
+    Raises:
+        ValueError: if the data set has classes beyond the model's.
+    """
+    known = {label.casefold(): index for index, label in id2label.items()}
+    if len(known) == len(id2label) and all(name.casefold() in known for name in names):
+        return [known[name.casefold()] for name in names]
+    if len(id2label) == CLASSES:
+        synsets = {synset: index for index, synset in enumerate(ImageNetInfo().label_names())}
+        if all(name in synsets for name in names):
+            return [synsets[name] for name in names]
+    if all(name.isdecimal() and int(name) < len(id2label) for name in names):
+        return [int(name) for name in names]
+    if len(names) > len(id2label):
+        raise ValueError(
+            f"The data set has {len(names)} classes ({', '.join(names[:3])}, …), the model only {len(id2label)} "
+            f"({', '.join(list(id2label.values())[:3])}, …); choose a model for this data set."
+        )
+    return list(range(len(names)))
+
+
+def _imagenet_a(names: Sequence[str], labels: Sequence[int]) -> Answers:
+    synsets = _table("imagenet_a_synsets.txt")
+    if unknown := sorted(set(names) - set(synsets)):
+        raise ValueError(f"ImageNet-A's classes are 200 of WordNet's numbers; {unknown[0]!r} is none of them.")
+    places = [synsets.index(name) for name in names]
+    return Answers([[places[label]] for label in labels], [int(index) for index in _table("imagenet_a_indices.txt")])
+
+
+def _real_labels(images: datasets.Dataset) -> list[list[int]]:
+    # It wants as many file names as there are, before it tells the labels.
+    labels = RealLabelsImagenet(range(50_000)).real_labels
+    found = [_VALIDATION_NAME.search(Path(image["path"] or "").name) for image in images["image"]]
+    if None in found:
+        path = images[found.index(None)]["image"]["path"]
+        raise ValueError(
+            f"ReaL labels belong to files named as ILSVRC2012_val_00000001.JPEG; image {found.index(None)} of the "
+            f"data set is {path or 'without a name'}."
+        )
+    return [labels[f"{match[0]}.JPEG"] for match in found]
+
+
+def _table(name: str) -> list[str]:
+    return resources.files("timm.data").joinpath("_info", name).read_text(encoding="utf-8").split()
