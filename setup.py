@@ -16,7 +16,7 @@ setup(
     packages=list(PACKAGES),
     package_dir=PACKAGES,
     package_data={
-        "frugalvit.training": ["cifar10/*.parquet", "cifar10/README.md"],
+        "frugalvit.training": ["cifar10/*.parquet", "cifar10/README.md", "recipes/*.yaml"],
         "frugalvit.checkpoints": ["*/*"],
     },
     exclude_package_data={"": ["__pycache__/*", "*/__pycache__/*"]},

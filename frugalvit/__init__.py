@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ViTContextBroadcastConfig as ViTContextBroadcastConfig,
     )
     from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig
+    from .macs import count_context_broadcast as count_context_broadcast
     from .macs import count_macs as count_macs
     from .modeling.context_broadcast import ContextBroadcast as ContextBroadcast
     from .modeling.context_broadcast import insert_context_broadcast as insert_context_broadcast

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,13 +12,22 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
 from .configuration.configuration_base import pair
 from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
 from .modeling.initialization import INITIALIZATIONS, initialize_attention_
-from .pictures import LEGEND_COLOR, LEGEND_SIZE, TEXT_COLOR, check_picture_path, save_figure
+from .pictures import (
+    LEGEND_COLOR,
+    LEGEND_SIZE,
+    LINE_COLORS,
+    TEXT_COLOR,
+    check_picture_path,
+    label_lines,
+    save_figure,
+)
 from .tables import format_table
 from .training.data import SUBSET, decode_image, load_images
 from .training.files import check_file_path, write_json
@@ -73,6 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", nargs="+", type=int, help="from 1 (default: the first, a middle and the last one)")
     parser.add_argument("--heads", nargs="+", type=int, default=[1], help="to draw, from 1 (default: 1)")
     parser.add_argument("--picture", metavar="FILE", help="draw into this .png, .pdf or .svg")
+    parser.add_argument("--entropy", metavar="FILE", help="draw the heads' entropy by layer into this file")
     parser.add_argument("--json", metavar="OUT", help="write the numbers to this file")
     parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=f"as in training (default: {SUBSET})")
     parser.add_argument("--split", default="train", help="default: train")
@@ -85,8 +96,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.images < 1:
         raise ValueError(f"--images is {arguments.images}, expected at least 1.")
-    if arguments.picture:
-        check_picture_path(arguments.picture)
+    for path in filter(None, (arguments.picture, arguments.entropy)):
+        check_picture_path(path)
     if arguments.json:
         check_file_path(arguments.json)
 
@@ -107,6 +118,8 @@ def main(argv: list[str] | None = None) -> None:
     print(format_table(_rows(measured, layers)))
     if arguments.picture:
         save_figure(draw_attention(measured, layers, arguments.heads), arguments.picture)
+    if arguments.entropy:
+        save_figure(draw_entropy(measured), arguments.entropy)
     if arguments.json:
         statistics = {name: [layer.numbers() for layer in layers] for name, layers in measured.items()}
         write_json(arguments.json, {"images": len(images), "models": statistics})
@@ -182,9 +195,10 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
                 tokens = states.flatten(2).mT if states.ndim == 4 else states
                 _add(sums, (layer, "rank"), stable_rank(tokens).sum())
             for layer, weights in enumerate((attends and outputs.attentions) or ()):
-                _add(sums, (layer, "maps"), weights.float().sum(0))
-                entropies = torch.special.entr(weights.float()).sum(-1).mean(-1)
-                _add(sums, (layer, "entropy"), entropies.sum(0))
+                # Windows of an image count as one.
+                weights, share = weights.float(), len(pixel_values) / len(weights)
+                _add(sums, (layer, "maps"), share * weights.sum(0))
+                _add(sums, (layer, "entropy"), share * torch.special.entr(weights).sum(-1).mean(-1).sum(0))
     finally:
         if attends:
             model.set_attn_implementation(implementation)
@@ -294,4 +308,50 @@ def draw_attention(
                     axes.set_title(title, loc="left", fontsize=8, color=TEXT_COLOR, pad=4)
     legend = f"Rows are queries, columns keys; beside each map its upper left {CORNER} x {CORNER} corner."
     figure.text(left / width, 0.06 / height, legend, ha="left", va="bottom", size=LEGEND_SIZE, color=LEGEND_COLOR)
+    return figure
+
+
+def draw_entropy(measured: dict[str, list[LayerStatistics]]) -> Figure:
+    """Entropy of attention by layer: a dot for every head, a line through the layers' means, and what uniform
+    attention has. High entropy is dense attention (section 3 of Hyeon-Woo et al.).
+
+    Args:
+        measured (`dict`): What `measure_attention` returns, by the name of the model.
+
+    Returns:
+        `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`.
+
+    Raises:
+        ValueError: if a model has no attention.
+    """
+    figure = Figure(figsize=(4.2, 2.8), dpi=200, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, colors = figure.subplots(), {}
+    for place, (name, statistics) in enumerate(measured.items()):
+        if not statistics[0].entropy:
+            raise ValueError(f"{name} has no attention to draw; expected a vision transformer.")
+        color = colors[name] = LINE_COLORS[place % len(LINE_COLORS)]
+        shift = 0.06 * (place - (len(measured) - 1) / 2)
+        numbers = [layer.layer + shift for layer in statistics]
+        for number, layer in zip(numbers, statistics, strict=True):
+            axes.scatter([number] * len(layer.entropy), layer.entropy, s=7, color=color, alpha=0.5, linewidths=0)
+        axes.plot(numbers, [np.mean(layer.entropy) for layer in statistics], color=color, linewidth=1.4)
+    uniform = {math.log(layer.maps.shape[-1]) for statistics in measured.values() for layer in statistics}
+    if len(uniform) == 1:
+        axes.axhline(uniform.pop(), color=LEGEND_COLOR, linewidth=0.8, linestyle=":", zorder=0)
+        axes.annotate(
+            "uniform",
+            (1, axes.get_lines()[-1].get_ydata()[0]),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            fontsize=LEGEND_SIZE,
+            color=LEGEND_COLOR,
+        )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("layer", fontsize=8, color=TEXT_COLOR)
+    axes.set_ylabel("entropy of attention, nats", fontsize=8, color=TEXT_COLOR)
+    axes.tick_params(labelsize=7, colors=TEXT_COLOR)
+    axes.spines[["top", "right"]].set_visible(False)
+    label_lines(axes, colors, "best")
     return figure

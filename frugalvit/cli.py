@@ -21,6 +21,7 @@ COMMANDS = {
     "train": ("frugalvit.training.train", "train an image classifier from scratch"),
     "contrastive": ("frugalvit.training.contrastive", "train a small CLIP from labeled images"),
     "segment": ("frugalvit.training.segment", "fine-tune a model for semantic segmentation"),
+    "curves": ("frugalvit.curves", "draw how trainings went"),
     "attention": ("frugalvit.attention", "measure and draw how a vision transformer attends"),
     "evaluate": (
         "frugalvit.evaluate",

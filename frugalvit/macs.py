@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from .modeling.context_broadcast import ContextBroadcast
+
 
 class Macs(NamedTuple):
     """Multiply-accumulates of one forward pass over one image."""
@@ -29,16 +31,8 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
         `Macs`: `macs` leaves out attention's two products (queries with keys, weights with values), as many counters
         do; `macs_with_attention` counts everything. SparseFormer's mixing products are in both.
     """
-    size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    tensors = {
-        name: tensor.detach().to("meta") for name, tensor in chain(model.named_parameters(), model.named_buffers())
-    }
-    dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    image = torch.empty(1, num_channels, *size, dtype=dtype, device="meta")
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        torch.func.functional_call(model, tensors, (image,))
-
+    with FlopCounterMode(display=False) as counter:
+        _run_on_meta(model, image_size, num_channels)
     flops = counter.get_flop_counts()
     attention = sum(
         count
@@ -48,6 +42,42 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
     )
     total = sum(flops["Global"].values())
     return Macs((total - attention) // 2, total // 2)
+
+
+def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> int:
+    """Count what Context Broadcasting adds for one image, as the paper's tables S5 and S6 do: an operation a token and
+    channel, two for `cb_hybrid`. `count_macs` sees none of it, as there are no products of matrices.
+
+    Args:
+        model, image_size, num_channels: As in `count_macs`.
+
+    Returns:
+        `int`: Operations; 0 without Context Broadcasting.
+    """
+    operations = []
+
+    def count(module: ContextBroadcast, args, output: torch.Tensor):
+        operations.append(output.numel() * (2 if module.kind == "cb_hybrid" else 1))
+
+    hooks = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, ContextBroadcast)]
+    try:
+        _run_on_meta(model, image_size, num_channels)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(operations)
+
+
+def _run_on_meta(model: nn.Module, image_size: int | tuple[int, int], num_channels: int):
+    """A forward pass with one image that computes nothing."""
+    size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    tensors = {
+        name: tensor.detach().to("meta") for name, tensor in chain(model.named_parameters(), model.named_buffers())
+    }
+    dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    image = torch.empty(1, num_channels, *size, dtype=dtype, device="meta")
+    with torch.no_grad():
+        torch.func.functional_call(model, tensors, (image,))
 
 
 def _attention_modules(model: nn.Module) -> list[str]:

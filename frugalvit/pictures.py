@@ -1,7 +1,7 @@
 """Pictures of where the tokens look, and of what a segmentation model makes of it."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from .training.files import check_file_path, whole_file
@@ -30,6 +31,10 @@ TOKEN_COLORS = LinearSegmentedColormap.from_list(
     "tokens",
     ["#ea405c", "#d25f1b", "#a17c00", "#5e8f00", "#009849", "#009c8f", "#009acf", "#0091f6", "#3e7cf5", "#b75bcd"],
 )
+
+
+# Lines of one figure, told apart by color-blind eyes too (Okabe & Ito).
+LINE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def denormalize(pixel_values: torch.Tensor, image_mean: Sequence[float], image_std: Sequence[float]) -> torch.Tensor:
@@ -227,6 +232,12 @@ def _make_panels(
         axes.set_title(heading, fontsize=HEADING_SIZE, color=TEXT_COLOR, pad=4)
     figure.text(1 - EDGE / width, EDGE / height, legend, ha="right", va="bottom", size=LEGEND_SIZE, color=LEGEND_COLOR)
     return figure, panels
+
+
+def label_lines(axes: Axes, colors: Mapping[str, str], place: str) -> None:
+    """A legend of colored names."""
+    handles = [Line2D([], [], color=color, linewidth=1.6) for color in colors.values()]
+    axes.legend(handles, colors, loc=place, fontsize=7, frameon=False, labelcolor=TEXT_COLOR, handlelength=1.2)
 
 
 def save_figure(figure: Figure, path: str | os.PathLike) -> None:

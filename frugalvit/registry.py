@@ -39,6 +39,7 @@ FAMILIES = {
 FUNCTIONS = {
     "checkpoint_path": "frugalvit.resources",
     "ContextBroadcast": "frugalvit.modeling.context_broadcast",
+    "count_context_broadcast": "frugalvit.macs",
     "count_macs": "frugalvit.macs",
     "from_open_clip": "frugalvit.modeling.open_clip_adapter",
     "impulse_init_": "frugalvit.modeling.initialization",

@@ -1,0 +1,167 @@
+"""Context Broadcasting on CIFAR-10: one command a table.
+
+    python benchmarks/context_broadcast_tables.py kinds          # CB, CB_S, gate and hybrid at the end of the MLP
+    python benchmarks/context_broadcast_tables.py positions      # CB elsewhere in the MLP and after attention
+    python benchmarks/context_broadcast_tables.py impulse        # on top of impulse initialization
+    python benchmarks/context_broadcast_tables.py hierarchical   # Swin and PVTv2
+    python benchmarks/context_broadcast_tables.py sparseformer   # in the cortex of a trained one, which trains on
+
+Every row of a table has the same architecture and budget: the reduced recipe of the initialization tables (64 tokens
+and [CLS], width 96, 4 blocks, 4 heads, 6,000 images, 6 epochs). Accuracy is that of the last epoch, also with a quarter
+of every image hidden and under an attack; entropy is that of attention, averaged over layers, heads and images. Runs
+are kept under --runs_dir and found again, so that a killed command goes on, and seeds can be run side by side. Writes
+results/context_broadcast_TABLE.json.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+import datasets
+import torch
+from safetensors.torch import load_file
+
+from frugalvit.attention import measure_attention
+from frugalvit.evaluation.classification import classification_accuracy
+from frugalvit.tables import format_table
+from frugalvit.training import train
+from frugalvit.training.data import decode_image, default_split, load_images
+from frugalvit.training.loading import load_image_classifier
+from shared import add_data_arguments, add_run_arguments, data_arguments, folder_name, run_recipe, spread, write_table
+
+
+VIT = "image_size=32,resize_size=null,patch_size=4,hidden_size=96,num_hidden_layers=4,num_attention_heads=4"
+SWIN = "image_size=32,patch_size=4,embed_dim=48,depths=[2,2],num_heads=[2,4],window_size=4,drop_path_rate=0"
+PVT_V2 = (
+    "image_size=32,num_encoder_blocks=3,hidden_sizes=[32,64,128],depths=[2,2,2],num_attention_heads=[1,2,4],"
+    "sr_ratios=[2,1,1],patch_sizes=[3,3,3],strides=[2,2,2],mlp_ratios=[4,4,4],drop_path_rate=0"
+)
+
+
+def vit(kind: str | None, *positions: str, **options) -> dict:
+    """A row's arguments of the recipe: a ViT of the family."""
+    overrides = ["context_broadcast=" + ("null" if kind is None else kind)]
+    if positions:
+        overrides.append("context_broadcast_position=[" + ",".join(f'"{position}"' for position in positions) + "]")
+    return {"model_type": "vit_context_broadcast", "config_overrides": ",".join([VIT, *overrides]), **options}
+
+
+def host(model_type: str, overrides: str, kind: str | None) -> dict:
+    """The same of a model of Transformers."""
+    inserted = {"context_broadcast": kind} if kind else {}
+    return {"model_type": model_type, "config_overrides": overrides, **inserted}
+
+
+def sparseformer(kind: str | None) -> dict:
+    """The same of the shipped SparseFormer."""
+    inserted = {"context_broadcast": kind} if kind else {}
+    return {"model": "checkpoints/cifar10-sparseformer", "learning_rate": 1e-4, **inserted}
+
+
+IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
+# Rows: name -> arguments of the recipe. Rows of one name are one run.
+TABLES = {
+    "kinds": {
+        "none": vit(None),
+        "cb at mlp_end": vit("cb"),
+        "cb_s at mlp_end": vit("cb_s"),
+        "cb_gate at mlp_end": vit("cb_gate"),
+        "cb_hybrid at mlp_end": vit("cb_hybrid"),
+    },
+    "positions": {
+        "none": vit(None),
+        "cb at mlp_front": vit("cb", "mlp_front"),
+        "cb at mlp_mid": vit("cb", "mlp_mid"),
+        "cb at mlp_end": vit("cb"),
+        "cb at attention_end": vit("cb", "attention_end"),
+        "cb at mlp_end and attention_end": vit("cb", "mlp_end", "attention_end"),
+    },
+    "impulse": {
+        "impulse": vit(None, **IMPULSE),
+        "impulse, cb at mlp_end": vit("cb", **IMPULSE),
+        "impulse, cb_s at mlp_end": vit("cb_s", **IMPULSE),
+    },
+    "hierarchical": {
+        "Swin": host("swin", SWIN, None),
+        "Swin, cb": host("swin", SWIN, "cb"),
+        "PVTv2": host("pvt_v2", PVT_V2, None),
+        "PVTv2, cb": host("pvt_v2", PVT_V2, "cb"),
+    },
+    "sparseformer": {
+        "SparseFormer": sparseformer(None),
+        "SparseFormer, cb": sparseformer("cb"),
+        "SparseFormer, cb_s": sparseformer("cb_s"),
+    },
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=list(TABLES))
+    parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
+    add_data_arguments(parser)
+    parser.add_argument("--images", type=int, default=6000, help="training images (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=6, help="default: %(default)s")
+    add_run_arguments(parser, "runs/context_broadcast_tables")
+    arguments = parser.parse_args()
+    table = TABLES[arguments.table]
+    if unknown := sorted(set(arguments.rows or ()) - table.keys()):
+        raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(table)}.")
+
+    test_images = load_images(
+        arguments.eval_dataset or arguments.dataset, default_split(arguments.eval_dataset or arguments.dataset)
+    )
+    rows = []
+    for name in arguments.rows or table:
+        measured = [
+            measure(run(arguments, name, table[name], seed), test_images, arguments.table != "hierarchical")
+            for seed in arguments.seeds
+        ]
+        row = {"row": name}
+        for column in measured[0]:
+            values = [each[column] for each in measured]
+            row |= {column: statistics.mean(values), f"{column}_spread": spread(values), f"{column}s": values}
+        rows.append(row)
+        print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)
+    settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds")}
+    write_table(arguments.results_dir / f"context_broadcast_{arguments.table}.json", settings, rows)
+
+
+def run(arguments, name: str, row: dict, seed: int) -> Path:
+    """The folder of a row's run with a seed, trained now or before."""
+    folder = arguments.runs_dir / folder_name(name, seed)
+    row = {"learning_rate": 1e-3} | row
+    run_recipe(
+        train,
+        folder,
+        [
+            *("--seed", str(seed), *data_arguments(arguments), "--train_split", f"train[:{arguments.images}]"),
+            *("--epochs", str(arguments.epochs), "--batch_size", "64", "--weight_decay", "0.01"),
+            *("--warmup_epochs", "1", "--randaugment_layers", "0", "--mixup", "0"),
+            *(text for field, value in row.items() for text in (f"--{field}", str(value))),
+        ],
+    )
+    return folder
+
+
+def measure(folder: Path, test_images: datasets.Dataset, attends_to_all: bool) -> dict[str, float]:
+    """What a model can do after the last epoch; the folder's own is that of the best one on the test images. Attention
+    within windows or to fewer tokens has an entropy that compares with nothing."""
+    model, image_processor = load_image_classifier(folder, "cpu", False)
+    model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
+    conditions = {"accuracy": {}, "occluded": {"occluded_share": 0.25}, "attacked": {"fgsm_eps": 1 / 255}}
+    numbers = {
+        column: classification_accuracy(model, image_processor, test_images, batch_size=250, **condition)["accuracy"]
+        for column, condition in conditions.items()
+    }
+    if attends_to_all:
+        images = [decode_image(record["image"], index) for index, record in enumerate(test_images.select(range(256)))]
+        pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
+        heads = [entropy for layer in measure_attention(model, [pixel_values]) for entropy in layer.entropy]
+        numbers["entropy"] = statistics.mean(heads)
+    return numbers
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()

@@ -1,0 +1,99 @@
+"""`frugalvit curves`: how trainings went, beside each other."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from .pictures import LINE_COLORS, TEXT_COLOR, check_picture_path, label_lines, save_figure
+from .tables import format_table
+
+
+# What is drawn where runs have it: name in a record -> title, and whether higher is better.
+CURVES = {
+    "train_loss": ("training loss", False),
+    "loss": ("evaluation loss", False),
+    "accuracy": ("accuracy", True),
+    "top5_accuracy": ("top-5 accuracy", True),
+    "mean_iou": ("mean IoU", True),
+    "cosine": ("cosine", True),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="frugalvit curves",
+        description="Losses and scores of training runs over epochs, as a table of the last epochs and as a picture.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="FOLDER", help="--output_dir of runs, finished or not")
+    parser.add_argument("--names", nargs="+", help="of the runs (default: their folders')")
+    parser.add_argument("--picture", metavar="FILE", help="draw into this .png, .pdf or .svg")
+    arguments = parser.parse_args(argv)
+    names = arguments.names or [Path(run).name for run in arguments.runs]
+    if len(names) != len(arguments.runs) or len(set(names)) != len(names):
+        raise ValueError(f"--names has {len(set(names))} different names for {len(arguments.runs)} runs.")
+    if arguments.picture:
+        check_picture_path(arguments.picture)
+    runs = {name: read_epochs(run) for name, run in zip(names, arguments.runs, strict=True)}
+    curves = [curve for curve in CURVES if any(curve in epochs[-1] for epochs in runs.values())]
+    print(
+        format_table(
+            [
+                {"run": name, "epoch": epochs[-1]["epoch"]} | {curve: epochs[-1].get(curve) for curve in curves}
+                for name, epochs in runs.items()
+            ]
+        )
+    )
+    if arguments.picture:
+        save_figure(draw_curves(runs), arguments.picture)
+
+
+def read_epochs(folder: str) -> list[dict]:
+    """The records of a run's epochs that are done.
+
+    Raises:
+        ValueError: if the folder holds no run, or no epoch is done.
+    """
+    file = Path(folder) / "metrics.jsonl"
+    if not file.is_file():
+        raise ValueError(f"{folder!r} has no metrics.jsonl; expected the --output_dir of a training run.")
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    epochs = [record for record in records if "train_loss" in record]
+    if not epochs:
+        raise ValueError(f"No epoch of {folder!r} is done yet.")
+    return epochs
+
+
+def draw_curves(runs: Mapping[str, Sequence[Mapping[str, float]]], panel_size: float = 2.6) -> Figure:
+    """Losses and scores over epochs, a panel each and a line for every run (figure S1 of Hyeon-Woo et al.).
+
+    Args:
+        runs (`Mapping`): Records of epochs by the name of the run.
+        panel_size (`float`, *optional*, defaults to 2.6): Width of a panel in inches.
+
+    Returns:
+        `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`.
+    """
+    curves = [curve for curve in CURVES if any(curve in epochs[-1] for epochs in runs.values())]
+    figure = Figure(figsize=(panel_size * len(curves), panel_size), dpi=200, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, curve in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
+        title, high = CURVES[curve]
+        lines = {}
+        for color, (name, epochs) in zip(LINE_COLORS, runs.items(), strict=False):
+            points = [(record["epoch"], record[curve]) for record in epochs if curve in record]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=color, linewidth=1.2)
+                lines[name] = color
+        axes.set_title(title, loc="left", fontsize=8, color=TEXT_COLOR)
+        axes.set_xlabel("epoch", fontsize=7, color=TEXT_COLOR)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.tick_params(labelsize=7, colors=TEXT_COLOR)
+        axes.spines[["top", "right"]].set_visible(False)
+        if curve == curves[0]:
+            label_lines(axes, lines, "lower right" if high else "upper right")
+    return figure
