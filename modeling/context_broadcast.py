@@ -355,7 +355,15 @@ def _find_matches(model: nn.Module, positions: Sequence[str], pattern: str) -> l
     if not names:
         some = ", ".join(list(dict(model.named_modules()))[1::10][:8])
         raise ValueError(f"`pattern` is {pattern!r}, which no module's whole name matches; names are {some}, …")
+    names = [_innermost(model, name, 0 if side == "input" else -1) for name in names]
     return [_Place(name, side, _width(model.get_submodule(name), side), name) for name in names]
+
+
+def _innermost(model: nn.Module, name: str, index: int) -> str:
+    """The first or last module in a sequence: one that is added to the sequence itself would run as a part of it."""
+    while isinstance(module := model.get_submodule(name), nn.Sequential) and len(module):
+        name = f"{name}.{list(module._modules)[index]}"
+    return name
 
 
 def _width(module: nn.Module, side: str) -> int | None:

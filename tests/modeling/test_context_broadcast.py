@@ -1,0 +1,635 @@
+"""Context Broadcasting: the definitions, every host, saving and loading, what the positions do, what it costs."""
+
+import copy
+import pickle
+import shutil
+
+import pytest
+import timm
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import run_without_frugalvit
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoImageProcessor, AutoModelForImageClassification, Trainer, TrainingArguments
+
+import frugalvit
+from frugalvit import ContextBroadcast, count_context_broadcast, insert_context_broadcast, remove_context_broadcast
+from frugalvit.modeling import context_broadcast
+from tiny import randomize
+
+
+KINDS = ("cb", "cb_s", "cb_gate", "cb_hybrid")
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "image_size": 32,
+    "patch_size": 8,
+}
+TEXT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 50}
+PYRAMID = {
+    "depths": [1] * 4,
+    "hidden_sizes": [8, 8, 16, 16],
+    "num_attention_heads": [1, 1, 2, 2],
+    "sr_ratios": [2, 2, 1, 1],
+    "mlp_ratios": [2] * 4,
+    "image_size": 64,
+}
+SWIN = {"embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2], "image_size": 32, "patch_size": 4, "window_size": 4}
+
+
+def of_transformers(name: str, fields: dict, ending: str = "ForImageClassification"):
+    config = getattr(transformers, f"{name}Config")(**fields)
+    return getattr(transformers, f"{name}{ending}")(config)
+
+
+def of_timm(name: str, **options):
+    return timm.create_model(name, num_classes=3, **options)
+
+
+TINY_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+# Name -> how to make it, and places at the end of an MLP.
+HOSTS = {
+    "ViT": (lambda: of_transformers("ViT", SMALL), 2),
+    "DeiT": (lambda: of_transformers("DeiT", SMALL, "ForImageClassificationWithTeacher"), 2),
+    "Dinov2": (lambda: of_transformers("Dinov2", SMALL), 2),
+    "Dinov2 SwiGLU": (lambda: of_transformers("Dinov2", {**SMALL, "use_swiglu_ffn": True}, "Model"), 2),
+    "DINOv3": (lambda: of_transformers("DINOv3ViT", SMALL, "Model"), 2),
+    "Swin": (lambda: of_transformers("Swin", SWIN), 3),
+    "PVT": (lambda: of_transformers("Pvt", {**PYRAMID, "patch_sizes": [4, 2, 2, 2], "strides": [4, 2, 2, 2]}), 4),
+    "PVTv2": (lambda: of_transformers("PvtV2", PYRAMID), 4),
+    "CLIP": (lambda: of_transformers("CLIP", {"text_config": TEXT, "vision_config": SMALL}, "Model"), 2),
+    "CLIP vision": (lambda: of_transformers("CLIPVision", SMALL, "ModelWithProjection"), 2),
+    "SigLIP vision": (lambda: of_transformers("SiglipVision", SMALL, "Model"), 2),
+    "timm ViT": (lambda: of_timm("vit_tiny_patch16_224", **TINY_VIT), 2),
+    "timm DeiT": (lambda: of_timm("deit_tiny_distilled_patch16_224", **TINY_VIT), 2),
+    "timm Swin": (
+        lambda: of_timm(
+            "swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=8, depths=(2, 1), num_heads=(2, 2)
+        ),
+        3,
+    ),
+    "timm PVTv2": (lambda: of_timm("pvt_v2_b0", depths=(1,) * 4, embed_dims=(8,) * 4, num_heads=(1,) * 4), 4),
+    "timm in Transformers": (
+        lambda: transformers.TimmWrapperForImageClassification(
+            transformers.TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=TINY_VIT)
+        ),
+        2,
+    ),
+    "ViTImpulseInit": (lambda: frugalvit.ViTImpulseInitForImageClassification(small_impulse()), 2),
+    "ViTContextBroadcast": (lambda: small_family(context_broadcast=None), 2),
+    "SparseFormer": (lambda: frugalvit.SparseFormerForImageClassification(small_sparseformer()), 2),
+}
+
+
+def small_impulse() -> frugalvit.ViTImpulseInitConfig:
+    return frugalvit.ViTImpulseInitConfig(**{**SMALL, "num_attention_heads": 1}, num_labels=3)
+
+
+def small_family(**fields) -> frugalvit.ViTContextBroadcastForImageClassification:
+    config = frugalvit.ViTContextBroadcastConfig(**{**SMALL, "num_labels": 3, "resize_size": None, **fields})
+    return frugalvit.ViTContextBroadcastForImageClassification(config)
+
+
+def small_sparseformer() -> frugalvit.SparseFormerConfig:
+    return frugalvit.SparseFormerConfig(
+        image_size=32, num_latent_tokens=5, hidden_size=64, num_hidden_layers=2, focusing_hidden_size=32, num_labels=3
+    )
+
+
+def make(host: str) -> nn.Module:
+    torch.manual_seed(0)
+    return randomize(HOSTS[host][0](), 0.2)
+
+
+@torch.no_grad()
+def output_of(model: nn.Module) -> torch.Tensor:
+    size = 64 if "PVT" in type(model).__name__.upper() or "PyramidVision" in type(model).__name__ else 32
+    pixel_values = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    if not isinstance(model, transformers.PreTrainedModel):
+        return model(pixel_values)
+    text = {"input_ids": torch.tensor([[1, 2, 3]] * 2)} if hasattr(model, "text_model") else {}
+    outputs = model(pixel_values=pixel_values, **text)
+    names = ("logits", "logits_per_image", "image_embeds", "pooler_output")
+    return next(outputs[name] for name in names if name in outputs)
+
+
+def set_scales(model: nn.Module):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "context_broadcast" in name:
+                parameter += torch.linspace(-1, 1, len(parameter))
+
+
+def brute_force(kind: str, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Tokens `(tokens, channels)`, one by one."""
+    mean = sum(x) / len(x)
+    return torch.stack(
+        [
+            {
+                "cb": lambda i=i: (x[i] + mean) / 2,
+                "cb_s": lambda i=i: x[i] + scale * mean,
+                "cb_gate": lambda i=i: x[i] * (x[0] + 1),
+                "cb_hybrid": lambda i=i: x[i] * x[0] + (x[i] + mean) / 2,
+            }[kind]()
+            for i in range(len(x))
+        ]
+    )
+
+
+class TestDefinition:
+    @settings(max_examples=40, deadline=None)
+    @given(
+        kind=st.sampled_from(KINDS),
+        batch=st.integers(1, 3),
+        tokens=st.integers(1, 7),
+        channels=st.integers(1, 5),
+        seed=st.integers(0, 99),
+    )
+    def test_tokens(self, kind, batch, tokens, channels, seed):
+        torch.manual_seed(seed)
+        module, x = ContextBroadcast(kind, channels), torch.randn(batch, tokens, channels)
+        if kind == "cb_s":
+            nn.init.normal_(module.scale)
+        expected = torch.stack([brute_force(kind, image, module.scale) for image in x])
+        torch.testing.assert_close(module(x), expected)
+
+    @pytest.mark.parametrize("kind", ["cb", "cb_s"])
+    @pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
+    def test_maps(self, kind, data_format):
+        module = randomize(ContextBroadcast(kind, 5, data_format))
+        x = torch.randn(2, 3, 4, 5)
+        tokens = ContextBroadcast(kind, 5)
+        tokens.load_state_dict(module.state_dict())
+        expected = tokens(x.flatten(1, 2)).view_as(x)
+        given = x if data_format == "channels_last" else x.permute(0, 3, 1, 2)
+        output = module(given)
+        torch.testing.assert_close(output if data_format == "channels_last" else output.permute(0, 2, 3, 1), expected)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_permuted_tokens_are_permuted(self, kind):
+        module, x = randomize(ContextBroadcast(kind, 4)), torch.randn(2, 9, 4)
+        order = torch.cat([torch.tensor([0]), 1 + torch.randperm(8)])  # the class token stays in front
+        torch.testing.assert_close(module(x[:, order]), module(x)[:, order])
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision(self, kind, dtype):
+        module, x = randomize(ContextBroadcast(kind, 4)), torch.randn(2, 50, 4)
+        half = copy.deepcopy(module).to(dtype)(x.to(dtype))
+        assert half.dtype == dtype
+        torch.testing.assert_close(half.float(), module(x), atol=0.03, rtol=0.03)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_padding_stays_out(self, kind):
+        module, x = randomize(ContextBroadcast(kind, 4)), torch.randn(2, 6, 4)
+        counts = (4, 6)
+        valid = torch.tensor([[i < count for i in range(6)] for count in counts])
+        additive = torch.zeros(2, 1, 6, 6).masked_fill(~valid[:, None, None], torch.finfo(torch.float32).min)
+        for mask in (valid, valid.long(), valid[:, None, None].expand(2, 1, 6, 6), additive):
+            output = module(x, mask)
+            for image, count in enumerate(counts):
+                alone = module(x[image : image + 1, :count])[0]
+                torch.testing.assert_close(output[image, :count], alone)
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: ContextBroadcast("cbs"), "`kind` is 'cbs', expected one of 'cb', 'cb_s'"),
+            (lambda: ContextBroadcast("cb_s"), "give `hidden_size`"),
+            (lambda: ContextBroadcast("cb", data_format="nchw"), "'channels_last', 'channels_first'"),
+            (lambda: ContextBroadcast()(torch.ones(3, 4)), r"shape \(3, 4\), expected"),
+            (lambda: ContextBroadcast("cb_gate")(torch.ones(1, 2, 2, 4)), "needs a class token; got a map"),
+            (lambda: ContextBroadcast()(torch.ones(1, 3, 4), torch.ones(1, 2)), r"mask for \(1, 2\) tokens"),
+            (lambda: ContextBroadcast()(torch.ones(1, 3, 4), "mask"), "cannot read a str"),
+        ],
+    )
+    def test_bad_input(self, make, message):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+@pytest.mark.parametrize("host", HOSTS)
+class TestHosts:
+    def test_is_inserted_removed_and_copied(self, host):
+        model = make(host)
+        before, model_class, names = output_of(model), type(model), set(model.state_dict())
+        report = insert_context_broadcast(model, "cb_s", ["mlp_end", "attention_end"])
+        assert len(report.places) == len(set(report.places)) == 2 * HOSTS[host][1]
+        assert report.num_parameters == sum(p.numel() for n, p in model.named_parameters() if "context_" in n) > 0
+        assert str(report).count("\n") == len(report.places) and f"{report.num_parameters:,} parameters" in str(report)
+        assert set(model.state_dict()) >= names and isinstance(model, model_class)
+        assert torch.equal(output_of(model), before)  # scales of 0
+        set_scales(model)
+        after = output_of(model)
+        assert (after - before).abs().max() > 1e-3
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for each in copies:
+            assert torch.equal(output_of(each), after)
+        remove_context_broadcast(model)
+        assert type(model) is model_class and set(model.state_dict()) == names
+        assert torch.equal(output_of(model), before)
+        assert not model._forward_hooks and not any(m._forward_pre_hooks for m in model.modules())
+        for each in copies:
+            assert torch.equal(output_of(each), after)
+        insert_context_broadcast(model)  # again, after removing
+        with pytest.raises(ValueError, match="already has Context Broadcasting"):
+            insert_context_broadcast(model)
+
+    def test_end_of_the_mlp_equals_its_middle(self, host):
+        model = make(host)
+        before = output_of(model)
+        insert_context_broadcast(model, "cb", "mlp_mid")
+        middle = output_of(model)
+        remove_context_broadcast(model)
+        insert_context_broadcast(model, "cb", "mlp_end")
+        end = output_of(model)
+        remove_context_broadcast(model)
+        insert_context_broadcast(model, "cb", "mlp_front")
+        front = output_of(model)
+        scale = before.abs().max()
+        torch.testing.assert_close(middle / scale, end / scale, atol=1e-4, rtol=1e-4)
+        assert (end - before).abs().max() > 1e-3 and (end - front).abs().max() > 1e-3
+
+    def test_is_what_one_would_write_by_hand(self, host):
+        """The end of every MLP, by wrapping its forward."""
+        model = make(host)
+        insert_context_broadcast(model)
+        inserted = output_of(model)
+        names = [name for name, module in model.named_modules() if hasattr(module, "context_broadcast_out")]
+        remove_context_broadcast(model)
+        for name in names:
+            mlp = model.get_submodule(name)
+
+            def forward(*args, original=mlp.forward):
+                tokens = original(*args)
+                mean = tokens.flatten(1, -2).mean(1)
+                return (tokens + mean.view(len(tokens), *[1] * (tokens.ndim - 2), -1)) / 2
+
+            mlp.forward = forward
+        torch.testing.assert_close(output_of(model), inserted, atol=1e-5, rtol=1e-5)
+
+    def test_is_kept_when_saved(self, host, tmp_path):
+        model = make(host)
+        if not isinstance(model, transformers.PreTrainedModel):
+            pytest.skip("timm's models are saved as state dicts")
+        model_class = type(model)
+        insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"])
+        set_scales(model)
+        model.save_pretrained(tmp_path)
+        auto_class = next(
+            (name for name, own in reversed(model.auto_classes.items()) if own == type(model).__name__), None
+        )
+        loaded = (getattr(transformers, auto_class) if auto_class else type(model)).from_pretrained(tmp_path).eval()
+        assert type(loaded) is type(model) and isinstance(loaded, model_class)
+        assert torch.equal(output_of(loaded), output_of(model))
+        loaded.save_pretrained(tmp_path / "again")
+        for name in ("model.safetensors", "context_broadcast.py"):
+            assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+class TestPlaces:
+    def test_attention_within_windows_is_put_together_first(self):
+        model = make("Swin")
+        insert_context_broadcast(model, "cb", "attention_end")
+        inserted = output_of(model)
+        remove_context_broadcast(model)
+
+        class Mean(nn.Module):
+            def forward(self, tokens):
+                assert tokens.shape[:2] in ((2, 64), (2, 16))
+                return (tokens + tokens.mean(1, keepdim=True)) / 2
+
+        for stage in model.swin.encoder.layers:
+            for block in stage.blocks:
+                block.drop_path = Mean()
+        torch.testing.assert_close(output_of(model), inserted)
+
+    def test_of_a_clip_only_the_image_side(self):
+        model = make("CLIP")
+        report = insert_context_broadcast(model)
+        assert all(place.startswith("vision_model.") for place in report.places)
+
+    def test_of_a_sparseformer_only_the_cortex(self):
+        model = make("SparseFormer")
+        report = insert_context_broadcast(model)
+        assert all(place.startswith("sparseformer.layers.") for place in report.places)
+        assert model.config.context_broadcast == "cb"
+
+    def test_a_padded_image_is_as_the_image_alone(self):
+        model = make("ViT").vit
+        insert_context_broadcast(model, "cb", ["mlp_end", "attention_end"])
+        pixel_values, kept = torch.randn(1, 3, 32, 32), 13
+        mask = torch.tensor([[1] * kept + [0] * (17 - kept)])
+        padded = model(pixel_values, attention_mask=mask).last_hidden_state[:, :kept]
+        tokens = model.embeddings(pixel_values)[:, :kept]
+        for layer in model.layers:
+            tokens = layer(tokens)
+        torch.testing.assert_close(padded, model.layernorm(tokens))
+        # The next image has none again.
+        without = model(pixel_values).last_hidden_state
+        assert (without[:, :kept] - padded).abs().max() > 1e-3
+
+    def test_other_models_by_names(self):
+        """A block as LocalViT's, whose MLP is a convolution."""
+
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.feed_forward = nn.Sequential(nn.Conv2d(6, 12, 1), nn.Hardswish(), nn.Conv2d(12, 6, 1))
+
+            def forward(self, x):
+                return x + self.feed_forward(x)
+
+        model = nn.Sequential(*(Block() for _ in range(3)))
+        x = torch.randn(2, 6, 5, 4)
+        before = model(x)
+        options = {"pattern": r"\d+\.feed_forward", "data_format": "channels_first"}
+        report = insert_context_broadcast(model, "cb_s", **options)
+        assert report.places == [f"{i}.feed_forward.2.output" for i in range(3)] and report.num_parameters == 18
+        set_scales(model)
+        expected = x
+        for block in model:
+            first, activation, last = block.feed_forward
+            branch = nn.functional.conv2d(activation(first(expected)), last.weight, last.bias)
+            mean = branch.mean((2, 3), keepdim=True)
+            expected = expected + branch + last.context_broadcast_out.scale[:, None, None] * mean
+        torch.testing.assert_close(model(x), expected)
+        remove_context_broadcast(model)
+        assert torch.equal(model(x), before)
+        insert_context_broadcast(model, "cb", "mlp_front", **options)
+        assert isinstance(model[2].feed_forward[0].context_broadcast_in, ContextBroadcast)
+
+    def test_by_names_is_kept_when_saved(self, tmp_path):
+        model = make("ViT")
+        insert_context_broadcast(model, "cb", pattern=r"vit\.layers\.1\.mlp")
+        model.save_pretrained(tmp_path)
+        loaded = AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+        assert torch.equal(output_of(loaded), output_of(model))
+        assert sum(isinstance(module, ContextBroadcast) for module in loaded.modules()) == 1
+
+    @pytest.mark.parametrize(
+        ("host", "arguments", "message"),
+        [
+            ("ViT", {"kind": "cbs"}, "`kind` is 'cbs'"),
+            ("ViT", {"position": "mlp"}, "`position` is 'mlp', expected one of 'mlp_front'"),
+            ("ViT", {"position": ["mlp_end", "mlp_end"]}, "several different ones"),
+            ("ViT", {"position": []}, "expected one position"),
+            ("ViT", {"pattern": "nothing"}, "no module's whole name matches"),
+            ("ViT", {"pattern": r".*mlp", "position": ["mlp_end", "mlp_front"]}, "give one position"),
+            ("ViT", {"data_format": "channels_first"}, "is for `pattern`"),
+            ("ViT", {"pattern": r".*layernorm_after", "kind": "cb_s"}, "needs to know how many channels"),
+            ("Swin", {"kind": "cb_gate"}, "needs a class token in front of the tokens"),
+            ("PVT", {"kind": "cb_hybrid"}, "needs a class token"),
+            ("SigLIP vision", {"kind": "cb_gate"}, "needs a class token"),
+            ("ViTImpulseInit", {"kind": "cb_gate"}, "needs a class token"),
+        ],
+    )
+    def test_bad_input_leaves_the_model_alone(self, host, arguments, message):
+        model = make(host)
+        model_class, before = type(model), output_of(model)
+        with pytest.raises(ValueError, match=message):
+            insert_context_broadcast(model, **arguments)
+        assert type(model) is model_class and torch.equal(output_of(model), before)
+        with pytest.raises(ValueError, match="no Context Broadcasting to remove"):
+            remove_context_broadcast(model)
+
+    def test_models_without_known_blocks(self):
+        with pytest.raises(ValueError, match="ResNet has no blocks that are known here .* by `pattern`"):
+            insert_context_broadcast(timm.create_model("resnet10t"))
+        text = transformers.CLIPTextModel(transformers.CLIPTextConfig(**TEXT))
+        with pytest.raises(ValueError, match="CLIPTextModel reads text"):
+            insert_context_broadcast(text)
+
+    def test_a_class_from_elsewhere_is_told_that_it_forgets(self, caplog, monkeypatch):
+        class MyViT(transformers.ViTForImageClassification):
+            pass
+
+        model = MyViT(transformers.ViTConfig(**SMALL))
+        monkeypatch.setattr(context_broadcast.logger, "propagate", True)
+        monkeypatch.setattr(context_broadcast.logger.parent, "propagate", True)
+        insert_context_broadcast(model)
+        assert type(model) is MyViT
+        assert "saving it will not keep Context Broadcasting" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["local", "cached"])
+def test_altered_models_load_without_frugalvit(where, tmp_path):
+    model = make("ViT")
+    insert_context_broadcast(model, "cb_hybrid", ["mlp_end", "attention_end"])
+    folder = source = tmp_path / "folder"
+    model.save_pretrained(folder)
+    if where == "cached":
+        commit = "0123456789abcdef" * 2 + "01234567"
+        cached = tmp_path / "hub" / "models--tests--altered"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text(commit)
+        shutil.copytree(folder, cached / "snapshots" / commit)
+        source = "tests/altered"
+    pixel_values = torch.randn(2, 3, 32, 32)
+    save_file({"pixel_values": pixel_values}, tmp_path / "inputs.safetensors")
+    with torch.no_grad():
+        expected = model(pixel_values).logits
+    files = (tmp_path / "inputs.safetensors", tmp_path / "outputs.safetensors")
+    run_without_frugalvit(tmp_path, "compute", source, "AutoModelForImageClassification", *files)
+    outputs = load_file(files[1])
+    assert torch.equal(outputs["loaded"], expected) and torch.equal(outputs["saved again"], expected)
+
+
+def test_trainer_trains_an_altered_model(tmp_path):
+    model = make("ViT")
+    insert_context_broadcast(model, "cb_s")
+    torch.manual_seed(0)
+    examples = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 2} for i in range(8)]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=3, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(model, arguments, train_dataset=examples)
+    trainer.train()
+    scales = [layer.mlp.context_broadcast_out.scale for layer in model.vit.layers]
+    assert all(scale.abs().min() > 0 for scale in scales)
+    trainer.save_model(tmp_path / "final")
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "final").eval()
+    assert torch.equal(output_of(loaded), output_of(model.eval()))
+
+
+def test_pipeline_and_image_processor(tmp_path, photographs):
+    model = make("ViT")
+    insert_context_broadcast(model)
+    model.save_pretrained(tmp_path)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    image = photographs[0][0]
+    [best, *_] = transformers.pipeline("image-classification", str(tmp_path), device="cpu")(image)
+    pixel_values = AutoImageProcessor.from_pretrained(tmp_path)(image, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        scores = model(pixel_values).logits.softmax(-1)
+    assert best["score"] == pytest.approx(scores.max().item())
+
+
+@pytest.mark.parametrize("host", ["ViT", "ViTContextBroadcast", "timm ViT", "CLIP vision"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_in_one_graph(host, kind):
+    model = make(host)
+    insert_context_broadcast(model, kind, ["mlp_mid", "mlp_end", "attention_end"])
+    compiled = copy.deepcopy(model)
+    compiled.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(output_of(compiled), output_of(model))
+
+
+class TestGradients:
+    """Case 1 of the supplement (2.6): what the position decides is not whether weights get gradients, but along which
+    paths."""
+
+    def gradients(self, position: str, of_token: int, to_token: int) -> list[torch.Tensor]:
+        """Of the loss of one token, to the weights of an MLP as they act on another token alone."""
+        torch.manual_seed(0)
+        first, second, broadcast = nn.Linear(4, 8), nn.Linear(8, 4), ContextBroadcast()
+        copies = [copy.deepcopy((first, second)) for _ in range(3)]  # of a token each
+        x = torch.randn(1, 3, 4)
+        x = broadcast(x) if position == "front" else x
+        hidden = [torch.nn.functional.gelu(copies[token][0](x[:, token])) for token in range(3)]
+        hidden = torch.stack(hidden, 1)
+        hidden = broadcast(hidden) if position == "mid" else hidden
+        output = torch.stack([copies[token][1](hidden[:, token]) for token in range(3)], 1)
+        output = broadcast(output) if position == "end" else output
+        weights = [copies[to_token][0].weight, copies[to_token][1].weight]
+        gradients = torch.autograd.grad(output[:, of_token].square().sum(), weights, allow_unused=True)
+        return [torch.zeros(1) if gradient is None else gradient for gradient in gradients]
+
+    @pytest.mark.parametrize("position", ["front", "mid", "end"])
+    def test_weights_get_gradients_wherever_it_stands(self, position):
+        assert all(gradient.any() for gradient in self.gradients(position, 0, 0))
+
+    def test_at_the_front_only_through_the_token_itself(self):
+        assert not any(gradient.any() for gradient in self.gradients("front", 0, 1))
+        assert all(gradient.any() for gradient in self.gradients("end", 0, 1))
+
+
+class TestFamily:
+    @pytest.mark.parametrize(
+        ("variant", "name", "parameters"),
+        [
+            ("vit-tiny-plain-224", "deit_tiny_patch16_224", 5_717_416),
+            ("vit-small-plain-224", "deit_small_patch16_224", 22_050_664),
+            ("vit-base-plain-224", "deit_base_patch16_224", 86_567_656),
+            ("vit-tiny-distilled-plain-224", "deit_tiny_distilled_patch16_224", 5_910_800),
+            ("vit-small-distilled-plain-224", "deit_small_distilled_patch16_224", 22_436_432),
+            ("vit-base-distilled-plain-224", "deit_base_distilled_patch16_224", 87_338_192),
+        ],
+    )
+    def test_counts_are_deits(self, variant, name, parameters):
+        with torch.device("meta"):
+            sizes = {}
+            for kind in ("plain", "cb", "cb_s"):
+                config = frugalvit.ViTContextBroadcastConfig.from_variant(variant.replace("plain", kind))
+                model = frugalvit.ViTContextBroadcastForImageClassification(config)
+                sizes[kind] = model.num_parameters()
+            assert sum(p.numel() for p in timm.create_model(name).parameters()) == parameters
+        assert sizes["plain"] == sizes["cb"] == parameters
+        assert sizes["cb_s"] == parameters + 12 * config.hidden_size
+
+    @pytest.mark.parametrize("distilled", [False, True])
+    def test_is_deit(self, distilled):
+        torch.manual_seed(0)
+        name = f"deit_tiny{'_distilled' * distilled}_patch16_224"
+        theirs = randomize(of_timm(name, **TINY_VIT))
+        ours = small_family(context_broadcast=None, use_distillation_token=distilled, intermediate_size=64).eval()
+        renamed = {
+            "cls_token": "embeddings.cls_token",
+            "dist_token": "embeddings.distillation_token",
+            "pos_embed": "embeddings.position_embeddings",
+            "patch_embed.proj": "embeddings.patch_embeddings.projection",
+            "blocks": "layers",
+            "norm1": "layernorm_before",
+            "norm2": "layernorm_after",
+            "attn.proj": "attention.o_proj",
+            "norm": "layernorm",
+        }
+        weights = {}
+        for key, tensor in theirs.state_dict().items():
+            if key.startswith("head"):
+                key = key.replace("head_dist", "distillation_classifier").replace("head", "classifier")
+                weights[key] = tensor
+                continue
+            for old, new in renamed.items():
+                if old != "norm" or key.startswith("norm."):
+                    key = key.replace(f"{old}.", f"{new}.") if f"{old}." in key else key.replace(old, new, key == old)
+            if "attn.qkv" in key:
+                for part, value in zip("qkv", tensor.chunk(3), strict=True):
+                    weights["vit." + key.replace("attn.qkv", f"attention.{part}_proj")] = value
+            else:
+                weights[f"vit.{key}"] = tensor
+        ours.load_state_dict(weights)
+        torch.testing.assert_close(output_of(ours), output_of(theirs), atol=1e-5, rtol=1e-5)
+        insert_context_broadcast(theirs, "cb_gate")
+        insert_context_broadcast(ours, "cb_gate")
+        torch.testing.assert_close(output_of(ours), output_of(theirs), atol=1e-5, rtol=1e-5)
+
+    def test_a_distilled_model_has_two_heads(self):
+        model = randomize(small_family(use_distillation_token=True))
+        pixel_values, labels = torch.randn(2, 3, 32, 32), torch.tensor([0, 2])
+        outputs = model(pixel_values, labels=labels)
+        torch.testing.assert_close(outputs.logits, (outputs.cls_logits + outputs.distillation_logits) / 2)
+        losses = [
+            nn.functional.cross_entropy(each, labels) for each in (outputs.cls_logits, outputs.distillation_logits)
+        ]
+        torch.testing.assert_close(outputs.loss, sum(losses) / 2)
+        plain = small_family()(pixel_values)
+        assert plain.cls_logits is None and plain.distillation_logits is None
+
+    def test_takes_images_of_other_sizes(self):
+        model = randomize(small_family())
+        images = torch.randn(1, 3, 48, 32)
+        with pytest.raises(ValueError, match="Got images of 48 x 32 pixels, expected 32 x 32"):
+            model(images)
+        assert model(images, interpolate_pos_encoding=True).logits.shape == (1, 3)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"context_broadcast": "cbs"}, "`context_broadcast` is 'cbs'"),
+            ({"context_broadcast_position": "end"}, "`context_broadcast_position` has 'end'"),
+            ({"patch_size": 5}, "do not tile images"),
+            ({"num_attention_heads": 3}, "not divisible by `num_attention_heads`"),
+        ],
+    )
+    def test_bad_configurations(self, fields, message):
+        with pytest.raises(Exception, match=message):
+            frugalvit.ViTContextBroadcastConfig(**{**SMALL, **fields})
+
+    @pytest.mark.parametrize("initialization", ["impulse", "mimetic"])
+    def test_can_start_as_convolution(self, initialization):
+        model = small_family(context_broadcast="cb_s")
+        report = frugalvit.initialize_attention_(model, initialization)
+        assert len(report.heads) == 4
+
+
+class TestCosts:
+    @pytest.mark.parametrize(
+        ("kind", "position", "millions"),
+        [
+            ("cb", "mlp_end", 0.9),
+            ("cb", "mlp_front", 0.9),
+            ("cb", "mlp_mid", 3.6),
+            ("cb", "attention_end", 0.9),
+            ("cb", ["mlp_end", "attention_end"], 1.8),
+            ("cb_gate", "mlp_mid", 3.6),
+            ("cb_hybrid", "mlp_end", 1.8),
+            ("cb_hybrid", "mlp_mid", 7.3),
+            ("cb_hybrid", ["mlp_end", "attention_end"], 3.6),
+        ],
+    )
+    def test_are_those_of_tables_s5_and_s6(self, kind, position, millions):
+        config = frugalvit.ViTContextBroadcastConfig.from_variant(
+            "vit-small-cb-224", context_broadcast=kind, context_broadcast_position=position
+        )
+        with torch.device("meta"):
+            model = frugalvit.ViTContextBroadcastForImageClassification(config)
+        assert count_context_broadcast(model, 224) / 1e6 == pytest.approx(millions, abs=0.05)
+
+    def test_a_model_without_has_none(self):
+        assert count_context_broadcast(make("ViT"), 32) == 0
