@@ -7,10 +7,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+from transformers import (
+    SwinConfig,
+    SwinForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
 
 from frugalvit import ConvMixerConfig, ConvMixerForImageClassification, ViTImpulseInitConfig, ViTImpulseInitModel
-from frugalvit.attention import draw_attention, measure_attention, stable_rank
+from frugalvit.attention import draw_attention, draw_entropy, measure_attention, stable_rank
 from frugalvit.cli import main
 
 
@@ -72,6 +78,35 @@ def test_convolutional_models_have_a_stable_rank_alone():
     assert all(layer.maps is None and not layer.entropy and not layer.mass for layer in statistics)
     with pytest.raises(ValueError, match="conv has no attention to draw"):
         draw_attention({"conv": statistics}, [1])
+
+
+def test_windows_of_an_image_count_as_one():
+    torch.manual_seed(0)
+    config = SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4)
+    model = SwinForImageClassification(config).eval()
+    statistics = measure_attention(model, batches())
+    for layer in statistics:
+        assert all(0 < entropy <= math.log(16) + 1e-5 for entropy in layer.entropy)
+        torch.testing.assert_close(layer.maps.sum(-1), torch.ones(2, 16))
+
+
+def test_entropy_is_drawn(folder, tmp_path, capsys):
+    file = tmp_path / "entropy.svg"
+    assert (
+        main(["attention", str(folder), "--initialization", "impulse", "--images", "2", "--entropy", str(file)]) == 0
+    )
+    capsys.readouterr()
+    measured = {"one": measure_attention(vit(), batches())}
+    axes = draw_entropy(measured).axes[0]
+    mean, uniform = axes.get_lines()
+    assert mean.get_ydata().tolist() == pytest.approx([np.mean(layer.entropy) for layer in measured["one"]])
+    assert uniform.get_ydata()[0] == pytest.approx(math.log(65))
+    dots = [value for dots in axes.collections for value in dots.get_offsets()[:, 1].tolist()]
+    assert dots == pytest.approx([entropy for layer in measured["one"] for entropy in layer.entropy])
+    assert file.read_text().count("<use ") > 10
+    conv = ConvMixerForImageClassification(ConvMixerConfig(hidden_size=8, num_hidden_layers=2)).eval()
+    with pytest.raises(ValueError, match="conv has no attention to draw"):
+        draw_entropy({"conv": measure_attention(conv, batches())})
 
 
 def test_stable_rank():

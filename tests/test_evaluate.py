@@ -2,12 +2,14 @@
 
 import io
 import json
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import timm.data
 import torch
 from PIL import Image
 from transformers import (
@@ -21,7 +23,9 @@ from transformers import (
 from frugalvit.cli import main
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.evaluation.imagenet import match_labels
+from frugalvit.evaluation.robustness import occlude_center
 from frugalvit.training.data import load_images
+from frugalvit.training.metrics import TopKAccuracy
 
 
 torch.set_num_threads(1)
@@ -211,3 +215,161 @@ def test_usage(folder, capsys):
     for arguments in ([], ["nonsense"], ["classification"], ["classification", "--model", folder, "--limit", "0"]):
         code, _, error = run(*arguments, capsys=capsys)
         assert code == 2 and "error: " in error
+
+
+IMAGENET = [f"class {index}" for index in range(1000)]
+
+
+@pytest.fixture(scope="module")
+def imagenet_folder(tmp_path_factory):
+    """A random ViT for 1,000 classes."""
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    config.id2label, config.label2id = dict(enumerate(IMAGENET)), {label: i for i, label in enumerate(IMAGENET)}
+    model = ViTForImageClassification(config)
+    torch.nn.init.normal_(model.classifier.weight)
+    folder = tmp_path_factory.mktemp("models") / "imagenet"
+    model.save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+def write_folder(path, names):
+    """Images of noise in a folder a class; `names` are "class/file" paths without a suffix."""
+    generator = np.random.default_rng(1)
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / f"{name}.JPEG").write_bytes(encode(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)))
+
+
+def logits_of(folder, path, names) -> torch.Tensor:
+    model = AutoModelForImageClassification.from_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder)
+    images = [Image.open(path / f"{name}.JPEG").convert("RGB") for name in names]
+    with torch.no_grad():
+        return model(**processor(images, return_tensors="pt")).logits
+
+
+def timm_table(name: str) -> list[str]:
+    return (Path(timm.data.__file__).parent / "_info" / name).read_text().split()
+
+
+def evaluate_folder(folder, path, tmp_path, *more, capsys) -> dict:
+    arguments = ["--model", folder, "--dataset", path, "--split", "train", "--json", tmp_path / "out.json", *more]
+    code, _, error = run("classification", *arguments, capsys=capsys)
+    assert code == 0, error
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+class TestImageNet:
+    def test_folders_by_synset(self, imagenet_folder, tmp_path, capsys):
+        synsets = timm_table("imagenet_synsets.txt")
+        indices = [7, 999, 3, 500]
+        names = [f"{synsets[index]}/{index}" for index in indices]
+        write_folder(tmp_path / "images" / "train", names)
+        logits = logits_of(imagenet_folder, tmp_path / "images" / "train", names)
+        results = evaluate_folder(imagenet_folder, tmp_path / "images", tmp_path, capsys=capsys)
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(indices)).item()
+        assert results["images"] == 4 and results["loss"] == pytest.approx(expected, rel=1e-5)
+        assert match_labels(synsets[::-1], dict(enumerate(IMAGENET))) == list(range(999, -1, -1))
+
+    def test_v2_is_by_number(self, imagenet_folder, tmp_path, capsys):
+        """As text, 10 comes before 2."""
+        indices = [10, 2, 100, 1]
+        names = [f"{index}/image" for index in indices]
+        write_folder(tmp_path / "images" / "train", names)
+        logits = logits_of(imagenet_folder, tmp_path / "images" / "train", names)
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(indices)).item()
+        more = ("--protocol", "imagenet-v2")
+        results = evaluate_folder(imagenet_folder, tmp_path / "images", tmp_path, *more, capsys=capsys)
+        assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["protocol"] == "imagenet-v2"
+
+    def test_real_labels_are_several(self, imagenet_folder, tmp_path, capsys):
+        """Brute force over timm's file; images without labels do not count."""
+        real = json.loads((Path(timm.data.__file__).parent / "_info" / "imagenet_real_labels.json").read_text())
+        empty = next(index for index, labels in enumerate(real) if not labels)
+        several = next(index for index, labels in enumerate(real) if len(labels) > 2)
+        numbers = sorted({10, 11, empty, several, 49_999})
+        names = [f"any/ILSVRC2012_val_{number + 1:08d}" for number in numbers]
+        write_folder(tmp_path / "images" / "train", names)
+        logits = logits_of(imagenet_folder, tmp_path / "images" / "train", names)
+        counting = [(row, real[number]) for row, number in zip(logits, numbers, strict=True) if real[number]]
+        loss = -sum(row.softmax(0)[labels].sum().log().item() for row, labels in counting) / len(counting)
+        more = ("--protocol", "imagenet-real", "--batch-size", 2)
+        results = evaluate_folder(imagenet_folder, tmp_path / "images", tmp_path, *more, capsys=capsys)
+        assert (results["images"], results["skipped"]) == (len(numbers) - 1, 1)
+        assert results["loss"] == pytest.approx(loss, rel=1e-5)
+        # A model that always names one of several labels is right with each of them.
+        for label in real[several]:
+            metric = TopKAccuracy(1)
+            metric.add_batch(predictions=torch.eye(1000)[[label]].numpy(), references=[real[several]])
+            assert metric.compute() == {"accuracy": 1.0}
+
+    def test_imagenet_a_compares_200_classes(self, imagenet_folder, tmp_path, capsys):
+        synsets, indices = timm_table("imagenet_a_synsets.txt"), list(map(int, timm_table("imagenet_a_indices.txt")))
+        assert [timm_table("imagenet_synsets.txt")[index] for index in indices] == synsets
+        chosen = [0, 199, 17]
+        names = [f"{synsets[place]}/{place}" for place in chosen]
+        write_folder(tmp_path / "images" / "train", names)
+        logits = logits_of(imagenet_folder, tmp_path / "images" / "train", names)[:, indices]
+        more = ("--protocol", "imagenet-a")
+        results = evaluate_folder(imagenet_folder, tmp_path / "images", tmp_path, *more, capsys=capsys)
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(chosen)).item()
+        assert results["loss"] == pytest.approx(expected, rel=1e-5)
+        ranks = [(row > row[place]).sum().item() for row, place in zip(logits, chosen, strict=True)]
+        assert results["top5_accuracy"] == pytest.approx(np.mean([rank < 5 for rank in ranks]))
+
+    def test_wrong_data(self, imagenet_folder, folder, images, tmp_path, capsys):
+        def error(model, *more):
+            return fails("classification", "--model", model, "--dataset", images, *more, capsys=capsys)
+
+        assert "is for models with ImageNet's 1,000 classes; this has 7" in error(folder, "--protocol", "imagenet-a")
+        assert "'airplane' is none of them" in error(imagenet_folder, "--protocol", "imagenet-a")
+        assert "are named 0 to 999; this data set's airplane" in error(imagenet_folder, "--protocol", "imagenet-v2")
+        assert "image 0 of the data set is without a name" in error(imagenet_folder, "--protocol", "imagenet-real")
+
+
+class TestRobustness:
+    def test_fgsm_equals_brute_force(self, folder, tmp_path, capsys):
+        encoded, labels = write_images(tmp_path / "images.parquet")
+        model = AutoModelForImageClassification.from_pretrained(folder).eval()
+        processor = AutoImageProcessor.from_pretrained(folder)
+        attacked, eps = [], 4 / 255
+        for data, label in zip(encoded, labels, strict=True):
+            pixels = processor(Image.open(io.BytesIO(data)), return_tensors="pt").pixel_values.requires_grad_()
+            torch.nn.functional.cross_entropy(model(pixels).logits, torch.tensor([label])).backward()
+            colors = (pixels.detach() * 0.5 + 0.5 + eps * pixels.grad.sign()).clamp(0, 1)
+            attacked.append((colors - 0.5) / 0.5)
+        with torch.no_grad():
+            logits = model(torch.cat(attacked)).logits
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
+        arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--json", tmp_path / "out.json"]
+        run("classification", *arguments, capsys=capsys)
+        clean = json.loads((tmp_path / "out.json").read_text())
+        run("classification", *arguments, "--attack", "fgsm", "--eps", "4/255", capsys=capsys)
+        results = json.loads((tmp_path / "out.json").read_text())
+        assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["loss"] > clean["loss"] + 0.01
+        assert results["fgsm_eps"] == pytest.approx(4 / 255) and "fgsm_eps" not in clean
+
+    def test_occlusion_hides_the_middle(self, folder, tmp_path, capsys):
+        pixel_values = torch.ones(1, 3, 8, 12)
+        occluded = occlude_center(pixel_values, 0.25)
+        assert occluded.sum() == 3 * (96 - 4 * 6) and not occluded[..., 2:6, 3:9].any() and pixel_values.all()
+        encoded, labels = write_images(tmp_path / "images.parquet")
+        model = AutoModelForImageClassification.from_pretrained(folder)
+        processor = AutoImageProcessor.from_pretrained(folder)
+        pixel_values = processor([Image.open(io.BytesIO(data)) for data in encoded], return_tensors="pt").pixel_values
+        pixel_values[..., 8:24, 8:24] = 0
+        with torch.no_grad():
+            expected = torch.nn.functional.cross_entropy(model(pixel_values).logits, torch.tensor(labels)).item()
+        arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--json", tmp_path / "out.json"]
+        run("classification", *arguments, "--occlude", "center", "--ratio", "1/4", capsys=capsys)
+        results = json.loads((tmp_path / "out.json").read_text())
+        assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["occluded_share"] == 0.25
+
+    @pytest.mark.parametrize("value", ["0", "1.5", "many", "1/0"])
+    def test_shares(self, value, folder, capsys):
+        code, _, error = run("classification", "--model", folder, "--eps", value, capsys=capsys)
+        assert code == 2 and "argument --eps: got" in error

@@ -228,6 +228,22 @@ def test_an_image_comes_once_an_epoch_and_only_when_needed(write_parquet):
     assert seen == order[8:]
 
 
+def test_repeated_augmentation_shows_fewer_images_more_often(write_parquet, monkeypatch):
+    monkeypatch.setattr(data.EpochSampler, "TOGETHER", 4)
+    images = load_images(write_parquet(count=16))
+    loader = make_loader(images, repeated_augmentation=3)
+    given = batches(loader, 1)
+    indices = torch.cat([batch["index"] for batch in given]).tolist()
+    assert len(indices) == 16 and len(set(indices)) == 6
+    assert indices[:4] == indices[4:8] == indices[8:12]  # four together, three times
+    pixels = torch.cat([batch["pixel_values"] for batch in given])
+    assert not torch.equal(pixels[:4], pixels[4:8])
+    epochs = torch.cat([batch["epoch"] for batch in given]).tolist()
+    assert len(set(zip(epochs, indices, strict=True))) == 16
+    assert_equal(batches(loader, 1, 2), given[2:])
+    assert not set(epochs) & {epoch for batch in batches(loader, 2) for epoch in batch["epoch"].tolist()}
+
+
 def test_a_stream_is_shuffled_and_begins_anew(write_parquet):
     images = load_images([write_parquet("a.parquet", 3), write_parquet("b.parquet", 5)], streaming=True)
     loader = make_loader(images, view=EvalView(FORMAT), steps_per_epoch=4, shuffle_buffer=3)

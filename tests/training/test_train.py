@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import datasets
 import pytest
@@ -29,6 +31,8 @@ SPARSE = (
     "image_size=32,num_latent_tokens=4,hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,"
     "focusing_hidden_size=32,focusing_num_attention_heads=2,stem_channels=8,num_sampling_points=4,resize_size=null"
 )
+SWIN = "image_size=32,patch_size=4,embed_dim=16,depths=[1,1],num_heads=[1,2],window_size=4"
+RECIPES = sorted(Path(train.__file__).with_name("recipes").glob("*.yaml"))
 
 
 def epochs(results):
@@ -177,6 +181,83 @@ def test_learns_from_a_teacher(tiny_run, tmp_path):
         tiny_run(name="refused", distill_from=tmp_path / "teacher")
 
 
+CONTEXT_BROADCAST = (
+    "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,resize_size=null,"
+    "use_distillation_token=true"
+)
+
+
+@pytest.fixture
+def sure_teacher(tmp_path):
+    """A classifier that takes every image for a ship."""
+    teacher = ResNetForImageClassification(
+        ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=10)
+    )
+    with torch.no_grad():
+        teacher.classifier[-1].weight.zero_()
+        teacher.classifier[-1].bias.zero_()[8] = 5
+    teacher.save_pretrained(tmp_path / "sure")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "sure")
+    return tmp_path / "sure"
+
+
+@pytest.mark.parametrize("distill_kind", ["hard", "soft"])
+def test_a_distillation_token_learns_from_the_teacher(tiny_run, tmp_path, sure_teacher, distill_kind):
+    options = {"model_type": "vit_context_broadcast", "config_overrides": CONTEXT_BROADCAST, "learning_rate": 1e-2}
+    results = tiny_run(distill_from=sure_teacher, distill_kind=distill_kind, mixup=0, **options)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
+    images = load_images("cifar10-subset", "test[:30]").cast_column("image", datasets.Image())
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    pixel_values = processor([record["image"] for record in images], return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        outputs = model(pixel_values)
+    assert (outputs.distillation_logits.argmax(1) == 8).all()
+    assert (outputs.cls_logits.argmax(1) == 8).float().mean() < 0.5
+    # Without a teacher both heads learn from the labels.
+    alone = tiny_run(name="alone", **options)
+    assert alone["epochs"][-1]["train_loss"] < alone["epochs"][0]["train_loss"]
+    assert results["arguments"]["distill_kind"] == distill_kind
+
+
+def test_inserts_context_broadcast(tiny_run, tmp_path):
+    for name, options in (("vit", {}), ("swin", {"model_type": "swin", "config_overrides": SWIN})):
+        tiny_run(
+            *("--context_broadcast_position", "mlp_end", "attention_end"),
+            name=name,
+            context_broadcast="cb_s",
+            learning_rate=1e-2,
+            **options,
+        )
+        model = AutoModelForImageClassification.from_pretrained(tmp_path / name)
+        scales = [parameter for key, parameter in model.named_parameters() if "context_broadcast" in key]
+        assert len(scales) == 4 and all(scale.any() for scale in scales)
+    # The run goes on where it was, and ends the same.
+    (tmp_path / "vit" / "results.json").unlink()
+    again = tiny_run(
+        *("--context_broadcast_position", "mlp_end", "attention_end"),
+        name="vit",
+        context_broadcast="cb_s",
+        learning_rate=1e-2,
+    )
+    assert len(again["epochs"]) == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_of_the_papers_can_be_read(recipe, tiny_run, tmp_path):
+    """As they are, but for fewer and smaller images and layers."""
+    content = recipe.read_text(encoding="utf-8")
+    assert f"--config training/recipes/{recipe.name}" in content
+    overrides = re.search("config_overrides: (.*)", content)[1]
+    small = {"dataset": "cifar10-subset", "mixed_precision": "no", "learning_rate": 1e-3}
+    tiny = "image_size=32,patch_size=8,num_hidden_layers=1,resize_size=null"
+    results = tiny_run(config=recipe, config_overrides=f"{overrides},{tiny}", **small)
+    read = results["arguments"]
+    assert (read["cutmix"], read["erasing"], read["drop_path"]) == (1.0, 0.25, 0.2 if "base" in recipe.stem else 0.1)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert model.config.hidden_size == (768 if "base" in recipe.stem else 384)
+    assert model.config.context_broadcast == "cb"
+
+
 def test_other_architectures(tiny_run, tmp_path):
     resnet = "embedding_size=8,hidden_sizes=[8],depths=[1],layer_type=basic"
     with pytest.raises(ValueError, match="resnet models take images of any size; say which with --image_size"):
@@ -197,8 +278,7 @@ def test_streams_skips_and_drops_paths(tiny_run, write_parquet):
     for name, streaming in (("map", ()), ("stream", ("--streaming",))):
         results = tiny_run("--skip_corrupt", *streaming, name=name, steps_per_epoch=2, batch_size=8, **files)
         assert results["epochs"][0]["step"] == 2 and results["epochs"][0]["skipped"] <= 2
-    swin = "image_size=32,patch_size=4,embed_dim=16,depths=[1,1],num_heads=[1,2],window_size=4"
-    tiny_run(name="swin", model_type="swin", config_overrides=swin, drop_path=0.2)
+    tiny_run(name="swin", model_type="swin", config_overrides=SWIN, drop_path=0.2)
     with pytest.raises(ValueError, match="--drop_path is 0.2, but vit models have none"):
         tiny_run(name="vit", drop_path=0.2)
 
@@ -259,6 +339,11 @@ def test_wrong_arguments_are_one_line(arguments, message, capsys):
         ({"initialization": "impulse", "initialization_options": "mass=3"}, "`mass` is 3, expected a number above 0"),
         ({"config_overrides": "hidden_size"}, "--config_overrides is 'hidden_size', expected name=value pairs"),
         ({"model_type": "unheard-of"}, "unheard-of"),
+        ({"context_broadcast": "cb_gate", "model_type": "swin", "config_overrides": SWIN}, "needs a class token"),
+        (
+            {"repeated_augmentation": 2, "streaming": True, "steps_per_epoch": 2, "train_split": "train"},
+            "images that are not streamed",
+        ),
         ({"crop_padding": 32}, "--crop_padding is 32, expected less than the images' 32 pixels"),
         ({"mixed_precision": None, "batch_size": 15}, "--batch_size 15 cannot be shared evenly"),
     ],

@@ -1,0 +1,55 @@
+"""`frugalvit curves`: lines are what runs wrote, in a table and in a picture."""
+
+import json
+
+import pytest
+
+from frugalvit.cli import main
+from frugalvit.curves import draw_curves, read_epochs
+
+
+def write_run(folder, accuracies):
+    folder.mkdir()
+    records = []
+    for epoch, accuracy in enumerate(accuracies, 1):
+        records.append({"step": 10 * epoch, "loss": 0.5, "learning_rate": 1e-3})
+        records.append(
+            {"epoch": epoch, "step": 10 * epoch, "train_loss": 2 / epoch, "loss": 3 / epoch, "accuracy": accuracy}
+        )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_draws_and_prints(tmp_path, capsys):
+    runs = [write_run(tmp_path / "plain", [0.1, 0.25]), write_run(tmp_path / "cb", [0.2, 0.3, 0.375])]
+    picture = tmp_path / "curves.png"
+    assert main(["curves", *map(str, runs), "--picture", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "epoch", "train_loss", "loss", "accuracy"]
+    assert lines[2].split() == ["plain", "2", "1", "1.5", "0.25"] and lines[3].split()[-1] == "0.375"
+    assert picture.stat().st_size > 5000
+
+    panels = draw_curves({run.name: read_epochs(str(run)) for run in runs}).axes
+    assert [axes.get_title(loc="left") for axes in panels] == ["training loss", "evaluation loss", "accuracy"]
+    plain, cb = panels[2].get_lines()
+    assert list(plain.get_ydata()) == [0.1, 0.25] and list(cb.get_xdata()) == [1, 2, 3]
+    assert [text.get_text() for text in panels[0].get_legend().get_texts()] == ["plain", "cb"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no"], "'no' has no metrics.jsonl"),
+        (["run", "--names", "a", "b"], "--names has 2 different names for 1 runs"),
+        (["run", "other/../run"], "--names has 1 different names for 2 runs"),
+        (["begun"], "No epoch of 'begun' is done yet"),
+        (["run", "--picture", "curves.txt"], "expected a file name ending in"),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run", [0.5])
+    write_run(tmp_path / "begun", [])
+    (tmp_path / "other").mkdir()
+    assert main(["curves", *arguments]) == 1
+    assert message in capsys.readouterr().err
