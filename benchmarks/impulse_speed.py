@@ -8,7 +8,6 @@ of its weights and costs no time. Writes results/impulse_speed.json.
 """
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
@@ -17,11 +16,9 @@ from tqdm import tqdm
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, impulse_init_
 from frugalvit.tables import format_table
-from frugalvit.training.files import write_json
-from frugalvit.training.loop import versions
+from shared import ROOT, write_table
 
 
-ROOT = Path(__file__).resolve().parents[1]
 VARIANTS = ("vit-tiny-h3", "vit-tiny-h8", "vit-small-h6", "vit-small-h16")
 # Patches of 2 pixels at 32, 16 at 224.
 GRIDS = {"16x16": "32", "14x14": "224"}
@@ -56,16 +53,12 @@ def main():
             row |= {f"{solver}_{name}": report.mean(name) for name in ("peak_rate", "mass", "query_norm", "key_norm")}
         rows.append(row)
     print(format_table(rows))
-    write_json(
+    write_table(
         arguments.results_dir / "impulse_speed.json",
-        {
-            "command": " ".join(["python", "benchmarks/impulse_speed.py", *sys.argv[1:]]),
-            "threads": torch.get_num_threads(),
-            "steps": arguments.steps,
-            "adam_seconds": "time of one layer times 12",
-            "versions": versions(),
-            "rows": rows,
-        },
+        {"steps": arguments.steps, "repeats": arguments.repeats},
+        rows,
+        threads=torch.get_num_threads(),
+        adam_seconds="time of one layer times 12",
     )
 
 

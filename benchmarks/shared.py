@@ -80,7 +80,7 @@ def write_table(path: Path, settings: dict, rows: list[dict], **more):
         {
             "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
             "settings": settings,
-            "spread": "standard deviation over seeds",
+            **({"spread": "standard deviation over seeds"} if "seeds" in settings else {}),
             "versions": versions(),
             **more,
             "rows": rows,

@@ -196,7 +196,7 @@ def insert_context_broadcast(
     """Put Context Broadcasting into every block of a vision transformer, in place.
 
     A model of Transformers or of this package keeps it when it is saved: the folder loads with `AutoModel…` where
-    frugalvit is imported, and with `trust_remote_code=True` elsewhere. The class of a Transformers model becomes a
+    frugalvit is imported, and with `trust_remote_code=True` elsewhere and for timm's wrapper. The class of a Transformers model becomes a
     subclass that remembers. Pass the model that you will save, not a part of it. In timm, insert again before you load
     a state dict, as `cb` leaves no trace there.
 
@@ -448,6 +448,7 @@ def _remember(model: nn.Module, fields: dict):
             setattr(model.config, name, value)
         model.config.__class__ = altered.config_class
         model.__class__ = altered
+        altered.register()
         # Names of the checkpoint that it came from are those of another model type.
         model._weight_conversions = None
 
@@ -500,6 +501,7 @@ class ContextBroadcastMixin(HubModel):
     @classmethod
     def register(cls):
         """Let Transformers' Auto classes load the class and its base model, whose code this process has."""
+        transformers.AutoConfig.register(cls.config_class.model_type, cls.config_class, exist_ok=True)
         for auto_class, name in cls.auto_classes.items():
             getattr(transformers, auto_class).register(cls.config_class, __getattr__(name), exist_ok=True)
 
@@ -557,7 +559,7 @@ _AUTO_CLASSES = (
     "AutoModelForZeroShotImageClassification",
     "AutoBackbone",
 )
-# Whose configurations are registered when frugalvit is imported.
+# Whose configurations are registered when frugalvit is imported; that of timm's wrapper would import timm.
 CONFIGURATIONS = (
     "CLIPConfig",
     "CLIPVisionConfig",
@@ -570,6 +572,5 @@ CONFIGURATIONS = (
     "SiglipConfig",
     "SiglipVisionConfig",
     "SwinConfig",
-    "TimmWrapperConfig",
     "ViTConfig",
 )

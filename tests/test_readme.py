@@ -31,7 +31,16 @@ BLOCKS = re.findall(r"^\*\*(\w+).*?^```python\n(.*?)^```$", README, re.MULTILINE
 
 
 def test_every_use_has_a_few_lines_of_python():
-    assert [title for title, _ in BLOCKS] == ["Load", "Bootstrap", "Fine", "Export", "Swap", "Segment", "Start"]
+    assert [title for title, _ in BLOCKS] == [
+        "Load",
+        "Bootstrap",
+        "Fine",
+        "Export",
+        "Swap",
+        "Segment",
+        "Start",
+        "Broadcast",
+    ]
     for _, code in BLOCKS:
         statements = [line for line in code.splitlines() if line and not line.startswith(("from", "import"))]
         assert len(statements) <= 5
@@ -69,7 +78,7 @@ def own_clip_and_llava() -> dict:
 
 
 def test_names_and_commands_in_the_readme_exist():
-    for name in re.findall(r"\b(?:SparseFormer|ViTImpulseInit|ConvMixer)[A-Z]\w+", README):
+    for name in re.findall(r"\b(?:SparseFormer|ViTImpulseInit|ViTContextBroadcast|ConvMixer)[A-Z]\w+", README):
         assert name in public_names()
     for command in re.findall(r"(?:^|`|&& )frugalvit ([a-z]+)", README, re.MULTILINE):
         assert command in COMMANDS
