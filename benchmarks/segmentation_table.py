@@ -38,7 +38,7 @@ from shared import add_run_arguments, folder_name, run_recipe, spread, write_tab
 CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "cyclist"]
 VOID = 11
 SEGFORMER = (
-    "depths=[2,2,2,2],hidden_sizes=[64,128,320,512],num_attention_heads=[1,2,5,8],decoder_hidden_size=256,"
+    "depths=[3,4,6,3],hidden_sizes=[64,128,320,512],num_attention_heads=[1,2,5,8],decoder_hidden_size=256,"
     "classifier_dropout_prob=0.1"
 )
 

@@ -196,9 +196,9 @@ def insert_context_broadcast(
     """Put Context Broadcasting into every block of a vision transformer, in place.
 
     A model of Transformers or of this package keeps it when it is saved: the folder loads with `AutoModel…` where
-    frugalvit is imported, and with `trust_remote_code=True` elsewhere and for timm's wrapper. The class of a Transformers model becomes a
-    subclass that remembers. Pass the model that you will save, not a part of it. In timm, insert again before you load
-    a state dict, as `cb` leaves no trace there.
+    frugalvit is imported, and with `trust_remote_code=True` elsewhere and for timm's wrapper. The class of a model of
+    Transformers becomes a subclass that remembers. Pass the model that you will save, not a part of it. In timm, insert
+    again before you load a state dict, as `cb` leaves no trace there.
 
     Args:
         model (`nn.Module`):
@@ -292,7 +292,7 @@ def insert_modules(
         weight = next(model.get_submodule(place.block).parameters(), None)
         broadcast = ContextBroadcast(kind, place.width, data_format)
         if weight is not None:
-            broadcast.to(weight.device, weight.dtype)
+            broadcast.to(weight.device, weight.dtype if weight.is_floating_point() else None)
         broadcast.train(module.training)
         if place.side == "input":
             broadcast.hook = module.register_forward_pre_hook(_broadcast_input, with_kwargs=True)
@@ -449,8 +449,6 @@ def _remember(model: nn.Module, fields: dict):
         model.config.__class__ = altered.config_class
         model.__class__ = altered
         altered.register()
-        # Names of the checkpoint that it came from are those of another model type.
-        model._weight_conversions = None
 
 
 def _forget(model: nn.Module):
@@ -475,8 +473,8 @@ class ContextBroadcastConfigMixin(HubConfigMixin):
         super().__post_init__(**kwargs)
         # Where this configuration was registered, its models follow when one is loaded.
         for name in self.architectures or ():
-            if issubclass(cls := globals().get(name) or __getattr__(name), PreTrainedModel):
-                cls.register()
+            if name.startswith("ContextBroadcast"):
+                __getattr__(name).register()
 
 
 class ContextBroadcastMixin(HubModel):
@@ -494,6 +492,11 @@ class ContextBroadcastMixin(HubModel):
             module.reset_parameters()
         else:
             super()._init_weights(module)
+
+    def save_pretrained(self, save_directory, **kwargs):
+        """As `HubModel`'s. Weights keep the names that they have here: those of older checkpoints of the host are not
+        known to belong to this model type."""
+        super().save_pretrained(save_directory, **{"save_original_format": False} | kwargs)
 
     def image_processor_config(self):
         """None: the host's image processor is saved beside it, as always."""
@@ -555,6 +558,7 @@ def _alter_model(name: str, host: type[PreTrainedModel]) -> type[PreTrainedModel
 
 _AUTO_CLASSES = (
     "AutoModelForImageClassification",
+    "AutoModelForImageTextToText",
     "AutoModelForMaskedImageModeling",
     "AutoModelForZeroShotImageClassification",
     "AutoBackbone",

@@ -440,6 +440,20 @@ def test_altered_models_load_without_frugalvit(where, tmp_path):
     assert torch.equal(outputs["loaded"], expected) and torch.equal(outputs["saved again"], expected)
 
 
+def test_a_checkpoint_with_older_names(tmp_path):
+    """Transformers renames weights of older checkpoints when it loads, and back when it saves."""
+    model = AutoModelForImageClassification.from_pretrained(frugalvit.checkpoint_path("cifar10-vit")).eval()
+    insert_context_broadcast(model)
+    model.save_pretrained(tmp_path)
+    for auto_class, expected in ((AutoModelForImageClassification, model), (transformers.AutoModel, model.vit)):
+        loaded, info = auto_class.from_pretrained(tmp_path, output_loading_info=True)
+        assert not {key for key in info["missing_keys"] if "pooler" not in key}
+        with torch.no_grad():
+            pixel_values = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+            states = [each(pixel_values, output_hidden_states=True).hidden_states[-1] for each in (loaded, expected)]
+        torch.testing.assert_close(*states)
+
+
 def test_trainer_trains_an_altered_model(tmp_path):
     model = make("ViT")
     insert_context_broadcast(model, "cb_s")
