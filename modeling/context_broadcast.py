@@ -197,8 +197,8 @@ def insert_context_broadcast(
 
     A model of Transformers or of this package keeps it when it is saved: the folder loads with `AutoModel…` where
     frugalvit is imported, and with `trust_remote_code=True` elsewhere and for timm's wrapper. The class of a model of
-    Transformers becomes a subclass that remembers. Pass the model that you will save, not a part of it. In timm, insert
-    again before you load a state dict, as `cb` leaves no trace there.
+    Transformers becomes a subclass that remembers. Pass the model that you will save, not a part of it. In timm,
+    insert again before you load a state dict, as `cb` leaves no trace there.
 
     Args:
         model (`nn.Module`):

@@ -320,6 +320,28 @@ class TestPlaces:
         assert all(place.startswith("sparseformer.layers.") for place in report.places)
         assert model.config.context_broadcast == "cb"
 
+    @pytest.mark.parametrize("tower", ["CLIP", "SparseFormer"])
+    def test_of_a_llava_only_the_tower(self, tower, tmp_path):
+        text = transformers.LlamaConfig(**{**TEXT, "num_key_value_heads": 2})
+        vision = transformers.CLIPVisionConfig(**SMALL)
+        config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=4)
+        if tower == "SparseFormer":
+            fields = {"vision_config": small_sparseformer().to_dict(), "text_config": text.to_dict()}
+            config = frugalvit.SparseFormerLlavaConfig(**fields, image_token_index=4, image_seq_length=5)
+        torch.manual_seed(0)
+        model = randomize(transformers.AutoModelForImageTextToText.from_config(config))
+        pixel_values = torch.randn(1, 3, 32, 32)
+        with torch.no_grad():
+            before = model.get_image_features(pixel_values).pooler_output[0]
+            report = insert_context_broadcast(model)
+            after = model.get_image_features(pixel_values).pooler_output[0]
+            assert all(place.startswith("model.vision_tower.") for place in report.places) and len(report.places) == 2
+            assert (after - before).abs().max() > 1e-3
+            model.save_pretrained(tmp_path)
+            trust = {"trust_remote_code": True} if tower == "CLIP" else {}
+            loaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, **trust).eval()
+            torch.testing.assert_close(loaded.get_image_features(pixel_values).pooler_output[0], after)
+
     def test_a_padded_image_is_as_the_image_alone(self):
         model = make("ViT").vit
         insert_context_broadcast(model, "cb", ["mlp_end", "attention_end"])
