@@ -14,6 +14,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .attention import measure_attention as measure_attention
+    from .configuration.configuration_agent_cnn import AgentCNNConfig as AgentCNNConfig
     from .configuration.configuration_convmixer import ConvMixerConfig as ConvMixerConfig
     from .configuration.configuration_sparseformer import SparseFormerConfig as SparseFormerConfig
     from .configuration.configuration_sparseformer_clip import SparseFormerCLIPConfig as SparseFormerCLIPConfig
@@ -27,10 +28,14 @@ if TYPE_CHECKING:
     from .modeling.context_broadcast import ContextBroadcast as ContextBroadcast
     from .modeling.context_broadcast import insert_context_broadcast as insert_context_broadcast
     from .modeling.context_broadcast import remove_context_broadcast as remove_context_broadcast
+    from .modeling.generalized_convolution import GeneralizedConv2d as GeneralizedConv2d
     from .modeling.initialization import impulse_init_ as impulse_init_
     from .modeling.initialization import initialize_attention_ as initialize_attention_
     from .modeling.initialization import mimetic_init_ as mimetic_init_
     from .modeling.llava_tower import SparseFormerVisionTower as SparseFormerVisionTower
+    from .modeling.modeling_agent_cnn import AgentCNNForImageClassification as AgentCNNForImageClassification
+    from .modeling.modeling_agent_cnn import AgentCNNModel as AgentCNNModel
+    from .modeling.modeling_agent_cnn import AgentCNNPreTrainedModel as AgentCNNPreTrainedModel
     from .modeling.modeling_convmixer import ConvMixerForImageClassification as ConvMixerForImageClassification
     from .modeling.modeling_convmixer import ConvMixerModel as ConvMixerModel
     from .modeling.modeling_convmixer import ConvMixerPreTrainedModel as ConvMixerPreTrainedModel

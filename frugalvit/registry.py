@@ -5,6 +5,10 @@ import importlib
 
 # A family's public names in `configuration_<family>.py` and in `modeling_<family>.py`.
 FAMILIES = {
+    "agent_cnn": (
+        ["AgentCNNConfig"],
+        ["AgentCNNModel", "AgentCNNForImageClassification", "AgentCNNPreTrainedModel"],
+    ),
     "convmixer": (
         ["ConvMixerConfig"],
         ["ConvMixerModel", "ConvMixerForImageClassification", "ConvMixerPreTrainedModel"],
@@ -42,6 +46,7 @@ FUNCTIONS = {
     "count_context_broadcast": "frugalvit.macs",
     "count_macs": "frugalvit.macs",
     "from_open_clip": "frugalvit.modeling.open_clip_adapter",
+    "GeneralizedConv2d": "frugalvit.modeling.generalized_convolution",
     "impulse_init_": "frugalvit.modeling.initialization",
     "insert_context_broadcast": "frugalvit.modeling.context_broadcast",
     "initialize_attention_": "frugalvit.modeling.initialization",

@@ -102,6 +102,13 @@ KINDS = {
         any_size=False,
         files={"context_broadcast.py"},
     ),
+    "agent_cnn": Kind(
+        frugalvit.AgentCNNConfig,
+        "agent-base-res",
+        {**SHARED, "hidden_size": 16, "stem_channels": 8, "num_hidden_layers": 3, "downsample_after": (0,)},
+        (frugalvit.AgentCNNModel, frugalvit.AgentCNNForImageClassification),
+        files={"generalized_convolution.py"},
+    ),
     "convmixer": Kind(
         frugalvit.ConvMixerConfig,
         "convmixer-256-k3",

@@ -176,13 +176,11 @@ class ViTContextBroadcastCommonTest(CommonTests, common.ModelTesterMixin, unitte
     kind = "vit_context_broadcast"
 
 
-class ConvMixerCommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCase):
-    kind = "convmixer"
-    has_attentions = False
+class FeatureMapTests(CommonTests):
+    """What convolutional models override."""
 
-    @unittest.skip("frozen filters are buffers and random")
-    def test_init_weights_can_init_buffers(self):
-        pass
+    has_attentions = False
+    maps: list[tuple[int, int]]
 
     def test_hidden_states_output(self):
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
@@ -193,7 +191,21 @@ class ConvMixerCommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCas
                 with torch.no_grad():
                     outputs = model(**inputs, **({} if by_config else {"output_hidden_states": True}))
                 shapes = [tuple(states.shape) for states in outputs.hidden_states]
-                self.assertEqual(shapes, [(3, config.hidden_size, 8, 8)] * 3)
+                self.assertEqual(shapes, [(3, config.hidden_size, *sides) for sides in self.maps])
+
+
+class ConvMixerCommonTest(FeatureMapTests, common.ModelTesterMixin, unittest.TestCase):
+    kind = "convmixer"
+    maps = [(8, 8)] * 3
+
+    @unittest.skip("frozen filters are buffers and random")
+    def test_init_weights_can_init_buffers(self):
+        pass
+
+
+class AgentCNNCommonTest(FeatureMapTests, common.ModelTesterMixin, unittest.TestCase):
+    kind = "agent_cnn"
+    maps = [(4, 4), (2, 2), (2, 2)]
 
 
 class TwoTowersTester:

@@ -103,6 +103,10 @@ def is_initialized(model) -> bool:
         # Every mean has its scale, not yet set.
         scales = [layer.mlp.context_broadcast_out.scale for layer in model.layers]
         return not any(scale.any() for scale in scales) and model.embeddings.cls_token.std().item() > 0.01
+    if model.config.model_type == "agent_cnn":
+        # Uniform, as wide as the window's inputs let it be.
+        weight = model.layers[0].convolution.weight
+        return 0.9 < weight.abs().max().item() * weight[0].numel() ** 0.5 <= 1
     filters = model.layers[0].spatial_mixing.weight
     return bool(((filters != 0).sum((1, 2, 3)) == 1).all())
 

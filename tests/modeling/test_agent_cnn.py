@@ -1,0 +1,160 @@
+"""Generalized convolution and the agent CNNs: eqs. 1 to 6, the reference's numbers, the tables' architectures."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from frugalvit import AgentCNNConfig, AgentCNNForImageClassification, AgentCNNModel, GeneralizedConv2d
+from frugalvit.modeling.generalized_convolution import (
+    generalized_conv2d,
+    generalized_convolution_in_matrix_form,
+    shift_matrices,
+    window_size,
+)
+
+
+FIXTURE = load_file(Path(__file__).parents[1] / "fixtures" / "generalized_conv.safetensors")
+
+
+class TestGeneralizedConvolution:
+    def test_is_the_references(self):
+        """Stored as [position, out, in]."""
+        weight = FIXTURE["weight"].permute(1, 2, 0)
+        torch.testing.assert_close(
+            generalized_conv2d(FIXTURE["input"], weight, FIXTURE["bias"]), FIXTURE["output"], atol=1e-5, rtol=1e-4
+        )
+
+    def test_heads_of_attention_are_positions(self):
+        """Position i goes through W_O(head i) W_V(head i)."""
+        value, output, heads = FIXTURE["shared_v_weight"], FIXTURE["shared_o_weight"], 9
+        weight = torch.einsum("ohd,hdi->oih", output.unflatten(1, (heads, -1)), value.unflatten(0, (heads, -1)))
+        given = generalized_conv2d(FIXTURE["shared_input"], weight, FIXTURE["shared_o_bias"])
+        torch.testing.assert_close(given, FIXTURE["shared_output"], atol=1e-5, rtol=1e-4)
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        num_positions=st.integers(1, 27),
+        height=st.integers(1, 6),
+        width=st.integers(1, 6),
+        channels=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+        seed=st.integers(0, 99),
+    )
+    def test_equals_its_matrix_form(self, num_positions, height, width, channels, seed):
+        generator = torch.Generator().manual_seed(seed)
+        feature_map = torch.randn(2, channels[0], height, width, generator=generator)
+        weight = torch.randn(channels[1], channels[0], num_positions, generator=generator)
+        bias = torch.randn(channels[1], generator=generator)
+        expected = generalized_convolution_in_matrix_form(feature_map, weight, bias)
+        torch.testing.assert_close(generalized_conv2d(feature_map, weight, bias), expected, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("num_positions", [1, 9, 25])
+    def test_of_a_square_number_is_a_convolution(self, num_positions):
+        side = window_size(num_positions)
+        layer, x = GeneralizedConv2d(3, 4, num_positions), torch.randn(1, 3, 5, 6)
+        expected = nn.functional.conv2d(x, layer.weight.unflatten(-1, (side, side)), layer.bias, padding="same")
+        torch.testing.assert_close(layer(x), expected)
+
+    def test_window_is_rounded_up_to_odd(self):
+        assert [window_size(n) for n in (1, 2, 4, 6, 9, 10, 16, 25, 26)] == [1, 3, 3, 3, 3, 5, 5, 5, 7]
+
+    def test_matrices_select_at_most_one_token(self):
+        """Eqs. 4 and 6; of 3 x 3 positions the middle one stays."""
+        matrices = shift_matrices(3, 4, 9)
+        assert matrices.shape == (9, 12, 12) and set(matrices.unique().tolist()) == {0, 1}
+        assert torch.equal(matrices[4], torch.eye(12)) and matrices.sum(-1).max() == 1
+        tokens = torch.arange(12.0)
+        assert (matrices[0] @ tokens).view(3, 4).tolist() == [[0, 0, 0, 0], [0, 0, 1, 2], [0, 4, 5, 6]]
+
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_layer(self, bias):
+        layer = GeneralizedConv2d(8, 5, 6, bias=bias)
+        assert layer.weight.shape == (5, 8, 6) and (layer.bias is not None) == bias
+        assert 0.9 / 48**0.5 < layer.weight.abs().max() <= 1 / 48**0.5
+        assert repr(layer) == f"GeneralizedConv2d(8, 5, num_positions=6, bias={bias})"
+
+    @pytest.mark.parametrize("name", ["in_channels", "out_channels", "num_positions"])
+    def test_numbers_below_one(self, name):
+        with pytest.raises(ValueError, match=f"`{name}` is 0, expected at least 1"):
+            GeneralizedConv2d(**{"in_channels": 1, "out_channels": 1, "num_positions": 1, name: 0})
+
+
+class TestAgentCNN:
+    @pytest.mark.parametrize(
+        ("variant", "maps"),
+        [
+            ("agent-small", [14] * 6),
+            ("agent-base", [14] * 12),
+            ("agent-small-res", [14, 7, 7, 7, 7, 7]),
+            ("agent-base-res", [28, 14, 14, *[7] * 9]),
+        ],
+    )
+    def test_maps_of_the_tables(self, variant, maps):
+        config = AgentCNNConfig.from_variant(variant)
+        with torch.device("meta"):
+            model = AgentCNNModel(config).eval()
+            outputs = model(torch.empty(1, 3, 224, 224), output_hidden_states=True)
+        assert [states.shape[-1] for states in outputs.hidden_states[1:]] == maps
+        width, positions = config.hidden_size, config.num_positions
+        assert (width, positions) == ((288, 9) if "small" in variant else (384, 6))
+        assert model.layers[0].convolution.weight.shape == (width, width, positions)
+        assert config.intermediate_size == 4 * width
+
+    @pytest.mark.parametrize("norm_position", ["before", "after"])
+    def test_block_by_hand(self, norm_position):
+        torch.manual_seed(0)
+        config = AgentCNNConfig(
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_positions=6,
+            norm_position=norm_position,
+            patch_size=4,
+            image_size=16,
+        )
+        layer = AgentCNNModel(config).eval().layers[0]
+        for norm in (layer.norm1, layer.norm2):
+            nn.init.normal_(norm.weight), nn.init.normal_(norm.running_mean)
+        x = torch.randn(2, 8, 4, 4)
+
+        def mlp(states):
+            tokens = states.movedim(1, -1)
+            hidden = nn.functional.gelu(tokens @ layer.mlp.fc1.weight[:, :, 0, 0].T + layer.mlp.fc1.bias)
+            return (hidden @ layer.mlp.fc2.weight[:, :, 0, 0].T + layer.mlp.fc2.bias).movedim(-1, 1)
+
+        if norm_position == "before":
+            expected = x + layer.convolution(layer.norm1(x))
+            expected = expected + mlp(layer.norm2(expected))
+        else:
+            expected = x + layer.norm1(layer.convolution(x))
+            expected = expected + layer.norm2(mlp(expected))
+        torch.testing.assert_close(layer(x), expected)
+
+    def test_dropout_is_in_the_mlps(self):
+        config = AgentCNNConfig(hidden_size=8, num_hidden_layers=2, patch_size=4, image_size=16, dropout=0.3)
+        model = AgentCNNForImageClassification(config)
+        assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [0.3, 0.3]
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"stem": "resnet"}, "`stem` is 'resnet', expected one of"),
+            ({"norm_position": "end"}, "`norm_position` is 'end'"),
+            ({"num_positions": 0}, "`num_positions` is 0"),
+            ({"downsample_after": [6]}, "`downsample_after` has 6, expected blocks from 0 to 5"),
+            ({"downsample_after": [1, 1]}, "expected different blocks"),
+            ({"image_size": 16, "stem": "res", "downsample_after": [0, 1]}, "a stride of 32 pixels"),
+            ({"dropout": 1.0}, "`dropout` is 1.0"),
+        ],
+    )
+    def test_bad_configurations(self, fields, message):
+        with pytest.raises(Exception, match=message):
+            AgentCNNConfig(**fields)
+
+    def test_too_small_an_image(self):
+        model = AgentCNNModel(AgentCNNConfig(hidden_size=8, num_hidden_layers=1, image_size=32))
+        with pytest.raises(ValueError, match="expected at least 16 x 16"):
+            model(torch.randn(1, 3, 8, 8))
