@@ -73,6 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         "most and how much, stable rank of the activations) and as a picture with the upper left corner enlarged.",
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="model folders or hub ids")
+    parser.add_argument("--names", nargs="+", help="of the models (default: their folders')")
     parser.add_argument(
         "--initialization",
         nargs="+",
@@ -94,6 +95,9 @@ def main(argv: list[str] | None = None) -> None:
         "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the models"
     )
     arguments = parser.parse_args(argv)
+    names = arguments.names or [Path(model).name for model in arguments.models]
+    if len(names) != len(arguments.models) or len(set(names)) != len(names):
+        raise ValueError(f"--names has {len(set(names))} different names for {len(arguments.models)} models.")
     if arguments.images < 1:
         raise ValueError(f"--images is {arguments.images}, expected at least 1.")
     for path in filter(None, (arguments.picture, arguments.entropy)):
@@ -104,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     images = load_images(arguments.dataset, arguments.split)
     images = [decode_image(images[index]["image"], index) for index in range(min(arguments.images, len(images)))]
     measured = {}
-    for name, model, image_processor in _models(arguments):
+    for name, model, image_processor in _models(arguments, names):
         batches = [
             image_processor(images[start : start + 32], return_tensors="pt")["pixel_values"].to(model.device)
             for start in range(0, len(images), 32)
@@ -125,11 +129,11 @@ def main(argv: list[str] | None = None) -> None:
         write_json(arguments.json, {"images": len(images), "models": statistics})
 
 
-def _models(arguments: argparse.Namespace):
+def _models(arguments: argparse.Namespace, names: Sequence[str]):
     """Names, models and image processors to compare, those before training first."""
     loaded = [
-        (Path(name).name, *load_image_classifier(name, arguments.device, arguments.trust_remote_code))
-        for name in arguments.models
+        (name, *load_image_classifier(model, arguments.device, arguments.trust_remote_code))
+        for name, model in zip(names, arguments.models, strict=True)
     ]
     _, first, image_processor = loaded[0]
     for name in arguments.initialization:

@@ -92,10 +92,9 @@ def test_windows_of_an_image_count_as_one():
 
 def test_entropy_is_drawn(folder, tmp_path, capsys):
     file = tmp_path / "entropy.svg"
-    assert (
-        main(["attention", str(folder), "--initialization", "impulse", "--images", "2", "--entropy", str(file)]) == 0
-    )
-    capsys.readouterr()
+    options = ["--initialization", "impulse", "--images", "2", "--names", "mine", "--entropy", str(file)]
+    assert main(["attention", str(folder), *options]) == 0
+    assert "mine" in capsys.readouterr().out
     measured = {"one": measure_attention(vit(), batches())}
     axes = draw_entropy(measured).axes[0]
     mean, uniform = axes.get_lines()

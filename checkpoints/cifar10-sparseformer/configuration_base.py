@@ -7,6 +7,10 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 
+CONTEXT_BROADCASTS = ("cb", "cb_s", "cb_gate", "cb_hybrid")
+CONTEXT_BROADCAST_POSITIONS = ("mlp_front", "mlp_mid", "mlp_end", "attention_end")
+
+
 def pair(size) -> tuple[int, ...]:
     """Height and width of a size, which may be one number for both."""
     return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
@@ -94,6 +98,18 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
         types = (None, "regression", "single_label_classification", "multi_label_classification")
         self._check_choices(problem_type=types)
 
+    def validate_context_broadcast(self):
+        """Kind and positions of Context Broadcasting exist, in families that can have it."""
+        if hasattr(self, "context_broadcast"):
+            self._check_choices(context_broadcast=(None, *CONTEXT_BROADCASTS))
+            positions = self.context_broadcast_position
+            for position in (positions,) if isinstance(positions, str) else positions:
+                if position not in CONTEXT_BROADCAST_POSITIONS:
+                    raise ValueError(
+                        f"`context_broadcast_position` has {position!r}, expected some of "
+                        f"{list(CONTEXT_BROADCAST_POSITIONS)}."
+                    )
+
     def _check_counts(self, *names: str):
         for name in names:
             value = getattr(self, name)
@@ -122,3 +138,40 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
                 raise ValueError(
                     f"`{name}` is {getattr(self, name)}, expected one size or a height and a width{reason}."
                 )
+
+
+@strict
+class PatchTransformerConfig(FrugalViTConfig):
+    """Base configuration of vision transformers whose tokens are the patches of an image of one size."""
+
+    def __post_init__(self, **kwargs):
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        super().__post_init__(**kwargs)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Height and width in patches."""
+        (height, width), (patch_height, patch_width) = pair(self.image_size), pair(self.patch_size)
+        return height // patch_height, width // patch_width
+
+    def validate_patches(self):
+        """Counts and sizes are positive, patches tile the image, and heads divide the width."""
+        self._check_counts("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        self._check_counts("intermediate_size", "resize_size")
+        self._check_sizes("image_size", "patch_size")
+        for size, patch in zip(pair(self.image_size), pair(self.patch_size), strict=True):
+            if size % patch:
+                raise ValueError(
+                    f"Patches of `patch_size`={self.patch_size} do not tile images of `image_size`={self.image_size}."
+                )
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"`hidden_size`={self.hidden_size} is not divisible by `num_attention_heads`="
+                f"{self.num_attention_heads}; choose heads that divide the width."
+            )
+
+    def validate_numbers(self):
+        """Rates and widths of distributions make sense."""
+        self._check_rates("drop_path_rate")
+        self._check_positive("layer_norm_eps", "initializer_range")

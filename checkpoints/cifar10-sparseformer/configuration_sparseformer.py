@@ -76,6 +76,11 @@ class SparseFormerConfig(FrugalViTConfig):
         decoder_hidden_size (`int`, *optional*, defaults to 256): Width of the segmentation head.
         decoder_num_hidden_layers (`int`, *optional*, defaults to 2): Transformer blocks of the segmentation head.
         semantic_loss_ignore_index (`int`, *optional*, defaults to 255): Label of pixels that do not count.
+        context_broadcast (`str`, *optional*):
+            Context Broadcasting in every block of the cortex: `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`, see
+            `insert_context_broadcast`.
+        context_broadcast_position (`str` or several, *optional*, defaults to `"mlp_end"`):
+            Where: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
             Largest stochastic depth rate; rises linearly over all layer executions.
         initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
@@ -141,6 +146,8 @@ class SparseFormerConfig(FrugalViTConfig):
     decoder_hidden_size: int = 256
     decoder_num_hidden_layers: int = 2
     semantic_loss_ignore_index: int = 255
+    context_broadcast: str | None = None
+    context_broadcast_position: str | list[str] | tuple[str, ...] = "mlp_end"
     drop_path_rate: float | int = 0.0
     initializer_range: float | int = 0.02
     image_mean: float | list[float] | tuple[float, ...] = INCEPTION_MEAN

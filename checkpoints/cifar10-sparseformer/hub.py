@@ -178,8 +178,9 @@ class HubModel(PreTrainedModel):
             self.write_code(folder)
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if writes:
-            if not (folder / "preprocessor_config.json").exists():
-                text = json.dumps(self.image_processor_config(), indent=2, sort_keys=True) + "\n"
+            values = self.image_processor_config()
+            if values is not None and not (folder / "preprocessor_config.json").exists():
+                text = json.dumps(values, indent=2, sort_keys=True) + "\n"
                 (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
             if not (folder / "README.md").exists():
                 model_card(self).save(folder / "README.md")
@@ -194,8 +195,8 @@ class HubModel(PreTrainedModel):
                     **upload,
                 )
 
-    def image_processor_config(self) -> dict:
-        """The content of `preprocessor_config.json`."""
+    def image_processor_config(self) -> dict | None:
+        """The content of `preprocessor_config.json`, or `None` where the model does not say."""
         return image_processor_config(getattr(self.config, "vision_config", self.config))
 
     def write_code(self, folder: Path):

@@ -7,11 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs
 from transformers.utils.generic import can_return_tuple
+
+from .configuration_base import pair
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -94,6 +97,78 @@ def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor
         return branch
     keep = branch.new_empty((branch.shape[0],) + (1,) * (branch.ndim - 1)).bernoulli_(1 - rate)
     return branch * keep / (1 - rate)
+
+
+class PatchEmbeddings(nn.Module):
+    """Pixels `(batch, num_channels, height, width)` to tokens `(batch, patches, hidden_size)`, by a linear map of each
+    patch. The configuration's `image_size`, `patch_size`, `num_channels`, `hidden_size` and `grid` are read."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.image_size, self.patch_size = pair(config.image_size), pair(config.patch_size)
+        self.num_patches = config.grid[0] * config.grid[1]
+        self.projection = nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
+        )
+
+    def grid_of(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width in patches of an image of that many pixels."""
+        return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
+
+    def forward(self, pixel_values: torch.Tensor, any_size: bool = False) -> torch.Tensor:
+        """
+        Raises:
+            ValueError: if the image has another size than the configuration says, unless any will do.
+        """
+        size = tuple(pixel_values.shape[2:])
+        if not any_size and size != self.image_size:
+            expected = " x ".join(map(str, self.image_size))
+            raise ValueError(
+                f"Got images of {size[0]} x {size[1]} pixels, expected {expected}. Resize them, or pass "
+                "`interpolate_pos_encoding=True`."
+            )
+        return self.projection(pixel_values).flatten(2).mT
+
+
+def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
+    """Positions `(1, leading + height * width, hidden_size)` of a grid for one of another size, bicubically; leading
+    ones, of [CLS] and the like, stay."""
+    leading = positions.shape[1] - grid[0] * grid[1]
+    patches = positions[:, leading:].unflatten(1, grid).permute(0, 3, 1, 2)
+    patches = F.interpolate(patches.float(), size, mode="bicubic", align_corners=False).flatten(2).mT
+    return torch.cat([positions[:, :leading], patches.to(positions.dtype)], dim=1)
+
+
+class PreNormLayer(GradientCheckpointingLayer):
+    """A transformer block: attention and MLP, each of normalized tokens.
+
+    Args:
+        config: The model's configuration: `hidden_size`, `num_attention_heads`, `intermediate_size`, `hidden_act`,
+            `qkv_bias` and `layer_norm_eps` are read.
+        drop_path_rate (`float`): Of both branches.
+    """
+
+    def __init__(self, config, drop_path_rate: float):
+        super().__init__()
+        self.drop_path_rate = drop_path_rate
+        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attention = SelfAttention(config, config.hidden_size, config.num_attention_heads, config.qkv_bias)
+        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
+        hidden_states = hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+        branch = self.mlp(self.layernorm_after(hidden_states))
+        return hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+
+
+def pre_norm_layers(config) -> nn.ModuleList:
+    """A configuration's blocks, whose drop path rate rises linearly to `drop_path_rate`."""
+    last = max(config.num_hidden_layers - 1, 1)
+    return nn.ModuleList(
+        PreNormLayer(config, config.drop_path_rate * i / last) for i in range(config.num_hidden_layers)
+    )
 
 
 def check_pixel_values(pixel_values: torch.Tensor | None, num_channels: int, min_size: int) -> torch.Tensor:

@@ -27,6 +27,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_base import pair
 from .configuration_sparseformer import SparseFormerConfig
+from .context_broadcast import ContextBroadcast, insert_modules
 from .hub import HubModel, image_processor_config
 from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path
 from .segmentation import SegmentationHead, semantic_segmentation_loss
@@ -543,6 +544,8 @@ class SparseFormerPreTrainedModel(HubModel):
         elif isinstance(module, SegmentationHead):
             init.trunc_normal_(module.query.weight, std=std)
             init.zeros_(module.query.bias)
+        elif isinstance(module, ContextBroadcast):
+            module.reset_parameters()
 
     def resize_tokens(self, num_latent_tokens: int):
         """Change the number of latent tokens in place, as continued bootstrapping needs; kept tokens stay as they are.
@@ -681,6 +684,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         )
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.pooling_head = SparseFormerPoolingHead(config) if config.pooling == "attention" else None
+        if config.context_broadcast is not None:
+            insert_modules(self, config.context_broadcast, config.context_broadcast_position)
         self.post_init()
 
     @merge_with_config_defaults

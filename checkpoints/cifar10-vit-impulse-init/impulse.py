@@ -1,0 +1,218 @@
+"""Query and key weights whose attention map is a shift: the mathematics of impulse initialization, on tensors alone.
+
+After Zheng et al., *Structured Initialization for Attention in Vision Transformers* (arXiv 2404.01139). Attention is
+softmax(X Q K' X' / sqrt(head_dim)) with X, `(positions, hidden_size)`, a pseudo input in place of the tokens that the
+layer will see; here positions are those of a grid in row-major order.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+
+# Singular values of the pseudo input below this share of the largest are taken for zero by `solve_closed_form`. Those
+# of the sinusoidal encoding fall by 5 orders of magnitude. Inverting the small ones as well multiplies the norms by up
+# to 50, and attention to real tokens loses its peaks; between 3e-3 and 3e-2 little changes.
+RELATIVE_TOLERANCE = 1e-2
+
+
+def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch.Tensor:
+    """Sinusoidal encoding of a grid as Simple-ViT has it (Beyer et al. 2022), `(height * width, hidden_size)`.
+
+    Frequencies are 10000^(-i / (hidden_size / 4 - 1)); the order is sin x, cos x, sin y, cos y.
+
+    Raises:
+        ValueError: if `hidden_size` is no multiple of 4.
+    """
+    if hidden_size % 4:
+        raise ValueError(f"`hidden_size` is {hidden_size}, expected a multiple of 4 (sine and cosine of x and y).")
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    omega = torch.logspace(0, -4, hidden_size // 4)
+    x, y = x.reshape(-1, 1) * omega, y.reshape(-1, 1) * omega
+    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
+
+
+def kernel_offsets(kernel_size: int) -> list[tuple[int, int]]:
+    """The positions of a kernel relative to its center as (dy, dx), row by row; an even kernel has its center right of
+    and below the middle.
+
+    Raises:
+        ValueError: if there are no such kernels.
+    """
+    if isinstance(kernel_size, bool) or not isinstance(kernel_size, int) or kernel_size < 1:
+        raise ValueError(f"`kernel_size` is {kernel_size!r}, expected a positive integer.")
+    reach = range(-(kernel_size // 2), kernel_size - kernel_size // 2)
+    return [(dy, dx) for dy in reach for dx in reach]
+
+
+def draw_offsets(kernel_size: int, num_heads: int, generator: torch.Generator | None = None) -> list[tuple[int, int]]:
+    """An impulse for every head: random positions of the kernel, none twice before all have been taken."""
+    offsets, drawn = kernel_offsets(kernel_size), []
+    while len(drawn) < num_heads:
+        drawn += [offsets[i] for i in torch.randperm(len(offsets), generator=generator).tolist()]
+    return drawn[:num_heads]
+
+
+def impulse_matrix(height: int, width: int, offset: tuple[int, int]) -> torch.Tensor:
+    """The convolution with an impulse as a matrix, `(height * width, height * width)`: row i has a one at the position
+    `offset` away from i. Rows whose target lies outside the grid are zero."""
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    target_y, target_x = (y + offset[0]).flatten(), (x + offset[1]).flatten()
+    inside = (target_y >= 0) & (target_y < height) & (target_x >= 0) & (target_x < width)
+    matrix = torch.zeros(height * width, height * width)
+    matrix[inside.nonzero()[:, 0], (target_y * width + target_x)[inside]] = 1.0
+    return matrix
+
+
+def attention_map(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """softmax(X Q K' X' / sqrt(head_dim)) (Algorithm 1), `(…, positions, positions)`."""
+    return attention_logits(inputs, query, key).softmax(-1)
+
+
+def attention_logits(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """What `attention_map` takes the softmax of."""
+    return (inputs @ query) @ (inputs @ key).mT / query.shape[-1] ** 0.5
+
+
+def interior_mass(attention: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Attention that goes where it should, 0 to 1, averaged over the positions whose target lies on the grid."""
+    return (attention * target).sum((-2, -1)) / target.sum((-2, -1)).clamp(min=1)
+
+
+def solve_closed_form(
+    inputs: torch.Tensor, target: torch.Tensor, head_dim: int, mass: float = 0.2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q and K without iteration: the least-squares shift of the pseudo input, of rank `head_dim`, at a temperature.
+
+    A shift acts on a sinusoidal encoding as a rotation within each frequency pair, so there is an R with X R = S X
+    (S the impulse matrix, up to the LayerNorm), and X R X' holds the products of each position's target with all
+    positions, largest at the target itself. R is solved on the well-determined directions of X only (see
+    `RELATIVE_TOLERANCE`), its rank is cut by an SVD, which Q and K share evenly, and one factor sets the sharpness.
+
+    With a `head_dim` of 16 or more, every position whose target lies on the grid attends to it most. Below, the map
+    becomes a blur around the target: on 14 x 14 positions 89 % peak there with 12 channels and 23 % with 8, on 8 x 8
+    all with 12 and 92 % with 8 (3 x 3 offsets, `hidden_size` 192).
+
+    Args:
+        inputs (`torch.Tensor`): `(positions, hidden_size)` float, the pseudo input after the layer's LayerNorm.
+        target (`torch.Tensor`): `(positions, positions)` of zeros and ones, see `impulse_matrix`.
+        head_dim (`int`): Width of the head.
+        mass (`float`, *optional*, defaults to 0.2): Share of the attention at the target, averaged over the interior,
+            above 0 and below 1; where no temperature gives that much, 95 % of what any gives. `impulse_init_` says
+            where the default comes from.
+
+    Returns:
+        Two tensors `(hidden_size, head_dim)`.
+    """
+    inside = target.sum(1) > 0
+    if not inside.any():
+        # An impulse that leaves this grid from everywhere, for example on a single row.
+        zeros = inputs.new_zeros(inputs.shape[1], head_dim)
+        return zeros, zeros.clone()
+    u, s, vh = torch.linalg.svd(inputs[inside], full_matrices=False)
+    kept = s > RELATIVE_TOLERANCE * s[0]
+    shift = (u[:, kept].mT @ (target @ inputs)[inside]) / s[kept, None]
+    left, values, right = torch.linalg.svd(shift, full_matrices=False)
+    rank = min(head_dim, len(values))
+    root = values[:rank].sqrt()
+    query = F.pad(vh[kept].mT @ left[:, :rank] * root, (0, head_dim - rank))
+    key = F.pad(right[:rank].mT * root, (0, head_dim - rank))
+
+    factor = _sharpness(attention_logits(inputs, query, key), target, mass) ** 0.5
+    return factor * query, factor * key
+
+
+def _sharpness(logits: torch.Tensor, target: torch.Tensor, mass: float) -> float:
+    """The smallest factor on the logits that brings this much attention to the target, or 95 % of what any
+    factor brings."""
+    low, high = -2.0, 3.0
+    scaled, wanted = logits / logits.std(), None
+    for _ in range(3):
+        exponents = torch.linspace(low, high, 32, dtype=logits.dtype, device=logits.device)
+        masses = interior_mass((scaled * 10 ** exponents[:, None, None]).softmax(-1), target)
+        wanted = wanted or min(mass, 0.95 * masses.max().item())
+        first = int((masses >= wanted).int().argmax())
+        low, high = exponents[max(first - 1, 0)].item(), exponents[first].item()
+    return 10**high / logits.std().item()
+
+
+def solve_pinv(
+    inputs: torch.Tensor, target: torch.Tensor, head_dim: int, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q and K by pseudo-inverse and SVD, as the code of the paper's NeurIPS 2025 version has it.
+
+    The wanted logits W are 1000 at the target and noise of standard deviation 1.8 elsewhere; A = X+ W X+' with X+ cut
+    to `head_dim` eigenvectors of X'X; the SVD of A is split evenly and each factor scaled to a Frobenius norm of 7.
+    That code has random positions, whose eigenvalues are alike. On the sinusoidal encoding the smallest of them
+    outweigh the rest, and what is left of the peaks after scaling is close to nothing.
+
+    Args and returns as in `solve_closed_form`; `generator` is the noise's.
+    """
+    noise = torch.nn.init.trunc_normal_(torch.empty_like(target), std=0.6, generator=generator)
+    wanted = torch.where(target > 0, torch.full_like(target, 1000.0), 3 * noise)
+    values, vectors = torch.linalg.eigh(inputs.mT @ inputs)
+    values, vectors = values[-head_dim:].clamp(min=1e-12), vectors[:, -head_dim:]
+    # The pseudo-inverse is V diag(1 / values) V' X', so A = V (…) V' needs an SVD of head_dim columns only.
+    reduced = (vectors.mT @ inputs.mT) / values[:, None]
+    u, s, vh = torch.linalg.svd(reduced @ wanted @ reduced.mT)
+    root = s.sqrt()
+    query, key = (F.pad(vectors @ part, (0, head_dim - len(root))) for part in (u * root, vh.mT * root))
+    return 7 * query / query.norm(), 7 * key / key.norm()
+
+
+def solve_adam(
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    head_dim: int,
+    steps: int = 10_000,
+    learning_rate: float = 1e-4,
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q and K by Algorithm 1 of the paper: Adam on the mean squared error of the attention map (eq. 8).
+
+    Heads are solved at once and independently. The algorithm leaves the start open ("Parameters"); here it is that of
+    PyTorch's linear layers, uniform in +-1 / sqrt(hidden_size).
+
+    Args:
+        inputs (`torch.Tensor`): As in `solve_closed_form`.
+        targets (`torch.Tensor`): `(heads, positions, positions)`.
+        steps, learning_rate: The paper's by default.
+        generator (`torch.Generator`, *optional*): Source of the start, on CPU.
+
+    Returns:
+        Two tensors `(heads, hidden_size, head_dim)`.
+    """
+    bound = inputs.shape[1] ** -0.5
+    query, key = (
+        torch.empty(len(targets), inputs.shape[1], head_dim).uniform_(-bound, bound, generator=generator)
+        for _ in range(2)
+    )
+    with torch.enable_grad():
+        parameters = [part.to(inputs).requires_grad_() for part in (query, key)]
+        optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            ((attention_map(inputs, *parameters) - targets) ** 2).mean((-2, -1)).sum().backward()
+            optimizer.step()
+    return tuple(part.detach() for part in parameters)
+
+
+def rotate_head(
+    query: torch.Tensor, key: torch.Tensor, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same head in another random basis: Q O and K O with an orthogonal O, which leaves Q K' as it is."""
+    rotation, triangle = torch.linalg.qr(torch.randn(query.shape[-1], query.shape[-1], generator=generator))
+    rotation = (rotation * triangle.diagonal().sign()).to(query)
+    return query @ rotation, key @ rotation
+
+
+def mimetic_factors(
+    size: int, noise: float, identity: float, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of noise * Z + identity * I, with Z uniform of variance 1 / size, by a symmetrically split SVD (Trockman
+    & Kolter 2023): two tensors `(size, size)` whose product it is."""
+    bound = math.sqrt(3 / size)
+    z = torch.empty(size, size).uniform_(-bound, bound, generator=generator)
+    u, s, vh = torch.linalg.svd(noise * z + identity * torch.eye(size))
+    return u * s.sqrt(), s.sqrt()[:, None] * vh

@@ -1,0 +1,506 @@
+"""Initializations of attention that need less data, in place, on vision transformers that a user already has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .impulse import (
+    attention_logits,
+    draw_offsets,
+    impulse_matrix,
+    interior_mass,
+    kernel_offsets,
+    mimetic_factors,
+    rotate_head,
+    sincos_position_encoding,
+    solve_adam,
+    solve_closed_form,
+    solve_pinv,
+)
+from .layers import interpolate_positions
+
+
+SOLVERS = ("closed_form", "adam", "pinv")
+PSEUDO_INPUTS = ("pe", "uniform", "gaussian", "pe+uniform")
+VALUE_INITS = ("default", "mimetic")
+POSITIONS = ("sincos", "keep")
+
+# The order in which the NeurIPS 2025 code gives its heads the positions of a 3 x 3 kernel, row by row.
+_PINV_ORDER = (4, 1, 5, 3, 7, 0, 2, 6, 8)
+
+
+@dataclass
+class HeadReport:
+    """How a head attends on its layer's pseudo input after initialization.
+
+    Args:
+        layer, head (`int`): Which.
+        offset (pair of `int`): Where it should attend, as (dy, dx); (0, 0), the position itself, for initializations
+            without impulses.
+        error (`float`): Mean squared error of the attention map (eq. 8).
+        peak_rate (`float`): Share of the interior positions that attend most to their target, 0 to 1.
+        mass (`float`): Attention at the target, averaged over the interior positions, 0 to 1.
+        query_norm, key_norm (`float`): Frobenius norms of the head's weights.
+        max_logit (`float`): Largest absolute value before the softmax.
+    """
+
+    layer: int
+    head: int
+    offset: tuple[int, int]
+    error: float
+    peak_rate: float
+    mass: float
+    query_norm: float
+    key_norm: float
+    max_logit: float
+
+
+@dataclass
+class InitializationReport:
+    """What an initialization did: `heads` has a `HeadReport` for every head of every layer."""
+
+    heads: list[HeadReport] = field(default_factory=list)
+
+    def mean(self, name: str) -> float:
+        """The mean of a number over all heads, for example `"mass"`."""
+        return sum(getattr(head, name) for head in self.heads) / len(self.heads)
+
+    def __str__(self) -> str:
+        layers = len({head.layer for head in self.heads})
+        names = ("error", "peak_rate", "mass", "query_norm", "key_norm", "max_logit")
+        means = ", ".join(f"{name} {self.mean(name):.3g}" for name in names)
+        return f"{len(self.heads)} heads in {layers} layers; means: {means}"
+
+
+@dataclass
+class AttentionWeights:
+    """Views of a layer's attention weights, `(out, in)` each, that can be written to.
+
+    Args:
+        query, key, value (`torch.Tensor`): `(heads * head_dim, hidden_size)`.
+        output (`torch.Tensor`): `(hidden_size, heads * head_dim)`.
+        biases (`list[torch.Tensor]`): Those of queries and keys, where there are any.
+        norm (`nn.LayerNorm`): What the tokens pass before the attention.
+        num_heads (`int`): Heads.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+    biases: list[torch.Tensor]
+    norm: nn.LayerNorm
+    num_heads: int
+
+    @property
+    def head_dim(self) -> int:
+        return len(self.query) // self.num_heads
+
+    def head(self, weight: torch.Tensor, head: int) -> torch.Tensor:
+        """A head's rows of `query` or `key`, `(head_dim, hidden_size)`."""
+        return weight[head * self.head_dim : (head + 1) * self.head_dim]
+
+
+@dataclass
+class VisionTransformer:
+    """What initializations need of a vision transformer.
+
+    Args:
+        layers (`list[AttentionWeights]`): Its attention layers, in order.
+        linears (`list[nn.Linear]`): All linear layers of its blocks.
+        positions (`torch.Tensor`): `(prefix + height * width, hidden_size)`, those of [CLS] and registers first.
+        learned (`bool`): Whether the positions are a parameter.
+        grid (pair of `int`): Height and width in patches.
+    """
+
+    layers: list[AttentionWeights]
+    linears: list[nn.Linear]
+    positions: torch.Tensor
+    learned: bool
+    grid: tuple[int, int]
+
+    @property
+    def patch_positions(self) -> torch.Tensor:
+        return self.positions[len(self.positions) - self.grid[0] * self.grid[1] :]
+
+
+def read_vision_transformer(model: nn.Module) -> VisionTransformer:
+    """Find the attention weights of a Transformers ViT or DeiT, a timm VisionTransformer, or a ViT of this project.
+
+    Raises:
+        ValueError: if the model is none of them, or does to queries and keys what these initializations leave out.
+    """
+    model = getattr(model, "timm_model", model)
+    base = getattr(model, "base_model", model)
+    if all(hasattr(model, name) for name in ("blocks", "patch_embed", "pos_embed")):
+        return _read_timm(model)
+    if hasattr(getattr(base, "embeddings", None), "position_embeddings"):
+        return _read_transformers(model, base)
+    _refuse(model, "it has no position embeddings beside a list of attention layers")
+
+
+def _refuse(model: nn.Module, reason: str):
+    raise ValueError(
+        f"Cannot initialize {type(model).__name__}: {reason}. Expected a vision transformer that adds positions to "
+        "its tokens: Transformers' ViT and DeiT, timm's VisionTransformer, ViTImpulseInit."
+    )
+
+
+def _read_timm(model: nn.Module) -> VisionTransformer:
+    layers, linears = [], []
+    for block in model.blocks:
+        attention, norm = getattr(block, "attn", None), getattr(block, "norm1", None)
+        if not hasattr(attention, "qkv") or not isinstance(norm, nn.LayerNorm):
+            _refuse(model, f"its block {type(block).__name__} has no attention with fused qkv after a LayerNorm")
+        if any(not isinstance(getattr(attention, name, nn.Identity()), nn.Identity) for name in ("q_norm", "k_norm")):
+            _refuse(model, "it normalizes queries and keys")
+        query, key, value = attention.qkv.weight.chunk(3)
+        biases = [] if attention.qkv.bias is None else list(attention.qkv.bias.chunk(3)[:2])
+        layers.append(AttentionWeights(query, key, value, attention.proj.weight, biases, norm, attention.num_heads))
+        linears += [module for module in block.modules() if isinstance(module, nn.Linear)]
+    if model.pos_embed is None or model.pos_embed.ndim != 3:
+        _refuse(model, "it adds no positions to its tokens")
+    grid = tuple(model.patch_embed.grid_size)
+    return VisionTransformer(layers, linears, model.pos_embed[0], model.pos_embed.requires_grad, grid)
+
+
+def _read_transformers(model: nn.Module, base: nn.Module) -> VisionTransformer:
+    encoder = getattr(base, "encoder", base)
+    layers, linears = [], []
+    for layer in getattr(encoder, "layers", getattr(encoder, "layer", ())):
+        attention, norm = getattr(layer, "attention", None), getattr(layer, "layernorm_before", None)
+        names = ("q_proj", "k_proj", "v_proj", "o_proj")
+        if not all(hasattr(attention, name) for name in names) or not isinstance(norm, nn.LayerNorm):
+            _refuse(model, f"its layer {type(layer).__name__} has no attention after a LayerNorm")
+        weights = [getattr(attention, name).weight for name in names]
+        biases = [attention.q_proj.bias, attention.k_proj.bias]
+        num_heads = len(weights[0]) // attention.head_dim
+        layers.append(AttentionWeights(*weights, [bias for bias in biases if bias is not None], norm, num_heads))
+        linears += [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    if not layers:
+        _refuse(model, "it has no list of layers")
+    embeddings = base.embeddings
+    patches = embeddings.patch_embeddings
+    grid = tuple(size // patch for size, patch in zip(patches.image_size, patches.patch_size, strict=True))
+    positions = embeddings.position_embeddings
+    return VisionTransformer(layers, linears, positions[0], positions.requires_grad, grid)
+
+
+@torch.no_grad()
+def impulse_init_(
+    model: nn.Module,
+    kernel_size: int = 3,
+    solver: str = "closed_form",
+    pseudo_input: str | Sequence[str] = "pe",
+    per_layer: bool = True,
+    value_init: str = "default",
+    mass: float = 0.2,
+    positions: str = "sincos",
+    steps: int = 10_000,
+    generator: torch.Generator | None = None,
+) -> InitializationReport:
+    """Initialize queries and keys so that every head's attention map is a random impulse filter, in place (Zheng et
+    al., arXiv 2404.01139).
+
+    Biases of queries and keys become zero. The layer's own LayerNorm is applied to the pseudo input, so a trained one
+    is taken into account. [CLS] and registers take no part: attention maps are those among patches.
+
+    Args:
+        model (`nn.Module`):
+            A Transformers ViT or DeiT, a timm VisionTransformer (also in Transformers' wrapper) or a ViTImpulseInit
+            model.
+        kernel_size (`int`, *optional*, defaults to 3): Size of the filters; each head gets one position of it.
+        solver (`str`, *optional*, defaults to `"closed_form"`):
+            `"closed_form"`, ours; `"adam"`, the paper's Algorithm 1; `"pinv"`, the code of its NeurIPS 2025 version,
+            which does not draw its offsets. See `frugalvit.modeling.impulse`.
+        pseudo_input (`str` or pair of `str`, *optional*, defaults to `"pe"`):
+            What stands in for the tokens, in the first and in the following layers (table 6): `"pe"`, the positions;
+            `"uniform"` in -1..1; `"gaussian"`; or `"pe+uniform"`.
+        per_layer (`bool`, *optional*, defaults to `True`):
+            Whether layers differ in offsets and weights; otherwise all get the same.
+        value_init (`str`, *optional*, defaults to `"default"`):
+            `"default"` leaves values and output projections alone, `"mimetic"` sets them as `mimetic_init_` does.
+        mass (`float`, *optional*, defaults to 0.2):
+            For `solver="closed_form"`: attention at the target on the pseudo input, above 0 and below 1. The default
+            trained best: with 0.1, 0.2, 0.5 and 0.9, a small ViT reached 49.1, 49.8, 48.4 and 44.8 % on CIFAR-10
+            after 6 epochs of 6,000 images (three seeds, spread 0.7; `results/impulse_solvers.json`), and 55.8, 57.0,
+            55.7 and 53.6 % after 20 (one seed; `results/impulse_budgets.json`).
+        positions (`str`, *optional*, defaults to `"sincos"`):
+            Learned positions are set to the sinusoidal encoding, those of [CLS] to zero; `"keep"` solves against the
+            given ones.
+        steps (`int`, *optional*, defaults to 10,000): For `solver="adam"`.
+        generator (`torch.Generator`, *optional*): Source of chance, on CPU.
+
+    Returns:
+        `InitializationReport`: What came out, head by head.
+
+    Raises:
+        ValueError: if the model is none of those, or an argument makes no sense.
+    """
+    kinds = (pseudo_input, pseudo_input) if isinstance(pseudo_input, str) else tuple(pseudo_input)
+    _check("solver", solver, SOLVERS)
+    _check("value_init", value_init, VALUE_INITS)
+    if len(kinds) != 2:
+        raise ValueError(f"`pseudo_input` is {pseudo_input!r}, expected one name or two, for first and later layers.")
+    for kind in kinds:
+        _check("pseudo_input", kind, PSEUDO_INPUTS)
+    if not 0 < mass < 1:
+        raise ValueError(f"`mass` is {mass}, expected a number above 0 and below 1.")
+    kernel_offsets(kernel_size)
+    if solver == "pinv" and kernel_size != 3:
+        raise ValueError(f"`kernel_size` is {kernel_size}, but `solver='pinv'` has an order for 3 x 3 kernels only.")
+
+    vit = read_vision_transformer(model)
+    _set_positions(vit, positions)
+    raw = {kind: _pseudo_input(kind, vit, generator) for kind in dict.fromkeys(kinds)}
+    solve = _Solver(solver, vit.grid, mass, steps, generator)
+    report = InitializationReport()
+    offsets = heads = None
+    for index, layer in enumerate(vit.layers):
+        inputs = _normalized(raw[kinds[min(index, 1)]], layer.norm)
+        first_of_kind = index < 2 and (index == 0 or kinds[0] != kinds[1])
+        if per_layer or offsets is None:
+            offsets = solve.offsets(kernel_size, layer.num_heads)
+        if per_layer or first_of_kind:
+            heads = solve(inputs, offsets, layer.head_dim)
+        for head, (query, key) in enumerate(heads):
+            layer.head(layer.query, head).copy_(query.T)
+            layer.head(layer.key, head).copy_(key.T)
+        for bias in layer.biases:
+            bias.zero_()
+        if value_init == "mimetic":
+            _mimetic_values(layer, generator)
+        report.heads += _describe(index, layer, inputs, vit.grid, offsets)
+    return report
+
+
+@torch.no_grad()
+def mimetic_init_(
+    model: nn.Module, positions: str = "sincos", generator: torch.Generator | None = None
+) -> InitializationReport:
+    """Initialize attention so that it mimics trained transformers (Trockman & Kolter 2023), in place.
+
+    Query-key products become 0.7 Z + 0.7 I for every head, value-output products 0.4 Z - 0.4 I for every layer, and
+    learned positions the sinusoidal encoding, on which the identity in the query-key product acts as locality. Biases
+    of queries and keys become zero.
+
+    Args:
+        model (`nn.Module`): As in `impulse_init_`.
+        positions (`str`, *optional*, defaults to `"sincos"`): As in `impulse_init_`.
+        generator (`torch.Generator`, *optional*): Source of the noise, on CPU.
+
+    Returns:
+        `InitializationReport`: How the heads attend, with the position itself as target.
+
+    Raises:
+        ValueError: if the model is none of those.
+    """
+    vit = read_vision_transformer(model)
+    _set_positions(vit, positions)
+    report = InitializationReport()
+    for index, layer in enumerate(vit.layers):
+        width = layer.query.shape[1]
+        for head in range(layer.num_heads):
+            left, right = mimetic_factors(width, 0.7, 0.7, generator)
+            layer.head(layer.query, head).copy_(left[:, : layer.head_dim].T)
+            layer.head(layer.key, head).copy_(right[: layer.head_dim])
+        for bias in layer.biases:
+            bias.zero_()
+        _mimetic_values(layer, generator)
+        report.heads += _describe_unstructured(index, layer, vit)
+    return report
+
+
+@torch.no_grad()
+def trunc_normal_init_(
+    model: nn.Module, std: float = 0.02, generator: torch.Generator | None = None
+) -> InitializationReport:
+    """Initialize all linear layers of the blocks from a normal distribution cut at two standard deviations, biases
+    zero, as timm does; in place. Positions stay. Model, returns and errors as in `mimetic_init_`."""
+
+    def initialize(linear: nn.Linear):
+        nn.init.trunc_normal_(linear.weight, std=std, a=-2 * std, b=2 * std, generator=generator)
+        if linear.bias is not None:
+            linear.bias.zero_()
+
+    return _initialize_linears(model, initialize)
+
+
+@torch.no_grad()
+def kaiming_uniform_init_(model: nn.Module, generator: torch.Generator | None = None) -> InitializationReport:
+    """Initialize all linear layers of the blocks, weights and biases, uniformly in +-1 / sqrt(inputs), PyTorch's
+    default; in place. Positions stay. Model, returns and errors as in `mimetic_init_`."""
+
+    def initialize(linear: nn.Linear):
+        bound = linear.in_features**-0.5
+        linear.weight.uniform_(-bound, bound, generator=generator)
+        if linear.bias is not None:
+            linear.bias.uniform_(-bound, bound, generator=generator)
+
+    return _initialize_linears(model, initialize)
+
+
+def _initialize_linears(model: nn.Module, initialize) -> InitializationReport:
+    vit = read_vision_transformer(model)
+    for linear in vit.linears:
+        initialize(linear)
+    report = InitializationReport()
+    for index, layer in enumerate(vit.layers):
+        report.heads += _describe_unstructured(index, layer, vit)
+    return report
+
+
+INITIALIZATIONS = {
+    "impulse": impulse_init_,
+    "mimetic": mimetic_init_,
+    "trunc_normal": trunc_normal_init_,
+    "kaiming_uniform": kaiming_uniform_init_,
+}
+
+
+def initialize_attention_(model: nn.Module, initialization: str = "impulse", **options) -> InitializationReport:
+    """One of `INITIALIZATIONS` by name, with its options; for example `initialize_attention_(vit, "mimetic")`.
+
+    Raises:
+        ValueError: if there is none of that name, and what the initialization raises.
+    """
+    _check("initialization", initialization, INITIALIZATIONS)
+    return INITIALIZATIONS[initialization](model, **options)
+
+
+class _Solver:
+    """Solves for the heads of a layer; equal problems once."""
+
+    def __init__(self, name: str, grid: tuple[int, int], mass: float, steps: int, generator):
+        self.name, self.grid, self.mass, self.steps, self.generator = name, grid, mass, steps, generator
+        self.solved: list[tuple[torch.Tensor, dict]] = []
+
+    def offsets(self, kernel_size: int, num_heads: int) -> list[tuple[int, int]]:
+        if self.name == "pinv":
+            order = [_PINV_ORDER[head % len(_PINV_ORDER)] for head in range(num_heads)]
+            return [(position // 3 - 1, position % 3 - 1) for position in order]
+        return draw_offsets(kernel_size, num_heads, self.generator)
+
+    def __call__(self, inputs: torch.Tensor, offsets: list, head_dim: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Query and key, `(hidden_size, head_dim)`, of every head."""
+        if self.name == "adam":
+            targets = torch.stack([impulse_matrix(*self.grid, offset) for offset in offsets]).to(inputs)
+            solved = solve_adam(inputs, targets, head_dim, steps=self.steps, generator=self.generator)
+            return list(zip(*solved, strict=True))
+        known = next((known for of, known in self.solved if torch.equal(of, inputs)), None)
+        if known is None:
+            known = {}
+            self.solved.append((inputs, known))
+        heads = []
+        for offset in offsets:
+            if (offset, head_dim) not in known:
+                target = impulse_matrix(*self.grid, offset).to(inputs)
+                if self.name == "pinv":
+                    known[offset, head_dim] = solve_pinv(inputs, target, head_dim, self.generator)
+                else:
+                    known[offset, head_dim] = solve_closed_form(inputs, target, head_dim, self.mass)
+            heads.append(rotate_head(*known[offset, head_dim], self.generator))
+        return heads
+
+
+def _check(name: str, value, known):
+    if value not in known:
+        raise ValueError(f"`{name}` is {value!r}, expected one of {', '.join(map(repr, known))}.")
+
+
+def _set_positions(vit: VisionTransformer, positions: str):
+    _check("positions", positions, POSITIONS)
+    if positions == "sincos" and vit.learned:
+        encoding = sincos_position_encoding(*vit.grid, vit.positions.shape[1])
+        vit.positions.zero_()
+        vit.patch_positions.copy_(encoding)
+
+
+def _pseudo_input(kind: str, vit: VisionTransformer, generator) -> torch.Tensor:
+    positions = vit.patch_positions.float()
+    if kind == "pe":
+        return positions
+    chance = torch.empty(positions.shape)
+    chance = chance.normal_(generator=generator) if kind == "gaussian" else chance.uniform_(-1, 1, generator=generator)
+    return chance.to(positions) + (positions if kind == "pe+uniform" else 0)
+
+
+def _normalized(inputs: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
+    parameters = [None if value is None else value.float() for value in (norm.weight, norm.bias)]
+    return F.layer_norm(inputs, norm.normalized_shape, *parameters, norm.eps)
+
+
+def _mimetic_values(layer: AttentionWeights, generator):
+    left, right = mimetic_factors(layer.value.shape[1], 0.4, -0.4, generator)
+    layer.value.copy_(left.T)
+    layer.output.copy_(right.T)
+
+
+def _describe(index: int, layer: AttentionWeights, inputs: torch.Tensor, grid, offsets) -> list[HeadReport]:
+    reports = []
+    for head, offset in enumerate(offsets):
+        query, key = (layer.head(weight, head).float().T for weight in (layer.query, layer.key))
+        logits = attention_logits(inputs, query, key)
+        attention = logits.softmax(-1)
+        target = impulse_matrix(*grid, offset).to(attention)
+        inside = target.sum(1) > 0
+        peaks = attention.argmax(1) == target.argmax(1)
+        reports.append(
+            HeadReport(
+                layer=index,
+                head=head,
+                offset=offset,
+                error=(attention - target).square().mean().item(),
+                peak_rate=peaks[inside].float().mean().nan_to_num().item(),
+                mass=interior_mass(attention, target).item(),
+                query_norm=query.norm().item(),
+                key_norm=key.norm().item(),
+                max_logit=logits.abs().max().item(),
+            )
+        )
+    return reports
+
+
+def _describe_unstructured(index: int, layer: AttentionWeights, vit: VisionTransformer) -> list[HeadReport]:
+    inputs = _normalized(vit.patch_positions.float(), layer.norm)
+    return _describe(index, layer, inputs, vit.grid, [(0, 0)] * layer.num_heads)
+
+
+@torch.no_grad()
+def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
+    """Give a ViT the positions for images of another size, in place: learned ones are interpolated bicubically, fixed
+    ones computed anew.
+
+    Args:
+        model (`nn.Module`): A Transformers ViT or DeiT, or a `ViTImpulseInit` model.
+        image_size (`int`): Height and width in pixels, a multiple of the patch size.
+
+    Returns:
+        The model; its configuration says the new size.
+
+    Raises:
+        ValueError: if the model is no such transformer, or its patches do not divide `image_size`.
+    """
+    embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
+    if not hasattr(embeddings, "position_embeddings") or not hasattr(embeddings, "interpolate_pos_encoding"):
+        raise ValueError(
+            f"Cannot resize the positions of {type(model).__name__}; expected a Transformers ViT or DeiT."
+        )
+    patches, positions = embeddings.patch_embeddings, embeddings.position_embeddings
+    if any(image_size % patch for patch in patches.patch_size):
+        raise ValueError(f"Images of {image_size} pixels do not divide into patches of {patches.patch_size}.")
+    grid = [image_size // patch for patch in patches.patch_size]
+    old = [image // patch for image, patch in zip(patches.image_size, patches.patch_size, strict=True)]
+    if hasattr(embeddings, "grid"):
+        embeddings.grid = tuple(grid)
+    if isinstance(positions, nn.Parameter):
+        embeddings.position_embeddings = nn.Parameter(interpolate_positions(positions, old, grid))
+    else:
+        embeddings.position_embeddings = embeddings.sincos_positions().to(positions)
+    patches.num_patches = grid[0] * grid[1]
+    embeddings.image_size = patches.image_size = (image_size, image_size)
+    model.config.image_size = image_size
+    return model
