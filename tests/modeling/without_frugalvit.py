@@ -100,9 +100,10 @@ def is_initialized(model) -> bool:
         weights = (torch.einsum("qdh,kdh->hqk", queries, keys) * attention.scaling).softmax(-1)
         return weights.amax(-1).mean().item() > 0.15
     if model.config.model_type == "vit_context_broadcast":
-        # Every mean has its scale, not yet set.
+        # Means that have a scale have none yet.
         scales = [layer.mlp.context_broadcast_out.scale for layer in model.layers]
-        return not any(scale.any() for scale in scales) and model.embeddings.cls_token.std().item() > 0.01
+        unset = all(scale is None or not scale.any() for scale in scales)
+        return unset and model.embeddings.cls_token.std().item() > 0.01
     if model.config.model_type == "agent_cnn":
         # Uniform, as wide as the window's inputs let it be.
         weight = model.layers[0].convolution.weight
