@@ -68,7 +68,7 @@ class ViTContextBroadcastEmbeddings(nn.Module):
         """
         patches = self.patch_embeddings(pixel_values, any_size=interpolate_pos_encoding)
         leading = [token for token in (self.cls_token, self.distillation_token) if token is not None]
-        tokens = torch.cat([token.expand(len(patches), -1, -1) for token in leading] + [patches], dim=1)
+        tokens = torch.cat([token.expand(patches.shape[0], -1, -1) for token in leading] + [patches], dim=1)
         positions = self.position_embeddings
         if interpolate_pos_encoding:
             positions = self.interpolate_pos_encoding(*pixel_values.shape[2:])

@@ -63,7 +63,7 @@ class ViTImpulseInitEmbeddings(nn.Module):
         """
         tokens = self.patch_embeddings(pixel_values, any_size=interpolate_pos_encoding)
         if self.cls_token is not None:
-            tokens = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
+            tokens = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
         positions = self.position_embeddings
         if interpolate_pos_encoding:
             positions = self.interpolate_pos_encoding(*pixel_values.shape[2:])

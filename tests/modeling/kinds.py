@@ -104,8 +104,8 @@ KINDS = {
     ),
     "agent_cnn": Kind(
         frugalvit.AgentCNNConfig,
-        "agent-base-res",
-        {**SHARED, "hidden_size": 16, "stem_channels": 8, "num_hidden_layers": 3, "downsample_after": (0,)},
+        "agent-base",
+        {**SHARED, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 3},
         (frugalvit.AgentCNNModel, frugalvit.AgentCNNForImageClassification),
         files={"generalized_convolution.py"},
     ),

@@ -205,7 +205,7 @@ class ConvMixerCommonTest(FeatureMapTests, common.ModelTesterMixin, unittest.Tes
 
 class AgentCNNCommonTest(FeatureMapTests, common.ModelTesterMixin, unittest.TestCase):
     kind = "agent_cnn"
-    maps = [(4, 4), (2, 2), (2, 2)]
+    maps = [(8, 8)] * 3
 
 
 class TwoTowersTester:
