@@ -14,6 +14,7 @@ results/context_broadcast_TABLE.json.
 """
 
 import argparse
+import json
 import statistics
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.tables import format_table
 from frugalvit.training import train
 from frugalvit.training.data import decode_image, default_split, load_images
+from frugalvit.training.files import write_json
 from frugalvit.training.loading import load_image_classifier
 from shared import add_data_arguments, add_run_arguments, data_arguments, folder_name, run_recipe, spread, write_table
 
@@ -114,7 +116,7 @@ def main():
     rows = []
     for name in arguments.rows or table:
         measured = [
-            measure(run(arguments, name, table[name], seed), test_images, arguments.table != "hierarchical")
+            measured_once(run(arguments, name, table[name], seed), test_images, arguments.table != "hierarchical")
             for seed in arguments.seeds
         ]
         row = {"row": name}
@@ -142,6 +144,18 @@ def run(arguments, name: str, row: dict, seed: int) -> Path:
         ],
     )
     return folder
+
+
+def measured_once(folder: Path, test_images: datasets.Dataset, attends_to_all: bool) -> dict[str, float]:
+    """What `measure` says of a run, kept beside it."""
+    file, command = folder / "measured.json", json.loads((folder / "results.json").read_text("utf-8"))["command"]
+    if file.is_file():
+        kept = json.loads(file.read_text("utf-8"))
+        if kept["command"] == command:
+            return kept["numbers"]
+    numbers = measure(folder, test_images, attends_to_all)
+    write_json(file, {"command": command, "numbers": numbers})
+    return numbers
 
 
 def measure(folder: Path, test_images: datasets.Dataset, attends_to_all: bool) -> dict[str, float]:

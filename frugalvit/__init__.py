@@ -15,6 +15,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .attention import measure_attention as measure_attention
     from .configuration.configuration_agent_cnn import AgentCNNConfig as AgentCNNConfig
+    from .configuration.configuration_bootstrapped_vit import BootstrappedViTConfig as BootstrappedViTConfig
     from .configuration.configuration_convmixer import ConvMixerConfig as ConvMixerConfig
     from .configuration.configuration_sparseformer import SparseFormerConfig as SparseFormerConfig
     from .configuration.configuration_sparseformer_clip import SparseFormerCLIPConfig as SparseFormerCLIPConfig
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from .modeling.modeling_agent_cnn import AgentCNNForImageClassification as AgentCNNForImageClassification
     from .modeling.modeling_agent_cnn import AgentCNNModel as AgentCNNModel
     from .modeling.modeling_agent_cnn import AgentCNNPreTrainedModel as AgentCNNPreTrainedModel
+    from .modeling.modeling_bootstrapped_vit import (
+        BootstrappedViTForImageClassification as BootstrappedViTForImageClassification,
+    )
     from .modeling.modeling_convmixer import ConvMixerForImageClassification as ConvMixerForImageClassification
     from .modeling.modeling_convmixer import ConvMixerModel as ConvMixerModel
     from .modeling.modeling_convmixer import ConvMixerPreTrainedModel as ConvMixerPreTrainedModel

@@ -19,6 +19,7 @@ COMMANDS = {
     "info": ("frugalvit.info", "list tokens, parameters and multiply-accumulates of models"),
     "bootstrap": ("frugalvit.training.bootstrap", "turn a ViT into a SparseFormer with fewer tokens, without labels"),
     "train": ("frugalvit.training.train", "train an image classifier from scratch"),
+    "joint": ("frugalvit.training.joint", "train a ViT together with a convolutional agent"),
     "contrastive": ("frugalvit.training.contrastive", "train a small CLIP from labeled images"),
     "segment": ("frugalvit.training.segment", "fine-tune a model for semantic segmentation"),
     "curves": ("frugalvit.curves", "draw how trainings went"),

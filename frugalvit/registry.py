@@ -9,6 +9,7 @@ FAMILIES = {
         ["AgentCNNConfig"],
         ["AgentCNNModel", "AgentCNNForImageClassification", "AgentCNNPreTrainedModel"],
     ),
+    "bootstrapped_vit": (["BootstrappedViTConfig"], ["BootstrappedViTForImageClassification"]),
     "convmixer": (
         ["ConvMixerConfig"],
         ["ConvMixerModel", "ConvMixerForImageClassification", "ConvMixerPreTrainedModel"],

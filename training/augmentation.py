@@ -170,9 +170,13 @@ class SmallDataView(View):
 
     Args:
         image_format (`ImageFormat`): What the model takes.
-        crop (`str`): `"padded"`, a crop of the model's size from the image resized to it and padded by reflection, or
-            `"resized"`, a random part of the image resized.
+        crop (`str`): `"padded"`, a crop of the image's size from the padded image, or `"resized"`, a random part of
+            the image resized.
         padding (`int`): Pixels on every side for `crop="padded"`.
+        padding_mode (`str`): What they show: `"reflect"`, the image, or `"constant"`, black.
+        crop_size (`int`, *optional*):
+            Pixels of the image, height and width, when it is padded and cropped; it is resized for the model after
+            that. The model's size if not given.
         scale, ratio (`tuple[float, float]`): Area and aspect ratio of the part for `crop="resized"`.
         flip (`float`): Probability of a horizontal flip.
         randaugment_layers, randaugment_magnitude (`int`): Operations for an image, and their strength of 0 to 30.
@@ -184,6 +188,8 @@ class SmallDataView(View):
         image_format: ImageFormat,
         crop: str = "padded",
         padding: int = 4,
+        padding_mode: str = "reflect",
+        crop_size: int | None = None,
         scale: Sequence[float] = (0.08, 1.0),
         ratio: Sequence[float] = (3 / 4, 4 / 3),
         flip: float = 0.5,
@@ -193,9 +199,12 @@ class SmallDataView(View):
     ):
         self.formats = {"pixel_values": image_format}
         self.size, self.interpolation = image_format.size, image_format.interpolation
-        if padding >= min(self.size):
-            raise ValueError(f"--crop_padding is {padding}, expected less than the images' {min(self.size)} pixels.")
-        self.flip, self.padding = flip, padding
+        self.crop_size = (crop_size, crop_size) if crop_size else self.size
+        if padding >= min(self.crop_size):
+            raise ValueError(
+                f"--crop_padding is {padding}, expected less than the images' {min(self.crop_size)} pixels."
+            )
+        self.flip, self.padding, self.padding_mode = flip, padding, padding_mode
         self.part = v2.RandomResizedCrop(self.size, scale, ratio) if crop == "resized" else None
         self.randaugment = self.erasing = None
         if randaugment_layers:
@@ -212,22 +221,27 @@ class SmallDataView(View):
         if self.part:
             box = self.part.make_params([image])
             image = v2.functional.resized_crop(image, **box, size=self.size, interpolation=self.interpolation)
-        elif image.size != self.size[::-1]:
-            image = v2.functional.resize(image, self.size, self.interpolation)
+        elif image.size != self.crop_size[::-1]:
+            image = v2.functional.resize(image, self.crop_size, self.interpolation)
         pixels = self.crop_and_flip(np.asarray(image))
+        if pixels.shape[:2] != self.size:
+            pixels = np.array(v2.functional.resize(Image.fromarray(pixels), self.size, self.interpolation))
         if self.randaugment:
             pixels = np.array(self.randaugment(Image.fromarray(pixels)))
         pixels = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
         return {"pixel_values": self.erasing(pixels) if self.erasing else pixels}
 
     def crop_and_flip(self, pixels: np.ndarray) -> np.ndarray:
-        """Pad by reflection, crop and flip `(height, width, channels)` in one indexing, which is quick."""
+        """Pad, crop and flip `(height, width, channels)`, by reflection in one indexing, which is quick."""
         height, width = pixels.shape[:2]
         padding = 0 if self.part else self.padding
         top, left = torch.randint(2 * padding + 1, (2,)).tolist() if padding else (0, 0)
         rows, columns = np.arange(height) + (top - padding), np.arange(width) + (left - padding)
         if torch.rand(()) < self.flip:
             columns = columns[::-1]
+        if padding and self.padding_mode == "constant":
+            pixels = np.pad(pixels, ((padding, padding), (padding, padding), (0, 0)))
+            return pixels[rows[:, None] + padding, columns + padding]
         rows, columns = (n - 1 - abs(n - 1 - abs(at)) for n, at in ((height, rows), (width, columns)))
         return pixels[rows[:, None], columns]
 

@@ -39,7 +39,7 @@ from .augmentation import BootstrapView, EvalView, ImageFormat, View
 from .cards import write_card
 from .data import load_splits, make_loaders
 from .loading import load_vision_model
-from .loop import OPTIMIZERS, TrainingState, fit, make_optimizer, parameter_groups, start_accelerator
+from .loop import TrainingState, fit, make_optimizer, parameter_groups, start_accelerator
 from .metrics import TopKAccuracy
 from .token_alignment import TokenAlignment
 from .train import parse_overrides
@@ -114,7 +114,7 @@ class ScheduleArguments:
     learning_rate: float | None = argument(None, "Highest learning rate. Default: 2e-4, or 5e-5 with --student.")
     inherited_learning_rate: float = argument(0.1, "That of inherited blocks, relative to --learning_rate.")
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, RoIs, token embeddings and [CLS].")
-    optimizer: str = argument("adamw", "adamw, or muon, which needs fewer epochs.", choices=[*OPTIMIZERS])
+    optimizer: str = argument("adamw", "adamw, or muon, which needs fewer epochs.", choices=["adamw", "muon"])
     warmup_epochs: float | None = argument(None, "Epochs of warm-up. Default: 1, or 0 with --student.")
     repeats: int = argument(1, "Steps on every batch, for which the teacher runs once.")
 

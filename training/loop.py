@@ -1,6 +1,7 @@
 """The loop that recipes share: steps, evaluation, checkpoints that resume bit-exactly, the best model kept."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -26,7 +27,7 @@ from .files import write_json, write_text
 from .muon import Muon, split_matrices
 
 
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "muon", "sam")
 # Where the best model is written before its files are moved over the earlier ones.
 BEST_ASIDE = ".best.aside"
 
@@ -168,9 +169,19 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float, optimizer: str
 
 
 def make_optimizer(name: str, groups: list[dict], **options) -> torch.optim.Optimizer:
-    """One of `OPTIMIZERS` on what `parameter_groups` returns, with options of AdamW."""
+    """One of `OPTIMIZERS` on what `parameter_groups` returns, with options of AdamW.
+
+    Raises:
+        ValueError: if its library is not installed.
+    """
     if name == "muon":
         return Muon(groups, **options)
+    if name == "sam":
+        try:
+            from pytorch_optimizer import SAM
+        except ImportError:
+            raise ValueError("--optimizer sam is pytorch_optimizer's: pip install pytorch_optimizer.") from None
+        return SAM(groups, torch.optim.AdamW, **options, fused=True)
     return torch.optim.AdamW(groups, **options, fused=True)
 
 
@@ -254,6 +265,7 @@ def fit(
     save: Callable[[Path, TrainingState], None],
     metric: str = "accuracy",
     before_epoch: Callable[[int], None] | None = None,
+    clipped: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
 ) -> TrainingState:
     """Train to `run.epochs`, from the newest checkpoint in `run.output_dir` on if there is one.
 
@@ -268,12 +280,14 @@ def fit(
             epoch that is the best so far.
         metric (`str`): The number of `evaluate` that is to be high.
         before_epoch (*optional*): Called with the epoch, from 0, before it begins and when resuming within it.
+        clipped (*optional*): Takes the model to the part whose gradient is clipped; all of it if not given.
 
     Returns:
         The final `TrainingState`. The folder has the best model, `metrics.jsonl`, `results.json`, `checkpoints/`.
 
     Raises:
-        ValueError: if the loss is not finite; the last checkpoint stays.
+        ValueError: if the loss is not finite; the last checkpoint stays. Or if the optimizer cannot do what `run` asks
+            for.
     """
     folder = Path(run.output_dir)
     checkpoints = Checkpoints(accelerator, folder / "checkpoints")
@@ -288,6 +302,18 @@ def fit(
     accelerator.init_trackers("frugalvit", {k: v for k, v in values if isinstance(v, int | float | str)})
     set_seed(run.seed, device_specific=True)
     state = checkpoints.resume()
+
+    # Sharpness-aware minimization computes the gradient once more, where the first one has led.
+    steps_twice = type(optimizer.optimizer).__name__ == "SAM"
+    if steps_twice and (run.gradient_accumulation_steps > 1 or run.mixed_precision == "fp16"):
+        raise ValueError("--optimizer sam needs --gradient_accumulation_steps 1 and --mixed_precision no or bf16.")
+
+    def backward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = compute_loss(model, batch)
+        accelerator.backward(loss)
+        if accelerator.sync_gradients and run.max_grad_norm:
+            accelerator.clip_grad_norm_((clipped(model) if clipped else model).parameters(), run.max_grad_norm)
+        return loss
 
     unread: list[torch.Tensor] = []
     progress = tqdm(
@@ -307,11 +333,8 @@ def fit(
         for batch in loader.epoch(epoch, loader.steps_per_epoch - (end - state.step)):
             learning_rate = max(scheduler.get_last_lr())
             with accelerator.accumulate(model):
-                loss = compute_loss(model, batch)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients and run.max_grad_norm:
-                    accelerator.clip_grad_norm_(model.parameters(), run.max_grad_norm)
-                optimizer.step()
+                loss = backward(batch)
+                optimizer.step(functools.partial(backward, batch) if steps_twice else None)
                 scheduler.step()
                 optimizer.zero_grad()
             unread.append(loss.detach().float())

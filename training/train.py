@@ -87,6 +87,9 @@ class RecipeArguments:
         choices=["padded", "resized"],
     )
     crop_padding: int = argument(4, "Pixels of padding on each side for --crop padded.")
+    crop_size: int | None = argument(
+        None, "Pixels of the images when they are padded and cropped, before they are resized. Default: the model's."
+    )
     crop_scale: list[float] = argument([0.08, 1.0], "Lowest and highest share of the area for --crop resized.")
     crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio for --crop resized.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
@@ -97,7 +100,9 @@ class RecipeArguments:
     mixup: float = argument(0.2, "Mixup's Beta parameter; 0 turns it off.")
     cutmix: float = argument(0.0, "CutMix's Beta parameter; 0 turns it off.")
     label_smoothing: float = argument(0.1, "Share of the target that is spread over all classes.")
-    optimizer: str = argument("adamw", "adamw, or muon, which needs fewer epochs.", choices=[*OPTIMIZERS])
+    optimizer: str = argument(
+        "adamw", "adamw; muon, which needs fewer epochs; sam, adamw that seeks flat minima.", choices=[*OPTIMIZERS]
+    )
     drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
     distill_from: str | None = argument(None, "Folder or hub id of a classifier to learn from.")
     distill_weight: float = argument(0.5, "Weight of its loss, the labels' loss has the rest.")
@@ -110,6 +115,8 @@ class RecipeArguments:
         check_share(self, "flip", "erasing", "label_smoothing", "drop_path", "distill_weight")
         check_at_least(self, 0, "crop_padding", "randaugment_layers", "mixup", "cutmix")
         check_at_least(self, 1, "repeated_augmentation")
+        if self.crop_size is not None:
+            check_at_least(self, 1, "crop_size")
         check(self.randaugment_magnitude, 0 <= self.randaugment_magnitude <= 30, "randaugment_magnitude", "0 to 30")
         check(self.distill_temperature, self.distill_temperature > 0, "distill_temperature", "a positive number")
         for name in ("crop_scale", "crop_ratio"):
@@ -144,12 +151,13 @@ def main(argv: list[str] | None = None) -> int:
         image_format,
         recipe.crop,
         recipe.crop_padding,
-        recipe.crop_scale,
-        recipe.crop_ratio,
-        recipe.flip,
-        recipe.randaugment_layers,
-        recipe.randaugment_magnitude,
-        recipe.erasing,
+        crop_size=recipe.crop_size,
+        scale=recipe.crop_scale,
+        ratio=recipe.crop_ratio,
+        flip=recipe.flip,
+        randaugment_layers=recipe.randaugment_layers,
+        randaugment_magnitude=recipe.randaugment_magnitude,
+        erasing=recipe.erasing,
     )
     mix = Mix(len(names), recipe.mixup, recipe.cutmix, recipe.label_smoothing, run.seed)
     evaluation = (eval_images, EvalView(image_format))

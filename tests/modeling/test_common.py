@@ -264,6 +264,65 @@ class ClipCommonTest(common.ModelTesterMixin, unittest.TestCase):
         pass
 
 
+class TwinsTester:
+    """Like `ModelTester`, of a ViT with an agent."""
+
+    batch_size = 3
+    num_hidden_layers = 2
+    num_attention_heads = 4
+    hidden_size = 32
+    seq_length = 17
+    is_training = True
+    sharing = "none"
+
+    def __init__(self, parent):
+        self.parent = parent
+
+    def get_config(self):
+        sizes = {"hidden_size": self.hidden_size, "num_hidden_layers": 2, "intermediate_size": 37, "patch_size": 8}
+        return frugalvit.BootstrappedViTConfig(
+            vit_config={**sizes, "image_size": 32, "num_attention_heads": self.num_attention_heads},
+            agent_config={**sizes, "num_positions": 4},
+            sharing=self.sharing,
+            num_labels=3,
+        )
+
+    def prepare_config_and_inputs_for_common(self):
+        return self.get_config(), {"pixel_values": common.floats_tensor((self.batch_size, 3, 32, 32))}
+
+
+class BootstrappedViTCommonTest(common.ModelTesterMixin, unittest.TestCase):
+    all_model_classes = (frugalvit.BootstrappedViTForImageClassification,)
+    test_resize_embeddings = False
+    test_can_init_all_missing_weights_before_2023 = True
+    _is_composite = True
+
+    def setUp(self):
+        names = {"bootstrapped_vit": "BootstrappedViTForImageClassification"}
+        patch = mock.patch.dict(modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, names)
+        patch.start()
+        self.addCleanup(patch.stop)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self.addCleanup(torch.set_num_threads, threads)
+        self.model_tester = TwinsTester(self)
+
+    def test_model_get_set_embeddings(self):
+        model = self.all_model_classes[0](self.model_tester.get_config())
+        self.assertIsInstance(model.get_input_embeddings(), nn.Module)
+        self.assertIsNone(model.get_output_embeddings())
+
+    @unittest.skip("the two teach each other a distribution over classes, of which an image has one")
+    def test_problem_types(self):
+        pass
+
+
+class SharedViTCommonTest(BootstrappedViTCommonTest):
+    def setUp(self):
+        super().setUp()
+        self.model_tester.sharing = "weights"
+
+
 class VisionLanguageTester:
     """Like `ModelTester`, of a LLaVA with a SparseFormer."""
 

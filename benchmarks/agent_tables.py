@@ -1,0 +1,116 @@
+"""A ViT that learns beside an agent CNN, on CIFAR-10: one command a table.
+
+    python benchmarks/agent_tables.py joint   # ViT and agent alone, joint, shared, joint from impulses
+    python benchmarks/agent_tables.py hints   # joint, with the hint removed at a relative depth (figure 1)
+
+Every row has the same architectures (64 tokens and [CLS], width 72, 4 blocks, 9 heads or positions) and budget (6,000
+images, 6 epochs); the optimizer is the reference implementation's (AdamW, 1e-3, weight decay 0.05, cosine, batches of
+64; the gradient of a ViT alone is clipped to 0.1). Accuracy is that of the last epoch. Runs are kept under --runs_dir
+and found again, so that a killed command goes on, and seeds can be run side by side. Writes results/agent_TABLE.json.
+"""
+
+import argparse
+import statistics
+
+from frugalvit.tables import format_table
+from frugalvit.training import joint, train
+from shared import (
+    add_data_arguments,
+    add_run_arguments,
+    data_arguments,
+    folder_name,
+    last_accuracies,
+    run_recipe,
+    spread,
+    write_table,
+)
+
+
+BLOCKS = 4
+SIZES = f"patch_size=4,hidden_size=72,num_hidden_layers={BLOCKS},intermediate_size=288"
+VIT = f"image_size=32,{SIZES},num_attention_heads=9"
+AGENT = f"{SIZES},num_positions=9"
+IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
+# The recipe of one alone sees the images as the joint one does, without mixing and smoothing.
+ALONE = {
+    "weight_decay": 0.05,
+    "warmup_epochs": 0,
+    "randaugment_layers": 0,
+    "mixup": 0,
+    "label_smoothing": 0,
+    "crop_size": 32,
+}
+VIT_ALONE = ALONE | {
+    "model_type": "vit",
+    "config_overrides": f"{VIT},hidden_dropout_prob=0.1,layer_norm_eps=1e-5",
+    "max_grad_norm": 0.1,
+}
+AGENT_ALONE = ALONE | {
+    "model_type": "agent_cnn",
+    "config_overrides": f"image_size=32,{AGENT}",
+    "max_grad_norm": 0,
+}
+PAIR = {"vit": VIT, "agent": AGENT}
+JOINT = PAIR | {"variant": "joint-small"}
+# Rows: name -> recipe and its arguments. Rows of one name are one run.
+TABLES = {
+    "joint": {
+        "ViT alone": (train, VIT_ALONE),
+        "ViT alone, impulse": (train, VIT_ALONE | IMPULSE),
+        "agent alone": (train, AGENT_ALONE),
+        "joint": (joint, JOINT),
+        "shared": (joint, PAIR | {"variant": "shared-small"}),
+        "joint, impulse": (joint, JOINT | IMPULSE),
+    },
+    "hints": {
+        "joint": (joint, JOINT),
+        **{
+            f"joint, no hint at depth {block / BLOCKS:g}": (joint, JOINT | {"without_hint_at": block / BLOCKS})
+            for block in range(1, BLOCKS + 1)
+        },
+        "joint, no hint": (joint, JOINT | {"config_overrides": "hint_weight=0"}),
+    },
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=list(TABLES))
+    parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
+    add_data_arguments(parser)
+    parser.add_argument("--images", type=int, default=6000, help="training images (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=6, help="default: %(default)s")
+    add_run_arguments(parser, "runs/agent_tables")
+    arguments = parser.parse_args()
+    table = TABLES[arguments.table]
+    if unknown := sorted(set(arguments.rows or ()) - table.keys()):
+        raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(table)}.")
+
+    rows = []
+    for name in arguments.rows or table:
+        results = [run(arguments, name, *table[name], seed) for seed in arguments.seeds]
+        row = {"row": name, **last_accuracies(results)}
+        if "agent_accuracy" in results[0]["epochs"][-1]:
+            values = [result["epochs"][-1]["agent_accuracy"] for result in results]
+            row |= {"agent": statistics.mean(values), "agent_spread": spread(values), "agent_accuracies": values}
+        rows.append(row)
+        print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)
+    settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds")}
+    write_table(arguments.results_dir / f"agent_{arguments.table}.json", settings, rows)
+
+
+def run(arguments, name: str, recipe, row: dict, seed: int) -> dict:
+    """Results of a row's run with a seed, trained now or before."""
+    return run_recipe(
+        recipe,
+        arguments.runs_dir / f"{arguments.epochs}-epochs" / folder_name(name, seed),
+        [
+            *("--seed", str(seed), *data_arguments(arguments), "--train_split", f"train[:{arguments.images}]"),
+            *("--epochs", str(arguments.epochs), "--batch_size", "64"),
+            *(text for field, value in row.items() for text in (f"--{field}", str(value))),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

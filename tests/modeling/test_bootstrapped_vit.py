@@ -1,0 +1,353 @@
+"""A ViT beside its agent: every term of the loss, who learns from whom, what is shared, and both by themselves."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import run_without_frugalvit
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForImageClassification,
+    Trainer,
+    TrainingArguments,
+    ViTForImageClassification,
+    pipeline,
+)
+
+from frugalvit import (
+    AgentCNNForImageClassification,
+    BootstrappedViTConfig,
+    BootstrappedViTForImageClassification,
+    impulse_init_,
+)
+from frugalvit.modeling.modeling_bootstrapped_vit import divergence, head_products, hint
+from tiny import randomize
+
+
+SIZES = {"hidden_size": 36, "num_hidden_layers": 3, "intermediate_size": 40}
+VIT = {"image_size": 32, "patch_size": 4, "num_attention_heads": 6, **SIZES}
+AGENT = {"patch_size": 4, "num_positions": 6, **SIZES}
+RES = {"stem": "res", "stem_channels": 8, "downsample_after": [0], "num_positions": 6, **SIZES}
+LABELS = torch.tensor([2, 0, 1])
+SHARINGS = ("none", "weights")
+
+
+def make_config(sharing: str = "none", vit=(), agent=(), **fields) -> BootstrappedViTConfig:
+    fields = {"num_labels": 3, "image_mean": [0.4, 0.5, 0.6]} | fields
+    return BootstrappedViTConfig(
+        vit_config={**VIT, **dict(vit)}, agent_config={**AGENT, **dict(agent)}, sharing=sharing, **fields
+    )
+
+
+@pytest.fixture
+def make_model():
+    def make(sharing: str = "none", **fields) -> BootstrappedViTForImageClassification:
+        torch.manual_seed(0)
+        return randomize(BootstrappedViTForImageClassification(make_config(sharing, **fields)), 0.05)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def images() -> torch.Tensor:
+    return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def learned(model: torch.nn.Module) -> set[str]:
+    """Names of the parameters that have a gradient."""
+    return {name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
+
+
+class TestLoss:
+    @pytest.mark.parametrize("sharing", SHARINGS)
+    def test_terms_by_hand(self, sharing, make_model, images):
+        model = make_model(sharing)
+        outputs = model(images, labels=LABELS, hint_share=0.25)
+        vit = model.vit(images, output_hidden_states=True)
+        agent = model.agent(images, output_hidden_states=True)
+        torch.testing.assert_close(outputs.logits, vit.logits)
+        torch.testing.assert_close(outputs.agent_logits, agent.logits)
+
+        ours, theirs = vit.logits.double() / 4, agent.logits.double() / 4
+        p, q = ours.softmax(1), theirs.softmax(1)
+        expected = {
+            "classification": F.cross_entropy(vit.logits, LABELS),
+            "agent_classification": F.cross_entropy(agent.logits, LABELS),
+            # The teacher's surprise at the student.
+            "divergence": 16 * (q * (q.log() - p.log())).sum(1).mean(),
+            "agent_divergence": 16 * (p * (p.log() - q.log())).sum(1).mean(),
+        }
+        weight = {"none": 1, "weights": 0.5}[sharing]
+        for name, value in expected.items():
+            torch.testing.assert_close(outputs.losses[name], weight * value.float())
+
+        def standardized(features):
+            features = features - features.mean(-1, keepdim=True)
+            return features / (features.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+        hints = [
+            (standardized(tokens[:, 1:]) - standardized(feature_map.flatten(2).mT)).square().mean()
+            for tokens, feature_map in zip(vit.hidden_states[1:], agent.hidden_states[1:], strict=True)
+        ]
+        torch.testing.assert_close(outputs.losses["hints"], 0.25 * 10 * weight * torch.stack(hints))
+        total = weight * sum(expected.values()) + outputs.losses["hints"].sum()
+        torch.testing.assert_close(outputs.loss, total.float())
+
+    def test_who_learns_from_which_term(self, make_model, images):
+        """Teachers get no gradient: the agent none from hints and from the divergence of the ViT."""
+        of_vit, of_agent = {"classification", "divergence", "hints"}, {"agent_classification", "agent_divergence"}
+        model = make_model()
+        for name in of_vit | of_agent:
+            model.zero_grad()
+            model(images, labels=LABELS).losses[name].sum().backward()
+            parts = {parameter.partition(".")[0] for parameter in learned(model)}
+            assert parts == ({"vit"} if name in of_vit else {"twin"}), name
+
+    def test_hints_where_they_are_wanted(self, make_model, images):
+        whole = make_model()(images, labels=LABELS)
+        part = make_model(hint_layers=[0, 2])(images, labels=LABELS)
+        assert part.losses["hints"][1] == 0 and whole.losses["hints"].all()
+        assert torch.equal(part.losses["hints"][[0, 2]], whole.losses["hints"][[0, 2]])
+        torch.testing.assert_close(part.loss, whole.loss - whole.losses["hints"][1])
+        assert not make_model(hint_layers=[])(images, labels=LABELS).losses["hints"].any()
+
+    def test_without_labels_the_agent_rests(self, make_model, images):
+        model = make_model()
+        model.twin = None
+        for training in (False, True):
+            outputs = model.train(training)(images, output_hidden_states=True)
+            assert len(outputs.hidden_states) == 4 and outputs.loss is outputs.agent_logits is outputs.losses is None
+
+    def test_weights_of_the_terms_may_be_chosen(self, make_model, images):
+        outputs = make_model(classification_weight=0, divergence_weight=0, hint_weight=2.0)(images, labels=LABELS)
+        plain = make_model()(images, labels=LABELS)
+        torch.testing.assert_close(outputs.loss, 0.2 * plain.losses["hints"].sum())
+
+    @pytest.mark.parametrize(
+        ("labels", "message"),
+        [
+            (torch.eye(3), "labels of dtype torch.float32, expected integers"),
+            (torch.tensor([0, 1, 3]), r"Got labels \[3\]"),
+            (torch.tensor([0, 1]), "expects 3 integers"),
+        ],
+    )
+    def test_wrong_labels(self, labels, message, make_model, images):
+        with pytest.raises(ValueError, match=message):
+            make_model()(images, labels=labels)
+
+    def test_divergence_of_equals_is_nothing(self):
+        logits = torch.randn(4, 5)
+        assert divergence(logits, logits, 4.0).item() == pytest.approx(0, abs=1e-6)
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        rows=st.integers(1, 6),
+        columns=st.integers(1, 6),
+        factor=st.integers(1, 4),
+        longer=st.sampled_from(["tokens", "map"]),
+        seed=st.integers(0, 99),
+    )
+    def test_the_longer_is_averaged(self, rows, columns, factor, longer, seed):
+        generator = torch.Generator().manual_seed(seed)
+        length = rows * columns
+        short = torch.randn(2, length, 8, generator=generator)
+        long = torch.randn(2, length * factor, 8, generator=generator)
+        averaged = long.unflatten(1, (length, factor)).mean(2)
+        expected = F.mse_loss(F.layer_norm(short, (8,)), F.layer_norm(averaged, (8,)))
+        if longer == "tokens":
+            given_ = hint(long, short.mT.unflatten(2, (rows, columns)))
+        else:
+            given_ = hint(short, long.mT.unflatten(2, (rows, columns * factor)))
+        torch.testing.assert_close(given_, expected)
+
+    @pytest.mark.parametrize("sharing", SHARINGS)
+    def test_res_like_agents(self, sharing, make_model, images):
+        model = make_model(sharing, vit={"patch_size": 8}, agent={"patch_size": 16, **RES})
+        outputs = model(images, labels=LABELS)
+        outputs.loss.backward()
+        assert outputs.losses["hints"].isfinite().all() and outputs.losses["hints"].all()
+
+
+class TestSharing:
+    def test_positions_are_heads(self, make_model):
+        attention = make_model("weights").vit.base_model.layers[1].attention
+        products = head_products(attention, 6)
+        for head in range(6):
+            of_head = slice(6 * head, 6 * head + 6)
+            expected = attention.o_proj.weight[:, of_head] @ attention.v_proj.weight[of_head]
+            torch.testing.assert_close(products[:, :, head], expected)
+
+    def test_weights_are_there_once(self, make_model, tmp_path):
+        shared, joint = make_model("weights"), make_model()
+        alone = sum(weight.numel() for weight in shared.vit.parameters())
+        # Two norms for each block and one at the end, the stem, the classifier.
+        own = (3 * 2 + 1) * 2 * 36 + (3 * 16 + 1) * 36 + (36 + 1) * 3
+        assert shared.num_parameters() == alone + own
+        assert joint.num_parameters() == alone + joint.agent.num_parameters()
+        shared.save_pretrained(tmp_path)
+        with safe_open(tmp_path / "model.safetensors", "pt") as file:
+            names = list(file.keys())
+        assert not [name for name in names if name.startswith("twin.agent.layers") and "norm" not in name]
+
+    def test_the_agent_teaches_the_vits_own_weights(self, make_model, images):
+        model = make_model("weights")
+        model(images, labels=LABELS).losses["agent_classification"].backward()
+        names = {name.removeprefix("vit.vit.layers.0.") for name in learned(model) if ".layers.0." in name}
+        assert {"attention.v_proj.weight", "attention.o_proj.weight", "attention.o_proj.bias"} <= names
+        assert {"mlp.fc1.weight", "mlp.fc2.bias"} <= names and "attention.q_proj.weight" not in names
+
+    def test_copies_share_among_themselves(self, make_model, images):
+        model = make_model("weights")
+        before = model(images, labels=LABELS).agent_logits
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.vit.base_model.layers[0].mlp.fc1.weight.zero_()
+        assert torch.equal(model(images, labels=LABELS).agent_logits, before)
+        assert not torch.allclose(other(images, labels=LABELS).agent_logits, before)
+
+
+class TestAlone:
+    @pytest.mark.parametrize("sharing", SHARINGS)
+    def test_each_by_itself(self, sharing, make_model, images, tmp_path):
+        model = make_model(sharing)
+        together = model(images, labels=LABELS)
+        model.vit.save_pretrained(tmp_path / "vit")
+        model.agent.save_pretrained(tmp_path / "agent")
+        for name, model_class, logits in (
+            ("vit", ViTForImageClassification, together.logits),
+            ("agent", AgentCNNForImageClassification, together.agent_logits),
+        ):
+            alone = AutoModelForImageClassification.from_pretrained(tmp_path / name)
+            assert type(alone) is model_class
+            torch.testing.assert_close(alone(images).logits, logits)
+        assert tuple(alone.config.image_mean) == (0.4, 0.5, 0.6) and alone.config.image_size == 32
+
+    def test_an_agent_of_ones_own_is_no_copy(self, make_model):
+        model = make_model()
+        assert model.agent is model.twin
+        shared = make_model("weights")
+        assert not {id(weight) for weight in shared.agent.parameters()} & {id(w) for w in shared.parameters()}
+
+    def test_vits_start_as_others_do(self, make_model):
+        model = make_model(vit={"num_attention_heads": 4}, agent={})
+        report = impulse_init_(model.vit, kernel_size=3)
+        assert len(report.heads) == 3 * 4 and report.mean("peak_rate") > 0.9
+
+
+class TestHub:
+    @pytest.mark.parametrize("sharing", SHARINGS)
+    def test_loads_by_auto_class_and_without_the_package(self, sharing, make_model, images, tmp_path):
+        model = make_model(sharing)
+        model.save_pretrained(tmp_path / "model")
+        loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "model")
+        assert type(loaded) is BootstrappedViTForImageClassification and loaded.config.sharing == sharing
+        again = loaded(images, labels=LABELS)
+        expected = model(images, labels=LABELS)
+        assert torch.equal(again.logits, expected.logits) and torch.equal(again.loss, expected.loss)
+        save_file({"pixel_values": images}, tmp_path / "inputs")
+        arguments = ("AutoModelForImageClassification", tmp_path / "inputs", tmp_path / "outputs")
+        run_without_frugalvit(tmp_path, "compute", tmp_path / "model", *arguments)
+        outputs = load_file(tmp_path / "outputs")
+        assert torch.equal(outputs["loaded"], expected.logits) and torch.equal(outputs["saved again"], expected.logits)
+
+    def test_other_classes(self, make_model, images, tmp_path):
+        make_model().save_pretrained(tmp_path)
+        model = BootstrappedViTForImageClassification.from_pretrained(
+            tmp_path, num_labels=5, ignore_mismatched_sizes=True
+        )
+        outputs = model(images, labels=LABELS)
+        assert outputs.logits.shape == outputs.agent_logits.shape == (3, 5)
+        assert model.vit.config.num_labels == model.agent.config.num_labels == 5
+
+    def test_pipeline_and_trainer(self, make_model, photographs, tmp_path):
+        model = make_model(num_labels=10, vit={"attention_probs_dropout_prob": 0.1})
+        pictures, labels = photographs
+        model.save_pretrained(tmp_path / "model")
+        scores = pipeline("image-classification", str(tmp_path / "model"))(pictures[0], top_k=10)
+        assert sum(score["score"] for score in scores) == pytest.approx(1, abs=1e-5)
+
+        pixels = torch.randn(8, 3, 32, 32)
+        examples = [{"pixel_values": pixels[i], "labels": labels[i]} for i in range(8)]
+        arguments = TrainingArguments(
+            str(tmp_path / "out"),
+            per_device_train_batch_size=4,
+            max_steps=30,
+            learning_rate=3e-3,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = Trainer(model, arguments, train_dataset=examples, eval_dataset=examples)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        assert trainer.evaluate()["eval_loss"] < 0.8 * before
+        predictions = trainer.predict(examples).predictions
+        assert predictions.shape == (8, 10)
+
+    @pytest.mark.parametrize("sharing", SHARINGS)
+    def test_compiles_in_one_piece(self, sharing, make_model, images):
+        model = make_model(sharing)
+        # Transformers makes outputs of layers ready to be kept when they are first asked for.
+        expected = model(images, labels=LABELS).loss
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(images, labels=LABELS).loss, expected)
+
+    @pytest.mark.parametrize("sharing", SHARINGS)
+    def test_half_precision(self, sharing, make_model, images):
+        model = make_model(sharing)
+        expected = model(images, labels=LABELS).loss
+        given_ = model.bfloat16()(images.bfloat16(), labels=LABELS)
+        assert given_.loss.dtype == torch.float32
+        torch.testing.assert_close(given_.loss, expected, rtol=0.05, atol=0)
+
+
+class TestConfiguration:
+    @pytest.mark.parametrize("variant", BootstrappedViTConfig.variants())
+    def test_variants(self, variant):
+        config = BootstrappedViTConfig.from_variant(variant)
+        small = "small" in variant
+        assert config.vit_config.hidden_size == config.agent_config.hidden_size == (288 if small else 384)
+        assert config.vit_config.num_attention_heads == config.agent_config.num_positions == (9 if small else 6)
+        assert config.vit_config.hidden_dropout_prob == config.agent_config.dropout == (0.1 if small else 0)
+        assert config.vit_config.layer_norm_eps == (1e-5 if small else 1e-6)
+        weights = (config.classification_weight, config.divergence_weight, config.hint_weight)
+        assert weights == ((0.5, 0.5, 5.0) if variant.startswith("shared") else (1, 1, 10)) and config.num_labels == 10
+        assert (config.agent_config.stem == "res") == variant.endswith("res")
+
+    def test_labels_are_those_of_both(self):
+        labels = {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}}
+        for config in (
+            BootstrappedViTConfig.from_variant("joint-small", **labels),
+            BootstrappedViTConfig(vit_config={**VIT, **labels}, agent_config=AGENT),
+        ):
+            for part in (config, config.vit_config, config.agent_config):
+                assert {name: getattr(part, name) for name in labels} == labels and part.num_labels == 2
+
+    def test_survives_json(self):
+        config = make_config("weights", hint_layers=[1], temperature=2)
+        again = BootstrappedViTConfig.from_dict(config.to_dict())
+        assert again.to_dict() == config.to_dict() and again.hint_layers == [1] and again.hint_weight == 5
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"sharing": "all"}, "`sharing` is 'all', expected one of"),
+            ({"vit": {"num_hidden_layers": 2}}, "`num_hidden_layers`=2, `agent_config` `num_hidden_layers`=3"),
+            ({"vit": {"hidden_size": 48}}, "`hidden_size`=48, `agent_config` `hidden_size`=36; expected the same"),
+            ({"sharing": "weights", "agent": {"num_positions": 9}}, "`num_attention_heads`=6.*`num_positions`=9"),
+            ({"sharing": "weights", "agent": {"intermediate_size": 41}}, "`intermediate_size`=40"),
+            ({"hint_layers": [0, 3]}, "`hint_layers` has 3, expected blocks from 0 to 2"),
+            ({"hint_weight": -1}, "`hint_weight` is -1"),
+            ({"temperature": 0}, "`temperature` is 0"),
+            ({"agent": {"patch_size": 64}}, "too small|no position of a map"),
+            ({"temprature": 2}, "did you mean `temperature`"),
+        ],
+    )
+    def test_bad_configurations(self, fields, message):
+        with pytest.raises(Exception, match=message):
+            make_config(**fields)

@@ -1,0 +1,201 @@
+"""The recipe for a ViT beside its agent, on a few embedded images."""
+
+import json
+import shutil
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTForImageClassification
+
+from frugalvit import AgentCNNForImageClassification, BootstrappedViTForImageClassification
+from frugalvit.attention import measure_attention
+from frugalvit.training import joint, loop
+from frugalvit.training.data import load_images
+
+
+SIZES = "hidden_size=36,num_hidden_layers=2,intermediate_size=48,patch_size=8"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs the recipe on 64 images, batches of 16, and returns what `results.json` holds."""
+
+    def run(name: str = "out", *arguments, **options):
+        options = {
+            "output_dir": tmp_path / name,
+            "vit": f"{SIZES},image_size=32",
+            "agent": SIZES,
+            "train_split": "train[:64]",
+            "eval_split": "test[:50]",
+            "epochs": 2,
+            "batch_size": 16,
+            "logging_steps": 1,
+        } | options
+        texts = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+        assert not joint.main([*texts, *arguments])
+        return json.loads((tmp_path / name / "results.json").read_text(encoding="utf-8"))
+
+    return run
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """What the recipe hands to the model: keyword arguments of every training step, and hints."""
+    calls, forward = [], BootstrappedViTForImageClassification.forward
+
+    def watch(self, *arguments, **options):
+        outputs = forward(self, *arguments, **options)
+        if self.training:
+            calls.append((options["hint_share"], outputs.losses["hints"].detach()))
+        return outputs
+
+    monkeypatch.setattr(BootstrappedViTForImageClassification, "forward", watch)
+    return calls
+
+
+@pytest.mark.parametrize("variant", ["joint-small", "shared-small"])
+def test_trains_two_that_stand_alone(variant, run, tmp_path):
+    results = run(variant=variant, train_split="train[:256]", epochs=8)
+    losses = [record["train_loss"] for record in results["epochs"]]
+    assert losses[-1] < 0.5 * losses[0] and results["best"]["accuracy"] > 0.15
+    images = load_images("cifar10-subset", "test[:50]").cast_column("image", datasets.Image())
+    for name, model_class, accuracy in (
+        ("vit", ViTForImageClassification, "accuracy"),
+        ("agent", AgentCNNForImageClassification, "agent_accuracy"),
+    ):
+        folder = tmp_path / "out" / name
+        model, processor = (
+            auto_class.from_pretrained(folder) for auto_class in (AutoModelForImageClassification, AutoImageProcessor)
+        )
+        assert type(model) is model_class and model.config.id2label[9] == "truck"
+        pixel_values = processor([record["image"] for record in images], return_tensors="pt")["pixel_values"]
+        with torch.inference_mode():
+            right = (model(pixel_values).logits.argmax(1) == torch.tensor(images["label"][:])).float().mean()
+        assert right.item() == pytest.approx(results["best"][accuracy])
+        assert f"{results['best'][accuracy]:.2%}" in (folder / "README.md").read_text(encoding="utf-8")
+    pair = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert torch.equal(pair(pixel_values).logits, pair.vit(pixel_values).logits)
+
+
+def test_hints_fade_linearly(run, watched):
+    run(epochs=4)
+    assert [share for share, _ in watched] == [share for share in (1, 0.75, 0.5, 0.25) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hinted"),
+    [
+        ((), [True] * 4),
+        (("--without_hint_at", "0.25", "1"), [False, True, True, False]),
+        (("--without_hint_at", "0.3"), [True, False, True, True]),
+        (("--config_overrides", "hint_weight=0"), [False] * 4),
+    ],
+)
+def test_hints_are_removed_by_depth(arguments, hinted, run, watched):
+    deep = SIZES.replace("layers=2", "layers=4")
+    run("out", *arguments, epochs=1, vit=f"{deep},image_size=32", agent=deep)
+    assert [bool(value) for value in watched[0][1]] == hinted
+
+
+def test_the_vits_gradient_alone_is_clipped(run, tmp_path, monkeypatch):
+    """A step of plain gradient descent tells how long the gradient was."""
+    monkeypatch.setattr(
+        loop, "make_optimizer", lambda name, groups, lr, **_: torch.optim.SGD([{**g, "lr": lr} for g in groups])
+    )
+    lengths = []
+    for norm in (0, 1e-3):
+        name, states = f"clipped-{norm}", []
+        for steps in (1, 2):
+            run(
+                f"{name}-{steps}",
+                max_grad_norm=norm,
+                epochs=1,
+                steps_per_epoch=steps,
+                learning_rate=1.0,
+                weight_decay=0,
+                lr_scheduler="constant",
+            )
+            folder = max((tmp_path / f"{name}-{steps}" / "checkpoints").iterdir())
+            states.append(load_file(folder / "model.safetensors"))
+        moved = {
+            part: sum(
+                (states[1][key] - states[0][key]).square().sum()
+                for key in states[0]
+                if key.startswith(part) and "running" not in key and "batches" not in key
+            )
+            ** 0.5
+            for part in ("vit.", "twin.")
+        }
+        lengths.append(moved)
+    assert lengths[1]["vit."] == pytest.approx(1e-3, rel=1e-3) and lengths[0]["vit."] > 0.1
+    assert lengths[1]["twin."] > 0.1
+
+
+def test_starts_the_vit_from_impulses(run, tmp_path):
+    options = {"initialization": "impulse", "initialization_options": "mass=0.5,value_init=mimetic"}
+    sizes = SIZES.replace("patch_size=8", "patch_size=4")
+    run(epochs=1, learning_rate=1e-12, vit=f"{sizes},image_size=32", agent=sizes, **options)
+    vit = AutoModelForImageClassification.from_pretrained(tmp_path / "out" / "vit")
+    with torch.no_grad():
+        vit.base_model.embeddings.patch_embeddings.projection.weight.zero_()
+    masses = measure_attention(vit, [torch.zeros(1, 3, 32, 32)])[0].mass
+    assert sum(masses) / len(masses) > 0.15
+
+
+def test_sees_cropped_images_resized(run, monkeypatch):
+    shapes, view = [], joint.SmallDataView.crop_and_flip
+    monkeypatch.setattr(
+        joint.SmallDataView, "crop_and_flip", lambda self, pixels: shapes.append(pixels.shape) or view(self, pixels)
+    )
+    run(vit=f"{SIZES},image_size=64".replace("patch_size=8", "patch_size=16"), agent=SIZES, epochs=1)
+    assert set(shapes) == {(32, 32, 3)}
+
+
+def test_goes_on_where_it_stopped(run, tmp_path):
+    """With sharpness-aware steps, whose state is the optimizer's own."""
+    options = {"optimizer": "sam", "epochs": 2}
+    whole = run("whole", **options)
+    assert run("plain", epochs=2)["epochs"] != whole["epochs"]
+    run("out", **options)
+    folder = tmp_path / "out"
+    shutil.rmtree(max((folder / "checkpoints").iterdir()))
+    (folder / "results.json").unlink()
+    again = run("out", **options)
+    for ours, theirs in zip(again["epochs"], whole["epochs"], strict=True):
+        assert {k: v for k, v in ours.items() if k != "images_per_second"} == {
+            k: v for k, v in theirs.items() if k != "images_per_second"
+        }
+    assert (folder / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+def test_sharpness_aware_steps_seek_flat_minima(run):
+    losses = [record["train_loss"] for record in run(optimizer="sam", train_split="train[:256]", epochs=6)["epochs"]]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--without_hint_at", "0"), "--without_hint_at is 0.0, expected numbers above 0, to 1"),
+        (("--variant", "joint-tiny"), "invalid choice: 'joint-tiny'"),
+        (("--crop_size", "0"), "--crop_size is 0, expected 1 or more"),
+    ],
+)
+def test_wrong_arguments(arguments, message, run, capsys):
+    with pytest.raises(SystemExit):
+        run("out", *arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "sam", "gradient_accumulation_steps": 2}, "needs --gradient_accumulation_steps 1"),
+        ({"agent": SIZES.replace("36", "40")}, "`hidden_size`=36, `agent_config` `hidden_size`=40"),
+    ],
+)
+def test_what_does_not_fit(options, message, run):
+    with pytest.raises(Exception, match=message):
+        run(**options)

@@ -1,0 +1,243 @@
+"""Train a ViT together with an agent CNN, from which it learns its biases (Zhang et al., Bootstrapping ViTs).
+
+    accelerate launch -m frugalvit.training.joint --output_dir OUT --variant joint-small
+
+The defaults are the reference implementation's for CIFAR-10. Not as there: images are padded by reflection unless
+`--padding_mode constant` is given, and biases and norms do not decay.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from transformers import ViTImageProcessor
+
+from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
+from ..modeling.hub import image_processor_config
+from ..modeling.initialization import INITIALIZATIONS
+from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
+from .arguments import (
+    DataArguments,
+    OptimizerArguments,
+    RunArguments,
+    argument,
+    check,
+    check_at_least,
+    check_share,
+    parse_arguments,
+    run_as_program,
+)
+from .augmentation import EvalView, ImageFormat, SmallDataView
+from .cards import write_card
+from .data import check_labels, class_names, load_splits, make_loaders
+from .files import whole_folder
+from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, start_accelerator
+from .metrics import TopKAccuracy
+from .train import initialize, read_values
+
+
+PROG = "frugalvit joint"
+
+
+@dataclass
+class TwinArguments:
+    """The two models and what they teach each other."""
+
+    variant: str = argument("joint-small", "The paper's models.", choices=[*VARIANTS])
+    vit: str = argument("", "Other values of the ViT's configuration, for example image_size=32,patch_size=4.")
+    agent: str = argument("", "Other values of the agent's, for example patch_size=4.")
+    config_overrides: str = argument("", "Other values of the pair's, for example hint_weight=5,temperature=2.")
+    without_hint_at: list[float] = argument(
+        [], "Relative depths, above 0 to 1, where tokens get no hint: 1 is the last block."
+    )
+    initialization: str = argument(
+        "default",
+        "Of the ViT's attention: default, Transformers' own, or another.",
+        choices=["default", *INITIALIZATIONS],
+    )
+    initialization_options: str = argument("", "Arguments of frugalvit.initialize_attention_.")
+    attn_implementation: str | None = argument(None, "eager, sdpa, …; the model's default if not given.")
+
+    def __post_init__(self):
+        for depth in self.without_hint_at:
+            check(depth, 0 < depth <= 1, "without_hint_at", "numbers above 0, to 1")
+
+
+@dataclass
+class RecipeArguments:
+    """Views of the images, and the optimizer."""
+
+    crop_size: int | None = argument(
+        32, "Pixels of the images when they are padded and cropped, before they are resized for the model."
+    )
+    crop_padding: int = argument(4, "Pixels of padding on each side.")
+    padding_mode: str = argument("reflect", "What they show: the image, or black.", choices=["reflect", "constant"])
+    flip: float = argument(0.5, "Probability of a horizontal flip.")
+    optimizer: str = argument("adamw", "adamw, muon, or sam, adamw that seeks flat minima.", choices=[*OPTIMIZERS])
+
+    def __post_init__(self):
+        check_share(self, "flip")
+        check_at_least(self, 0, "crop_padding")
+        if self.crop_size is not None:
+            check_at_least(self, 1, "crop_size")
+
+
+@dataclass
+class JointOptimizerArguments(OptimizerArguments):
+    """An optimizer for both models, and its schedule."""
+
+    warmup_epochs: float = argument(0.0, "Epochs of linear warm-up from 0.")
+
+
+@dataclass
+class JointRunArguments(RunArguments):
+    """How long, how and where to train."""
+
+    epochs: int = argument(240, "Epochs, over which the weight of the hints decays linearly to 0.")
+    batch_size: int = argument(64, "Images of one optimizer step, over all processes and accumulation steps.")
+    max_grad_norm: float = argument(
+        0.0, "Clip the ViT's gradient to this norm; 0 does not. The reference: joint-base 2, shared-base 0.1."
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe with a command line's arguments."""
+    groups = [TwinArguments, DataArguments, RecipeArguments, JointOptimizerArguments, JointRunArguments]
+    all_arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
+    arguments, data, recipe, optimization, run = all_arguments
+    accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
+
+    train_images, eval_images = load_splits(data)
+    names = class_names(train_images)
+    if names is None:
+        raise ValueError(f"{' '.join(data.dataset)} has no labels to train with. Name their column by --label_column.")
+    for images, split in ((train_images, data.train_split), (eval_images, data.eval_split)):
+        if not data.streaming or images is eval_images:
+            check_labels(images, split)
+
+    model = build_twins(arguments, names)
+    if run.compile:
+        model.compile()
+    values = image_processor_config(model.config)
+    processor = ViTImageProcessor(**{name: value for name, value in values.items() if name != "image_processor_type"})
+    image_format = ImageFormat.from_processor(processor)
+    view = SmallDataView(
+        image_format,
+        padding=recipe.crop_padding,
+        padding_mode=recipe.padding_mode,
+        crop_size=recipe.crop_size,
+        flip=recipe.flip,
+        randaugment_layers=0,
+    )
+    evaluation = (eval_images, EvalView(image_format))
+    loader, eval_loader = make_loaders(accelerator, data, run, (train_images, view), evaluation)
+    optimizer, scheduler = optimizer_with_schedule(
+        model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer
+    )
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    hint_share = 1.0
+
+    def before_epoch(epoch: int):
+        nonlocal hint_share
+        hint_share = 1 - epoch / run.epochs
+
+    def save(folder: Path, state: TrainingState):
+        trained = accelerator.unwrap_model(model)
+        trained.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        write_card(folder, trained, f"A ViT and its agent CNN, {accuracies(data, state.best)}", data, run, state)
+
+    state = fit(
+        accelerator,
+        run,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        compute_loss=lambda model, batch: (
+            model(pixel_values=batch["pixel_values"], labels=batch["labels"], hint_share=hint_share).loss
+        ),
+        evaluate=lambda model: evaluate_twins(accelerator, model, eval_loader),
+        save=save,
+        before_epoch=before_epoch,
+        clipped=lambda model: accelerator.unwrap_model(model).vit,
+    )
+    if accelerator.is_main_process:
+        for name, accuracy in (("vit", "accuracy"), ("agent", "agent_accuracy")):
+            save_alone(name, accuracy, processor, data, run, state)
+    accelerator.print(
+        f"Best accuracy {state.best['accuracy']:.4f}, its agent's {state.best['agent_accuracy']:.4f}, epoch "
+        f"{state.best['epoch']}. See {run.output_dir}; the ViT alone is in {Path(run.output_dir) / 'vit'}."
+    )
+    return 0
+
+
+def build_twins(arguments: TwinArguments, names: list[str]) -> BootstrappedViTForImageClassification:
+    """The pair for these class names, in float32."""
+    values = VARIANTS[arguments.variant]
+    config = BootstrappedViTConfig(
+        **{
+            **values,
+            "vit_config": values["vit_config"] | read_values("vit", arguments.vit),
+            "agent_config": values["agent_config"] | read_values("agent", arguments.agent),
+            **read_values("config_overrides", arguments.config_overrides),
+        },
+        id2label=dict(enumerate(names)),
+        label2id={name: index for index, name in enumerate(names)},
+    )
+    blocks = config.vit_config.num_hidden_layers
+    without = {math.ceil(depth * blocks - 1e-6) - 1 for depth in arguments.without_hint_at}
+    if without:
+        hinted = range(blocks) if config.hint_layers is None else config.hint_layers
+        config.hint_layers = [layer for layer in hinted if layer not in without]
+    options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
+    model = BootstrappedViTForImageClassification._from_config(config, **options)
+    if arguments.initialization != "default" or arguments.initialization_options:
+        initialize(model.vit, arguments.initialization, arguments.initialization_options)
+    return model
+
+
+@torch.inference_mode()
+def evaluate_twins(accelerator: Accelerator, model, loader) -> dict[str, float]:
+    """Loss of both, without hints, and accuracy of each, over all processes."""
+    was_training = model.training
+    model.eval()
+    accuracies, loss, count = {"accuracy": TopKAccuracy(), "agent_accuracy": TopKAccuracy()}, 0.0, 0
+    for batch in loader:
+        outputs = model(pixel_values=batch["pixel_values"], labels=batch["labels"], hint_share=0.0)
+        logits = (outputs.logits.float(), outputs.agent_logits.float())
+        *logits, losses, labels = accelerator.gather_for_metrics(
+            (*logits, outputs.loss.float().expand(len(batch["labels"])), batch["labels"])
+        )
+        loss += losses.sum().item()
+        count += len(labels)
+        for metric, scores in zip(accuracies.values(), logits, strict=True):
+            metric.add_batch(predictions=scores.cpu().numpy(), references=labels.cpu().numpy())
+    model.train(was_training)
+    measured = {name: metric.compute()["accuracy"] for name, metric in accuracies.items()}
+    return {"loss": loss / count, **measured}
+
+
+def accuracies(data: DataArguments, best: dict[str, float]) -> str:
+    return (
+        f"trained together on {' '.join(data.dataset)}: accuracy {best['accuracy']:.2%} and "
+        f"{best['agent_accuracy']:.2%}."
+    )
+
+
+def save_alone(name: str, accuracy: str, processor, data: DataArguments, run: RunArguments, state: TrainingState):
+    """Write one of the two, as it was in the best epoch, to a folder of its own within the run's."""
+    model = getattr(BootstrappedViTForImageClassification.from_pretrained(run.output_dir), name)
+    alone = dataclasses.replace(state, best={"accuracy": state.best[accuracy]})
+    with whole_folder(Path(run.output_dir) / name, overwrite=True) as folder:
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        summary = f"The {name} of the two that were {accuracies(data, state.best)}"
+        write_card(folder, model, summary, data, run, alone)
+
+
+if __name__ == "__main__":
+    run_as_program(main, PROG)
