@@ -28,6 +28,7 @@ from .pictures import (
     label_lines,
     save_figure,
 )
+from .predict import find_images, read_images
 from .tables import format_table
 from .training.data import SUBSET, decode_image, load_images
 from .training.files import check_file_path, write_json
@@ -83,9 +84,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--layers", nargs="+", type=int, help="from 1 (default: the first, a middle and the last one)")
     parser.add_argument("--heads", nargs="+", type=int, default=[1], help="to draw, from 1 (default: 1)")
+    parser.add_argument("--average_heads", action="store_true", help="draw the average of all heads instead")
     parser.add_argument("--picture", metavar="FILE", help="draw into this .png, .pdf or .svg")
     parser.add_argument("--entropy", metavar="FILE", help="draw the heads' entropy by layer into this file")
     parser.add_argument("--json", metavar="OUT", help="write the numbers to this file")
+    parser.add_argument("--image", nargs="+", metavar="FILE", help="these images instead of a data set's")
     parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=f"as in training (default: {SUBSET})")
     parser.add_argument("--split", default="train", help="default: train")
     parser.add_argument("--images", type=int, default=64, help="images to average over (default: 64)")
@@ -105,8 +108,11 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json:
         check_file_path(arguments.json)
 
-    images = load_images(arguments.dataset, arguments.split)
-    images = [decode_image(images[index]["image"], index) for index in range(min(arguments.images, len(images)))]
+    if arguments.image:
+        images = [image for _, image in read_images(find_images(arguments.image))]
+    else:
+        images = load_images(arguments.dataset, arguments.split)
+        images = [decode_image(images[index]["image"], index) for index in range(min(arguments.images, len(images)))]
     measured = {}
     for name, model, image_processor in _models(arguments, names):
         batches = [
@@ -121,7 +127,9 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--layers has {wrong[0]}, expected 1 to {num_layers}.")
     print(format_table(_rows(measured, layers)))
     if arguments.picture:
-        save_figure(draw_attention(measured, layers, arguments.heads), arguments.picture)
+        save_figure(
+            draw_attention(measured, layers, None if arguments.average_heads else arguments.heads), arguments.picture
+        )
     if arguments.entropy:
         save_figure(draw_entropy(measured), arguments.entropy)
     if arguments.json:
@@ -212,7 +220,7 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
         raise ValueError(
             f"{type(model).__name__} returns no hidden states of layers; expected a vision model that does."
         )
-    grid = _grid(model.config)
+    grid = patch_grid(model.config)
     means = {key: value.cpu() / count for key, value in sums.items()}
     layers = 1 + max(layer for layer, _ in means)
     return [_statistics(layer, means, grid) for layer in range(layers)]
@@ -222,7 +230,7 @@ def _add(sums: dict, key, value: torch.Tensor):
     sums[key] = sums[key] + value if key in sums else value
 
 
-def _grid(config) -> tuple[int, int] | None:
+def patch_grid(config) -> tuple[int, int] | None:
     """Height and width in patches, where tokens are patches."""
     patch = getattr(config, "patch_size", None)
     if patch is None:
@@ -249,7 +257,7 @@ def _statistics(layer: int, means: dict, grid: tuple[int, int] | None) -> LayerS
 
 
 def draw_attention(
-    measured: dict[str, list[LayerStatistics]], layers: Sequence[int], heads: Sequence[int] = (1,)
+    measured: dict[str, list[LayerStatistics]], layers: Sequence[int], heads: Sequence[int] | None = (1,)
 ) -> Figure:
     """Attention maps, a row for a layer; for each model and head the whole map and its upper left corner, 48 queries
     and keys, enlarged (figures 3 to 6 of Zheng et al.). The colors of each map reach up to its largest values, but at
@@ -258,7 +266,7 @@ def draw_attention(
     Args:
         measured (`dict`): What `measure_attention` returns, by the name of the model.
         layers (sequence of `int`): Layers to draw, from 1.
-        heads (sequence of `int`, *optional*, defaults to `(1,)`): Heads to draw, from 1.
+        heads (sequence of `int`, *optional*, defaults to `(1,)`): Heads to draw, from 1; `None` draws their average.
 
     Returns:
         `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`.
@@ -270,9 +278,9 @@ def draw_attention(
         maps = statistics[layers[0] - 1].maps
         if maps is None:
             raise ValueError(f"{name} has no attention to draw; expected a vision transformer.")
-        if wrong := [head for head in heads if not 1 <= head <= len(maps)]:
+        if wrong := [head for head in heads or () if not 1 <= head <= len(maps)]:
             raise ValueError(f"{name} has no head {wrong[0]}, expected 1 to {len(maps)}.")
-    columns = [(name, head) for name in measured for head in heads]
+    columns = [(name, head) for name in measured for head in heads or [None]]
     panel, gap, left, top, bottom = 1.5, 0.08, 0.3, 0.42, 0.28
     group = 2 * panel + gap
     width = left + len(columns) * (group + 3 * gap)
@@ -292,7 +300,8 @@ def draw_attention(
             color=TEXT_COLOR,
         )
         for column, (name, head) in enumerate(columns):
-            weights = measured[name][layer - 1].maps[head - 1].numpy()
+            maps = measured[name][layer - 1].maps
+            weights = (maps.mean(0) if head is None else maps[head - 1]).numpy()
             corner = min(CORNER, len(weights))
             darkest = max(np.quantile(weights, 0.998), 10 / len(weights))
             x = left + column * (group + 3 * gap)
@@ -308,7 +317,7 @@ def draw_attention(
                         Rectangle((-0.5, -0.5), corner, corner, fill=False, edgecolor="#d04020", linewidth=0.8)
                     )
                 if row == 0 and part == 0:
-                    title = f"{name}, head {head}" if len(heads) > 1 else name
+                    title = f"{name}, head {head}" if len(columns) > len(measured) else name
                     axes.set_title(title, loc="left", fontsize=8, color=TEXT_COLOR, pad=4)
     legend = f"Rows are queries, columns keys; beside each map its upper left {CORNER} x {CORNER} corner."
     figure.text(left / width, 0.06 / height, legend, ha="left", va="bottom", size=LEGEND_SIZE, color=LEGEND_COLOR)

@@ -24,6 +24,7 @@ COMMANDS = {
     "segment": ("frugalvit.training.segment", "fine-tune a model for semantic segmentation"),
     "curves": ("frugalvit.curves", "draw how trainings went"),
     "attention": ("frugalvit.attention", "measure and draw how a vision transformer attends"),
+    "features": ("frugalvit.features", "draw what the layers of models make of images"),
     "evaluate": (
         "frugalvit.evaluate",
         "measure classifiers, segmentation, zero-shot, retrieval, ScienceQA",

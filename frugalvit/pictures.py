@@ -182,6 +182,40 @@ def draw_segmentation(
     return figure
 
 
+def draw_maps(
+    images: Sequence[torch.Tensor],
+    maps: Sequence[Sequence[torch.Tensor]],
+    headings: Sequence[str],
+    captions: Sequence[str],
+    legend: str,
+    panel_size: float = 1.3,
+) -> Figure:
+    """Draw images, one row each, and maps of numbers beside them, each map in colors from its smallest to its largest
+    value.
+
+    Args:
+        images (sequence of `torch.Tensor`): `(channels, height, width)`, 0 to 1; 1 or 3 channels.
+        maps (sequence of sequences of `torch.Tensor`): `(rows, columns)` each, as many for every image.
+        headings (sequence of `str`): Of the columns, the image's first.
+        captions (sequence of `str`): A line of text for each row.
+        legend (`str`): What the maps show.
+        panel_size (`float`, *optional*, defaults to 1.3): Width of a panel in inches.
+
+    Returns:
+        `matplotlib.figure.Figure`: As of `draw_rois`.
+    """
+    images = [_to_array(image) for image in images]
+    figure, panels = _make_panels(images, headings, panel_size, legend, captions)
+    for image, (picture, *others), row in zip(images, panels, maps, strict=True):
+        _draw_image(picture, image, MIN_MARGIN, faded=False)
+        for axes, values in zip(others, row, strict=True):
+            values = _to_numpy(values)
+            low, high = values.min(), values.max()
+            colors = matplotlib.colormaps["magma"]((values - low) / max(high - low, 1e-12))[..., :3]
+            _draw_map(axes, colors, image.shape)
+    return figure
+
+
 def _class_colors(count: int) -> np.ndarray:
     """`(count, 3)`; neighbors differ."""
     if count <= 20:

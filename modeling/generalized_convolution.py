@@ -60,12 +60,18 @@ def shift_matrices(height: int, width: int, num_positions: int) -> torch.Tensor:
 
 
 def generalized_convolution_in_matrix_form(
-    feature_map: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    feature_map: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    matrices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`generalized_conv2d` as eq. 5 has it, Y = Σ Φ_i X W_i: time and memory grow with the square of the positions."""
+    """`generalized_conv2d` as eq. 5 has it, Y = Σ Φ_i X W_i, for teaching and testing: time and memory grow with the
+    square of the map's positions. `matrices` are the `shift_matrices` if they are there already."""
     height, width = feature_map.shape[-2:]
-    matrices = shift_matrices(height, width, weight.shape[-1]).to(feature_map)
-    output = torch.einsum("iqp,bcp,oci->boq", matrices, feature_map.flatten(2), weight)
+    if matrices is None:
+        matrices = shift_matrices(height, width, weight.shape[-1]).to(feature_map)
+    projected = torch.einsum("bcp,oci->ipbo", feature_map.flatten(2), weight)
+    output = torch.einsum("iqp,ipbo->boq", matrices, projected)
     output = output if bias is None else output + bias[:, None]
     return output.unflatten(-1, (height, width))
 

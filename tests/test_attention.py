@@ -129,6 +129,18 @@ def test_command_compares_initializations_with_a_trained_model(folder, tmp_path,
     assert main([*arguments[:2], "--images", "1", "--seed", "1"]) == 0
 
 
+def test_heads_are_averaged_over_given_images(folder, tmp_path, capsys):
+    measured = {"one": measure_attention(vit(), batches())}
+    maps = [axes.get_images()[0].get_array() for axes in draw_attention(measured, [1], None).axes]
+    np.testing.assert_allclose(maps[0], measured["one"][0].maps.mean(0))
+    for index in range(2):
+        Image.new("RGB", (32, 32), (90 * index, 80, 70)).save(tmp_path / f"{index}.png")
+    outputs = ["--picture", str(tmp_path / "maps.svg"), "--json", str(tmp_path / "numbers.json")]
+    images = ["--image", str(tmp_path / "0.png"), str(tmp_path / "1.png"), "--average_heads"]
+    assert main(["attention", str(folder), *images, *outputs]) == 0
+    assert json.loads((tmp_path / "numbers.json").read_text())["images"] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

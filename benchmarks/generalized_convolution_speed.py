@@ -1,0 +1,92 @@
+"""Generalized convolution as a convolution and in matrix form (eq. 5): time and memory on three sizes, in one run.
+
+    python benchmarks/generalized_convolution_speed.py
+
+9 positions, 64 channels. The constant matrices of the matrix form are there beforehand; their memory counts, as a
+model would keep them, and the time to make them does not. Memory is what a forward pass in a process of its own adds
+at its peak (Linux). Writes results/generalized_convolution_speed.json.
+"""
+
+import argparse
+import re
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from frugalvit import GeneralizedConv2d
+from frugalvit.modeling.generalized_convolution import generalized_convolution_in_matrix_form, shift_matrices
+from frugalvit.speed import images_per_second
+from frugalvit.tables import format_table
+from shared import ROOT, write_table
+
+
+CHANNELS, POSITIONS = 64, 9
+
+
+class MatrixForm(nn.Module):
+    """The same layer as products with the constant matrices of a map of one size."""
+
+    def __init__(self, layer: GeneralizedConv2d, side: int):
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("matrices", shift_matrices(side, side, POSITIONS))
+
+    def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
+        return generalized_convolution_in_matrix_form(feature_map, self.layer.weight, self.layer.bias, self.matrices)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sides", type=int, nargs="+", default=[14, 28, 56], help="of the maps (default: 14 28 56)")
+    parser.add_argument("--batch_size", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=20, help="timed passes of each (default: %(default)s)")
+    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    arguments = parser.parse_args()
+
+    rows = []
+    for side in arguments.sides:
+        torch.manual_seed(0)
+        feature_map = torch.randn(arguments.batch_size, CHANNELS, side, side)
+        layer = GeneralizedConv2d(CHANNELS, CHANNELS, POSITIONS)
+        models = {"convolution": layer, "matrix_form": MatrixForm(layer, side)}
+        torch.testing.assert_close(*(model(feature_map) for model in models.values()), atol=1e-4, rtol=1e-4)
+        speeds = images_per_second(models, feature_map, arguments.rounds)
+        row = {"map": f"{side} x {side}"}
+        row |= {f"{name}_ms": 1000 * arguments.batch_size / speed for name, speed in speeds.items()}
+        row["times_faster"] = speeds["convolution"] / speeds["matrix_form"]
+        for name in models:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                row[f"{name}_mb"] = process.submit(peak_memory, name, side, arguments.batch_size).result()
+        rows.append(row)
+        print(format_table(rows), flush=True)
+    write_table(
+        arguments.results_dir / "generalized_convolution_speed.json",
+        {"channels": CHANNELS, "positions": POSITIONS, "batch_size": arguments.batch_size, "rounds": arguments.rounds},
+        rows,
+        threads=torch.get_num_threads(),
+    )
+
+
+@torch.inference_mode()
+def peak_memory(name: str, side: int, batch_size: int) -> float:
+    """Megabytes that the layer, its constants and a forward pass add to a process at their peak."""
+    feature_map = torch.randn(batch_size, CHANNELS, side, side)
+    # What the libraries need once is no part of it.
+    nn.Conv2d(CHANNELS, CHANNELS, 3)(torch.randn(1, CHANNELS, 8, 8)), torch.randn(64, 64) @ torch.randn(64, 64)
+    before = kilobytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # Linux counts the peak anew
+    layer = GeneralizedConv2d(CHANNELS, CHANNELS, POSITIONS)
+    model = layer if name == "convolution" else MatrixForm(layer, side)
+    model(feature_map)
+    return (kilobytes("VmHWM") - before) / 1000
+
+
+def kilobytes(name: str) -> int:
+    return int(re.search(name + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+if __name__ == "__main__":
+    main()

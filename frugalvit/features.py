@@ -1,0 +1,117 @@
+"""`frugalvit features`: what the layers of models make of images, beside each other."""
+
+import argparse
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from transformers import PreTrainedModel
+
+from .attention import patch_grid
+from .pictures import check_picture_path, denormalize, draw_maps, save_figure
+from .predict import find_images, read_images
+from .training.loading import load_image_classifier
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="frugalvit features",
+        description="Draw the intermediate features of image classifiers: a row for each image and model, a panel for "
+        "each layer, which shows how long the feature vectors are at each position. Of a ViT that was trained beside "
+        "an agent, both are drawn.",
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="model folders or hub ids")
+    parser.add_argument("--names", nargs="+", help="of the models (default: their folders')")
+    parser.add_argument("--image", nargs="+", required=True, metavar="FILE", help="images, folders or parquet files")
+    parser.add_argument("--limit", type=int, default=4, help="draw the first so many images (default: 4)")
+    parser.add_argument("--layers", nargs="+", type=int, help="from 1 (default: all)")
+    parser.add_argument("--picture", required=True, metavar="FILE", help="draw into this .png, .pdf or .svg")
+    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
+    parser.add_argument(
+        "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the models"
+    )
+    arguments = parser.parse_args(argv)
+    names = arguments.names or [Path(model).name for model in arguments.models]
+    if len(names) != len(arguments.models) or len(set(names)) != len(names):
+        raise ValueError(f"--names has {len(set(names))} different names for {len(arguments.models)} models.")
+    if arguments.limit < 1:
+        raise ValueError(f"--limit is {arguments.limit}, expected at least 1.")
+    check_picture_path(arguments.picture)
+
+    images = [image for _, image in itertools.islice(read_images(find_images(arguments.image)), arguments.limit)]
+    maps, seen = {}, None
+    for name, folder in zip(names, arguments.models, strict=True):
+        model, image_processor = load_image_classifier(folder, arguments.device, arguments.trust_remote_code)
+        pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
+        if seen is None:
+            seen = denormalize(pixel_values, image_processor.image_mean, image_processor.image_std)
+        for part, alone in parts(name, model).items():
+            maps[part] = feature_maps(alone, pixel_values.to(model.device))
+    save_figure(draw_features(seen, maps, arguments.layers), arguments.picture)
+
+
+def parts(name: str, model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """A model by its name, or a ViT and its agent by theirs."""
+    if model.config.model_type != "bootstrapped_vit":
+        return {name: model}
+    return {f"{name}, ViT": model.vit, f"{name}, agent": model.agent}
+
+
+@torch.no_grad()
+def feature_maps(model: PreTrainedModel, pixel_values: torch.Tensor) -> list[torch.Tensor]:
+    """How long a model's feature vectors are at every position, after each layer.
+
+    Args:
+        model (`PreTrainedModel`): Returns hidden states, tokens of patches or feature maps.
+        pixel_values (`torch.Tensor`): `(batch, channels, height, width)`.
+
+    Returns:
+        `list[torch.Tensor]`: `(batch, rows, columns)` for each layer.
+
+    Raises:
+        ValueError: if the model's tokens lie on no grid.
+    """
+    states = model(pixel_values, output_hidden_states=True).hidden_states[1:]
+    return [_lengths(features, patch_grid(model.config), type(model).__name__) for features in states]
+
+
+def _lengths(features: torch.Tensor, grid: tuple[int, int] | None, name: str) -> torch.Tensor:
+    if features.ndim == 4:
+        return features.float().norm(dim=1).cpu()
+    positions = grid[0] * grid[1] if grid else 0
+    if not 0 < positions <= features.shape[1]:
+        raise ValueError(f"The tokens of {name} are no patches of the image; expected a ViT or a convolutional model.")
+    return features[:, -positions:].float().norm(dim=-1).unflatten(1, grid).cpu()
+
+
+def draw_features(
+    images: torch.Tensor, maps: Mapping[str, Sequence[torch.Tensor]], layers: Sequence[int] | None = None
+) -> Figure:
+    """Images and features of layers (tables 5 and 6 of Zhang et al.), each panel in the colors from its smallest to
+    its largest value.
+
+    Args:
+        images (`torch.Tensor`): `(batch, channels, height, width)`, 0 to 1.
+        maps (`Mapping`): What `feature_maps` returns, by the name of the model.
+        layers (sequence of `int`, *optional*): Layers to draw, from 1; all if not given.
+
+    Returns:
+        `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`.
+
+    Raises:
+        ValueError: if a model has no such layer.
+    """
+    depth = min(map(len, maps.values()))
+    layers = list(layers or range(1, depth + 1))
+    if wrong := [layer for layer in layers if not 1 <= layer <= depth]:
+        raise ValueError(f"--layers has {wrong[0]}, expected 1 to {depth}.")
+    rows = [(index, name) for index in range(len(images)) for name in maps]
+    return draw_maps(
+        [images[index] for index, _ in rows],
+        [[maps[name][layer - 1][index] for layer in layers] for index, name in rows],
+        headings=["Input", *(f"Layer {layer}" for layer in layers)],
+        captions=[name for _, name in rows],
+        legend="Length of the feature vectors, in each panel from its smallest (dark) to its largest value.",
+    )
