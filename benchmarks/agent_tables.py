@@ -3,10 +3,11 @@
     python benchmarks/agent_tables.py joint   # ViT and agent alone, joint, shared, joint from impulses
     python benchmarks/agent_tables.py hints   # joint, with the hint removed at a relative depth (figure 1)
 
-Every row has the same architectures (64 tokens and [CLS], width 72, 4 blocks, 9 heads or positions) and budget (6,000
-images, 6 epochs); the optimizer is the reference implementation's (AdamW, 1e-3, weight decay 0.05, cosine, batches of
-64; the gradient of a ViT alone is clipped to 0.1). Accuracy is that of the last epoch. Runs are kept under --runs_dir
-and found again, so that a killed command goes on, and seeds can be run side by side. Writes results/agent_TABLE.json.
+Every row has the same architectures (64 tokens and [CLS], width 72, 4 blocks, 9 heads or positions) and budget (4,000
+images, 6 epochs, batches of 32); the optimizer is the reference implementation's (AdamW, 1e-3, weight decay 0.05,
+cosine; the gradient of a ViT alone is clipped to 0.1), as are the weights of the losses unless a row's name says
+otherwise. Accuracy is that of the last epoch. Runs are kept under --runs_dir and found again, so that a killed command
+goes on, and seeds can be run side by side. Writes results/agent_TABLE.json.
 """
 
 import argparse
@@ -51,7 +52,8 @@ AGENT_ALONE = ALONE | {
     "max_grad_norm": 0,
 }
 PAIR = {"vit": VIT, "agent": AGENT}
-JOINT = PAIR | {"variant": "joint-small"}
+JOINT, SHARED = (PAIR | {"variant": f"{name}-small"} for name in ("joint", "shared"))
+NO_HINT = {"config_overrides": "hint_weight=0"}
 # Rows: name -> recipe and its arguments. Rows of one name are one run.
 TABLES = {
     "joint": {
@@ -59,8 +61,10 @@ TABLES = {
         "ViT alone, impulse": (train, VIT_ALONE | IMPULSE),
         "agent alone": (train, AGENT_ALONE),
         "joint": (joint, JOINT),
-        "shared": (joint, PAIR | {"variant": "shared-small"}),
-        "joint, impulse": (joint, JOINT | IMPULSE),
+        "joint, no hint": (joint, JOINT | NO_HINT),
+        "shared": (joint, SHARED),
+        "shared, no hint": (joint, SHARED | NO_HINT),
+        "joint, impulse, no hint": (joint, JOINT | IMPULSE | NO_HINT),
     },
     "hints": {
         "joint": (joint, JOINT),
@@ -68,7 +72,7 @@ TABLES = {
             f"joint, no hint at depth {block / BLOCKS:g}": (joint, JOINT | {"without_hint_at": block / BLOCKS})
             for block in range(1, BLOCKS + 1)
         },
-        "joint, no hint": (joint, JOINT | {"config_overrides": "hint_weight=0"}),
+        "joint, no hint": (joint, JOINT | NO_HINT),
     },
 }
 
@@ -78,7 +82,7 @@ def main():
     parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
-    parser.add_argument("--images", type=int, default=6000, help="training images (default: %(default)s)")
+    parser.add_argument("--images", type=int, default=4000, help="training images (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=6, help="default: %(default)s")
     add_run_arguments(parser, "runs/agent_tables")
     arguments = parser.parse_args()
@@ -106,7 +110,7 @@ def run(arguments, name: str, recipe, row: dict, seed: int) -> dict:
         arguments.runs_dir / f"{arguments.epochs}-epochs" / folder_name(name, seed),
         [
             *("--seed", str(seed), *data_arguments(arguments), "--train_split", f"train[:{arguments.images}]"),
-            *("--epochs", str(arguments.epochs), "--batch_size", "64"),
+            *("--epochs", str(arguments.epochs), "--batch_size", "32"),
             *(text for field, value in row.items() for text in (f"--{field}", str(value))),
         ],
     )

@@ -30,7 +30,7 @@ COMMANDS = {
         "measure classifiers, segmentation, zero-shot, retrieval, ScienceQA",
     ),
     "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
-    "publish": ("frugalvit.publish", "write a model as a repository to share, in half the bytes"),
+    "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after looking at everything"),
 }
 
 

@@ -1,46 +1,81 @@
-"""`frugalvit publish`: a trained model as a repository to share, in half the bytes."""
+"""`frugalvit publish`: a trained model to the hub, in half the bytes, after everything about it has been looked at."""
 
 import argparse
 import shutil
+import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from .modeling.hub import upload_folder
+from .tables import format_table
 from .training.files import whole_folder
-from .training.loading import load_image_classifier
+from .validation import load_model, validate_repository
 
 
-# What a model's folder may hold besides weights and configuration and what goes along as it is.
-COMPANIONS = ("README.md", "preprocessor_config.json")
+# What goes along as it is, besides weights, configuration and code: cards, pictures in them, processors, tokenizers.
+COMPANIONS = (
+    "README.md",
+    "*.png",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="frugalvit publish", description=__doc__)
-    parser.add_argument("model", metavar="FOLDER", help="an image classifier, for example a recipe's output folder")
-    parser.add_argument("output", metavar="OUT", help="folder to write: weights, configuration, code, card")
-    parser.add_argument("--card", metavar="FILE", help="model card to put into OUT (default: the one in FOLDER)")
+    parser.add_argument("model", metavar="FOLDER", help="a model, for example a recipe's output folder")
+    parser.add_argument("repo_id", metavar="REPO_ID", nargs="?", help="hub repository to upload to, in one commit")
+    parser.add_argument("--output", metavar="OUT", help="also keep what is uploaded in this folder")
+    parser.add_argument("--card", metavar="FILE", help="model card to publish with it (default: the one in FOLDER)")
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="look at everything, upload nothing")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
-    parser.add_argument("--repo-id", "--repo_id", help="also upload OUT to this hub repository, in one commit")
     parser.add_argument("--private", action="store_true", help="make a new hub repository private")
     arguments = parser.parse_args(argv)
 
     if arguments.card and not Path(arguments.card).is_file():
         raise ValueError(f"--card: there is no file {arguments.card!r}; expected a model card in Markdown.")
-    model, _ = load_image_classifier(arguments.model, "cpu")
-    with whole_folder(arguments.output, arguments.overwrite) as folder:
-        save_compact(model, folder)
-        for name in COMPANIONS:
-            if (Path(arguments.model) / name).is_file():
-                shutil.copyfile(Path(arguments.model) / name, folder / name)
-        if arguments.card:
-            shutil.copyfile(arguments.card, folder / "README.md")
-    size = sum(path.stat().st_size for path in Path(arguments.output).iterdir())
-    print(f"Wrote {arguments.output}: {model.num_parameters():,} parameters, {size / 1e6:.1f} MB.")
-    if arguments.repo_id:
-        upload_folder(arguments.output, arguments.repo_id, private=arguments.private or None)
-        print(f"Uploaded it to {arguments.repo_id}.")
+    if not (arguments.repo_id or arguments.output or arguments.dry_run):
+        raise ValueError(
+            "Give a REPO_ID to upload to, --output to write a folder, or --dry-run to look at everything."
+        )
+    with prepared(arguments) as folder:
+        checked = validate_repository(folder)
+        files = sorted(folder.iterdir(), key=lambda path: -path.stat().st_size)
+        print(format_table([{"file": path.name, "bytes": path.stat().st_size} for path in files]))
+        print(f"\n{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB.")
+        print("\n".join(f"ok: {line}." for line in checked))
+        if arguments.repo_id and not arguments.dry_run:
+            upload_folder(folder, arguments.repo_id, private=arguments.private or None)
+            print(f"Uploaded to {arguments.repo_id}.")
+    if arguments.dry_run:
+        print("Nothing was uploaded.")
+    elif arguments.output:
+        print(f"Wrote {arguments.output}.")
+
+
+@contextmanager
+def prepared(arguments: argparse.Namespace):
+    """The folder to upload, which stays if it has a name and all goes well."""
+    model = load_model(arguments.model)
+    with tempfile.TemporaryDirectory() as aside:
+        keeps = arguments.output and not arguments.dry_run
+        folder = whole_folder(arguments.output if keeps else Path(aside) / "model", arguments.overwrite)
+        with folder as folder:
+            save_compact(model, folder)
+            for pattern in COMPANIONS:
+                for path in Path(arguments.model).glob(pattern):
+                    shutil.copyfile(path, folder / path.name)
+            if arguments.card:
+                shutil.copyfile(arguments.card, folder / "README.md")
+            yield folder
 
 
 def save_compact(model: PreTrainedModel, folder: Path):

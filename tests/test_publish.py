@@ -1,38 +1,67 @@
-"""`frugalvit publish`: half the bytes, the same model."""
+"""`frugalvit publish`: half the bytes, the same model, and nothing uploaded that is not right."""
 
+import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors import safe_open
-from transformers import AutoModelForImageClassification
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageClassification, CLIPConfig, CLIPModel
 
 import frugalvit
 from frugalvit import publish
+from frugalvit.cli import main
+from frugalvit.validation import validate_repository
 
 
 CARDS = Path(__file__).parents[1] / "model_cards"
+CARD = """---
+library_name: transformers
+license: mit
+pipeline_tag: {task}
+datasets: [uoft-cs/cifar10]
+tags: [frugalvit]
+model-index:
+- name: tiny
+  results:
+  - task: {{type: image-classification}}
+    dataset: {{name: CIFAR-10, type: uoft-cs/cifar10}}
+    metrics:
+    - {{type: accuracy, value: 0.1}}
+---
+
+A card with results.
+"""
 
 
-@pytest.fixture
-def trained(tmp_path):
-    torch.manual_seed(0)
-    config = frugalvit.SparseFormerConfig(
+def sparseformer(**fields) -> frugalvit.SparseFormerConfig:
+    return frugalvit.SparseFormerConfig(
         image_size=32,
         num_latent_tokens=4,
         stem_channels=8,
         focusing_hidden_size=16,
         hidden_size=32,
         num_hidden_layers=1,
+        **fields,
     )
-    frugalvit.SparseFormerForImageClassification(config).save_pretrained(tmp_path / "trained")
-    (tmp_path / "trained" / "README.md").write_text("A card with results.", encoding="utf-8")
+
+
+def write_card(folder, task="image-classification"):
+    (folder / "README.md").write_text(CARD.format(task=task), encoding="utf-8")
+
+
+@pytest.fixture
+def trained(tmp_path):
+    torch.manual_seed(0)
+    frugalvit.SparseFormerForImageClassification(sparseformer()).save_pretrained(tmp_path / "trained")
+    write_card(tmp_path / "trained")
     return tmp_path / "trained"
 
 
 def test_stores_half_precision_that_loads_as_float32(trained, tmp_path):
-    publish.main([str(trained), str(tmp_path / "out")])
+    publish.main([str(trained), "--output", str(tmp_path / "out")])
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as weights:
         dtypes = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     assert {name for name, dtype in dtypes.items() if dtype == "F32"} == {"sparseformer.latents.initial_rois"}
@@ -42,40 +71,156 @@ def test_stores_half_precision_that_loads_as_float32(trained, tmp_path):
     original = AutoModelForImageClassification.from_pretrained(trained)
     for name, parameter in original.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-3, atol=1e-6)
-    assert (tmp_path / "out" / "README.md").read_text(encoding="utf-8") == "A card with results."
+    assert "A card with results." in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert (tmp_path / "out" / "modeling_sparseformer.py").is_file()
 
 
-def test_uploads_once(trained, tmp_path, monkeypatch):
-    uploads = []
+def test_uploads_all_in_one_commit(trained, tmp_path, hub, capsys):
+    (trained / "checkpoints").mkdir()
+    (trained / "optimizer.bin").write_text("private")
+    assert main(["publish", str(trained), "someone/model", "--output", str(tmp_path / "out"), "--private"]) == 0
+    [(path, _, files)] = hub.commits
+    assert path == "/api/models/someone/model/commit/main"
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"} < set(files)
+    assert "optimizer.bin" not in files
+    assert hub.created[0].get("visibility") == "private" or hub.created[0].get("private")
+    assert "Uploaded to someone/model." in capsys.readouterr().out
 
-    class Hub:
-        def __init__(self, token=None):
-            pass
 
-        def create_repo(self, repo_id, private=None, exist_ok=False):
-            return SimpleNamespace(repo_id=f"someone/{repo_id}")
+def test_dry_run_looks_at_everything_and_does_nothing(trained, tmp_path, hub, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["publish", str(trained), "someone/model", "--output", str(tmp_path / "out"), "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    for file in ("model.safetensors", "modeling_sparseformer.py", "README.md"):
+        assert file in output
+    assert "It loads where frugalvit is not installed, and computes the same there." in output
+    assert "Nothing was uploaded." in output and not hub.created and not hub.commits
+    assert sorted(tmp_path.rglob("*")) == before
 
-        def upload_folder(self, **arguments):
-            uploads.append(arguments)
 
-    monkeypatch.setattr("frugalvit.modeling.hub.HfApi", Hub)
-    publish.main([str(trained), str(tmp_path / "out"), "--repo-id", "model"])
-    assert [(upload["repo_id"], upload["folder_path"]) for upload in uploads] == [
-        ("someone/model", str(tmp_path / "out"))
-    ]
+def test_a_card_may_come_from_elsewhere(trained, tmp_path):
+    (trained / "README.md").unlink()
+    card = tmp_path / "card.md"
+    card.write_text(CARD.format(task="image-classification").replace("mit", "apache-2.0"), encoding="utf-8")
+    publish.main([str(trained), "--output", str(tmp_path / "out"), "--card", str(card)])
+    assert (tmp_path / "out" / "README.md").read_bytes() == card.read_bytes()
+
+
+def test_clips_and_backbones(tmp_path):
+    torch.manual_seed(0)
+    sides = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"vocab_size": 20, "max_position_embeddings": 8, "eos_token_id": 19, **sides}
+    clip = CLIPModel(CLIPConfig(text_config=text, vision_config={"image_size": 32, "patch_size": 8, **sides}))
+    vision = frugalvit.SparseFormerVisionModelWithProjection(sparseformer(projection_dim=512))
+    frugal = frugalvit.SparseFormerCLIPModel.from_clip(clip, vision)
+    for name, model, task in (
+        ("clip", frugal, "zero-shot-image-classification"),
+        ("vision", vision, "image-feature-extraction"),
+    ):
+        model.save_pretrained(tmp_path / name)
+        write_card(tmp_path / name, task)
+        publish.main([str(tmp_path / name), "--output", str(tmp_path / f"{name}-out")])
+
+
+def spoil_weights(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["classifier.bias"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def cut_weights(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def edit_card(old, new):
+    def edit(folder):
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        assert old in text
+        (folder / "README.md").write_text(text.replace(old, new), encoding="utf-8")
+
+    return edit
+
+
+def edit_code(folder):
+    """Code that computes something else where frugalvit is not installed."""
+    file = folder / "modeling_sparseformer.py"
+    text = file.read_text(encoding="utf-8")
+    assert "pooler_output=" in text
+    file.write_text(text.replace("pooler_output=", "pooler_output=2 * ", 1), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (spoil_weights, r"classifier\.bias in model\.safetensors has values that are not finite"),
+        (cut_weights, r"model\.safetensors cannot be read"),
+        (edit_card("license: mit\n", ""), "lack license: add them there"),
+        (edit_card("model-index", "model-indices"), "lack model-index, measured results"),
+        (edit_card("value: 0.1", "value: high"), "'accuracy' of README.md is 'high', expected a number"),
+        (edit_card("tags: ", "base_model: my-folder\ntags: "), "base_model is 'my-folder' in README.md"),
+        (
+            edit_card("image-classification\ndatasets", "image-segmentation\ndatasets"),
+            "expected 'image-classification'",
+        ),
+        (edit_card("tags: [", "tags: [["), "README.md has no metadata that can be read"),
+        (edit_code, r"modeling_sparseformer\.py is not what frugalvit .* ships; .*computes other logits, by up to"),
+        (lambda folder: (folder / "config.json").unlink(), "it has no config.json"),
+        (lambda folder: (folder / "preprocessor_config.json").unlink(), "it has no preprocessor_config.json"),
+        (lambda folder: (folder / "pytorch_model.bin").write_text(""), "pytorch_model.bin does not belong into it"),
+        (lambda folder: (folder / "data").mkdir(), "data does not belong into it"),
+        (lambda folder: (folder / "hub.py").unlink(), "hub.py is not what frugalvit .* ships"),
+    ],
+)
+def test_what_is_wrong_is_found(spoil, message, trained):
+    spoil(trained)
+    with pytest.raises(ValueError, match=f"not ready to be published: .*{message}"):
+        validate_repository(trained)
+
+
+def test_nothing_is_uploaded_that_is_not_right(trained, tmp_path, hub, capsys):
+    edit_card("license: mit\n", "")(trained)
+    assert main(["publish", str(trained), "someone/model", "--output", str(tmp_path / "out")]) == 1
+    assert "lack license" in capsys.readouterr().err
+    assert not hub.created and not hub.commits and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Give a REPO_ID to upload to, --output to write a folder, or --dry-run"),
+        (["--dry-run", "--card", "none.md"], "there is no file 'none.md'"),
+    ],
+)
+def test_wrong_arguments(arguments, message, trained, capsys):
+    assert main(["publish", str(trained), *arguments]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_refuses_a_folder_with_something_in_it(trained, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ValueError, match="not empty"):
-        publish.main([str(trained), str(tmp_path / "out")])
+        publish.main([str(trained), "--output", str(tmp_path / "out")])
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.parametrize("card", sorted(CARDS.glob("*.md")), ids=lambda card: card.stem)
-def test_shipped_models_carry_their_cards_and_fit_into_the_repository(card):
-    folder = frugalvit.checkpoint_path(card.stem)
-    assert (folder / "README.md").read_text(encoding="utf-8") == card.read_text(encoding="utf-8")
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 8e6
+class TestShippedModels:
+    def test_are_ready_to_be_published(self, card):
+        assert len(validate_repository(frugalvit.checkpoint_path(card.stem))) == 6
+
+    def test_carry_their_cards_and_fit_into_the_repository(self, card):
+        folder = frugalvit.checkpoint_path(card.stem)
+        assert (folder / "README.md").read_text(encoding="utf-8") == card.read_text(encoding="utf-8")
+        assert sum(path.stat().st_size for path in folder.iterdir()) < 8e6
+
+    def test_cards_say_what_was_measured(self, card):
+        """Every result of the metadata, and the percentage in the text, stands in `results/`."""
+        measured = json.loads((CARDS.parent / "results" / f"{card.stem}.json").read_text(encoding="utf-8"))
+        last = measured.get("stages", [measured])[-1]["epochs"][-1]["accuracy"]
+        content = ModelCard.load(card)
+        results = content.data.eval_results
+        assert results and all(round(last, 4) == result.metric_value for result in results)
+        assert f"{last:.2%}".replace("%", " %") in content.text

@@ -1,20 +1,16 @@
 """Saved folders are complete hub repositories: they load where frugalvit is not installed."""
 
-import base64
-import functools
-import http.server
 import json
 import os
 import shutil
 import sys
-import threading
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 import transformers
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import ModelCard
 from PIL import Image
 from processes import run_without_frugalvit
 from safetensors.torch import load_file, save, save_file
@@ -338,68 +334,6 @@ class TestAdapters:
         loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
         assert torch.equal(main_output(loaded, pixel_values), main_output(merged, pixel_values))
         assert not torch.equal(main_output(merged, pixel_values), saved[1][folder.name])
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The hub's side of creating a repository and committing files, on this machine."""
-
-    files: list[str]
-    created: list[dict]
-    branches: list[str]
-    commits: list[tuple[str, dict, dict[str, bytes]]]
-
-    def answer(self, content: dict, error: str | None = None):
-        body = json.dumps(content).encode()
-        self.send_response(404 if error else 200)
-        if error:
-            self.send_header("X-Error-Code", error)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_HEAD(self):
-        self.answer({}, None if self.path.rpartition("/")[2] in self.files else "EntryNotFound")
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.path == "/api/repos/create":
-            self.created.append(json.loads(body))
-            self.answer({"url": f"{self.server.url}/someone/{self.created[-1]['name']}"})
-        elif self.path == "/api/validate-yaml":
-            self.answer({"errors": [], "warnings": []})
-        elif "/branch/" in self.path:
-            self.branches.append(self.path.rpartition("/")[2])
-            self.answer({})
-        elif "/preupload/" in self.path:
-            files = json.loads(body)["files"]
-            modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
-            self.answer({"files": modes})
-        else:
-            header, *files = (json.loads(line) for line in body.splitlines())
-            contents = {file["value"]["path"]: base64.b64decode(file["value"]["content"]) for file in files}
-            self.commits.append((self.path, header["value"], contents))
-            self.answer({"commitUrl": f"{self.server.url}/someone/model/commit/0", "commitOid": "0", "success": True})
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    handler = type("Handler", (Hub,), {"files": [], "created": [], "branches": [], "commits": []})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.url = f"http://127.0.0.1:{server.server_port}"
-        api = functools.partial(HfApi, endpoint=server.url)
-        monkeypatch.setattr("frugalvit.modeling.hub.HfApi", api)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", "hf_test")
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield handler
-        server.shutdown()
-        thread.join()
 
 
 class TestUpload:

@@ -1,0 +1,196 @@
+"""Whether a folder is a repository to share: everything is looked at before a byte leaves this machine."""
+
+import importlib.resources
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import ModelCard
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+import frugalvit
+
+from .modeling.hub import HubModel, auto_class, flatten_imports, pipeline_tag
+from .training.loading import load_pretrained
+from .without_package import outputs_of
+
+
+# What belongs into a repository. Pickles, which run code when they are read, do not.
+ENDINGS = (".json", ".md", ".png", ".py", ".safetensors", ".txt")
+# Metadata without which the hub finds and lists no model as it should.
+METADATA = ("library_name", "license", "pipeline_tag", "datasets", "tags")
+
+
+def model_class(config) -> type[PreTrainedModel]:
+    """The class that a model was saved from, this package's or Transformers'.
+
+    Raises:
+        ValueError: if neither has it.
+    """
+    architecture = (config.architectures or ["none"])[0]
+    # Ours first: the newest Transformers may have a class of the same name.
+    found = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
+    if found is None:
+        raise ValueError(f"its architecture {architecture!r} is neither frugalvit's nor Transformers'")
+    return found
+
+
+def load_model(folder: str | os.PathLike) -> PreTrainedModel:
+    """A folder's model, of the class that it was saved from, on the CPU; whole or not at all (ValueError)."""
+    return load_pretrained(folder, "cpu", False, "a model of frugalvit or Transformers", model_class)
+
+
+def validate_repository(folder: str | os.PathLike) -> list[str]:
+    """Look at everything in a repository that can be looked at without the hub.
+
+    Args:
+        folder (`str` or `os.PathLike`): With weights, configuration, code, card.
+
+    Returns:
+        `list[str]`: What was found right, a line each.
+
+    Raises:
+        ValueError: if something is wrong; the message lists all of it.
+    """
+    folder = Path(folder)
+    found = {check: check(folder) for check in (check_files, check_card, check_weights)}
+    if not any(found.values()):
+        model = load_model(folder)
+        found |= {check: check(folder, model) for check in (check_code, check_preprocessing, check_predictions)}
+    if problems := [problem for problems in found.values() for problem in problems]:
+        raise ValueError(f"The model is not ready to be published: {'; '.join(problems)}.")
+    return [check.__doc__.rstrip(".") for check in found]
+
+
+def check_files(folder: Path) -> list[str]:
+    """The files are those of a model repository."""
+    problems = [f"it has no {name}" for name in ("config.json", "README.md") if not (folder / name).is_file()]
+    if not list(folder.glob("*.safetensors")):
+        problems.append("it has no weights in safetensors")
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() or path.is_symlink() or path.parent != folder or path.suffix not in ENDINGS:
+            problems.append(
+                f"{path.relative_to(folder)} does not belong into it (expected files *{', *'.join(ENDINGS)})"
+            )
+    return problems
+
+
+def check_card(folder: Path) -> list[str]:
+    """The card names library, license, task, data sets, tags and measured results."""
+    try:
+        data = ModelCard.load(folder / "README.md").data
+    # As many ways to fail as YAML has.
+    except Exception as error:
+        return [f"README.md has no metadata that can be read ({type(error).__name__}: {error})"]
+    problems, results = [], data.eval_results or []
+    missing = [name for name in METADATA if not data.get(name)] + ["model-index, measured results"] * (not results)
+    if missing:
+        problems.append(
+            f"the metadata of README.md lack {', '.join(missing)}: add them there, or give a complete card by --card"
+        )
+    problems += [
+        f"the result {result.metric_type!r} of README.md is {result.metric_value!r}, expected a number"
+        for result in results
+        if isinstance(result.metric_value, bool) or not isinstance(result.metric_value, int | float)
+    ]
+    base = data.base_model or []
+    for name in [base] if isinstance(base, str) else base:
+        if name.count("/") != 1:
+            problems.append(f"base_model is {name!r} in README.md, expected an id of the hub like owner/name")
+    return problems
+
+
+def check_weights(folder: Path) -> list[str]:
+    """The weights are whole and finite."""
+    problems, names = [], set()
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 (no dict)
+                    names.add(name)
+                    tensor = file.get_tensor(name)
+                    if tensor.is_floating_point() and not tensor.isfinite().all():
+                        problems.append(f"{name} in {path.name} has values that are not finite")
+        except (SafetensorError, OSError) as error:
+            problems.append(f"{path.name} cannot be read ({error})")
+    for path in sorted(folder.glob("*.safetensors.index.json")):
+        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        problems += [f"{path.name} names {name}, which no file has" for name in sorted(index.keys() - names)[:3]]
+    return problems
+
+
+def check_code(folder: Path, model: PreTrainedModel) -> list[str]:
+    """The code is that of this version of frugalvit, to the byte."""
+    expected = {}
+    if isinstance(model, HubModel):
+        expected = {name: flatten_imports(text) for name, text in model.family_class()._sources.items()}
+    found = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
+    return [
+        f"{name} is not what frugalvit {frugalvit.__version__} ships"
+        for name in sorted(expected.keys() | found.keys())
+        if found.get(name) != expected.get(name)
+    ]
+
+
+def check_preprocessing(folder: Path, model: PreTrainedModel) -> list[str]:
+    """The image processor fits the model and the card names its task."""
+    problems = []
+    if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+        problems.append("it has no preprocessor_config.json")
+    task, named = pipeline_tag(model), ModelCard.load(folder / "README.md").data.get("pipeline_tag")
+    if task and named != task:
+        problems.append(f"pipeline_tag is {named!r} in README.md, expected {task!r}")
+    return problems
+
+
+def check_predictions(folder: Path, model: PreTrainedModel) -> list[str]:
+    """It loads where frugalvit is not installed, and computes the same there."""
+    inputs, loader = example_inputs(model.config), auto_class(model)
+    if loader is None:
+        loader = f"{model.family_class().__module__.rpartition('.')[2]}.{type(model).__name__}"
+    with torch.inference_mode():
+        expected = outputs_of(model, inputs)
+    with tempfile.TemporaryDirectory() as home:
+        files = [str(Path(home) / name) for name in ("inputs.safetensors", "outputs.safetensors")]
+        save_file(inputs, files[0])
+        source = (importlib.resources.files("frugalvit") / "without_package.py").read_text(encoding="utf-8")
+        process = subprocess.run(
+            [sys.executable, "-c", source, str(folder.absolute()), loader, *files],
+            cwd=home,
+            # Code of models is kept in HF_HOME; nothing is asked of the hub.
+            env=os.environ | {"HF_HOME": home, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if process.returncode:
+            last = (process.stderr.strip().splitlines() or ["no message"])[-1]
+            return [f"it does not load without frugalvit ({last})"]
+        computed = load_file(files[1])
+    problems = []
+    for name, values in expected.items():
+        # Threads and where tensors lie in memory may change the last digit.
+        if not torch.allclose(computed[name], values.float(), rtol=1e-4, atol=1e-5):
+            difference = (computed[name] - values).abs().max().item()
+            problems.append(f"without frugalvit it computes other {name}, by up to {difference:.2g}")
+    return problems
+
+
+def example_inputs(config) -> dict[str, torch.Tensor]:
+    """Two images of noise, and texts where a model reads these."""
+    vision, text = getattr(config, "vision_config", config), getattr(config, "text_config", None)
+    size = getattr(vision, "image_size", None) or 224
+    height, width = (size, size) if isinstance(size, int) else size
+    generator = torch.Generator().manual_seed(0)
+    channels = getattr(vision, "num_channels", 3)
+    inputs = {"pixel_values": torch.randn(2, channels, height, width, generator=generator)}
+    if text is not None:
+        inputs["input_ids"] = torch.randint(text.vocab_size, (2, 4), generator=generator)
+    return inputs
