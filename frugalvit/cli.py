@@ -30,6 +30,7 @@ COMMANDS = {
         "measure classifiers, segmentation, zero-shot, retrieval, ScienceQA",
     ),
     "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
+    "demo": ("frugalvit.demo", "serve a page to look with: labels, tokens, features, attention"),
     "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after looking at everything"),
 }
 

@@ -1,0 +1,198 @@
+"""`frugalvit demo`: a page to look with: labels, where tokens look, features, attention, for your own images too."""
+
+import argparse
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+from transformers import PreTrainedModel
+
+from .attention import measure_attention, patch_grid
+from .features import draw_features, feature_maps, parts
+from .pictures import denormalize, draw_maps
+from .predict import draw_predictions, has_rois, predict
+from .resources import checkpoint_path, shipped_checkpoints
+from .training.data import SUBSET, decode_image, load_images
+from .training.loading import choose_device, load_image_classifier
+
+
+TITLE = "frugalvit: vision transformers that need less"
+INTRODUCTION = (
+    "Choose a model and an image, or drop in your own. SparseFormers show where their tokens look, step by step; the "
+    "other models what their layers make of the image. The shipped models know the ten classes of CIFAR-10 alone: "
+    "airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck."
+)
+# Drawn examples: enough to choose from in one row.
+EXAMPLES = 8
+# The page asks no other machine for its fonts.
+FONTS = ["system-ui", "sans-serif"]
+# Small images are shown large.
+CSS = """
+.gradio-container {max-width: 1100px !important; margin: auto}
+#image img {width: 100%; height: 100%; object-fit: contain}
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="frugalvit demo",
+        description="Serve a page on this machine: choose a model and an image, see labels, the RoIs of tokens at "
+        "every step, sampling points, features and attention.",
+    )
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="folders or hub ids of image classifiers (default: those that ship)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: this machine alone)")
+    parser.add_argument("--port", type=int, help="default: the first free one from 7860")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
+    parser.add_argument(
+        "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the models"
+    )
+    arguments = parser.parse_args(argv)
+    choose_device(arguments.device)
+    folders = {Path(model).name: model for model in arguments.models}
+    if len(folders) < len(arguments.models):
+        raise ValueError("Two of the models have the same name; rename a folder.")
+    folders = folders or {name: checkpoint_path(name) for name in shipped_checkpoints()}
+    page = build_page(folders, arguments.device, arguments.trust_remote_code)
+    page.launch(
+        server_name=arguments.host,
+        server_port=arguments.port,
+        inbrowser=arguments.open,
+        **page_options(),
+    )
+
+
+def gradio():
+    """The module.
+
+    Raises:
+        ValueError: if it is not installed.
+    """
+    try:
+        import gradio
+    except ImportError:
+        raise ValueError('The page needs gradio: pip install "frugalvit[demo]".') from None
+    return gradio
+
+
+def page_options() -> dict:
+    """How the page looks; gradio takes it when the page is launched."""
+    theme = gradio().themes.Default(font=FONTS, font_mono=["monospace"])
+    return {"theme": theme, "css": CSS}
+
+
+def build_page(folders: dict[str, str | Path], device: str | None = None, trust_remote_code: bool = False):
+    """The page, a `gradio.Blocks`, of models by their names."""
+    gr = gradio()
+
+    @functools.lru_cache(maxsize=4)
+    def load(name: str):
+        return load_image_classifier(folders[name], device, trust_remote_code)
+
+    def show(name: str, image: Image.Image | None):
+        if image is None:
+            return None, *[gr.update(visible=False)] * 3
+        try:
+            labels, *figures = look(*load(name), image.convert("RGB"), name)
+        except ValueError as error:
+            raise gr.Error(str(error)) from error
+        return labels, *(gr.update(value=figure, visible=figure is not None) for figure in figures)
+
+    with gr.Blocks(title=TITLE, analytics_enabled=False) as page:
+        gr.Markdown(f"# {TITLE}\n\n{INTRODUCTION}")
+        with gr.Row():
+            with gr.Column():
+                model = gr.Dropdown(list(folders), value=next(iter(folders)), label="Model")
+                image = gr.Image(type="pil", label="Image", height=300, elem_id="image")
+            labels = gr.Label(num_top_classes=5, label="Labels")
+        gr.Examples(example_images(), image, label="Images to try")
+        figures = [
+            gr.Plot(label=label, visible=False)
+            for label in ("Where the tokens look", "What the layers make of it", "Attention")
+        ]
+        gr.on([model.change, image.change], show, [model, image], [labels, *figures], api_name="look")
+    return page
+
+
+def look(
+    model: PreTrainedModel, image_processor, image: Image.Image, name: str = ""
+) -> tuple[dict[str, float], Figure | None, Figure | None, Figure | None]:
+    """What there is to see of a model and an image.
+
+    Args:
+        model (`PreTrainedModel`): An image classifier.
+        image_processor: Its image processor.
+        image (`PIL.Image.Image`): An RGB image.
+        name (`str`, *optional*): The model's, for captions.
+
+    Returns:
+        `tuple`: Scores of the best five labels; pictures of where tokens look, of the layers' features and of
+        attention, each `None` where the model has no such thing.
+    """
+    [prediction] = predict(model, image_processor, [image], output_rois=has_rois(model))
+    pixel_values = image_processor([image], return_tensors="pt")["pixel_values"].to(model.device)
+    seen = denormalize(pixel_values, image_processor.image_mean, image_processor.image_std)
+    rois = features = attention = None
+    if has_rois(model):
+        rois = draw_predictions([prediction], all_steps=True)
+    elif patch_grid(model.config) or model.config.model_type == "bootstrapped_vit":
+        maps = {part: feature_maps(alone, pixel_values) for part, alone in parts(name, model).items()}
+        features = draw_features(seen, maps)
+    if received := attention_maps(model, pixel_values, prediction.rois):
+        attention = draw_maps(
+            seen,
+            [received],
+            headings=["Input", *(f"Layer {layer}" for layer in range(1, len(received) + 1))],
+            captions=[name],
+            legend="Attention that a place gets from all tokens and heads, in each panel from least (dark) to most.",
+        )
+    return dict(prediction.labels), rois, features, attention
+
+
+def attention_maps(
+    model: PreTrainedModel, pixel_values: torch.Tensor, rois: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """Attention to the places of an image, for each layer: to its patches, or, of a SparseFormer, to its tokens, each
+    spread evenly over its last RoI. `[CLS]` has no place.
+
+    Args:
+        model (`PreTrainedModel`): An image classifier.
+        pixel_values (`torch.Tensor`): `(1, channels, height, width)`.
+        rois (sequence of `torch.Tensor`, *optional*): `(tokens, 4)` after every adjustment, of a SparseFormer.
+
+    Returns:
+        `list[torch.Tensor]`: `(rows, columns)` for each layer; empty where tokens have no place.
+    """
+    alone = next(iter(parts("", model).values()))
+    grid = patch_grid(alone.config)
+    maps = [layer.maps for layer in measure_attention(alone, [pixel_values])]
+    if maps[0] is None or not (grid or len(rois)):
+        return []
+    received = [heads.mean((0, 1)) for heads in maps]
+    if not len(rois):
+        return [values[-grid[0] * grid[1] :].unflatten(0, grid) for values in received]
+    spread = _shares_of_rois(rois[-1])
+    return [torch.einsum("t,tyx->yx", values[-len(spread) :], spread) for values in received]
+
+
+def _shares_of_rois(rois: torch.Tensor, side: int = 64) -> torch.Tensor:
+    """`(tokens, 4)` to `(tokens, side, side)`: what is within a token's RoI has equal shares that sum to 1."""
+    centers = (torch.arange(side) + 0.5) / side
+    low, high = torch.minimum(rois[:, :2], rois[:, 2:]), torch.maximum(rois[:, :2], rois[:, 2:])
+    columns, rows = ((centers >= low[:, axis, None]) & (centers <= high[:, axis, None]) for axis in (0, 1))
+    inside = (rows[:, :, None] & columns[:, None, :]).float()
+    return inside / inside.sum((1, 2), keepdim=True).clamp(min=1)
+
+
+def example_images() -> list[list[str]]:
+    """Files of embedded test images."""
+    folder = Path(tempfile.mkdtemp(prefix="frugalvit-demo-"))
+    for index, record in enumerate(load_images(SUBSET, f"test[:{EXAMPLES}]")):
+        decode_image(record["image"], index).save(folder / f"{index}.png")
+    return [[str(file)] for file in sorted(folder.iterdir())]

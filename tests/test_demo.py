@@ -1,0 +1,138 @@
+"""`frugalvit demo`: a real page, asked as a browser asks it."""
+
+import base64
+import functools
+import io
+import json
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import ViTConfig, ViTForImageClassification
+
+import frugalvit
+from frugalvit import demo
+from frugalvit.cli import main
+from frugalvit.training.loading import load_image_classifier
+
+
+NAMES = ("cifar10-sparseformer", "cifar10-vit-context-broadcast")
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    """Function that asks the page, served by the command, what it shows of a model and an image."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folders = [str(frugalvit.checkpoint_path(name)) for name in NAMES]
+    command = [sys.executable, "-m", "frugalvit", "demo", *folders, "--port", str(port), "--device", "cpu"]
+    log = tmp_path_factory.mktemp("demo") / "log"
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        try:
+            api = f"http://127.0.0.1:{port}/gradio_api"
+            wait_for(f"{api}/info", process, log)
+            yield functools.partial(look, api)
+        finally:
+            process.terminate()
+
+
+def wait_for(url: str, process: subprocess.Popen, log, seconds: float = 200):
+    for _ in range(int(2 * seconds)):
+        assert process.poll() is None, log.read_text()
+        try:
+            if httpx.get(url).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise TimeoutError(log.read_text())
+
+
+def look(api: str, model: str, image_file: str | None) -> list:
+    image = None
+    if image_file:
+        with open(image_file, "rb") as file:
+            [path] = httpx.post(f"{api}/upload", files={"files": file}).raise_for_status().json()
+        image = {"path": path, "meta": {"_type": "gradio.FileData"}}
+    event = httpx.post(f"{api}/call/look", json={"data": [model, image]}).raise_for_status().json()["event_id"]
+    answer = httpx.get(f"{api}/call/look/{event}", timeout=120).raise_for_status().text
+    assert "event: complete" in answer, answer
+    return json.loads(answer.rpartition("data: ")[2])
+
+
+@pytest.fixture(scope="module")
+def image_file() -> str:
+    return demo.example_images()[0][0]
+
+
+def picture(update: dict) -> np.ndarray:
+    """Pixels of a plot that the page shows."""
+    encoded = update["value"]["plot"].partition("base64,")[2]
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))).convert("L"))
+
+
+def test_shows_labels_and_pictures(ask, image_file):
+    rois_of = {}
+    for name in NAMES:
+        labels, rois, features, attention = ask(name, image_file)
+        model, image_processor = load_image_classifier(frugalvit.checkpoint_path(name), "cpu")
+        pixel_values = image_processor(Image.open(image_file), return_tensors="pt")["pixel_values"]
+        with torch.inference_mode():
+            best = model(pixel_values).logits.softmax(-1)[0].max(0)
+        assert labels["label"] == model.config.id2label[best.indices.item()]
+        assert labels["confidences"][0]["confidence"] == pytest.approx(best.values.item(), abs=1e-4)
+        assert len(labels["confidences"]) == 5
+        rois_of[name] = rois["visible"]
+        assert rois["visible"] != features["visible"] and attention["visible"]
+        for shown in (rois if rois["visible"] else features, attention):
+            assert picture(shown).std() > 20
+    assert rois_of == {"cifar10-sparseformer": True, "cifar10-vit-context-broadcast": False}
+
+
+def test_nothing_is_shown_without_an_image(ask):
+    _, *updates = ask("cifar10-sparseformer", None)
+    assert [update["visible"] for update in updates] == [False] * 3
+
+
+@torch.no_grad()
+def test_attention_lies_where_patches_are():
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=32,
+        patch_size=8,
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attn_implementation="eager",
+    )
+    model, pixel_values = ViTForImageClassification(config).eval(), torch.randn(1, 3, 32, 32)
+    maps = demo.attention_maps(model, pixel_values)
+    attentions = model(pixel_values, output_attentions=True).attentions
+    for values, weights in zip(maps, attentions, strict=True):
+        torch.testing.assert_close(values[1, 2], weights[0, :, :, 1 + 4 + 2].mean())
+
+
+def test_attention_to_a_token_is_spread_over_its_roi():
+    rois = torch.tensor([[0.0, 0.0, 1.0, 1.0], [0.5, 0.0, 1.0, 0.5], [-1.0, -1.0, -0.5, -0.5], [1.0, 0.5, 0.5, 0.0]])
+    shares = demo._shares_of_rois(rois, 4)
+    assert shares.sum((1, 2)).tolist() == [1, 1, 0, 1]
+    expected = torch.zeros(4, 4)
+    expected[:2, 2:] = 0.25
+    assert torch.equal(shares[1], expected) and torch.equal(shares[3], expected)
+
+
+def test_two_models_of_one_name(capsys):
+    assert main(["demo", "here/model", "there/model"]) == 1
+    assert "Two of the models have the same name" in capsys.readouterr().err
+
+
+def test_without_gradio(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    with pytest.raises(ValueError, match=r'pip install "frugalvit\[demo\]"'):
+        demo.build_page({})
