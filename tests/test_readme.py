@@ -40,6 +40,7 @@ def test_every_use_has_a_few_lines_of_python():
         "Segment",
         "Start",
         "Broadcast",
+        "Teach",
     ]
     for _, code in BLOCKS:
         statements = [line for line in code.splitlines() if line and not line.startswith(("from", "import"))]
@@ -78,7 +79,9 @@ def own_clip_and_llava() -> dict:
 
 
 def test_names_and_commands_in_the_readme_exist():
-    for name in re.findall(r"\b(?:SparseFormer|ViTImpulseInit|ViTContextBroadcast|ConvMixer)[A-Z]\w+", README):
+    for name in re.findall(
+        r"\b(?:SparseFormer|ViTImpulseInit|ViTContextBroadcast|ConvMixer|AgentCNN|BootstrappedViT)[A-Z]\w+", README
+    ):
         assert name in public_names()
     for command in re.findall(r"(?:^|`|&& )frugalvit ([a-z]+)", README, re.MULTILINE):
         assert command in COMMANDS
