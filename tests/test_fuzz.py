@@ -1,0 +1,185 @@
+"""Configurations, checkpoints and images of chance: they work, or there is one clear error and nothing else happens.
+
+FRUGALVIT_FUZZ_CASES=500 tries more of each.
+"""
+
+import dataclasses
+import io
+import os
+import pickle
+import shutil
+import types
+import typing
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import PreTrainedConfig
+
+from frugalvit.predict import read_images
+from frugalvit.training.loading import load_image_classifier
+from kinds import KINDS
+
+
+CASES = int(os.environ.get("FRUGALVIT_FUZZ_CASES", "20"))
+fuzz = settings(
+    max_examples=CASES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+# By the type of a field, values that fit and values that do not; all of them small.
+VALUES = {
+    int: st.sampled_from([-1, 0, 1, 2, 3, 4, 5, 8, 12, 16, 33]),
+    float: st.sampled_from([-1.0, 0.0, 1e-6, 0.1, 0.5, 1.0, 2.0, float("nan"), float("inf")]),
+    bool: st.booleans(),
+    str: st.sampled_from(["", "gelu", "relu", "none", "cb", "random", "mlp_end", "before", "after", "cls", "mean"]),
+    types.NoneType: st.none(),
+}
+OWN = {
+    kind: {
+        field.name: field.type
+        for field in dataclasses.fields(KINDS[kind].config_class)
+        if field.name not in {inherited.name for inherited in dataclasses.fields(PreTrainedConfig)}
+        # What Algorithm 1 takes its minutes for.
+        and field.name not in ("impulse_steps",)
+    }
+    for kind in KINDS
+}
+
+
+def values_of(annotation) -> st.SearchStrategy:
+    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    known = [VALUES[member] for member in members if member in VALUES]
+    pairs = st.lists(VALUES[int], min_size=1, max_size=3)
+    return st.one_of(*known, *([] if len(known) == len(members) else [pairs]))
+
+
+@st.composite
+def overrides(draw, kind: str) -> dict:
+    names = draw(st.lists(st.sampled_from(sorted(OWN[kind])), min_size=1, max_size=3, unique=True))
+    return {name: draw(values_of(OWN[kind][name])) for name in names}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@fuzz
+@given(data=st.data())
+def test_configurations(kind, data, tmp_path_factory):
+    """A model is built, runs, learns, is saved and loaded; or the error says what is wrong."""
+    chosen = data.draw(overrides(kind))
+    torch.manual_seed(0)
+    try:
+        config = KINDS[kind].config_class.from_variant(KINDS[kind].variant, **{**KINDS[kind].fields, **chosen})
+        model = KINDS[kind].classifier(config)
+        size = config.image_size
+        size = (size, size) if isinstance(size, int) else tuple(size)
+        pixel_values = torch.randn(2, config.num_channels, *size)
+        outputs = model(pixel_values, labels=torch.tensor([0, 1]))
+    except (ValueError, StrictDataclassError) as error:
+        assert len(str(error)) > 20
+        return
+    assert outputs.logits.shape == (2, 3)
+    outputs.loss.backward()
+    folder = tmp_path_factory.mktemp("fuzz")
+    model.eval().save_pretrained(folder)
+    loaded = type(model).from_pretrained(folder).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(pixel_values).logits, model(pixel_values).logits, equal_nan=True)
+    shutil.rmtree(folder)
+
+
+def corrupt(content: bytes, cut: float, place: float, change: int, length: int) -> bytes:
+    """Bytes cut off at a share of their length, or some of them changed."""
+    if change == 0:
+        return content[: int(cut * len(content))]
+    start = int(place * len(content))
+    end = min(start + length, len(content))
+    return content[:start] + bytes((byte + change) % 256 for byte in content[start:end]) + content[end:]
+
+
+corruptions = st.tuples(
+    st.floats(0, 0.999), st.floats(0, 0.999), st.integers(0, 255), st.sampled_from([1, 1, 3, 20, 400])
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    kind = KINDS["agent_cnn"]
+    model = kind.classifier(kind.config_class.from_variant(kind.variant, **kind.fields))
+    folder = tmp_path_factory.mktemp("models") / "model"
+    model.save_pretrained(folder)
+    return folder
+
+
+@fuzz
+@given(
+    corruption=corruptions,
+    name=st.sampled_from(["config.json", "model.safetensors", "model.safetensors", "preprocessor_config.json"]),
+)
+def test_corrupted_checkpoints(corruption, name, folder, tmp_path):
+    """They load, as changed weights do, or there is a ValueError; the folder stays as it is."""
+    content = (folder / name).read_bytes()
+    place, start, change, length = corruption
+    if name == "model.safetensors":
+        # The header, where the structure lies, half of the time.
+        start *= 0.05 if change % 2 else 1
+    (folder / name).write_bytes(corrupt(content, place, start, change, length))
+    files = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.parent.rglob("*")}
+    try:
+        load_image_classifier(folder, "cpu")
+    except ValueError as error:
+        assert str(folder) in str(error) and "\n" not in str(error)
+    finally:
+        after = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.parent.rglob("*")}
+        (folder / name).write_bytes(content)
+    assert after == files
+    assert not list(tmp_path.iterdir())
+
+
+class Trap:
+    """A pickle that does something when it is read."""
+
+    def __reduce__(self):
+        return os.mkdir, ("trapped",)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_pickles_are_not_read(name, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "model")
+    os.remove("model/model.safetensors")
+    torch.save({"classifier.bias": Trap()}, f"model/{name}")
+    with open("model/optimizer.pkl", "wb") as file:
+        pickle.dump(Trap(), file)
+    with pytest.raises(ValueError, match="Cannot load 'model'"):
+        load_image_classifier("model", "cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def encoded(format: str) -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 255, (24, 20, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format)
+    return buffer.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow says what it thinks of a file
+@fuzz
+@given(corruption=corruptions, format=st.sampled_from(["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"]))
+def test_corrupted_images(corruption, format, tmp_path):
+    """What can be decoded is an RGB image, and what cannot is named."""
+    file = tmp_path / f"image.{format.lower()}"
+    place, start, change, length = corruption
+    file.write_bytes(corrupt(encoded(format), place, start, change, length))
+    try:
+        [(name, image)] = read_images([file])
+    except ValueError as error:
+        assert str(file) in str(error)
+        return
+    assert name == str(file) and image.mode == "RGB" and min(image.size) > 0
