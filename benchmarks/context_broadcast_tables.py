@@ -122,7 +122,7 @@ def main():
         row = {"row": name}
         for column in measured[0]:
             values = [each[column] for each in measured]
-            row |= {column: statistics.mean(values), f"{column}_spread": spread(values), f"{column}s": values}
+            row |= {column: statistics.mean(values), f"{column}_spread": spread(values), f"{column}_values": values}
         rows.append(row)
         print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)
     settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds")}
