@@ -2,6 +2,7 @@
 
     python benchmarks/agent_tables.py joint   # ViT and agent alone, joint, shared, joint from impulses
     python benchmarks/agent_tables.py hints   # joint, with the hint removed at a relative depth (figure 1)
+    python benchmarks/agent_tables.py gradients   # how far each term pulls the joint ViT, and whether together
 
 Every row has the same architectures (64 tokens and [CLS], width 72, 4 blocks, 9 heads or positions) and budget (4,000
 images, 6 epochs, batches of 32); the optimizer is the reference implementation's (AdamW, 1e-3, weight decay 0.05,
@@ -13,8 +14,14 @@ goes on, and seeds can be run side by side. Writes results/agent_TABLE.json.
 import argparse
 import statistics
 
+import torch
+from safetensors.torch import load_file
+
+from frugalvit import BootstrappedViTForImageClassification
 from frugalvit.tables import format_table
 from frugalvit.training import joint, train
+from frugalvit.training.data import decode_image, load_images
+from frugalvit.training.loading import load_image_classifier
 from shared import (
     add_data_arguments,
     add_run_arguments,
@@ -79,13 +86,19 @@ TABLES = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=list(TABLES))
+    parser.add_argument("table", choices=[*TABLES, "gradients"])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
     parser.add_argument("--images", type=int, default=4000, help="training images (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=6, help="default: %(default)s")
     add_run_arguments(parser, "runs/agent_tables")
     arguments = parser.parse_args()
+    settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds")}
+    if arguments.table == "gradients":
+        rows = gradients(arguments)
+        print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]))
+        write_table(arguments.results_dir / "agent_gradients.json", settings, rows)
+        return
     table = TABLES[arguments.table]
     if unknown := sorted(set(arguments.rows or ()) - table.keys()):
         raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(table)}.")
@@ -99,7 +112,6 @@ def main():
             row |= {"agent": statistics.mean(values), "agent_spread": spread(values), "agent_accuracies": values}
         rows.append(row)
         print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)
-    settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds")}
     write_table(arguments.results_dir / f"agent_{arguments.table}.json", settings, rows)
 
 
@@ -114,6 +126,47 @@ def run(arguments, name: str, recipe, row: dict, seed: int) -> dict:
             *(text for field, value in row.items() for text in (f"--{field}", str(value))),
         ],
     )
+
+
+def gradients(arguments) -> list[dict]:
+    """Length of each term's gradient for the ViT of the row "joint", with all of the term's weight, over 512 training
+    images, and the cosine between that of the hints and that of the other terms."""
+    measured = {"fresh": [], "trained": []}
+    for seed in arguments.seeds:
+        folder = arguments.runs_dir / f"{arguments.epochs}-epochs" / folder_name("joint", seed)
+        run(arguments, "joint", *TABLES["joint"]["joint"], seed)
+        model, image_processor = load_image_classifier(folder, "cpu")
+        images = load_images(arguments.dataset, "train[:512]")
+        pixel_values = image_processor(
+            [decode_image(record["image"], index) for index, record in enumerate(images)], return_tensors="pt"
+        )["pixel_values"]
+        inputs = {"pixel_values": pixel_values, "labels": torch.tensor(images["label"][:])}
+        torch.manual_seed(seed)
+        measured["fresh"].append(pulls(type(model)(model.config), inputs))
+        model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
+        measured["trained"].append(pulls(model, inputs))
+    return [
+        {"ViT": name}
+        | {column: statistics.mean(each[column] for each in values) for column in values[0]}
+        | {f"{column}_values": [each[column] for each in values] for column in values[0]}
+        for name, values in measured.items()
+    ]
+
+
+def pulls(model: BootstrappedViTForImageClassification, inputs: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Lengths of the terms' gradients, and the cosine between that of the hints and that of the others."""
+    losses = model.eval()(**inputs).losses
+    parameters = list(model.vit.parameters())
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        parts = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        parts = [torch.zeros_like(p) if part is None else part for p, part in zip(parameters, parts, strict=True)]
+        return torch.cat([part.flatten() for part in parts])
+
+    vectors = {name: gradient(losses[name].sum()) for name in ("classification", "divergence", "hints")}
+    others = vectors["classification"] + vectors["divergence"]
+    lengths = {name: vector.norm().item() for name, vector in vectors.items()}
+    return lengths | {"cosine_of_hints": torch.cosine_similarity(vectors["hints"], others, dim=0).item()}
 
 
 if __name__ == "__main__":

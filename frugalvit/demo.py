@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     folders = {Path(model).name: model for model in arguments.models}
     if len(folders) < len(arguments.models):
         raise ValueError("Two of the models have the same name; rename a folder.")
-    folders = folders or {name: checkpoint_path(name) for name in shipped_checkpoints()}
+    folders = folders or shipped_classifiers()
     page = build_page(folders, arguments.device, arguments.trust_remote_code)
     page.launch(
         server_name=arguments.host,
@@ -66,6 +67,16 @@ def main(argv: list[str] | None = None) -> None:
         inbrowser=arguments.open,
         **page_options(),
     )
+
+
+def shipped_classifiers() -> dict[str, Path]:
+    """Folders of the shipped models that label images, by name."""
+    folders = {name: checkpoint_path(name) for name in shipped_checkpoints()}
+    return {
+        name: folder
+        for name, folder in folders.items()
+        if "ForImageClassification" in json.loads((folder / "config.json").read_text("utf-8"))["architectures"][0]
+    }
 
 
 def gradio():

@@ -15,6 +15,7 @@ import frugalvit
 from .macs import count_macs
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .registry import configuration_classes
+from .resources import checkpoint_path, shipped_checkpoints
 from .tables import format_table
 
 
@@ -22,18 +23,19 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="frugalvit info",
         description="List tokens (latent and [CLS]), image size, parameters and multiply-accumulates for one image, "
-        "without and with attention's two products. Nothing is downloaded or computed for the variants.",
+        "without and with attention's two products; of a CLIP or a LLaVA, those of its image side. Nothing is "
+        "downloaded or computed for the variants.",
     )
     parser.add_argument(
         "models",
         nargs="*",
         metavar="NAME|FOLDER",
-        help="variants of the papers, model folders or hub ids (default: every variant)",
+        help="variants of the papers, shipped models, folders or hub ids (default: all variants and shipped models)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     arguments = parser.parse_args(argv)
 
-    names = arguments.models or list(variants())
+    names = arguments.models or [*variants(), *shipped_checkpoints()]
     rows = [describe(name) for name in tqdm(names, desc="counting", leave=False, disable=None)]
     print(json.dumps(rows, indent=2) if arguments.json else format_table(rows))
 
@@ -48,7 +50,7 @@ def describe(name: str) -> dict[str, object]:
     """What a model costs: `name, tokens, image_size, parameters, macs, macs_with_attention`.
 
     Args:
-        name (`str`): One of `variants()`, a model folder or a hub id.
+        name (`str`): One of `variants()`, a model that ships, a model folder or a hub id.
 
     Returns:
         `dict`: `tokens` counts as the papers do, [CLS] among them, and is `None` for a feature map; `image_size` is an
@@ -63,22 +65,24 @@ def describe(name: str) -> dict[str, object]:
         projects = getattr(config, "projection_dim", None) is not None
         classifier = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
         model_class = SparseFormerVisionModelWithProjection if projects else classifier
-    elif Path(name).is_dir() or "/" in name:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    elif name in shipped_checkpoints() or Path(name).is_dir() or "/" in name:
+        folder = checkpoint_path(name) if name in shipped_checkpoints() else name
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model_class = _architecture(config, name)
     else:
         close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
         hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
         raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
 
-    size = config.image_size
-    height, width = (size, size) if isinstance(size, int) else size
     with torch.device("meta"):
         model = model_class._from_config(config)
-    macs = count_macs(model, (height, width), config.num_channels)
+    vision = _image_side(model)
+    size = vision.config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    macs = count_macs(vision, (height, width), vision.config.num_channels)
     return {
         "name": name,
-        "tokens": _count_tokens(model, height, width),
+        "tokens": _count_tokens(vision, height, width),
         "image_size": height if height == width else [height, width],
         "parameters": model.num_parameters(),
         "macs": macs.macs,
@@ -94,11 +98,19 @@ def _architecture(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
         raise ValueError(
             f"{name!r} names the architecture {architecture!r}, which neither frugalvit nor Transformers has."
         )
-    if not hasattr(config, "image_size") or not hasattr(config, "num_channels"):
+    vision = getattr(config, "vision_config", config)
+    if not hasattr(vision, "image_size") or not hasattr(vision, "num_channels"):
         raise ValueError(
             f"{name!r} is a {architecture}, expected a vision model with `image_size` and `num_channels`."
         )
     return model_class
+
+
+def _image_side(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a CLIP or a LLaVA that sees images; of other models, all."""
+    if hasattr(model.config, "text_config"):
+        return model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
+    return model
 
 
 def _count_tokens(model: PreTrainedModel, height: int, width: int) -> int | None:

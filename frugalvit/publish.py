@@ -1,11 +1,13 @@
 """`frugalvit publish`: a trained model to the hub, in half the bytes, after everything about it has been looked at."""
 
 import argparse
+import json
 import shutil
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
+import jinja2
 import torch
 from transformers import PreTrainedModel
 
@@ -35,11 +37,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("repo_id", metavar="REPO_ID", nargs="?", help="hub repository to upload to, in one commit")
     parser.add_argument("--output", metavar="OUT", help="also keep what is uploaded in this folder")
     parser.add_argument("--card", metavar="FILE", help="model card to publish with it (default: the one in FOLDER)")
+    parser.add_argument(
+        "--results",
+        metavar="RESULTS",
+        help="folder of JSON files: --card is a Jinja template that takes its numbers from there",
+    )
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="look at everything, upload nothing")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     parser.add_argument("--private", action="store_true", help="make a new hub repository private")
     arguments = parser.parse_args(argv)
 
+    if arguments.results and not arguments.card:
+        raise ValueError("--results has numbers for a template; name it with --card.")
     if arguments.card and not Path(arguments.card).is_file():
         raise ValueError(f"--card: there is no file {arguments.card!r}; expected a model card in Markdown.")
     if not (arguments.repo_id or arguments.output or arguments.dry_run):
@@ -73,9 +82,46 @@ def prepared(arguments: argparse.Namespace):
             for pattern in COMPANIONS:
                 for path in Path(arguments.model).glob(pattern):
                     shutil.copyfile(path, folder / path.name)
-            if arguments.card:
+            if arguments.card and arguments.results:
+                (folder / "README.md").write_text(render_card(arguments.card, arguments.results), encoding="utf-8")
+            elif arguments.card:
                 shutil.copyfile(arguments.card, folder / "README.md")
             yield folder
+
+
+def render_card(template: str | Path, results: str | Path) -> str:
+    """A model card with its numbers.
+
+    Args:
+        template (`str` or `Path`): In Jinja. `results("name")` is the content of `name.json`, `row("name", "row")` a
+            row of the table in it, and the filter `percent` writes 0.5 as 50.00 %. The card's own name is `name`.
+        results (`str` or `Path`): The folder with the JSON files.
+
+    Raises:
+        ValueError: if the template is wrong, or a number that it names does not exist.
+    """
+    template, results = Path(template), Path(results)
+
+    def read(name: str) -> dict:
+        return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(template.parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["percent"] = lambda share: f"{100 * share:.2f} %"
+    environment.globals |= {
+        "name": template.stem,
+        "results": read,
+        "row": lambda name, row: next(each for each in read(name)["rows"] if each["row"] == row),
+    }
+    try:
+        return environment.get_template(template.name).render()
+    except (jinja2.TemplateError, StopIteration) as error:
+        raise ValueError(f"The card {str(template)!r} cannot be written: {error or 'a table lacks a row'}.") from error
 
 
 def save_compact(model: PreTrainedModel, folder: Path):

@@ -1,12 +1,16 @@
 """`frugalvit info` against the counts of the reference implementation."""
 
 import json
+import math
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import ConvNextConfig, ConvNextForImageClassification, ViTConfig, ViTForImageClassification
 
+import frugalvit
+import frugalvit.resources
 from frugalvit.info import describe, main
 from frugalvit.macs import count_macs
 from frugalvit.tables import format_table
@@ -111,6 +115,19 @@ def test_folders_are_described_by_their_configuration(tmp_path):
     assert row["image_size"] == 32
     assert row["macs_with_attention"] == VIT_MACS + VIT_ATTENTION_MACS
     assert describe(str(tmp_path / "convnext"))["tokens"] is None
+
+
+@pytest.mark.parametrize("name", frugalvit.resources.shipped_checkpoints())
+def test_shipped_models(name):
+    row = describe(name)
+    assert row["image_size"] == 32 and 1e6 < row["macs"] < 3e8
+    weights = frugalvit.checkpoint_path(name) / "model.safetensors"
+    with safe_open(weights, "pt") as file:
+        stored = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    # Running means and filters that are not trained are stored, too.
+    assert row["parameters"] <= sum(math.prod(shape) for shape in stored.values()) < 1.2 * row["parameters"]
+    if "clip" in name or "llava" in name:
+        assert row["tokens"] in (16, 32)
 
 
 def test_json_and_table_carry_the_same_rows(capsys):

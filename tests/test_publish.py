@@ -1,6 +1,7 @@
 """`frugalvit publish`: half the bytes, the same model, and nothing uploaded that is not right."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from transformers import AutoModelForImageClassification, CLIPConfig, CLIPModel
 import frugalvit
 from frugalvit import publish
 from frugalvit.cli import main
+from frugalvit.publish import render_card
 from frugalvit.validation import validate_repository
 
 
-CARDS = Path(__file__).parents[1] / "model_cards"
+CARDS, RESULTS = (Path(__file__).parents[1] / name for name in ("model_cards", "results"))
 CARD = """---
 library_name: transformers
 license: mit
@@ -186,9 +188,27 @@ def test_nothing_is_uploaded_that_is_not_right(trained, tmp_path, hub, capsys):
     assert not hub.created and not hub.commits and not (tmp_path / "out").exists()
 
 
+def test_cards_are_templates(tmp_path):
+    table = {"epochs": [{"accuracy": 0.25}], "rows": [{"row": "a", "x": 0.123456}]}
+    (tmp_path / "mine.json").write_text(json.dumps(table), encoding="utf-8")
+    card = tmp_path / "card.md"
+    card.write_text(
+        "{{ name }}: {{ results('mine').epochs[-1].accuracy | percent }}, {{ row('mine', 'a').x | round(2) }}\n"
+    )
+    assert render_card(card, tmp_path) == "card: 25.00 %, 0.12\n"
+    for wrong, message in (("{{ accuracy }}", "'accuracy' is undefined"), ("{{ row('mine', 'b') }}", "lacks a row")):
+        card.write_text(wrong)
+        with pytest.raises(ValueError, match=message):
+            render_card(card, tmp_path)
+    card.write_text("{{ results('other') }}")
+    with pytest.raises(FileNotFoundError):
+        render_card(card, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--dry-run", "--results", "results"], "--results has numbers for a template; name it with --card"),
         ([], "Give a REPO_ID to upload to, --output to write a folder, or --dry-run"),
         (["--dry-run", "--card", "none.md"], "there is no file 'none.md'"),
     ],
@@ -206,21 +226,22 @@ def test_refuses_a_folder_with_something_in_it(trained, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("card", sorted(CARDS.glob("*.md")), ids=lambda card: card.stem)
+@pytest.mark.parametrize("card", sorted(CARDS.glob("cifar10-*.md")), ids=lambda card: card.stem)
 class TestShippedModels:
     def test_are_ready_to_be_published(self, card):
         assert len(validate_repository(frugalvit.checkpoint_path(card.stem))) == 6
 
-    def test_carry_their_cards_and_fit_into_the_repository(self, card):
+    def test_carry_cards_with_the_numbers_of_the_results(self, card):
         folder = frugalvit.checkpoint_path(card.stem)
-        assert (folder / "README.md").read_text(encoding="utf-8") == card.read_text(encoding="utf-8")
+        assert (folder / "README.md").read_text(encoding="utf-8") == render_card(card, RESULTS)
         assert sum(path.stat().st_size for path in folder.iterdir()) < 8e6
 
-    def test_cards_say_what_was_measured(self, card):
-        """Every result of the metadata, and the percentage in the text, stands in `results/`."""
-        measured = json.loads((CARDS.parent / "results" / f"{card.stem}.json").read_text(encoding="utf-8"))
-        last = measured.get("stages", [measured])[-1]["epochs"][-1]["accuracy"]
-        content = ModelCard.load(card)
-        results = content.data.eval_results
-        assert results and all(round(last, 4) == result.metric_value for result in results)
-        assert f"{last:.2%}".replace("%", " %") in content.text
+    def test_cards_say_what_cards_should(self, card):
+        content = ModelCard(render_card(card, RESULTS))
+        [result] = content.data.eval_results
+        assert f"{100 * result.metric_value:.2f} %" in content.text
+        for title in ("Measured", "Intended use", "Limits", "Training", "Cost", "Method", "License"):
+            assert f"**{title}.** " in content.text
+        # Numbers come from results, but for those of the papers, which are marked as such.
+        typed = re.findall(r"\d+\.\d+ %", re.sub(r"\(The\s+paper.*?\)", "", card.read_text("utf-8"), flags=re.DOTALL))
+        assert not typed

@@ -238,8 +238,12 @@ class Checkpoints:
         if self.accelerator.is_main_process:
             write_json(aside / "state.json", dataclasses.asdict(state))
             os.rename(aside, target)
+            removed = self.folder / ".removed"
             for old in self.all()[: -self.limit]:
-                shutil.rmtree(old)
+                # One that is half gone must not look like a checkpoint.
+                shutil.rmtree(removed, ignore_errors=True)
+                os.rename(old, removed)
+                shutil.rmtree(removed)
 
     def resume(self) -> TrainingState:
         """Load the newest checkpoint, or begin at the beginning."""

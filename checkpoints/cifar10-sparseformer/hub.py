@@ -95,7 +95,7 @@ _PIPELINES = {
 }
 
 
-def _auto_class(model: PreTrainedModel) -> str | None:
+def auto_class(model: PreTrainedModel) -> str | None:
     """The Auto class that loads a model, the most special one."""
     if not isinstance(model, HubModel):
         if type(model).__name__.endswith("ForSemanticSegmentation"):
@@ -107,14 +107,14 @@ def _auto_class(model: PreTrainedModel) -> str | None:
 
 def pipeline_tag(model: PreTrainedModel) -> str | None:
     """The hub's name of what a model, or an image classifier or CLIP of Transformers, does."""
-    return _PIPELINES.get(_auto_class(model))
+    return _PIPELINES.get(auto_class(model))
 
 
 def loading_example(model: PreTrainedModel) -> str:
     """Lines of Python that load a model, or an image classifier or CLIP of Transformers, and its image processor."""
-    if (auto_class := _auto_class(model)) is not None:
+    if (loader := auto_class(model)) is not None:
         remote = ", trust_remote_code=True" if isinstance(model, HubModel) else ""
-        return _LOADING_BY_AUTO_CLASS.format(auto_class=auto_class, remote=remote)
+        return _LOADING_BY_AUTO_CLASS.format(auto_class=loader, remote=remote)
     module = model.family_class().__module__.rpartition(".")[2]
     return _LOADING_BY_CLASS_NAME.format(module=module, name=type(model).__name__)
 

@@ -22,7 +22,12 @@ from frugalvit.modeling.hub import flatten_imports, source_files
 from kinds import KINDS
 
 
-CHECKPOINTS = sorted(path.parent for path in Path(__file__).parents[2].glob("checkpoints/*/config.json"))
+# Other models that ship are looked at by test_publish.py.
+CHECKPOINTS = sorted(
+    path.parent
+    for path in Path(__file__).parents[2].glob("checkpoints/*/config.json")
+    if "ForImageClassification" in path.read_text(encoding="utf-8")
+)
 MAIN_OUTPUTS = ("logits", "image_embeds", "last_hidden_state")
 
 

@@ -64,6 +64,26 @@ def test_killed_runs_resume_bit_exactly(tmp_path):
     assert {path.name for path in killed.iterdir()} == {path.name for path in whole.iterdir()}
 
 
+def test_runs_killed_at_random_leave_nothing_broken(tmp_path):
+    """SIGKILL at any moment of training and of publishing; FRUGALVIT_KILLS=50 kills more often."""
+    vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+    arguments = [
+        *("--config_overrides", vit, "--train_split", "train[:64]", "--eval_split", "test[:50]"),
+        *("--epochs", "3", "--batch_size", "16", "--warmup_epochs", "1", "--checkpointing_steps", "1"),
+    ]
+    program, kills = Path(__file__).with_name("killed_at_random.py"), os.environ.get("FRUGALVIT_KILLS", "5")
+    process = subprocess.run(
+        [sys.executable, program, tmp_path, kills, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    trained, published = map(int, (tmp_path / "ends").read_text().split())
+    assert trained >= 1 and published <= int(kills)
+
+
 def test_a_finished_run_is_left_as_it_is(tiny_run, tmp_path, capsys):
     first = tiny_run()
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()

@@ -1,0 +1,178 @@
+"""CLIP whose image side is a SparseFormer (section 4.2 of the bootstrapping paper): the text side is CLIP's own."""
+
+import torch
+from torch import nn
+from transformers import CLIPTextModel
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.clip.modeling_clip import CLIPOutput, image_text_contrastive_loss
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_sparseformer import SparseFormerConfig
+from .configuration_sparseformer_clip import SparseFormerCLIPConfig
+from .hub import HubModel
+from .modeling_sparseformer import SparseFormerModel, SparseFormerModelOutput
+
+
+class SparseFormerCLIPModel(HubModel):
+    """A CLIP with a SparseFormer in the place of its vision transformer, called as `CLIPModel` is.
+
+    `from_clip` puts one together from a CLIP and a SparseFormer that was bootstrapped from its vision transformer.
+    """
+
+    config: SparseFormerCLIPConfig
+    base_model_prefix = "clip"
+    input_modalities = ("image", "text")
+    supports_gradient_checkpointing = True
+    auto_classes = {
+        "AutoModel": "SparseFormerCLIPModel",
+        "AutoModelForZeroShotImageClassification": "SparseFormerCLIPModel",
+    }
+    _no_split_modules = ["CLIPTextEmbeddings", "CLIPEncoderLayer", "SparseFormerLayer", "SparseFormerLatents"]
+    _keep_in_fp32_modules_strict = ["initial_rois"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: SparseFormerCLIPConfig):
+        config.validate()
+        super().__init__(config)
+        text, vision = config.text_config, config.vision_config
+        self.text_model = CLIPTextModel._from_config(text)
+        self.vision_model = SparseFormerModel._from_config(vision)
+        self.text_projection = nn.Linear(text.hidden_size, config.projection_dim, bias=False)
+        self.visual_projection = nn.Linear(vision.hidden_size, config.projection_dim, bias=False)
+        self.logit_scale = nn.Parameter(torch.tensor(float(config.logit_scale_init_value)))
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        # The two sides initialize themselves.
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=module.in_features**-0.5)
+        elif isinstance(module, SparseFormerCLIPModel):
+            init.constant_(module.logit_scale, self.config.logit_scale_init_value)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.text_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module):
+        self.text_model.set_input_embeddings(value)
+
+    @classmethod
+    @torch.no_grad()
+    def from_clip(cls, clip: nn.Module, vision_model: nn.Module) -> "SparseFormerCLIPModel":
+        """A CLIP with its image side replaced; the text side is the same to the bit.
+
+        Args:
+            clip (`CLIPModel`): Has the text side, both projections and the logits' scale.
+            vision_model (`SparseFormerVisionModelWithProjection`): Bootstrapped from the CLIP's image side.
+
+        Returns:
+            The model, in evaluation mode, in the precision and on the device of `clip`.
+
+        Raises:
+            ValueError: if `clip` is no CLIP of Transformers, or the two project to different widths.
+        """
+        parts = ("text_model", "text_projection", "visual_projection", "logit_scale")
+        if not all(hasattr(clip, part) for part in parts):
+            raise ValueError(
+                f"Got a {type(clip).__name__} as CLIP, expected a CLIPModel, with both sides. Models of open_clip are "
+                "converted by `from_open_clip`."
+            )
+        is_ours = getattr(vision_model.config, "model_type", None) == SparseFormerConfig.model_type
+        if not is_ours or not hasattr(vision_model, "visual_projection"):
+            raise ValueError(
+                f"Got a {type(vision_model).__name__} as vision model, expected a "
+                "SparseFormerVisionModelWithProjection that was bootstrapped from the CLIP."
+            )
+        ours, theirs = vision_model.visual_projection.out_features, clip.text_projection.out_features
+        if ours != theirs:
+            raise ValueError(
+                f"The vision model projects to {ours} channels, the CLIP to {theirs}; bootstrap it from this CLIP."
+            )
+        config = SparseFormerCLIPConfig(
+            text_config=clip.config.text_config.to_dict(),
+            vision_config=vision_model.config.to_dict(),
+            projection_dim=theirs,
+            logit_scale_init_value=clip.config.logit_scale_init_value,
+        )
+        model = cls(config).to(clip.text_projection.weight).eval()
+        model.text_model.load_state_dict(clip.text_model.state_dict())
+        model.text_projection.load_state_dict(clip.text_projection.state_dict())
+        model.logit_scale.copy_(clip.logit_scale)
+        model.vision_model.load_state_dict(vision_model.base_model.state_dict())
+        model.visual_projection.load_state_dict(vision_model.visual_projection.state_dict())
+        return model
+
+    @can_return_tuple
+    def get_text_features(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPooling:
+        """Token ids `(batch, tokens)` to the text model's output with its `pooler_output` projected, `(batch,
+        projection_dim)`."""
+        outputs = self.text_model(
+            input_ids, attention_mask=attention_mask, position_ids=position_ids, return_dict=True, **kwargs
+        )
+        outputs.pooler_output = self.text_projection(outputs.pooler_output)
+        return outputs
+
+    @can_return_tuple
+    def get_image_features(
+        self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
+    ) -> SparseFormerModelOutput:
+        """Images `(batch, num_channels, height, width)` of any size to the SparseFormer's output with its
+        `pooler_output` projected, `(batch, projection_dim)`."""
+        outputs = self.vision_model(pixel_values, return_dict=True, **kwargs)
+        outputs.pooler_output = self.visual_projection(outputs.pooler_output)
+        return outputs
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        return_loss: bool | None = None,
+        output_rois: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CLIPOutput:
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `(texts, tokens)`): Token ids.
+            pixel_values (`torch.FloatTensor` of shape `(images, num_channels, height, width)`): Normalized images.
+            attention_mask (`torch.Tensor`, *optional*): `(texts, tokens)`, 0 where `input_ids` are padding.
+            position_ids (`torch.LongTensor`, *optional*): `(texts, tokens)`.
+            return_loss (`bool`, *optional*): Also return the contrastive loss; image i belongs to text i.
+            output_rois (`bool`, *optional*, defaults to `False`):
+                Return `rois` and `sampling_points` with `vision_model_output`.
+
+        Returns:
+            `CLIPOutput`: `logits_per_image`, `(images, texts)`, their transpose `logits_per_text`, the normalized
+            `image_embeds` and `text_embeds`, and the outputs of both sides.
+        """
+        images = self.get_image_features(pixel_values, output_rois=output_rois, return_dict=True, **kwargs)
+        texts = self.get_text_features(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
+        image_embeds = nn.functional.normalize(images.pooler_output, dim=-1)
+        text_embeds = nn.functional.normalize(texts.pooler_output, dim=-1)
+        logits_per_text = text_embeds @ image_embeds.mT * self.logit_scale.exp()
+        return CLIPOutput(
+            loss=image_text_contrastive_loss(logits_per_text) if return_loss else None,
+            logits_per_image=logits_per_text.mT,
+            logits_per_text=logits_per_text,
+            text_embeds=text_embeds,
+            image_embeds=image_embeds,
+            text_model_output=texts,
+            vision_model_output=images,
+        )
+
+
+__all__ = ["SparseFormerCLIPConfig", "SparseFormerCLIPModel"]

@@ -1,0 +1,60 @@
+"""LLaVA whose vision tower is a SparseFormer: configuration."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlavaConfig
+
+from .configuration_base import HubConfigMixin
+from .configuration_sparseformer import SparseFormerConfig
+
+
+@strict
+class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
+    r"""
+    Configuration of a LLaVA with a SparseFormer as its vision tower (Gao et al., *Bootstrapping SparseFormers from
+    Vision Foundation Models*, section 4.3).
+
+    `LlavaConfig` with a `vision_config` that needs no package to be known; see there for the other arguments.
+
+    Args:
+        vision_config (`SparseFormerConfig` or `dict`, *optional*):
+            The vision tower; by default CLIP's large model with 64 tokens.
+        image_seq_length (`int`, *optional*):
+            Tokens that an image gives the language model. It follows from the vision tower and
+            `vision_feature_select_strategy`.
+    """
+
+    model_type = "sparseformer_llava"
+
+    def __post_init__(self, **kwargs):
+        vision = self.vision_config
+        if vision is None:
+            vision = SparseFormerConfig.from_variant("clip-large-64-224")
+        elif isinstance(vision, dict):
+            vision = SparseFormerConfig(**vision)
+        # Never by class: remote code has another one of the same name.
+        elif vision.model_type != SparseFormerConfig.model_type:
+            raise ValueError(f"`vision_config` is a {type(vision).__name__}, expected a SparseFormerConfig.")
+        self.vision_config = vision
+        has_cls = self.vision_feature_select_strategy == "full" and vision.use_cls_token
+        self.image_seq_length = vision.num_latent_tokens + has_cls
+        super().__post_init__(**kwargs)
+
+    def validate_vision_tower(self):
+        """The vision tower is a SparseFormer with the layers and the [CLS] that are asked for."""
+        vision = self.vision_config
+        if self.vision_feature_select_strategy == "default" and not vision.use_cls_token:
+            raise ValueError(
+                '`vision_feature_select_strategy="default"` leaves out [CLS], and this SparseFormer has none; choose '
+                '"full".'
+            )
+        layers = self.vision_feature_layer
+        states = vision.num_hidden_layers + 1
+        for layer in [layers] if isinstance(layers, int) else layers:
+            if not -states <= layer < states:
+                raise ValueError(
+                    f"`vision_feature_layer` asks for {layer}, the SparseFormer has {states} (the input of its first "
+                    f"block and the output of each): {-states} to {states - 1}."
+                )
+
+
+__all__ = ["SparseFormerLlavaConfig"]

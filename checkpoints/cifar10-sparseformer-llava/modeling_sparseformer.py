@@ -1,0 +1,920 @@
+"""SparseFormer: a vision transformer whose few tokens look where they choose.
+
+Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent Tokens* (v1) and *Bootstrapping SparseFormers
+from Vision Foundation Models* (CVPR 2024). The order of operations and every other difference between the two stand in
+the configuration. Weights load from the authors' checkpoints through `frugalvit convert showlab`.
+"""
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    ImageClassifierOutput,
+    ModelOutput,
+    SemanticSegmenterOutput,
+)
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_base import pair
+from .configuration_sparseformer import SparseFormerConfig
+from .context_broadcast import ContextBroadcast, insert_modules
+from .hub import HubModel, image_processor_config
+from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path
+from .segmentation import SegmentationHead, semantic_segmentation_loss
+from .teachers import check_inherited_block, read_teacher
+
+
+@dataclass
+class SparseFormerModelOutput(BaseModelOutputWithPooling):
+    """Output of `SparseFormerModel`.
+
+    Args:
+        last_hidden_state (`torch.FloatTensor` of shape `(batch, [CLS] + tokens, hidden_size)`):
+            Tokens after the final LayerNorm.
+        pooler_output (`torch.FloatTensor` of shape `(batch, hidden_size)`): [CLS] or the mean token, normalized.
+        hidden_states (`tuple`, *optional*): Input of the first cortex block and the output of each block.
+        attentions (`tuple`, *optional*): `(batch, heads, [CLS] + tokens, [CLS] + tokens)` of each cortex block.
+        rois (`tuple`, *optional*, with `output_rois=True`):
+            `(batch, tokens, 4)` float32 after every adjustment: left, top, right, bottom, 0 to 1 across the image,
+            not clamped.
+        sampling_points (`tuple`, *optional*, with `output_rois=True`):
+            `(batch, tokens, points, 2)` float32 of every sampling: x and y, 0 to 1 across the image.
+        focusing_hidden_states (`tuple`, *optional*, with `output_focusing_hidden_states=True`):
+            `(batch, tokens, focusing_hidden_size)` after every focusing iteration.
+        stem_features (`torch.FloatTensor`, *optional*, with `output_stem_features=True`):
+            `(batch, stem_channels, height / 4, width / 4)`, what the tokens sample.
+    """
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    stem_features: torch.FloatTensor | None = None
+
+
+@dataclass
+class SparseFormerImageClassifierOutput(ImageClassifierOutput):
+    """`ImageClassifierOutput` with the extra outputs of `SparseFormerModelOutput`."""
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
+    """`SemanticSegmenterOutput` with the extra outputs of `SparseFormerModelOutput`.
+
+    Args:
+        token_maps (`torch.FloatTensor`, *optional*, with `output_token_maps=True`):
+            `(batch, tokens, height / 4, width / 4)`, the share of each token in each pixel's scores; sums to 1.
+    """
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    token_maps: torch.FloatTensor | None = None
+
+
+@dataclass
+class SparseFormerVisionModelWithProjectionOutput(ModelOutput):
+    """`SparseFormerModelOutput` with `image_embeds`, `(batch, projection_dim)`, the projected `pooler_output`."""
+
+    image_embeds: torch.FloatTensor | None = None
+    last_hidden_state: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    attentions: tuple[torch.FloatTensor, ...] | None = None
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+
+
+def initial_rois(num_tokens: int) -> torch.Tensor:
+    """RoIs before any adjustment, `(num_tokens, 4)` as left, top, right, bottom.
+
+    The first root**2 tokens, root = floor(sqrt(num_tokens)), get boxes of side 0.5 on a grid, x in the outer loop; the
+    remaining ones see the whole image, and so do all tokens if there are fewer than 4 (the reference implementation
+    divides by zero there).
+    """
+    rois = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat(num_tokens, 1)
+    root = math.isqrt(num_tokens)
+    if root > 1:
+        corner = torch.linspace(0, 0.5, root)
+        left_top = torch.cartesian_prod(corner, corner)
+        rois[: root**2] = torch.cat([left_top, left_top + 0.5], dim=1)
+    return rois
+
+
+def initial_sampling_offsets(num_points: int) -> torch.Tensor:
+    """Offsets from the center of a RoI before training, `(num_points, 2)` as x, y.
+
+    Cell centers of a square grid, x in the inner loop, or uniform in +-0.5 if `num_points` is no square.
+    """
+    root = math.isqrt(num_points)
+    if root**2 != num_points:
+        return torch.rand(num_points, 2) - 0.5
+    center = (torch.arange(root) + 0.5) / root - 0.5
+    return torch.cartesian_prod(center, center).flip(1)
+
+
+# exp(8) is a factor of almost 3,000 in one adjustment; the bound keeps five of them finite in float32.
+MAX_LOG_SCALE = 8.0
+
+
+def adjust_rois(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+    """Move and scale RoIs by normalized deltas (equations 2 and 3 of the bootstrapping paper), in float32.
+
+    Args:
+        rois (`torch.Tensor`): `(batch, tokens, 4)` as left, top, right, bottom.
+        deltas (`torch.Tensor`): `(batch, tokens, 4)`: shift in units of width and height, log scale of both.
+    """
+    rois, deltas = rois.float(), deltas.float()
+    left_top, right_bottom = rois.chunk(2, dim=-1)
+    shift, log_scale = deltas.chunk(2, dim=-1)
+    size = (right_bottom - left_top).abs()
+    center = (left_top + right_bottom) * 0.5 + shift * size
+    half = 0.5 * size * log_scale.clamp(max=MAX_LOG_SCALE).exp()
+    return torch.cat([center - half, center + half], dim=-1)
+
+
+def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Place sampling points in RoIs, in float32.
+
+    Offsets are standardized over the points of a token and divided by 3, so that nearly all points lie within half the
+    RoI's (signed) size of its center.
+
+    Args:
+        rois (`torch.Tensor`): `(batch, tokens, 4)`.
+        offsets (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y.
+
+    Returns:
+        `torch.Tensor`: `(batch, tokens, points, 2)`, 0 to 1 across the image.
+    """
+    rois, offsets = rois.float(), offsets.float()
+    left_top, right_bottom = rois.unsqueeze(2).chunk(2, dim=-1)
+    variance, mean = torch.var_mean(offsets, dim=2, keepdim=True)
+    # The square root has no finite gradient at 0, where all points of a token coincide.
+    offsets = (offsets - mean) / (3 * (variance.clamp(min=1e-12).sqrt() + 1e-5))
+    return (left_top + right_bottom) * 0.5 + offsets * (right_bottom - left_top)
+
+
+class ClipGradient(torch.autograd.Function):
+    """Identity whose gradient is clamped to +-`bound`."""
+
+    @staticmethod
+    def forward(ctx, points, bound):
+        ctx.bound = bound
+        return points.view_as(points)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-ctx.bound, ctx.bound), None
+
+
+def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: str) -> torch.Tensor:
+    """Bilinear interpolation of a feature map, in float32.
+
+    Args:
+        features (`torch.Tensor`): `(batch, channels, height, width)`.
+        points (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y, 0 to 1 across the image.
+        padding_mode (`str`): What points outside the image read, "border" or "zeros".
+
+    Returns:
+        `torch.Tensor`: `(batch, tokens, points, channels)`.
+    """
+    # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
+    grid = points.float().clamp(-2, 3) * 2 - 1
+    sampled = F.grid_sample(features.float(), grid, padding_mode=padding_mode, align_corners=False)
+    return sampled.permute(0, 2, 3, 1)
+
+
+def encode_rois(rois: torch.Tensor, hidden_size: int) -> torch.Tensor:
+    """Sinusoidal encoding of RoIs, `(batch, tokens, 4)` to `(batch, tokens, hidden_size)`, in float32.
+
+    Supplement A.2 of the bootstrapping paper prints d/8 frequencies, each with a sine and a cosine, interleaved. The
+    reference implementation, followed here, spaces d/4 frequencies from 1 to 128, takes the sine of the even and the
+    cosine of the odd ones, and puts all sines of a coordinate before its cosines.
+    """
+    frequencies = torch.linspace(0, math.log(128), hidden_size // 4, device=rois.device).exp()
+    angles = (rois.float() * math.pi).unsqueeze(-1) * frequencies
+    return torch.cat([angles[..., 0::2].sin(), angles[..., 1::2].cos()], dim=-1).flatten(2)
+
+
+class SparseFormerStem(nn.Module):
+    """Early convolution: `(batch, num_channels, height, width)` to `(batch, stem_channels, height / 4, width / 4)`."""
+
+    def __init__(self, config: SparseFormerConfig):
+        super().__init__()
+        self.convolution = nn.Conv2d(config.num_channels, config.stem_channels, kernel_size=7, stride=2, padding=3)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        features = F.max_pool2d(self.convolution(pixel_values).relu(), kernel_size=3, stride=2, padding=1)
+        # LayerNorm over channels without parameters; sampling reads it in float32.
+        variance, mean = torch.var_mean(features.float(), dim=1, correction=0, keepdim=True)
+        return (features - mean) * (variance + 1e-5).rsqrt()
+
+
+class SparseFormerLatents(nn.Module):
+    """The learned tokens and RoIs that every image starts from, and [CLS]."""
+
+    def __init__(self, config: SparseFormerConfig):
+        super().__init__()
+        self.num_latent_tokens = config.num_latent_tokens
+        num_embeddings = 1 if config.shared_token_embedding else config.num_latent_tokens
+        self.token_embedding = nn.Parameter(torch.empty(num_embeddings, config.focusing_hidden_size))
+        self.initial_rois = nn.Parameter(torch.empty(config.num_latent_tokens, 4))
+        self.cls_token = nn.Parameter(torch.empty(1, config.hidden_size)) if config.use_cls_token else None
+
+    def forward(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
+        tokens = self.token_embedding.expand(self.num_latent_tokens, -1).repeat(batch_size, 1, 1)
+        cls_token = None if self.cls_token is None else self.cls_token.repeat(batch_size, 1, 1)
+        return tokens, self.initial_rois.float().repeat(batch_size, 1, 1), cls_token
+
+    def _apply(self, fn, recurse: bool = True):
+        # RoIs stay float32 in models that are cast, as in those that are loaded in half precision.
+        rois = self.initial_rois.detach()
+        super()._apply(fn, recurse)
+        if self.initial_rois.itemsize < rois.itemsize:
+            self.initial_rois.data = rois.to(self.initial_rois.device)
+        return self
+
+    @torch.no_grad()
+    def break_ties(self, std: float = 0.05):
+        """Move apart the RoIs of tokens that start on the same RoI with the same embedding.
+
+        They would get equal gradients and stay copies of each other for good: 12 of the paper's 48 tokens.
+        """
+        embedding = self.token_embedding.expand(self.num_latent_tokens, -1).to(self.initial_rois)
+        starts = torch.cat([self.initial_rois, embedding], dim=1)
+        _, group, sizes = starts.unique(dim=0, return_inverse=True, return_counts=True)
+        tied = sizes[group] > 1
+        self.initial_rois[tied] += std * torch.randn_like(self.initial_rois[tied])
+
+    @torch.no_grad()
+    def resize_tokens(self, num_latent_tokens: int):
+        """Keep the first tokens as they are, drop the last or add new ones that start like those of a new model."""
+        kept = min(num_latent_tokens, self.num_latent_tokens)
+        rois = initial_rois(num_latent_tokens - kept).to(self.initial_rois)
+        self.initial_rois = nn.Parameter(torch.cat([self.initial_rois[:kept], rois]), self.initial_rois.requires_grad)
+        if len(self.token_embedding) == self.num_latent_tokens:
+            embedding = self.token_embedding
+            # New tokens start as copies of the mean token: the cortex has seen nothing else.
+            new = embedding.mean(0, keepdim=True).expand(num_latent_tokens - kept, -1)
+            self.token_embedding = nn.Parameter(torch.cat([embedding[:kept], new]), embedding.requires_grad)
+        self.num_latent_tokens = num_latent_tokens
+
+
+class SparseFormerMixing(nn.Module):
+    """Adaptive mixing: a token generates the two matrices that decode what it sampled.
+
+    A channels x channels matrix, a mixed_points x points matrix, then one linear layer to the token width. v1 adds a
+    bias and a GELU after each product, bootstrapped models have one GELU after both.
+    """
+
+    def __init__(self, config: SparseFormerConfig, hidden_size: int):
+        super().__init__()
+        self.shapes = (
+            (config.stem_channels, config.stem_channels),
+            (config.num_mixed_points, config.num_sampling_points),
+        )
+        bottleneck = config.mixing_hidden_size or hidden_size // 4
+        self.layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+        self.bottleneck = nn.Linear(hidden_size, bottleneck)
+        self.generator = nn.Linear(bottleneck, sum(rows * columns for rows, columns in self.shapes))
+        if config.mixing_bias:
+            self.channel_bias = nn.Parameter(torch.empty(config.stem_channels))
+            self.point_bias = nn.Parameter(torch.empty(config.num_mixed_points, 1))
+        else:
+            self.channel_bias = self.point_bias = None
+        self.out_proj = nn.Linear(config.num_mixed_points * config.stem_channels, hidden_size)
+
+    def forward(self, tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """`(batch, tokens, hidden_size)` and `(batch, tokens, points, channels)` to `(batch, tokens, hidden_size)`."""
+        parameters = self.generator(self.bottleneck(self.layernorm(tokens)))
+        channel_matrix, point_matrix = (
+            matrix.unflatten(-1, shape)
+            for matrix, shape in zip(
+                parameters.split([rows * columns for rows, columns in self.shapes], dim=-1), self.shapes, strict=True
+            )
+        )
+        mixed = sampled.to(parameters.dtype) @ channel_matrix
+        if self.channel_bias is not None:
+            mixed = F.gelu(mixed + self.channel_bias).to(parameters.dtype)
+        mixed = point_matrix @ mixed
+        if self.point_bias is not None:
+            mixed = mixed + self.point_bias
+        return self.out_proj(F.gelu(mixed).flatten(2))
+
+
+class SparseFormerSampling(nn.Module):
+    """Each token samples features at points in its RoI and mixes them."""
+
+    def __init__(self, config: SparseFormerConfig, hidden_size: int):
+        super().__init__()
+        self.num_points = config.num_sampling_points
+        self.padding_mode = config.sampling_padding_mode
+        self.clip_gradients = config.clip_sampling_gradients
+        self.offset_layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+        self.offset_proj = nn.Linear(hidden_size, 2 * config.num_sampling_points, bias=False)
+        self.offset_bias = nn.Parameter(torch.empty(2 * config.num_sampling_points))
+        self.mixing = SparseFormerMixing(config, hidden_size)
+
+    def forward(
+        self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual branch `(batch, tokens, hidden_size)` and the points `(batch, tokens, points, 2)`."""
+        offsets = self.offset_proj(self.offset_layernorm(tokens)).float() + self.offset_bias.float()
+        points = locate_sampling_points(rois, offsets.unflatten(-1, (self.num_points, 2)))
+        if self.clip_gradients and self.training:
+            points = ClipGradient.apply(points, 1 / features.shape[2])
+        return self.mixing(tokens, sample_features(features, points, self.padding_mode)), points
+
+
+class SparseFormerPositionEncoding(nn.Module):
+    """Linear map of the sinusoidal encoding of RoIs; no gradient flows into the RoIs."""
+
+    def __init__(self, config: SparseFormerConfig, hidden_size: int):
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+        self.proj = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, rois: torch.Tensor) -> torch.Tensor:
+        encoding = encode_rois(rois.detach(), self.hidden_size)
+        return self.proj(self.layernorm(encoding.to(self.layernorm.weight.dtype)))
+
+
+class SparseFormerRoIDeltas(nn.Module):
+    """Tokens `(batch, tokens, hidden_size)` to RoI deltas `(batch, tokens, 4)`, by one or two linear layers."""
+
+    def __init__(self, config: SparseFormerConfig, hidden_size: int):
+        super().__init__()
+        self.layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+        self.dense = nn.Linear(hidden_size, hidden_size) if config.num_roi_delta_layers == 2 else None
+        self.out_proj = nn.Linear(hidden_size, 4, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        tokens = self.layernorm(tokens)
+        return self.out_proj(tokens if self.dense is None else F.gelu(self.dense(tokens)))
+
+
+class SparseFormerLayer(GradientCheckpointingLayer):
+    """A transformer layer that performs the `steps` of the configuration, in their order.
+
+    The cortex attends and has an MLP; focusing layers also sample features, encode RoIs and adjust them.
+
+    Args:
+        config (`SparseFormerConfig`): The configuration.
+        steps (sequence of `str`): Operations, in order.
+        focusing (`bool`): Of the focusing width (iterated), or of full width.
+        drop_path_rates (sequence of `float`): One for each execution of the layer.
+    """
+
+    def __init__(self, config: SparseFormerConfig, steps, focusing: bool, drop_path_rates):
+        super().__init__()
+        self.steps = tuple(steps)
+        self.drop_path_rates = tuple(drop_path_rates)
+        # v1's code drops RoI deltas along with the residual branches.
+        self.drops_roi_deltas = config.num_roi_delta_layers == 1
+        hidden_size = config.focusing_hidden_size if focusing else config.hidden_size
+        if focusing and config.stage_embedding and config.num_focusing_iterations > 1:
+            self.stage_embedding = nn.Parameter(torch.empty(config.num_focusing_iterations, hidden_size))
+        else:
+            self.stage_embedding = None
+        if "sampling" in steps:
+            self.sampling = SparseFormerSampling(config, hidden_size)
+        if "position_encoding" in steps:
+            self.position_encoding = SparseFormerPositionEncoding(config, hidden_size)
+        if "attention" in steps:
+            heads = config.focusing_num_attention_heads if focusing else config.num_attention_heads
+            self.layernorm_before = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+            self.attention = SelfAttention(config, hidden_size, heads, qkv_bias=focusing or config.qkv_bias)
+        if "mlp" in steps:
+            intermediate_size = config.focusing_intermediate_size if focusing else config.intermediate_size
+            hidden_act = config.focusing_hidden_act if focusing else config.hidden_act
+            self.layernorm_after = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+            self.mlp = MLP(hidden_size, intermediate_size, hidden_act)
+        if "roi_adjustment" in steps:
+            self.roi_deltas = SparseFormerRoIDeltas(config, hidden_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rois: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
+        iteration: int = 0,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Tokens, RoIs (needed by every step but attention and MLP) and feature map (needed by sampling) to tokens,
+        RoIs and, if the layer samples, the sampling points."""
+        rate = self.drop_path_rates[iteration]
+        points = None
+        if self.stage_embedding is not None:
+            hidden_states = hidden_states + self.stage_embedding[iteration]
+        for step in self.steps:
+            if step == "sampling":
+                branch, points = self.sampling(hidden_states, rois, features)
+                hidden_states = hidden_states + drop_path(branch, rate, self.training)
+            elif step == "position_encoding":
+                hidden_states = hidden_states + self.position_encoding(rois)
+            elif step == "attention":
+                branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
+                hidden_states = hidden_states + drop_path(branch, rate, self.training)
+            elif step == "mlp":
+                branch = self.mlp(self.layernorm_after(hidden_states))
+                hidden_states = hidden_states + drop_path(branch, rate, self.training)
+            else:
+                deltas = self.roi_deltas(hidden_states)
+                rois = adjust_rois(rois, drop_path(deltas, rate if self.drops_roi_deltas else 0.0, self.training))
+        return hidden_states, rois, points
+
+
+class SparseFormerPoolingHead(nn.Module):
+    """The pooling of SigLIP: one learned query attends to all tokens, then an MLP."""
+
+    def __init__(self, config: SparseFormerConfig):
+        super().__init__()
+        self.probe = nn.Parameter(torch.empty(1, config.hidden_size))
+        self.attention = SelfAttention(config, config.hidden_size, config.num_attention_heads)
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(batch, tokens, hidden_size)` to `(batch, hidden_size)`."""
+        pooled, _ = self.attention(hidden_states, self.probe.repeat(len(hidden_states), 1, 1))
+        return (pooled + self.mlp(self.layernorm(pooled)))[:, 0]
+
+
+class SparseFormerPreTrainedModel(HubModel):
+    """What all SparseFormers share: initialization, checks of their input, teachers, and the number of tokens."""
+
+    config: SparseFormerConfig
+    base_model_prefix = "sparseformer"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    auto_classes = {
+        "AutoModel": "SparseFormerModel",
+        "AutoModelForImageClassification": "SparseFormerForImageClassification",
+        "AutoModelForSemanticSegmentation": "SparseFormerForSemanticSegmentation",
+    }
+    _no_split_modules = ["SparseFormerLayer", "SparseFormerLatents"]
+    _keep_in_fp32_modules_strict = ["initial_rois"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "hidden_states": OutputRecorder(SparseFormerLayer, index=0, layer_name="layers"),
+        "attentions": OutputRecorder(SelfAttention, index=1, layer_name="layers"),
+    }
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base_model.stem.convolution
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+        config = self.config
+        head_dim = min(
+            config.hidden_size // config.num_attention_heads,
+            config.focusing_hidden_size // config.focusing_num_attention_heads,
+        )
+        if attn_implementation and "fl" in attn_implementation and head_dim < 16:
+            raise ValueError(
+                f"{attn_implementation!r} needs attention heads of 16 or more channels, this model's have {head_dim}. "
+                'Use attn_implementation="sdpa" or "eager".'
+            )
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def no_weight_decay(self) -> list[str]:
+        """Names of parameters that optimizers should not decay, besides biases and norms."""
+        names = ("initial_rois", "token_embedding", "cls_token", "stage_embedding", "offset_bias", "probe")
+        return [name for name, _ in self.named_parameters() if name.rsplit(".", 1)[-1] in names]
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        """The reference implementation's initialization; bootstrapping depends on it."""
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear):
+            init.trunc_normal_(module.weight, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, SparseFormerStem):
+            weight = module.convolution.weight
+            init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
+            bound = weight[0].numel() ** -0.5
+            init.uniform_(module.convolution.bias, -bound, bound)
+        elif isinstance(module, SparseFormerLatents):
+            init.trunc_normal_(module.token_embedding, std=1.0)
+            init.copy_(module.initial_rois, initial_rois(module.num_latent_tokens))
+            if module.cls_token is not None:
+                init.normal_(module.cls_token)
+        elif isinstance(module, SparseFormerMixing):
+            init.constant_(module.layernorm.weight, module.layernorm.normalized_shape[0] ** -0.5)
+            init.zeros_(module.generator.weight)
+            matrices = [nn.init.xavier_uniform_(torch.empty(shape)).flatten() for shape in module.shapes]
+            init.copy_(module.generator.bias, torch.cat(matrices))
+            if module.channel_bias is not None:
+                init.zeros_(module.channel_bias)
+                init.zeros_(module.point_bias)
+        elif isinstance(module, SparseFormerSampling):
+            init.constant_(module.offset_layernorm.weight, module.offset_layernorm.normalized_shape[0] ** -0.5)
+            init.zeros_(module.offset_proj.weight)
+            init.copy_(module.offset_bias, initial_sampling_offsets(module.num_points).flatten())
+        elif isinstance(module, SparseFormerRoIDeltas):
+            init.constant_(module.layernorm.weight, module.layernorm.normalized_shape[0] ** -0.5)
+            init.zeros_(module.out_proj.weight)
+        elif isinstance(module, SparseFormerLayer) and module.stage_embedding is not None:
+            init.normal_(module.stage_embedding)
+        elif isinstance(module, SparseFormerPoolingHead):
+            init.normal_(module.probe)
+        elif isinstance(module, SegmentationHead):
+            init.trunc_normal_(module.query.weight, std=std)
+            init.zeros_(module.query.bias)
+        elif isinstance(module, ContextBroadcast):
+            module.reset_parameters()
+
+    def resize_tokens(self, num_latent_tokens: int):
+        """Change the number of latent tokens in place, as continued bootstrapping needs; kept tokens stay as they are.
+
+        Args:
+            num_latent_tokens (`int`): New count, [CLS] not counted (80 tokens in the papers are 79 here).
+
+        Raises:
+            ValueError: if the count is below 1.
+        """
+        if num_latent_tokens < 1:
+            raise ValueError(f"`num_latent_tokens` is {num_latent_tokens}, expected at least 1.")
+        self.base_model.latents.resize_tokens(num_latent_tokens)
+        self.config.num_latent_tokens = num_latent_tokens
+
+    @classmethod
+    @torch.no_grad()
+    def from_teacher(
+        cls,
+        teacher: nn.Module,
+        num_latent_tokens: int | None = None,
+        truncate: float | int = 1 / 3,
+        inherit_blocks: bool = True,
+        **fields,
+    ):
+        """A SparseFormer with a teacher's blocks, final LayerNorm and classifier or projection inherited, its leading
+        blocks left out, and a new focusing stage that waits for bootstrapping (section 3.2 of the paper).
+
+        Args:
+            teacher (`nn.Module`):
+                What `read_teacher` reads: a Transformers ViT, DeiT, CLIP or SigLIP, or a VisionTransformer of timm or
+                open_clip. A mean-pooled one gives a mean-pooled model, SigLIP one with its pooling head.
+            num_latent_tokens (`int`, *optional*):
+                Latent tokens. By default a quarter of the teacher's image tokens, [CLS] counted as the paper does.
+            truncate (`float` or `int`, *optional*, defaults to 1/3): Leading blocks left out, a fraction or a count.
+            inherit_blocks (`bool`, *optional*, defaults to `True`):
+                With `False`, only the classifier's weights are inherited (an ablation of table 3).
+            fields: Fields of `SparseFormerConfig` to set differently, for example `stem_channels=32`.
+
+        Returns:
+            The model, in evaluation mode.
+
+        Raises:
+            ValueError: if the teacher is no such transformer, has no classifier where one is needed, or the numbers
+                do not fit.
+        """
+        source = read_teacher(teacher)
+        blocks = len(source.blocks)
+        truncated = truncate if isinstance(truncate, int) else round(truncate * blocks)
+        if isinstance(truncate, bool) or not 0 <= truncated < blocks:
+            raise ValueError(
+                f"`truncate`={truncate} leaves none of the teacher's {blocks} blocks or more than it has; expected a "
+                f"fraction below 1 or a count from 0 to {blocks - 1}."
+            )
+        needs_classifier = issubclass(cls, SparseFormerForImageClassification)
+        if needs_classifier and source.classifier is None:
+            raise ValueError(
+                f"{type(teacher).__name__} has no linear classifier to inherit. Load the teacher with "
+                "AutoModelForImageClassification, or use SparseFormerModel.from_teacher for features alone."
+            )
+        needs_projection = issubclass(cls, SparseFormerVisionModelWithProjection)
+        if needs_projection and source.projection is None:
+            raise ValueError(
+                f"{type(teacher).__name__} has no projection to inherit. Load a CLIP as CLIPModel or "
+                "CLIPVisionModelWithProjection, or use SparseFormerVisionModel.from_teacher."
+            )
+        use_cls_token = fields.get("use_cls_token", source.fields["use_cls_token"])
+        if num_latent_tokens is None:
+            num_latent_tokens = max(source.num_tokens // 4 - use_cls_token, 1)
+        # The papers halve the width from base (768 to 384); heads are 64 wide.
+        focusing_hidden_size = fields.get("focusing_hidden_size", max(source.fields["hidden_size"] // 16 * 8, 8))
+        config = SparseFormerConfig(
+            **{
+                **source.fields,
+                "num_latent_tokens": num_latent_tokens,
+                "num_hidden_layers": blocks - truncated,
+                "focusing_hidden_size": focusing_hidden_size,
+                **fields,
+            }
+        )
+        model = cls(config).eval()
+        base = model.base_model
+        if inherit_blocks:
+            base.layernorm.load_state_dict(source.norm)
+            for layer, weights, block in zip(
+                base.layers, source.blocks[truncated:], source.modules[truncated:], strict=True
+            ):
+                layer.load_state_dict(weights)
+                check_inherited_block(teacher, block, layer)
+        if needs_classifier:
+            if config.num_labels != len(source.classifier["weight"]):
+                raise ValueError(
+                    f"The teacher's classifier has {len(source.classifier['weight'])} classes, `num_labels` is "
+                    f"{config.num_labels}. Bootstrap with the teacher's classes first, then fine-tune."
+                )
+            model.classifier.load_state_dict(source.classifier)
+        if needs_projection:
+            model.visual_projection.weight.copy_(source.projection)
+        if source.pooling_head is not None and base.pooling_head is not None:
+            base.pooling_head.load_state_dict(source.pooling_head)
+        base.latents.break_ties()
+        return model
+
+
+class SparseFormerModel(SparseFormerPreTrainedModel):
+    """The bare SparseFormer, from pixels to tokens; what `AutoModel` loads, and the vision tower of LLaVA."""
+
+    def __init__(self, config: SparseFormerConfig):
+        config.validate()
+        super().__init__(config)
+        self.stem = SparseFormerStem(config)
+        self.latents = SparseFormerLatents(config)
+
+        iterations, blocks = config.num_focusing_iterations, config.num_hidden_layers
+        separate = not config.final_focusing_is_block
+        total = iterations + separate + blocks
+        rates = [config.drop_path_rate * i / max(total - 1, 1) for i in range(total)]
+        cortex_rates = [[rate] for rate in rates[total - blocks :]]
+
+        self.focusing_layer = SparseFormerLayer(config, config.focusing_steps, True, rates[:iterations])
+        self.transition = nn.Linear(config.focusing_hidden_size, config.hidden_size)
+        self.transition_layernorm = (
+            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+            if config.transition_layer_norm
+            else nn.Identity()
+        )
+        self.final_focusing_layer = (
+            SparseFormerLayer(config, config.final_focusing_steps, False, [rates[iterations]]) if separate else None
+        )
+        steps = [("attention", "mlp")] * blocks
+        if config.final_focusing_is_block:
+            steps[0] = config.final_focusing_steps
+        self.layers = nn.ModuleList(
+            SparseFormerLayer(config, layer_steps, False, rate)
+            for layer_steps, rate in zip(steps, cortex_rates, strict=True)
+        )
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.pooling_head = SparseFormerPoolingHead(config) if config.pooling == "attention" else None
+        if config.context_broadcast is not None:
+            insert_modules(self, config.context_broadcast, config.context_broadcast_position)
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        output_rois: bool = False,
+        output_focusing_hidden_states: bool = False,
+        output_stem_features: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SparseFormerModelOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
+                Normalized images of any size from 4 x 4 pixels.
+            output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
+            output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
+                Return `focusing_hidden_states`.
+            output_stem_features (`bool`, *optional*, defaults to `False`): Return `stem_features`.
+        """
+        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min_size=4)
+        features = self.stem(pixel_values.to(self.stem.convolution.weight.dtype))
+        hidden_states, rois, cls_token = self.latents(features.shape[0])
+        all_rois, all_points, focusing_hidden_states = [], [], []
+
+        def run(layer, hidden_states, rois, iteration=0):
+            hidden_states, rois, points = layer(hidden_states, rois, features, iteration, **kwargs)
+            if "roi_adjustment" in layer.steps:
+                all_rois.append(rois)
+            if points is not None:
+                all_points.append(points)
+            return hidden_states, rois
+
+        for iteration in range(self.config.num_focusing_iterations):
+            hidden_states, rois = run(self.focusing_layer, hidden_states, rois, iteration)
+            focusing_hidden_states.append(hidden_states)
+
+        hidden_states = self.transition_layernorm(self.transition(hidden_states))
+        if self.final_focusing_layer is not None:
+            hidden_states, rois = run(self.final_focusing_layer, hidden_states, rois)
+        if cls_token is not None:
+            hidden_states = torch.cat([cls_token.to(hidden_states.dtype), hidden_states], dim=1)
+        for layer in self.layers:
+            hidden_states, rois = run(layer, hidden_states, rois)
+
+        return SparseFormerModelOutput(
+            last_hidden_state=self.layernorm(hidden_states),
+            pooler_output=self.pool(hidden_states),
+            rois=tuple(all_rois) if output_rois else None,
+            sampling_points=tuple(all_points) if output_rois else None,
+            focusing_hidden_states=tuple(focusing_hidden_states) if output_focusing_hidden_states else None,
+            stem_features=features if output_stem_features else None,
+        )
+
+    def pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Tokens before the final LayerNorm, `(batch, tokens, hidden_size)`, to `(batch, hidden_size)`."""
+        if self.config.pooling == "cls":
+            return self.layernorm(hidden_states[:, 0])
+        if self.config.pooling == "attention":
+            return self.pooling_head(self.layernorm(hidden_states))
+        if self.config.pool_before_norm:
+            return self.layernorm(hidden_states.mean(dim=1))
+        return self.layernorm(hidden_states).mean(dim=1)
+
+
+class SparseFormerForImageClassification(GenericForImageClassification, SparseFormerPreTrainedModel):
+    """SparseFormer with a linear classifier on the pooled token."""
+
+    model_class = SparseFormerModel
+    output_class = SparseFormerImageClassifierOutput
+
+
+# Arguments of `from_pretrained` that say where a checkpoint lies.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
+    """SparseFormer with a class for every pixel: scores of each latent token, spread over the image by its RoI and
+    likeness (section 4.1 of the bootstrapping paper; `SegmentationHead` says what that leaves open).
+
+    With 256 latent tokens, 512 x 512 pixels and 150 classes, base has 65.4 M parameters and 25.4 G
+    multiply-accumulates, large 213.5 M and 66.3 G. Table 5 prints 68 M and 36 G, 216 M and 77 G, which the paper's
+    text does not explain.
+
+    It starts from a bootstrapped classifier, with more tokens and pixels (256 tokens for 512 x 512 in the paper):
+    `SparseFormerForSemanticSegmentation.from_pretrained(folder, num_latent_tokens=256, image_size=512,
+    num_labels=150)`.
+    """
+
+    # The loss is a mean over the pixels that count, whose number `Trainer` does not know.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: SparseFormerConfig):
+        steps = (*config.focusing_steps, *config.final_focusing_steps)
+        if "roi_adjustment" not in steps:
+            raise ValueError(f"Tokens are placed by their RoIs, and no step of {list(steps)} adjusts any.")
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.sparseformer = SparseFormerModel(config)
+        self.decode_head = SegmentationHead(config)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, num_latent_tokens: int | None = None, **kwargs):
+        """As in Transformers. `num_latent_tokens`, also that of a `config`, may be another number than the
+        checkpoint's: `resize_tokens` changes it, and new tokens that start alike are moved apart."""
+        config = kwargs.get("config")
+        if isinstance(config, SparseFormerConfig) and pretrained_model_name_or_path is not None:
+            num_latent_tokens = num_latent_tokens or config.num_latent_tokens
+            where = {name: kwargs[name] for name in _WHERE if kwargs.get(name) is not None}
+            stored = SparseFormerConfig.from_pretrained(pretrained_model_name_or_path, **where)
+            kwargs["config"] = copy.deepcopy(config)
+            kwargs["config"].num_latent_tokens = stored.num_latent_tokens
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if num_latent_tokens is not None and num_latent_tokens != model.config.num_latent_tokens:
+            model.resize_tokens(num_latent_tokens)
+            model.base_model.latents.break_ties()
+        return loaded
+
+    def image_processor_config(self) -> dict:
+        height, width = pair(self.config.image_size)
+        fields = image_processor_config(self.config)
+        for name in ("do_center_crop", "crop_size", "do_convert_rgb"):
+            fields.pop(name, None)
+        return {
+            **fields,
+            "image_processor_type": "SegformerImageProcessor",
+            "size": {"height": height, "width": width},
+            "do_reduce_labels": False,
+        }
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        output_rois: bool = False,
+        output_token_maps: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SparseFormerSemanticSegmenterOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
+                Normalized images of any size from 4 x 4 pixels.
+            labels (`torch.LongTensor` of shape `(batch, height, width)`, *optional*):
+                Class numbers; `config.semantic_loss_ignore_index` does not count.
+            output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
+            output_token_maps (`bool`, *optional*, defaults to `False`): Return `token_maps`.
+            kwargs: Passed to `SparseFormerModel.forward`.
+
+        Returns:
+            `SparseFormerSemanticSegmenterOutput`: `loss`, the mean over the pixels that count, and `(batch,
+            num_labels, height / 4, width / 4)` `logits`, rounded up; the image processor's
+            `post_process_semantic_segmentation` makes maps of them.
+
+        Raises:
+            ValueError: if the labels are of another size than the images, or no classes of the model.
+        """
+        if labels is not None and pixel_values is not None and labels.shape[-2:] != pixel_values.shape[-2:]:
+            raise ValueError(
+                f"Got masks of {' x '.join(map(str, labels.shape[-2:]))} pixels for images of "
+                f"{' x '.join(map(str, pixel_values.shape[-2:]))}; expected the same size. Prepare both with the "
+                "model's AutoImageProcessor: `processor(images, masks)`."
+            )
+        kwargs |= {"output_rois": True, "output_stem_features": True, "return_dict": True}
+        outputs = self.sparseformer(pixel_values, **kwargs)
+        tokens = outputs.last_hidden_state[:, int(self.config.use_cls_token) :]
+        logits, token_maps = self.decode_head(tokens, outputs.rois[-1], outputs.stem_features)
+        loss = None
+        if labels is not None:
+            ignored = self.config.semantic_loss_ignore_index
+            loss = semantic_segmentation_loss(logits, labels, self.config.num_labels, ignored)
+        return SparseFormerSemanticSegmenterOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            rois=outputs.rois if output_rois else None,
+            sampling_points=outputs.sampling_points if output_rois else None,
+            focusing_hidden_states=outputs.focusing_hidden_states,
+            token_maps=token_maps if output_token_maps else None,
+        )
+
+
+class SparseFormerVisionModel(SparseFormerModel):
+    """SparseFormer as a vision encoder of CLIP, in the place of `CLIPVisionModel`.
+
+    The same weights under the same names as `SparseFormerModel`, which `AutoModel` loads from the same folder.
+    """
+
+
+class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
+    """SparseFormer with a linear projection of the pooled token, in the place of `CLIPVisionModelWithProjection`."""
+
+    def __init__(self, config: SparseFormerConfig):
+        if config.projection_dim is None:
+            raise ValueError(
+                "`projection_dim` of the configuration is None, expected the width of the projected embedding."
+            )
+        super().__init__(config)
+        self.sparseformer = SparseFormerModel(config)
+        self.visual_projection = nn.Linear(config.hidden_size, config.projection_dim, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self, pixel_values: torch.Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+    ) -> SparseFormerVisionModelWithProjectionOutput:
+        """Pixels to `image_embeds`, `(batch, projection_dim)`; keyword arguments go to `SparseFormerModel.forward`."""
+        outputs = self.sparseformer(pixel_values, **kwargs)
+        return SparseFormerVisionModelWithProjectionOutput(
+            image_embeds=self.visual_projection(outputs.pooler_output),
+            last_hidden_state=outputs.last_hidden_state,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            rois=outputs.rois,
+            sampling_points=outputs.sampling_points,
+            focusing_hidden_states=outputs.focusing_hidden_states,
+        )
+
+
+__all__ = [
+    "SparseFormerConfig",
+    "SparseFormerModel",
+    "SparseFormerForImageClassification",
+    "SparseFormerForSemanticSegmentation",
+    "SparseFormerPreTrainedModel",
+    "SparseFormerVisionModel",
+    "SparseFormerVisionModelWithProjection",
+]

@@ -1,0 +1,90 @@
+"""Run by test_loop.py as a program: `killed_at_random.py FOLDER KILLS ARGUMENT…` kills trainings, and publishing, at
+random moments, KILLS times each, and looks at what they leave after every kill. Prints how often runs ended whole."""
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from killed_runs import die, run
+from safetensors.torch import load_file
+from transformers import AutoModelForImageClassification
+
+from frugalvit import publish
+from frugalvit.training.loop import Checkpoints
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def check_what_is_left(folder: Path):
+    """The model, if there is one, and every checkpoint are whole."""
+    if (folder / "model.safetensors").exists():
+        AutoModelForImageClassification.from_pretrained(folder)
+    for state in Checkpoints(None, folder / "checkpoints").all():
+        load_file(state / "model.safetensors")
+        torch.load(state / "optimizer.bin", weights_only=True)
+        assert (state / "state.json").read_text().endswith("}\n")
+
+
+def train(folder: Path, kills: int, arguments: list[str], chance: random.Random) -> int:
+    whole, killed, finished = folder / "whole", folder / "killed", 0
+    start = time.monotonic()
+    assert run([*arguments, "--output_dir", str(whole)]) == 0
+    seconds = time.monotonic() - start
+    while kills or not finished:
+        delay = chance.uniform(0, seconds) if kills else 1e6
+
+        def after_a_while(delay=delay):
+            timer = threading.Timer(delay, die)
+            timer.daemon = True
+            timer.start()
+
+        ended = run([*arguments, "--output_dir", str(killed)], after_a_while)
+        assert ended in (0, -9), ended
+        if ended:
+            kills -= 1
+            check_what_is_left(killed)
+        else:
+            finished += 1
+            assert weights(killed) == weights(whole)
+            if kills:
+                shutil.rmtree(killed)
+    return finished
+
+
+def share(folder: Path, kills: int, chance: random.Random) -> int:
+    """Folders that publishing writes are whole or not there."""
+    finished, output = 0, folder / "published"
+    arguments = argparse.Namespace(model=folder / "whole", output=output, overwrite=True, dry_run=False, card=None)
+    for _ in range(kills):
+        delay = chance.uniform(0, 0.2)
+
+        def write(_, delay=delay):
+            threading.Timer(delay, die).start()
+            with publish.prepared(arguments):
+                pass
+            time.sleep(1)  # and killed when all is done, at the latest
+            return 0
+
+        assert run([], lambda write=write: write(None)) == -9
+        if output.exists():
+            finished += 1
+            AutoModelForImageClassification.from_pretrained(output)
+            assert {"README.md", "config.json", "model.safetensors"} <= {path.name for path in output.iterdir()}
+            if chance.random() < 0.5:
+                shutil.rmtree(output)
+    return finished
+
+
+if __name__ == "__main__":
+    folder, kills, *arguments = sys.argv[1:]
+    chance = random.Random(int(os.environ.get("FRUGALVIT_SEED", "0")))
+    ends = [train(Path(folder), int(kills), arguments, chance), share(Path(folder), int(kills), chance)]
+    print(*ends, file=open(f"{folder}/ends", "w"))  # noqa: SIM115
