@@ -1,0 +1,126 @@
+"""AgentCNN configuration: convolutional twins of vision transformers, from which these learn their biases."""
+
+from huggingface_hub.dataclasses import strict
+
+from .configuration_base import FrugalViTConfig, pair
+
+
+@strict
+class AgentCNNConfig(FrugalViTConfig):
+    r"""
+    Configuration of an agent CNN (Zhang et al., *Bootstrapping ViTs*, arXiv 2112.03552, tables 1 and 2): a vision
+    transformer's blocks with a generalized convolution in the place of attention. The defaults are Agent-S;
+    `from_variant` has the rest.
+
+    Args:
+        image_size (`int` or pair of `int`, *optional*, defaults to 224):
+            Image size in pixels, or height and width, for preprocessing. The model takes any size.
+        num_channels (`int`, *optional*, defaults to 3): Channels of the image.
+        stem (`str`, *optional*, defaults to `"patch"`):
+            `"patch"`, a linear map of each patch, as a vision transformer has it, or `"res"`, as in a ResNet: a 7 x 7
+            convolution, 3 x 3 max pooling and a 3 x 3 convolution, each with stride 2 (the paper prints 2 x 2 pooling,
+            its code has 3 x 3).
+        patch_size (`int`, *optional*, defaults to 16): Patch size in pixels, for `stem="patch"`.
+        stem_channels (`int`, *optional*, defaults to 64): Channels of the first convolution of `stem="res"`.
+        hidden_size (`int`, *optional*, defaults to 288): Channels of the feature maps.
+        num_hidden_layers (`int`, *optional*, defaults to 6): Blocks.
+        num_positions (`int`, *optional*, defaults to 9): Receptive field of the generalized convolutions ("H9").
+        intermediate_size (`int`, *optional*): Width inside the MLPs; four times `hidden_size` if not given.
+        hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of the MLPs, of `stem="res"` and at the end.
+        norm_position (`str`, *optional*, defaults to `"before"`):
+            BatchNorm `"before"` the convolution and the MLP (Agent-S), or `"after"` them, at the end of the branch
+            (Agent-B).
+        downsample_after (sequence of `int`, *optional*, defaults to `()`):
+            Blocks, from 0, after which 2 x 2 average pooling halves the map; of Agent-B, the paper has 1 and 3 (our
+            default), its code 2 and 8.
+        dropout (`float`, *optional*, defaults to 0.1): Dropout in the MLPs.
+        batch_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the BatchNorms.
+        image_mean, image_std (`float` or sequence of `float`, *optional*):
+            Normalization written into the image processor, for all channels or each.
+        resize_size (`int`, *optional*):
+            Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
+        resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
+            if a name looks like a misspelled field; the message says what was given and what would fit.
+    """
+
+    model_type = "agent_cnn"
+
+    image_size: int | list[int] | tuple[int, int] = 224
+    num_channels: int = 3
+    stem: str = "patch"
+    patch_size: int = 16
+    stem_channels: int = 64
+    hidden_size: int = 288
+    num_hidden_layers: int = 6
+    num_positions: int = 9
+    intermediate_size: int | None = None
+    hidden_act: str = "gelu"
+    norm_position: str = "before"
+    downsample_after: list[int] | tuple[int, ...] = ()
+    dropout: float | int = 0.1
+    batch_norm_eps: float | int = 1e-5
+    image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
+    resize_size: int | None = None
+    resample: int = 2
+
+    def __post_init__(self, **kwargs):
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        self.downsample_after = tuple(self.downsample_after)
+        super().__post_init__(**kwargs)
+
+    @property
+    def stride(self) -> int:
+        """Pixels of the image for a position of the last feature map, in each direction."""
+        return (self.patch_size if self.stem == "patch" else 8) * 2 ** len(self.downsample_after)
+
+    def validate_counts(self):
+        """Counts and sizes are positive, and maps that are halved exist."""
+        self._check_counts("patch_size", "num_channels", "stem_channels", "hidden_size", "num_hidden_layers")
+        self._check_counts("num_positions", "intermediate_size", "resize_size")
+        self._check_sizes("image_size")
+        if wrong := [layer for layer in self.downsample_after if not 0 <= layer < self.num_hidden_layers]:
+            raise ValueError(
+                f"`downsample_after` has {wrong[0]}, expected blocks from 0 to {self.num_hidden_layers - 1}."
+            )
+        if len(set(self.downsample_after)) < len(self.downsample_after):
+            raise ValueError(f"`downsample_after` is {self.downsample_after}, expected different blocks.")
+        if min(pair(self.image_size)) < self.stride:
+            raise ValueError(
+                f"Images of `image_size`={self.image_size} leave no position of a map with a stride of {self.stride} "
+                "pixels."
+            )
+
+    def validate_choices(self):
+        """Fields with a fixed set of values."""
+        self._check_choices(stem=("patch", "res"), norm_position=("before", "after"))
+        self._check_rates("dropout")
+        self._check_positive("batch_norm_eps")
+
+    @staticmethod
+    def _variants() -> dict[str, dict]:
+        return VARIANTS
+
+
+_SMALL = {"hidden_size": 288, "num_hidden_layers": 6, "num_positions": 9, "num_labels": 10}
+_BASE = {
+    "hidden_size": 384,
+    "num_hidden_layers": 12,
+    "num_positions": 6,
+    "norm_position": "after",
+    "dropout": 0.0,
+    "num_labels": 10,
+}
+VARIANTS = {
+    "agent-small": _SMALL,
+    "agent-base": _BASE,
+    "agent-small-res": {**_SMALL, "stem": "res", "downsample_after": (0, 1)},
+    "agent-base-res": {**_BASE, "stem": "res", "downsample_after": (1, 3)},
+}
+
+
+__all__ = ["AgentCNNConfig"]

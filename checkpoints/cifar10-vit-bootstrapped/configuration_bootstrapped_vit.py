@@ -1,0 +1,160 @@
+"""A vision transformer and the agent CNN that it learns from: configuration."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import ViTConfig
+
+from .configuration_agent_cnn import VARIANTS as AGENTS
+from .configuration_agent_cnn import AgentCNNConfig
+from .configuration_base import FrugalViTConfig, pair
+
+
+SHARING = ("none", "weights")
+# Weights of the terms of the loss, of the reference implementation: classification, divergence, hints.
+WEIGHTS = {"none": (1.0, 1.0, 10.0), "weights": (0.5, 0.5, 5.0)}
+
+
+@strict
+class BootstrappedViTConfig(FrugalViTConfig):
+    r"""
+    Configuration of a vision transformer that is trained together with an agent CNN (Zhang et al., *Bootstrapping
+    ViTs*, arXiv 2112.03552). The defaults are ViT-S with Agent-S; `from_variant` has the rest.
+
+    Args:
+        vit_config (`ViTConfig` or `dict`, *optional*): The transformer, Transformers' own.
+        agent_config (`AgentCNNConfig` or `dict`, *optional*): The agent, with as many blocks of the same width.
+        sharing (`str`, *optional*, defaults to `"none"`):
+            `"none"`, each has its own weights (the paper's Joint), or `"weights"` (Shared): position i of the agent's
+            convolutions goes through the value and output matrices of head i, and MLPs are the transformer's.
+        classification_weight, divergence_weight, hint_weight (`float`, *optional*):
+            Weights of the terms of the loss; the reference implementation's for `sharing` if not given: 1, 1 and 10,
+            or, shared, 0.5, 0.5 and 5.
+        temperature (`float`, *optional*, defaults to 4.0): Of the distributions in the divergences.
+        hint_layers (sequence of `int`, *optional*): Blocks, from 0, whose tokens get hints; all if not given.
+        image_mean, image_std (`float` or sequence of `float`, *optional*):
+            Normalization written into the image processor, for all channels or each.
+        resize_size (`int`, *optional*):
+            Shorter side to resize to before a center crop of the transformer's image size; `None` resizes straight to
+            it.
+        resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
+            if a name looks like a misspelled field; the message says what was given and what would fit.
+    """
+
+    model_type = "bootstrapped_vit"
+    sub_configs = {"vit_config": ViTConfig, "agent_config": AgentCNNConfig}
+    keys_to_ignore_at_inference = ["agent_logits", "losses"]
+
+    vit_config: dict | ViTConfig | None = None
+    agent_config: dict | AgentCNNConfig | None = None
+    sharing: str = "none"
+    classification_weight: float | int | None = None
+    divergence_weight: float | int | None = None
+    hint_weight: float | int | None = None
+    temperature: float | int = 4.0
+    hint_layers: list[int] | tuple[int, ...] | None = None
+    image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
+    resize_size: int | None = None
+    resample: int = 2
+
+    def __post_init__(self, **kwargs):
+        defaults = {"vit_config": VIT_SMALL, "agent_config": AGENTS["agent-small"]}
+        for name, config_class in self.sub_configs.items():
+            value = getattr(self, name)
+            value = defaults[name] if value is None else value
+            setattr(self, name, config_class(**value) if isinstance(value, dict) else value)
+        names = ("classification_weight", "divergence_weight", "hint_weight")
+        for name, weight in zip(names, WEIGHTS.get(self.sharing, WEIGHTS["none"]), strict=True):
+            if getattr(self, name) is None:
+                setattr(self, name, weight)
+        if self.id2label is None and "num_labels" not in kwargs:
+            self.id2label, self.label2id = self.vit_config.id2label, self.vit_config.label2id
+        super().__post_init__(**kwargs)
+        self.agree()
+
+    def agree(self):
+        """Hand the labels to both, and to the agent how images are prepared."""
+        for config in (self.vit_config, self.agent_config):
+            config.id2label, config.label2id = self.id2label, self.label2id
+        for name in ("image_size", "image_mean", "image_std", "resize_size", "resample"):
+            setattr(self.agent_config, name, getattr(self, name))
+
+    @property
+    def image_size(self) -> int | list[int] | tuple[int, int]:
+        """The transformer's, in pixels."""
+        return self.vit_config.image_size
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the images."""
+        return self.vit_config.num_channels
+
+    def validate_twins(self):
+        """The agent's blocks stand beside the transformer's."""
+        self._check_choices(sharing=SHARING)
+        self._check_counts("resize_size")
+        vit, agent = self.vit_config, self.agent_config
+        twins = {name: name for name in ("num_hidden_layers", "hidden_size", "num_channels")}
+        if self.sharing == "weights":
+            twins |= {"intermediate_size": "intermediate_size", "num_attention_heads": "num_positions"}
+        for of_vit, of_agent in twins.items():
+            ours, theirs = getattr(vit, of_vit), getattr(agent, of_agent)
+            if ours != theirs:
+                raise ValueError(
+                    f"`vit_config` has `{of_vit}`={ours}, `agent_config` `{of_agent}`={theirs}; expected the same."
+                )
+        if min(pair(vit.image_size)) < agent.stride:
+            raise ValueError(
+                f"Images of {vit.image_size} pixels are too small for the agent, whose stride is {agent.stride}."
+            )
+        if wrong := [layer for layer in self.hint_layers or () if not 0 <= layer < vit.num_hidden_layers]:
+            raise ValueError(f"`hint_layers` has {wrong[0]}, expected blocks from 0 to {vit.num_hidden_layers - 1}.")
+
+    def validate_weights(self):
+        """Weights are none or positive, and the temperature is positive."""
+        self._check_positive("temperature")
+        for name in ("classification_weight", "divergence_weight", "hint_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, expected 0 or more.")
+
+    @staticmethod
+    def _variants() -> dict[str, dict]:
+        return VARIANTS
+
+
+VIT_SMALL = {
+    "image_size": 224,
+    "patch_size": 16,
+    "hidden_size": 288,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 9,
+    "intermediate_size": 1152,
+    "hidden_dropout_prob": 0.1,
+    "layer_norm_eps": 1e-5,
+    "num_labels": 10,
+}
+VIT_BASE = {
+    **VIT_SMALL,
+    "hidden_size": 384,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 6,
+    "intermediate_size": 1536,
+    "hidden_dropout_prob": 0.0,
+    "layer_norm_eps": 1e-6,
+}
+# Names say how the two are trained, their size, and the agent's stem if it is res-like.
+VARIANTS = {
+    f"{name}-{size}{'-res' if res else ''}": {
+        "vit_config": vit,
+        "agent_config": AGENTS[f"agent-{size}{'-res' if res else ''}"],
+        "sharing": sharing,
+    }
+    for name, sharing in (("joint", "none"), ("shared", "weights"))
+    for size, vit in (("small", VIT_SMALL), ("base", VIT_BASE))
+    for res in (False, True)
+}
+
+
+__all__ = ["BootstrappedViTConfig"]

@@ -1,0 +1,171 @@
+"""AgentCNN: a vision transformer's blocks with a generalized convolution in the place of attention.
+
+Zhang et al., *Bootstrapping ViTs: Towards Liberating Vision Transformers from Pre-training* (CVPR 2022, arXiv
+2112.03552), appendix E. A ViT learns beside it what convolutions know, see `modeling_bootstrapped_vit.py`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPoolingAndNoAttention,
+    ImageClassifierOutputWithNoAttention,
+)
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_agent_cnn import AgentCNNConfig
+from .generalized_convolution import GeneralizedConv2d
+from .hub import HubModel
+from .layers import GenericForImageClassification, activation, check_pixel_values
+
+
+class AgentCNNEmbeddings(nn.Module):
+    """Pixels to a feature map: patches, or the beginning of a ResNet."""
+
+    def __init__(self, config: AgentCNNConfig):
+        super().__init__()
+        if config.stem == "patch":
+            self.projection = nn.Conv2d(
+                config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
+            )
+        else:
+            self.convolution = nn.Conv2d(
+                config.num_channels, config.stem_channels, kernel_size=7, stride=2, padding=3, bias=False
+            )
+            self.norm = nn.BatchNorm2d(config.stem_channels, eps=config.batch_norm_eps)
+            self.activation = activation(config.hidden_act)
+            self.projection = nn.Conv2d(config.stem_channels, config.hidden_size, kernel_size=3, stride=2, padding=1)
+        self.is_res = config.stem == "res"
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        pixel_values = pixel_values.to(self.projection.weight.dtype)
+        if self.is_res:
+            pixel_values = self.activation(self.norm(self.convolution(pixel_values)))
+            pixel_values = F.max_pool2d(pixel_values, kernel_size=3, stride=2, padding=1)
+        return self.projection(pixel_values)
+
+
+class AgentCNNMLP(nn.Module):
+    """Two 1 x 1 convolutions with an activation between: a transformer's MLP on a map."""
+
+    def __init__(self, config: AgentCNNConfig):
+        super().__init__()
+        self.fc1 = nn.Conv2d(config.hidden_size, config.intermediate_size, kernel_size=1)
+        self.activation = activation(config.hidden_act)
+        self.fc2 = nn.Conv2d(config.intermediate_size, config.hidden_size, kernel_size=1)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(self.activation(self.fc1(feature_map)))
+        return self.dropout(self.fc2(hidden))
+
+
+class AgentCNNLayer(nn.Module):
+    """Positions, then channels, each beside a residual connection."""
+
+    def __init__(self, config: AgentCNNConfig, downsamples: bool):
+        super().__init__()
+        self.norms_before, self.downsamples = config.norm_position == "before", downsamples
+        self.norm1 = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
+        self.convolution = GeneralizedConv2d(config.hidden_size, config.hidden_size, config.num_positions)
+        self.norm2 = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
+        self.mlp = AgentCNNMLP(config)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        for norm, branch in ((self.norm1, self.convolution), (self.norm2, self.mlp)):
+            added = branch(norm(hidden_states)) if self.norms_before else norm(branch(hidden_states))
+            hidden_states = hidden_states + added
+        return F.avg_pool2d(hidden_states, kernel_size=2) if self.downsamples else hidden_states
+
+
+class AgentCNNPreTrainedModel(HubModel):
+    """What the family shares: how fresh weights are drawn."""
+
+    config: AgentCNNConfig
+    base_model_prefix = "agent"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    auto_classes = {
+        "AutoModel": "AgentCNNModel",
+        "AutoModelForImageClassification": "AgentCNNForImageClassification",
+    }
+    _no_split_modules = ["AgentCNNEmbeddings", "AgentCNNLayer"]
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": AgentCNNLayer}
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base_model.embeddings.projection
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            # PyTorch's default.
+            bound = module.weight[0].numel() ** -0.5
+            init.uniform_(module.weight, -bound, bound)
+            if module.bias is not None:
+                init.uniform_(module.bias, -bound, bound)
+        elif isinstance(module, GeneralizedConv2d):
+            module.reset_parameters()
+        elif isinstance(module, nn.BatchNorm2d):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+            init.zeros_(module.running_mean)
+            init.ones_(module.running_var)
+            init.zeros_(module.num_batches_tracked)
+
+
+class AgentCNNModel(AgentCNNPreTrainedModel):
+    """The bare agent CNN, from pixels to a feature map."""
+
+    def __init__(self, config: AgentCNNConfig):
+        config.validate()
+        super().__init__(config)
+        self.embeddings = AgentCNNEmbeddings(config)
+        self.layers = nn.ModuleList(
+            AgentCNNLayer(config, layer in config.downsample_after) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
+        self.activation = activation(config.hidden_act)
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self, pixel_values: torch.Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+    ) -> BaseModelOutputWithPoolingAndNoAttention:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
+                Normalized images of any size that leaves a position of the last map.
+
+        Returns:
+            `BaseModelOutputWithPoolingAndNoAttention`: `last_hidden_state`, `(batch, hidden_size, rows, columns)`, and
+            `pooler_output`, its mean, `(batch, hidden_size)`.
+        """
+        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, self.config.stride)
+        hidden_states = self.embeddings(pixel_values)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        hidden_states = self.activation(self.norm(hidden_states))
+        return BaseModelOutputWithPoolingAndNoAttention(
+            last_hidden_state=hidden_states, pooler_output=hidden_states.mean((2, 3))
+        )
+
+
+class AgentCNNForImageClassification(GenericForImageClassification, AgentCNNPreTrainedModel):
+    """The agent CNN with a linear classifier on the mean of its feature map."""
+
+    model_class = AgentCNNModel
+    output_class = ImageClassifierOutputWithNoAttention
+
+
+__all__ = [
+    "AgentCNNConfig",
+    "AgentCNNForImageClassification",
+    "AgentCNNModel",
+    "AgentCNNPreTrainedModel",
+]

@@ -1,0 +1,232 @@
+"""BootstrappedViT: a vision transformer that learns its biases from a convolutional twin, beside which it is trained.
+
+Zhang et al., *Bootstrapping ViTs: Towards Liberating Vision Transformers from Pre-training* (CVPR 2022, arXiv
+2112.03552). Both classify, each learns from the other's distribution, and the transformer's tokens are drawn to the
+agent's feature maps, block by block. Afterwards, the transformer stands alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import ViTForImageClassification
+from transformers.processing_utils import Unpack
+from transformers.utils import ModelOutput, TransformersKwargs
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_bootstrapped_vit import BootstrappedViTConfig
+from .generalized_convolution import generalized_conv2d
+from .hub import HubModel
+from .layers import image_classification_loss
+from .modeling_agent_cnn import AgentCNNForImageClassification, AgentCNNLayer
+
+
+@dataclass
+class BootstrappedViTOutput(ModelOutput):
+    """
+    Args:
+        loss (`torch.FloatTensor`, *optional*): The sum of all terms; with labels.
+        logits (`torch.FloatTensor` of shape `(batch, num_labels)`): The transformer's.
+        agent_logits (`torch.FloatTensor` of shape `(batch, num_labels)`, *optional*): The agent's; with labels.
+        losses (`dict[str, torch.FloatTensor]`, *optional*):
+            The terms, times their weights; with labels: `classification` and `agent_classification`; `divergence`, of
+            the transformer from the agent, and `agent_divergence`, the other way round; `hints`, `(layers,)`, 0 for a
+            block without.
+        hidden_states (`tuple(torch.FloatTensor)`, *optional*): The transformer's.
+        attentions (`tuple(torch.FloatTensor)`, *optional*): The transformer's.
+    """
+
+    loss: torch.FloatTensor | None = None
+    logits: torch.FloatTensor | None = None
+    agent_logits: torch.FloatTensor | None = None
+    losses: dict[str, torch.FloatTensor] | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+def head_products(attention: nn.Module, num_heads: int) -> torch.Tensor:
+    """What every head does to the tokens that it looks at, W_i = W_O,i W_V,i, as the weight of a generalized
+    convolution: `(hidden_size, hidden_size, heads)`. The bias on values is left out, as in the reference."""
+    value = attention.v_proj.weight.unflatten(0, (num_heads, -1))
+    output = attention.o_proj.weight.unflatten(1, (num_heads, -1))
+    return torch.einsum("ohd,hdi->oih", output, value)
+
+
+class SharedConvolution(nn.Module):
+    """A generalized convolution whose positions are the heads of an attention, with that attention's weights."""
+
+    def __init__(self, attention: nn.Module, num_heads: int):
+        super().__init__()
+        # In a list it is no submodule: its weights are saved once, where they belong.
+        self.attention, self.num_heads = [attention], num_heads
+
+    def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
+        [attention] = self.attention
+        return generalized_conv2d(feature_map, head_products(attention, self.num_heads), attention.o_proj.bias)
+
+
+class SharedMLP(nn.Module):
+    """A transformer's MLP on a map, with the MLP's weights."""
+
+    def __init__(self, mlp: nn.Module, activation: nn.Module, dropout: float):
+        super().__init__()
+        self.mlp, self.activation, self.dropout = [mlp], activation, nn.Dropout(dropout)
+
+    def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
+        [mlp] = self.mlp
+        hidden = F.conv2d(feature_map, mlp.fc1.weight[:, :, None, None], mlp.fc1.bias)
+        hidden = self.dropout(self.activation(hidden))
+        return self.dropout(F.conv2d(hidden, mlp.fc2.weight[:, :, None, None], mlp.fc2.bias))
+
+
+def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Kullback-Leibler divergence of a student from a teacher, which gets no gradient, times temperature^2; mean over
+    the batch. Logits are `(batch, classes)`."""
+    student, teacher = (F.log_softmax(x.float() / temperature, dim=1) for x in (logits, teacher_logits.detach()))
+    return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
+
+
+def hint(tokens: torch.Tensor, feature_map: torch.Tensor) -> torch.Tensor:
+    """Mean squared difference of normalized features; the map gets no gradient. Where the two have different lengths,
+    the longer is averaged along its tokens.
+
+    Args:
+        tokens (`torch.Tensor`): `(batch, patches, hidden_size)`.
+        feature_map (`torch.Tensor`): `(batch, hidden_size, rows, columns)`.
+    """
+    sequences = [tokens.float().mT, feature_map.detach().float().flatten(2)]
+    length = min(sequence.shape[-1] for sequence in sequences)
+    sequences = [x if x.shape[-1] == length else F.adaptive_avg_pool1d(x, length) for x in sequences]
+    return F.mse_loss(*(F.layer_norm(sequence.mT, sequence.shape[1:2]) for sequence in sequences))
+
+
+class BootstrappedViTForImageClassification(HubModel):
+    """A vision transformer with its agent, which runs where there are labels to learn from.
+
+    After training, `model.vit` is Transformers' `ViTForImageClassification` and `model.agent` an
+    `AgentCNNForImageClassification`, each to be used and saved by itself.
+    """
+
+    config: BootstrappedViTConfig
+    base_model_prefix = "model"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    auto_classes = {"AutoModelForImageClassification": "BootstrappedViTForImageClassification"}
+    supports_gradient_checkpointing = True
+    # The loss is a mean over the batch.
+    accepts_loss_kwargs = False
+    _no_split_modules = ["ViTEmbeddings", "ViTLayer", "AgentCNNEmbeddings", "AgentCNNLayer"]
+    _can_compile_fullgraph = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: BootstrappedViTConfig):
+        config.validate()
+        config.agree()
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.vit = ViTForImageClassification._from_config(config.vit_config)
+        self.twin = AgentCNNForImageClassification._from_config(config.agent_config)
+        if config.sharing == "weights":
+            for block, layer in self.blocks():
+                layer.convolution = SharedConvolution(block.attention, config.vit_config.num_attention_heads)
+                layer.mlp = SharedMLP(block.mlp, layer.mlp.activation, config.agent_config.dropout)
+        self.post_init()
+
+    def blocks(self) -> list[tuple[nn.Module, AgentCNNLayer]]:
+        """Blocks of the transformer and the agent's beside them."""
+        return list(zip(self.vit.base_model.layers, self.twin.base_model.layers, strict=True))
+
+    @property
+    def agent(self) -> AgentCNNForImageClassification:
+        """The agent by itself; one that shares weights is copied, with weights of its own."""
+        if self.config.sharing == "none":
+            return self.twin
+        agent = AgentCNNForImageClassification(self.config.agent_config).to(self.device, self.dtype)
+        weights = self.twin.state_dict()
+        for index, (block, layer) in enumerate(self.blocks()):
+            weights |= {
+                f"agent.layers.{index}.convolution.weight": head_products(
+                    block.attention, layer.convolution.num_heads
+                ),
+                f"agent.layers.{index}.convolution.bias": block.attention.o_proj.bias,
+            }
+            for name in ("fc1", "fc2"):
+                linear = getattr(block.mlp, name)
+                weights[f"agent.layers.{index}.mlp.{name}.weight"] = linear.weight[:, :, None, None]
+                weights[f"agent.layers.{index}.mlp.{name}.bias"] = linear.bias
+        agent.load_state_dict(weights)
+        return agent.train(self.training)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.vit.get_input_embeddings()
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        """The two initialize themselves."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        hint_share: float | torch.Tensor = 1.0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BootstrappedViTOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
+            labels (`torch.Tensor`, *optional*): `(batch,)` class indices. Without, the transformer alone runs.
+            hint_share (`float`, *optional*, defaults to 1.0):
+                Factor of the hints' weight; the recipe lets it decay linearly to 0.
+            kwargs: Passed to the transformer's `forward`.
+
+        Returns:
+            `BootstrappedViTOutput`: The loss is the sum of the terms that `losses` has.
+
+        Raises:
+            ValueError: if labels are no class indices of the model.
+        """
+        config = self.config
+        if labels is None:
+            outputs = self.vit(pixel_values, **kwargs)
+            return BootstrappedViTOutput(
+                logits=outputs.logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+            )
+        if labels.is_floating_point():
+            raise ValueError(f"Got labels of dtype {labels.dtype}, expected integers: each image has one class.")
+        wanted = kwargs.pop("output_hidden_states", None)
+        wanted = config.output_hidden_states if wanted is None else wanted
+        outputs = self.vit(pixel_values, output_hidden_states=True, **kwargs)
+        agent = self.twin(pixel_values, output_hidden_states=True)
+        hints = [
+            # [CLS] stands for no position.
+            hint(tokens[:, 1:], feature_map)
+            if config.hint_layers is None or layer in config.hint_layers
+            else outputs.logits.new_zeros((), dtype=torch.float32)
+            for layer, (tokens, feature_map) in enumerate(
+                zip(outputs.hidden_states[1:], agent.hidden_states[1:], strict=True)
+            )
+        ]
+        classification, diverging = config.classification_weight, config.divergence_weight
+        losses = {
+            "classification": classification * image_classification_loss(outputs.logits, labels, config),
+            "agent_classification": classification * image_classification_loss(agent.logits, labels, config),
+            "divergence": diverging * divergence(outputs.logits, agent.logits, config.temperature),
+            "agent_divergence": diverging * divergence(agent.logits, outputs.logits, config.temperature),
+            "hints": hint_share * config.hint_weight * torch.stack(hints),
+        }
+        return BootstrappedViTOutput(
+            loss=sum(term.sum() for term in losses.values()),
+            logits=outputs.logits,
+            agent_logits=agent.logits,
+            losses=losses,
+            hidden_states=outputs.hidden_states if wanted else None,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = ["BootstrappedViTConfig", "BootstrappedViTForImageClassification"]
