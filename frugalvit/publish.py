@@ -105,6 +105,12 @@ def render_card(template: str | Path, results: str | Path) -> str:
     def read(name: str) -> dict:
         return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
 
+    def find_row(name: str, row: str) -> dict:
+        for each in read(name)["rows"]:
+            if each["row"] == row:
+                return each
+        raise ValueError(f"{name}.json has no row {row!r}, which {str(template)!r} names.")
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template.parent),
         undefined=jinja2.StrictUndefined,
@@ -116,12 +122,12 @@ def render_card(template: str | Path, results: str | Path) -> str:
     environment.globals |= {
         "name": template.stem,
         "results": read,
-        "row": lambda name, row: next(each for each in read(name)["rows"] if each["row"] == row),
+        "row": find_row,
     }
     try:
         return environment.get_template(template.name).render()
-    except (jinja2.TemplateError, StopIteration) as error:
-        raise ValueError(f"The card {str(template)!r} cannot be written: {error or 'a table lacks a row'}.") from error
+    except jinja2.TemplateError as error:
+        raise ValueError(f"The card {str(template)!r} cannot be written: {error}.") from error
 
 
 def save_compact(model: PreTrainedModel, folder: Path):

@@ -14,6 +14,7 @@ from transformers import AutoModelForImageClassification, CLIPConfig, CLIPModel
 import frugalvit
 from frugalvit import publish
 from frugalvit.cli import main
+from frugalvit.info import describe
 from frugalvit.publish import render_card
 from frugalvit.validation import validate_repository
 
@@ -196,7 +197,10 @@ def test_cards_are_templates(tmp_path):
         "{{ name }}: {{ results('mine').epochs[-1].accuracy | percent }}, {{ row('mine', 'a').x | round(2) }}\n"
     )
     assert render_card(card, tmp_path) == "card: 25.00 %, 0.12\n"
-    for wrong, message in (("{{ accuracy }}", "'accuracy' is undefined"), ("{{ row('mine', 'b') }}", "lacks a row")):
+    for wrong, message in (
+        ("{{ accuracy }}", "'accuracy' is undefined"),
+        ("{{ row('mine', 'b') }}", "mine.json has no row 'b'"),
+    ):
         card.write_text(wrong)
         with pytest.raises(ValueError, match=message):
             render_card(card, tmp_path)
@@ -235,6 +239,13 @@ class TestShippedModels:
         folder = frugalvit.checkpoint_path(card.stem)
         assert (folder / "README.md").read_text(encoding="utf-8") == render_card(card, RESULTS)
         assert sum(path.stat().st_size for path in folder.iterdir()) < 8e6
+
+    def test_are_listed_in_the_readme(self, card):
+        [result] = ModelCard(render_card(card, RESULTS)).data.eval_results
+        [line] = re.findall(rf"^\| `{card.stem}` \|.*$", (CARDS.parent / "README.md").read_text("utf-8"), re.MULTILINE)
+        *_, parameters, accuracy = line.strip("| ").split(" | ")
+        assert accuracy == f"{100 * result.metric_value:.2f} %"
+        assert parameters == f"{describe(card.stem)['parameters']:,}"
 
     def test_cards_say_what_cards_should(self, card):
         content = ModelCard(render_card(card, RESULTS))

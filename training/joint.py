@@ -3,7 +3,8 @@
     accelerate launch -m frugalvit.training.joint --output_dir OUT --variant joint-small
 
 The defaults are the reference implementation's for CIFAR-10. Not as there: images are padded by reflection unless
-`--padding_mode constant` is given, and biases and norms do not decay.
+`--padding_mode constant` is given, and biases and norms do not decay. The agent's BatchNorm knows the images of its
+own process alone, so that several processes do not have the losses of one to the digit.
 """
 
 import dataclasses
