@@ -5,6 +5,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--picture", metavar="FILE", help="draw into this .png, .pdf or .svg")
     parser.add_argument("--entropy", metavar="FILE", help="draw the heads' entropy by layer into this file")
     parser.add_argument("--json", metavar="OUT", help="write the numbers to this file")
-    parser.add_argument("--image", nargs="+", metavar="FILE", help="these images instead of a data set's")
+    parser.add_argument(
+        "--image", nargs="+", metavar="FILE", help="images, folders, parquet files instead of --dataset"
+    )
     parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=f"as in training (default: {SUBSET})")
     parser.add_argument("--split", default="train", help="default: train")
     parser.add_argument("--images", type=int, default=64, help="images to average over (default: 64)")
@@ -109,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         check_file_path(arguments.json)
 
     if arguments.image:
-        images = [image for _, image in read_images(find_images(arguments.image))]
+        images = [image for _, image in islice(read_images(find_images(arguments.image)), arguments.images)]
     else:
         images = load_images(arguments.dataset, arguments.split)
         images = [decode_image(images[index]["image"], index) for index in range(min(arguments.images, len(images)))]

@@ -139,6 +139,8 @@ def test_heads_are_averaged_over_given_images(folder, tmp_path, capsys):
     images = ["--image", str(tmp_path / "0.png"), str(tmp_path / "1.png"), "--average_heads"]
     assert main(["attention", str(folder), *images, *outputs]) == 0
     assert json.loads((tmp_path / "numbers.json").read_text())["images"] == 2
+    assert main(["attention", str(folder), *images, *outputs, "--images", "1"]) == 0
+    assert json.loads((tmp_path / "numbers.json").read_text())["images"] == 1
 
 
 @pytest.mark.parametrize(
