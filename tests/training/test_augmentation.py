@@ -57,6 +57,25 @@ def test_padded_crop_and_flip_are_those_of_torchvision(picture):
     assert len(seen) > 30
 
 
+@pytest.mark.parametrize("padding_mode", ["reflect", "constant"])
+def test_images_are_cropped_before_they_are_resized(padding_mode, picture):
+    view = SmallDataView(ImageFormat((48, 64)), crop_size=32, padding_mode=padding_mode, randaugment_layers=0)
+    reference = v2.Compose(
+        [
+            v2.Resize((32, 32)),
+            v2.RandomCrop(32, 4, padding_mode=padding_mode),
+            v2.RandomHorizontalFlip(),
+            v2.Resize((48, 64)),
+            v2.PILToTensor(),
+        ]
+    )
+    for index in range(20):
+        with seeded(0, index):
+            pixels = view(picture)["pixel_values"]
+        with seeded(0, index):
+            assert torch.equal(pixels, reference(picture))
+
+
 def test_small_data_view_is_torchvisions_recipe(picture):
     image_format = ImageFormat((32, 32))
     view = SmallDataView(image_format, crop="resized", scale=(0.3, 1), flip=0.5, erasing=1.0)
