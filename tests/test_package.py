@@ -142,7 +142,7 @@ def test_shipped_checkpoints_are_found():
     for name in ("cifar10-vit", "cifar10-sparseformer"):
         folder = frugalvit.checkpoint_path(name)
         assert {"config.json", "model.safetensors", "preprocessor_config.json", "README.md"} <= set(os.listdir(folder))
-    with pytest.raises(ValueError, match="cifar10-sparseformer, cifar10-vit"):
+    with pytest.raises(ValueError, match="cifar10-sparseformer, cifar10-sparseformer-clip"):
         frugalvit.checkpoint_path("cifar10-resnet")
 
 

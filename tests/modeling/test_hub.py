@@ -22,11 +22,12 @@ from frugalvit.modeling.hub import flatten_imports, source_files
 from kinds import KINDS
 
 
-# Other models that ship are looked at by test_publish.py.
+# Other models that ship, pairs and those with texts, are looked at by test_publish.py.
 CHECKPOINTS = sorted(
     path.parent
     for path in Path(__file__).parents[2].glob("checkpoints/*/config.json")
-    if "ForImageClassification" in path.read_text(encoding="utf-8")
+    if json.loads(path.read_text())["model_type"]
+    in {"vit", *(kind.config_class.model_type for kind in KINDS.values())}
 )
 MAIN_OUTPUTS = ("logits", "image_embeds", "last_hidden_state")
 
