@@ -141,5 +141,8 @@ def save_compact(model: PreTrainedModel, folder: Path):
         name: tensor.to(torch.float16) if tensor.is_floating_point() and not name.endswith(strict) else tensor
         for name, tensor in model.state_dict().items()
     }
+    # Where the parts of a model came from is a folder of this machine.
+    for name in getattr(model.config, "sub_configs", ()):
+        getattr(model.config, name)._name_or_path = ""
     # The configuration's dtype is that of the model, which stays float32.
     model.save_pretrained(folder, state_dict=weights)

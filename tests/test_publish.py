@@ -116,6 +116,9 @@ def test_clips_and_backbones(tmp_path):
     text = {"vocab_size": 20, "max_position_embeddings": 8, "eos_token_id": 19, **sides}
     clip = CLIPModel(CLIPConfig(text_config=text, vision_config={"image_size": 32, "patch_size": 8, **sides}))
     vision = frugalvit.SparseFormerVisionModelWithProjection(sparseformer(projection_dim=512))
+    vision.save_pretrained(tmp_path / "mine")
+    # A model that was loaded remembers where from.
+    vision = type(vision).from_pretrained(tmp_path / "mine")
     frugal = frugalvit.SparseFormerCLIPModel.from_clip(clip, vision)
     for name, model, task in (
         ("clip", frugal, "zero-shot-image-classification"),
@@ -124,6 +127,7 @@ def test_clips_and_backbones(tmp_path):
         model.save_pretrained(tmp_path / name)
         write_card(tmp_path / name, task)
         publish.main([str(tmp_path / name), "--output", str(tmp_path / f"{name}-out")])
+        assert str(tmp_path) not in (tmp_path / f"{name}-out" / "config.json").read_text(encoding="utf-8")
 
 
 def spoil_weights(folder):
