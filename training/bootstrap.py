@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
+from ..modeling.modeling_bootstrapped_vit import divergence as kl_divergence
 from ..modeling.modeling_sparseformer import (
     SparseFormerForImageClassification,
     SparseFormerPreTrainedModel,
@@ -341,16 +342,6 @@ def build_optimizer(student, tuned: set[nn.Parameter], schedule: ScheduleArgumen
             rates.append(factor)
     optimizer = make_optimizer(schedule.optimizer, groups, lr=schedule.learning_rate)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
-
-
-def kl_divergence(logits: torch.Tensor, target_logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divergence of the student's class distribution from the teacher's at a temperature, times its square."""
-    return temperature**2 * F.kl_div(
-        F.log_softmax(logits / temperature, dim=1),
-        F.log_softmax(target_logits / temperature, dim=1),
-        log_target=True,
-        reduction="batchmean",
-    )
 
 
 @torch.inference_mode()

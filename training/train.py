@@ -27,6 +27,7 @@ from ..configuration.configuration_base import CONTEXT_BROADCAST_POSITIONS, CONT
 from ..modeling.context_broadcast import insert_context_broadcast
 from ..modeling.hub import image_processor_config
 from ..modeling.initialization import INITIALIZATIONS, initialize_attention_, resize_positions_
+from ..modeling.modeling_bootstrapped_vit import divergence
 from .arguments import (
     DataArguments,
     OptimizerArguments,
@@ -324,19 +325,13 @@ def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels:
         raise ValueError(
             f"--distill_from {recipe.distill_from} has {teacher.config.num_labels} classes, the data set {num_labels}."
         )
-    temperature = recipe.distill_temperature
 
     def loss(logits: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), accelerator.autocast():
             expected = teacher(pixel_values=teacher_format.convert(pixel_values, image_format)).logits.float()
         if recipe.distill_kind == "hard":
             return F.cross_entropy(logits, expected.argmax(1))
-        return temperature**2 * F.kl_div(
-            F.log_softmax(logits / temperature, dim=1),
-            F.log_softmax(expected / temperature, dim=1),
-            log_target=True,
-            reduction="batchmean",
-        )
+        return divergence(logits, expected, recipe.distill_temperature)
 
     return loss
 
