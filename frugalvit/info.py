@@ -10,13 +10,12 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-import frugalvit
-
 from .macs import count_macs
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .registry import configuration_classes
 from .resources import checkpoint_path, shipped_checkpoints
 from .tables import format_table
+from .validation import model_class
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -64,18 +63,18 @@ def describe(name: str) -> dict[str, object]:
         config = known[name].from_variant(name)
         projects = getattr(config, "projection_dim", None) is not None
         classifier = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
-        model_class = SparseFormerVisionModelWithProjection if projects else classifier
+        architecture = SparseFormerVisionModelWithProjection if projects else classifier
     elif name in shipped_checkpoints() or Path(name).is_dir() or "/" in name:
         folder = checkpoint_path(name) if name in shipped_checkpoints() else name
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model_class = _architecture(config, name)
+        architecture = _architecture(config, name)
     else:
         close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
         hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
         raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
 
     with torch.device("meta"):
-        model = model_class._from_config(config)
+        model = architecture._from_config(config)
     vision = _image_side(model)
     size = vision.config.image_size
     height, width = (size, size) if isinstance(size, int) else size
@@ -92,18 +91,17 @@ def describe(name: str) -> dict[str, object]:
 
 def _architecture(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
     """The class that a model was saved from, ours or Transformers'."""
-    architecture = (config.architectures or ["none"])[0]
-    model_class = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
-    if model_class is None:
-        raise ValueError(
-            f"{name!r} names the architecture {architecture!r}, which neither frugalvit nor Transformers has."
-        )
+    try:
+        found = model_class(config)
+    except ValueError as error:
+        raise ValueError(f"{name!r} cannot be counted: {error}.") from error
+    architecture = found.__name__
     vision = getattr(config, "vision_config", config)
     if not hasattr(vision, "image_size") or not hasattr(vision, "num_channels"):
         raise ValueError(
             f"{name!r} is a {architecture}, expected a vision model with `image_size` and `num_channels`."
         )
-    return model_class
+    return found
 
 
 def _image_side(model: PreTrainedModel) -> PreTrainedModel:
