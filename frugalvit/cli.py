@@ -22,6 +22,7 @@ COMMANDS = {
     "joint": ("frugalvit.training.joint", "train a ViT together with a convolutional agent"),
     "contrastive": ("frugalvit.training.contrastive", "train a small CLIP from labeled images"),
     "segment": ("frugalvit.training.segment", "fine-tune a model for semantic segmentation"),
+    "benchmark": ("frugalvit.benchmark", "measure images a second of models, side by side"),
     "curves": ("frugalvit.curves", "draw how trainings went"),
     "attention": ("frugalvit.attention", "measure and draw how a vision transformer attends"),
     "features": ("frugalvit.features", "draw what the layers of models make of images"),

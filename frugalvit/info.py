@@ -58,24 +58,10 @@ def describe(name: str) -> dict[str, object]:
     Raises:
         ValueError: if there is no such variant or model, or its architecture is unknown.
     """
-    known = variants()
-    if name in known:
-        config = known[name].from_variant(name)
-        projects = getattr(config, "projection_dim", None) is not None
-        classifier = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
-        architecture = SparseFormerVisionModelWithProjection if projects else classifier
-    elif name in shipped_checkpoints() or Path(name).is_dir() or "/" in name:
-        folder = checkpoint_path(name) if name in shipped_checkpoints() else name
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        architecture = _architecture(config, name)
-    else:
-        close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
-        hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
-        raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
-
+    architecture, config = architecture_of(name)
     with torch.device("meta"):
         model = architecture._from_config(config)
-    vision = _image_side(model)
+    vision = image_side(model)
     size = vision.config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     macs = count_macs(vision, (height, width), vision.config.num_channels)
@@ -89,7 +75,24 @@ def describe(name: str) -> dict[str, object]:
     }
 
 
-def _architecture(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
+def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The class and the configuration of a model; arguments and errors as those of `describe`."""
+    known = variants()
+    if name in known:
+        config = known[name].from_variant(name)
+        projects = getattr(config, "projection_dim", None) is not None
+        classifier = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
+        return SparseFormerVisionModelWithProjection if projects else classifier, config
+    if name in shipped_checkpoints() or Path(name).is_dir() or "/" in name:
+        folder = checkpoint_path(name) if name in shipped_checkpoints() else name
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return _saved_architecture(config, name), config
+    close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
+    hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
+    raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
+
+
+def _saved_architecture(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
     """The class that a model was saved from, ours or Transformers'."""
     try:
         found = model_class(config)
@@ -104,7 +107,7 @@ def _architecture(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
     return found
 
 
-def _image_side(model: PreTrainedModel) -> PreTrainedModel:
+def image_side(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a CLIP or a LLaVA that sees images; of other models, all."""
     if hasattr(model.config, "text_config"):
         return model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower

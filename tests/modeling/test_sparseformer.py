@@ -47,7 +47,10 @@ class TestAttention:
         config = classifier.config
         focusing = (2, config.focusing_num_attention_heads, 5, 32 // config.focusing_num_attention_heads)
         cortex = (2, config.num_attention_heads, 5 + config.use_cls_token, 64 // config.num_attention_heads)
-        assert calls == [(shape, False, None, shape[-1] ** -0.5) for shape in [focusing] * 4 + [cortex] * 3]
+        # v1's tokens attend before they have seen anything: once for all images.
+        first = (1, *focusing[1:]) if config.focusing_steps[0] == "attention" else focusing
+        shapes = [first, *[focusing] * 3, *[cortex] * 3]
+        assert calls == [(shape, False, None, shape[-1] ** -0.5) for shape in shapes]
 
     @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2", "kernels-community/flash-attn2"])
     def test_narrow_heads_refuse_flex_and_flash(self, attention, make_model, tmp_path):

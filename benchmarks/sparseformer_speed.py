@@ -1,0 +1,99 @@
+"""How fast SparseFormers are beside the reference implementation and the ViTs that they replace, in one run.
+
+    python benchmarks/sparseformer_speed.py --sparseformer CHECKOUT
+
+CHECKOUT is a clone of github.com/showlab/sparseformer, which runs as it is. Models take turns on random images; ours
+gets the reference's weights, and both must give the same logits. `of_matrix_rate` is the share of what a large product
+of matrices reaches in the same run. Writes results/sparseformer_speed.json.
+"""
+
+import argparse
+import importlib
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
+from frugalvit.benchmark import DTYPES, build_model, measure_all
+from frugalvit.modeling.conversion import convert_showlab
+from frugalvit.tables import format_table
+from shared import ROOT, write_table
+
+
+# Our variant, theirs, the ViTs beside it.
+SIZES = {
+    "base": ("augreg-base-49-224", "sparseformer_btsp_augreg_base", ["vit-base", "timm:vit_base_patch16_224"]),
+    "large": ("augreg-large-49-224", "sparseformer_btsp_augreg_large", ["vit-large", "timm:vit_large_patch16_224"]),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sparseformer", type=Path, required=True, help="a clone of the reference implementation")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="default: base large")
+    parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
+    parser.add_argument("--compile", action="store_true", help="each model compiled, too")
+    parser.add_argument("--rounds", type=int, default=10, help="timed passes of each (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    arguments = parser.parse_args()
+
+    rows = []
+    for size in arguments.sizes:
+        variant, theirs, vits = SIZES[size]
+        ours = SparseFormerForImageClassification(SparseFormerConfig.from_variant(variant)).eval()
+        reference = load_reference(arguments.sparseformer, theirs)
+        check_same_logits(ours, reference)
+        models = {"reference implementation": reference, variant: ours} | {name: build_model(name) for name in vits}
+        rows += measure_all(
+            models,
+            (3, 224, 224),
+            arguments.batch_size,
+            [getattr(torch, dtype) for dtype in arguments.dtype],
+            arguments.device,
+            arguments.rounds,
+            arguments.compile,
+        )
+    print(format_table(rows))
+    write_table(
+        arguments.results_dir / "sparseformer_speed.json",
+        {"batch_sizes": arguments.batch_size, "rounds": arguments.rounds},
+        rows,
+        device=arguments.device,
+        threads=torch.get_num_threads(),
+    )
+
+
+def load_reference(checkout: Path, name: str) -> nn.Module:
+    """A model of the reference implementation, from its own files."""
+    package = checkout / "sparseformer"
+    if not (package / "sparseformer" / "modeling.py").is_file():
+        raise SystemExit(f"--sparseformer {checkout}: no clone of github.com/showlab/sparseformer.")
+    sys.path.insert(0, str(package))
+    with warnings.catch_warnings():
+        # It names autocast as older versions of torch did.
+        warnings.simplefilter("ignore", FutureWarning)
+        config = importlib.import_module("sparseformer.config").route_name_to_config(name)
+        model_class = importlib.import_module("sparseformer.modeling").SparseFormer
+    del config["normalization_factor"], config["model_type"]
+    return model_class(**config).eval()
+
+
+@torch.no_grad()
+def check_same_logits(ours: nn.Module, reference: nn.Module):
+    """Both compute the same, once ours has the reference's weights, each scattered a little to count."""
+    for parameter in reference.parameters():
+        parameter.add_(0.02 * torch.randn_like(parameter))
+    ours.load_state_dict(convert_showlab(reference.state_dict(), ours.config))
+    pixel_values = torch.randn(2, 3, 224, 224)
+    difference = (ours(pixel_values).logits - reference(pixel_values)).abs().max()
+    if difference > 1e-3:
+        raise SystemExit(f"Logits differ by {difference:.2g} from the reference implementation's.")
+
+
+if __name__ == "__main__":
+    main()

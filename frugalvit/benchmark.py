@@ -1,0 +1,142 @@
+"""`frugalvit benchmark`: images a second of models, side by side, and how near that is to what the machine can do."""
+
+import argparse
+import json
+
+import torch
+from torch import nn
+from tqdm import tqdm
+from transformers import ViTConfig, ViTForImageClassification
+
+from .info import architecture_of, image_side
+from .macs import count_macs
+from .speed import measure
+from .tables import format_table
+from .training.files import write_json
+from .training.loop import versions
+
+
+# What SparseFormers are compared with, as Transformers runs them.
+VITS = {
+    "vit-base": {},
+    "vit-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="frugalvit benchmark",
+        description="Measure images a second of models in one run, in which they take turns, and their "
+        "multiply-accumulates a second as a share of those of a large product of matrices. Of a CLIP or a LLaVA, the "
+        "image side is measured. Weights are random: nothing is downloaded for the papers' variants.",
+    )
+    parser.add_argument(
+        "models",
+        nargs="*",
+        default=["vit-base", "augreg-base-49-224"],
+        metavar="NAME|FOLDER",
+        help="names that `frugalvit info` lists, folders, hub ids, vit-base and vit-large of Transformers (patches of "
+        "16, 224 pixels), timm:NAME (default: vit-base augreg-base-49-224); ratios are to the first",
+    )
+    parser.add_argument(
+        "--batch-size", "--batch_size", type=int, nargs="+", default=[1, 8], help="images at a time (default: 1 8)"
+    )
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
+    parser.add_argument("--compile", action="store_true", help="measure each model compiled by torch.compile, too")
+    parser.add_argument("--rounds", type=int, default=10, help="timed passes of each model (default: 10)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, mps")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--output", metavar="FILE", help="write the rows, with versions and device, into this .json")
+    arguments = parser.parse_args(argv)
+    for name, values in (("batch-size", arguments.batch_size), ("rounds", [arguments.rounds])):
+        if min(values) < 1:
+            parser.error(f"argument --{name}: got {min(values)}, expected at least 1")
+
+    names = list(dict.fromkeys(arguments.models))
+    models = {name: build_model(name) for name in tqdm(names, desc="building", leave=False, disable=None)}
+    sizes = {name: image_size_of(model) for name, model in models.items()}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name} {' x '.join(map(str, size))}" for name, size in sizes.items())
+        raise ValueError(f"The models take images of different sizes ({listed}); expected one size for all.")
+    rows = measure_all(
+        models,
+        sizes[names[0]],
+        arguments.batch_size,
+        [getattr(torch, dtype) for dtype in arguments.dtype],
+        arguments.device,
+        arguments.rounds,
+        arguments.compile,
+    )
+    if arguments.output:
+        settings = {"device": arguments.device, "threads": torch.get_num_threads(), "rounds": arguments.rounds}
+        write_json(arguments.output, {"settings": settings, "versions": versions(), "rows": rows})
+    print(json.dumps(rows, indent=2) if arguments.json else format_table(rows))
+
+
+def build_model(name: str) -> nn.Module:
+    """A model by name, with random weights; of a CLIP or a LLaVA, the image side.
+
+    Raises:
+        ValueError: if there is no such model.
+    """
+    if name in VITS:
+        return ViTForImageClassification(ViTConfig(num_labels=1000, **VITS[name])).eval()
+    if name.startswith("timm:"):
+        import timm
+
+        try:
+            return timm.create_model(name.removeprefix("timm:")).eval()
+        except RuntimeError as error:
+            raise ValueError(f"{name!r} is no model of timm: {error}") from error
+    architecture, config = architecture_of(name)
+    return image_side(architecture._from_config(config)).eval()
+
+
+def image_size_of(model: nn.Module) -> tuple[int, int, int]:
+    """Channels, height and width of what a model takes."""
+    if hasattr(model, "default_cfg"):
+        return tuple(model.default_cfg["input_size"])
+    size = model.config.image_size
+    return (model.config.num_channels, *((size, size) if isinstance(size, int) else size))
+
+
+def measure_all(
+    models: dict[str, nn.Module],
+    image_size: tuple[int, int, int],
+    batch_sizes: list[int],
+    dtypes: list[torch.dtype],
+    device: str,
+    rounds: int = 10,
+    compiled: bool = False,
+) -> list[dict[str, object]]:
+    """The rows of `measure` for every dtype and batch size, with `dtype` and `macs`.
+
+    Args:
+        models (`dict[str, nn.Module]`): Models in evaluation mode; they are moved and cast.
+        image_size (`tuple[int, int, int]`): Channels, height and width.
+        batch_sizes (`list[int]`), dtypes (`list[torch.dtype]`), device (`str`): What is measured, where.
+        rounds (`int`): Timed passes of each model.
+        compiled (`bool`): Each model compiled, too, as another row.
+    """
+    macs = {
+        name: count_macs(model, image_size[1:], image_size[0]).macs_with_attention for name, model in models.items()
+    }
+    rows = []
+    progress = tqdm(total=len(dtypes) * len(batch_sizes), desc="measuring", leave=False, disable=None)
+    for dtype in dtypes:
+        cast = {name: model.to(device, dtype) for name, model in models.items()}
+        for batch_size in batch_sizes:
+            candidates, costs = dict(cast), dict(macs)
+            if compiled:
+                # One program a batch size, as serving compiles it.
+                torch.compiler.reset()
+                for name, model in cast.items():
+                    candidates[f"{name}, compiled"] = torch.compile(model, dynamic=False)
+                    costs[f"{name}, compiled"] = macs[name]
+            pixel_values = torch.randn(batch_size, *image_size).to(device, dtype)
+            for row in measure(candidates, costs, pixel_values, rounds):
+                rows.append({**row, "dtype": str(dtype).removeprefix("torch."), "macs": costs[row["row"]]})
+            progress.update()
+    progress.close()
+    return rows

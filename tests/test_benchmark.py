@@ -1,0 +1,70 @@
+"""`frugalvit benchmark`: real models, measured side by side."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from frugalvit.cli import main
+from frugalvit.speed import MatrixProduct, measure
+
+
+def test_rows(capsys, tmp_path):
+    """Every model at every batch size, the first one as the measure, and a file of the same rows."""
+    output = tmp_path / "speed.json"
+    names = ["cifar10-vit", "cifar10-sparseformer"]
+    arguments = ["--batch-size", "1", "4", "--rounds", "2", "--device", "cpu", "--json", "--output", str(output)]
+    assert main(["benchmark", *names, *arguments]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["row"], row["batch_size"]) for row in rows] == [(name, size) for size in (1, 4) for name in names]
+    assert all(row["images_per_second"] > 0 and 0 < row["of_matrix_rate"] < 1.5 for row in rows)
+    assert rows[0]["times_first"] == rows[2]["times_first"] == 1
+    assert rows[1]["times_first"] == rows[1]["images_per_second"] / rows[0]["images_per_second"]
+    written = json.loads(output.read_text())
+    assert written["rows"] == rows
+    assert written["settings"]["rounds"] == 2
+
+
+def test_compiled_and_cast(capsys):
+    """A compiled model has a row of its own, in every dtype."""
+    arguments = ["cifar10-convmixer", "--compile", "--dtype", "float32", "bfloat16", "--batch-size", "2"]
+    assert main(["benchmark", *arguments, "--rounds", "1", "--device", "cpu", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    names = ["cifar10-convmixer", "cifar10-convmixer, compiled"]
+    assert [(row["row"], row["dtype"]) for row in rows] == [(n, d) for d in ("float32", "bfloat16") for n in names]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["cifar10-vit", "vit-base"], "different sizes"),
+        (["timm:nonsense"], "no model of timm"),
+        (["augreg-bose-49-224"], "augreg-base-49-224"),
+        (["--rounds", "0"], "expected at least 1"),
+    ],
+)
+def test_bad_input(arguments, message, capsys):
+    """One line that says what was expected."""
+    try:
+        assert main(["benchmark", *arguments]) == 1
+    except SystemExit as stop:
+        assert stop.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_share_of_the_matrix_rate():
+    """A model that is itself such a product reaches the rate."""
+
+    class Products(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.product = MatrixProduct()
+
+        def forward(self, pixel_values):
+            self.product(pixel_values)
+            return self.product(pixel_values)
+
+    model = Products()
+    (row,) = measure({"twice": model}, {"twice": 2 * model.product.macs}, torch.zeros(1, 3, 8, 8), rounds=5)
+    assert row["of_matrix_rate"] == pytest.approx(1, abs=0.4)
