@@ -18,7 +18,10 @@ from .data import SUBSET, default_split
 
 # What may change when a run is resumed: these alter neither the model nor what is measured.
 RESUMABLE = frozenset(
-    {"output_dir", "overwrite", "num_workers", "eval_batch_size", "logging_steps", "checkpointing_steps", "report_to"}
+    {
+        *("output_dir", "overwrite", "num_workers", "eval_batch_size", "logging_steps", "checkpointing_steps"),
+        *("report_to", "teacher_cache"),
+    }
 )
 
 

@@ -42,6 +42,7 @@ from .data import load_splits, make_loaders
 from .loading import load_vision_model
 from .loop import TrainingState, fit, make_optimizer, parameter_groups, start_accelerator
 from .metrics import TopKAccuracy
+from .teacher_cache import TeacherCache
 from .token_alignment import TokenAlignment
 from .train import parse_overrides
 
@@ -98,8 +99,18 @@ class AlignmentArguments:
     crop_scale: list[float] = argument([0.5, 1.0], "Lowest and highest share of the area that a crop shows.")
     crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio of a crop.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
+    view_epochs: int | None = argument(
+        None, "Epochs after which the views of an image come again, and with them what --teacher_cache knows."
+    )
+    teacher_cache: str | None = argument(
+        None, "Folder for the teacher's embeddings: what another run, or an earlier epoch, left there is used again."
+    )
 
     def __post_init__(self):
+        if self.view_epochs is not None:
+            check_at_least(self, 1, "view_epochs")
+        if self.teacher_cache and self.token_loss_weight:
+            raise ValueError("--teacher_cache keeps embeddings, not the tokens that --token_loss_weight needs.")
         check(self.temperature, self.temperature > 0, "temperature", "a positive number")
         check_share(self, "flip")
         check_at_least(self, 0, "label_loss_weight", "token_loss_weight")
@@ -184,8 +195,18 @@ def main(argv: list[str] | None = None) -> int:
     view = BootstrapView(student_format, teacher_format, alignment.crop_scale, alignment.crop_ratio, alignment.flip)
     evaluation = (eval_images, PairedEvalView(student_format, teacher_format))
     loader, eval_loader = make_loaders(
-        accelerator, data, run, (train_images, view), evaluation, repeats=schedule.repeats
+        accelerator,
+        data,
+        run,
+        (train_images, view),
+        evaluation,
+        repeats=schedule.repeats,
+        view_epochs=alignment.view_epochs,
     )
+    cache = None
+    if alignment.teacher_cache:
+        width = embedding_width(teacher)
+        cache = TeacherCache(alignment.teacher_cache, accelerator, teacher, width, view, train_images, run.seed)
 
     optimizer, scheduler = build_optimizer(student, tuned, schedule, loader.steps_per_epoch, run.epochs)
     student.to(accelerator.device)
@@ -199,13 +220,17 @@ def main(argv: list[str] | None = None) -> int:
     uses_labels = alignment.label_loss_weight > 0
     align_tokens = TokenAlignment(student, teacher, teacher_format.size) if alignment.token_loss_weight else None
 
+    def ask_teacher(batch):
+        with torch.inference_mode(), accelerator.autocast():
+            target = embed(teacher, batch.get("teacher_pixel_values", batch["pixel_values"])).float()
+        # Out of inference mode, so that the loss may keep it for its gradient.
+        return target.clone()
+
     def compute_loss(model, batch):
         pixel_values = batch["pixel_values"]
         if "target" not in batch:
-            with torch.inference_mode(), accelerator.autocast():
-                target = embed(teacher, batch.get("teacher_pixel_values", pixel_values)).float()
-            # Out of inference mode, so that the loss may keep it for its gradient; it stays for repeated steps.
-            batch["target"] = target.clone()
+            # It stays for repeated steps.
+            batch["target"] = cache(batch["index"], lambda: ask_teacher(batch)) if cache else ask_teacher(batch)
             batch["teacher_tokens"] = align_tokens.states if align_tokens else None
         outputs, target = model(pixel_values, **(align_tokens.arguments if align_tokens else {})), batch["target"]
         embedding = project(outputs.pooler_output).float()
@@ -234,6 +259,7 @@ def main(argv: list[str] | None = None) -> int:
         evaluate=lambda model: evaluate_student(accelerator, model, project, classify, teacher, eval_loader),
         save=save,
         metric="alignment",
+        before_epoch=lambda epoch: cache.open(loader.sampler.views_of(epoch)) if cache else None,
     )
     accelerator.print(f"{describe(pair, student, uses_labels, state)} See {run.output_dir}.")
     return 0
@@ -250,7 +276,7 @@ def build_student(
             raise ValueError(f"--student {pair.student} is no SparseFormer but a {type(student).__name__}.")
         projects = isinstance(student, SparseFormerVisionModelWithProjection)
         width = student.config.projection_dim if projects else student.config.hidden_size
-        teacher_width = len(source.norm["weight"] if source.projection is None else source.projection)
+        teacher_width = embedding_width(teacher)
         if width != teacher_width or projects != (source.projection is not None):
             raise ValueError(
                 f"--student {pair.student} gives embeddings {width} wide and --teacher {teacher_width}, before or "
@@ -282,6 +308,12 @@ def build_student(
     if pair.image_size:
         set_image_size(student.config, pair.image_size)
     return student
+
+
+def embedding_width(teacher: nn.Module) -> int:
+    """Channels of what `embed` gives."""
+    source = read_teacher(teacher)
+    return len(source.norm["weight"] if source.projection is None else source.projection)
 
 
 def set_image_size(config, image_size: int):

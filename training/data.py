@@ -306,17 +306,23 @@ class EpochSampler(Sampler):
     """Keys (epoch, index) of `length` out of `size` images, in an order that is a function of (seed, epoch).
 
     With `repeats`, an image comes that often, under as many keys (Hoffer et al. 2020, as in DeiT), and so many images
-    fewer. The second and further times come `TOGETHER` images later, so that an image never mixes with itself.
+    fewer. The second and further times come `TOGETHER` images later, so that an image never mixes with itself. With
+    `view_epochs`, keys, though not their order, come again after so many epochs.
     """
 
     TOGETHER = 64
 
-    def __init__(self, size: int, length: int, seed: int, repeats: int = 1):
+    def __init__(self, size: int, length: int, seed: int, repeats: int = 1, view_epochs: int | None = None):
         self.size, self.length, self.seed, self.repeats = size, length, seed, repeats
+        self.view_epochs = view_epochs
         self.epoch, self.position = 0, 0
 
     def start_at(self, epoch: int, position: int):
         self.epoch, self.position = epoch, position
+
+    def views_of(self, epoch: int) -> int:
+        """The epoch whose views are shown."""
+        return epoch % self.view_epochs if self.view_epochs else epoch
 
     def __len__(self) -> int:
         return self.length
@@ -325,7 +331,7 @@ class EpochSampler(Sampler):
         generator = torch.Generator().manual_seed(random_seed(self.seed, self.epoch, ORDER))
         order = torch.randperm(self.size, generator=generator)[: -(-self.length // self.repeats)].tolist()
         keys = (
-            (self.epoch * self.repeats + repeat, index)
+            (self.views_of(self.epoch) * self.repeats + repeat, index)
             for start in range(0, len(order), self.TOGETHER)
             for repeat in range(self.repeats)
             for index in order[start : start + self.TOGETHER]
@@ -376,6 +382,7 @@ class TrainingLoader:
         repeated_augmentation (`int`): Views of an image in an epoch, see `EpochSampler`; not of a stream.
         repeats (`int`): Steps that are made of every batch (data echoing, Choi et al. 2019), a group of
             `REPEATED_TOGETHER` at a time. The same `dict` comes again, with what was noted in it the first time.
+        view_epochs (`int`, *optional*): Epochs after which the views of an image come again; not of a stream.
     """
 
     def __init__(
@@ -393,6 +400,7 @@ class TrainingLoader:
         shuffle_buffer: int = 1000,
         repeated_augmentation: int = 1,
         repeats: int = 1,
+        view_epochs: int | None = None,
     ):
         pairs = mix is not None and mix.pairs
         parts = accelerator.num_processes * accelerator.gradient_accumulation_steps * (2 if pairs else 1)
@@ -404,6 +412,8 @@ class TrainingLoader:
         streams = isinstance(images, datasets.IterableDataset)
         if streams and repeated_augmentation > 1:
             raise ValueError("--repeated_augmentation is for images that are not streamed.")
+        if streams and view_epochs is not None:
+            raise ValueError("--view_epochs is for images that are not streamed.")
         if streams and steps_per_epoch is None:
             raise ValueError("A stream has no length; say how long an epoch is with --steps_per_epoch.")
         if not streams:
@@ -422,7 +432,7 @@ class TrainingLoader:
             self.sampler = StreamSampler(images, shuffle_buffer, length, seed)
         else:
             dataset = ViewDataset(images, view, seed, skip_corrupt)
-            self.sampler = EpochSampler(len(images), length, seed, repeated_augmentation)
+            self.sampler = EpochSampler(len(images), length, seed, repeated_augmentation, view_epochs)
         share = batch_size // accelerator.gradient_accumulation_steps
         loader = DataLoader(
             dataset,

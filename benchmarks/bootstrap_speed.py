@@ -1,0 +1,163 @@
+"""How fast bootstrapping trains: the recipe, beside a plain loop over the reference implementation and timm.
+
+    python benchmarks/bootstrap_speed.py --sparseformer CHECKOUT --dataset IMAGES
+
+CHECKOUT is a clone of github.com/showlab/sparseformer. A SparseFormer of base size, 49 tokens, learns from a ViT-B/16,
+both with random weights: the plain loop reads, crops, flips and normalizes with torchvision, asks timm's ViT without
+gradients and trains the reference's student; `frugalvit bootstrap` does the same its own way, once with an empty and
+once with a full cache of the teacher's embeddings. Every row is a process of its own; rows take turns, and the median
+of their rounds counts. What the data loader alone gives is another row. Writes results/bootstrap_speed.json.
+"""
+
+import argparse
+import json
+import multiprocessing
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+from frugalvit.tables import format_table
+from frugalvit.training import bootstrap
+from frugalvit.training.augmentation import BootstrapView, ImageFormat
+from frugalvit.training.data import TrainingLoader, decode_image, load_images
+from shared import ROOT, write_table
+from sparseformer_speed import load_reference
+
+
+# Of the eight inherited blocks; the recipe freezes as many.
+FROZEN = 4
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sparseformer", type=Path, required=True, help="a clone of the reference implementation")
+    parser.add_argument("--dataset", nargs="+", required=True, help="images to train on, as in `frugalvit bootstrap`")
+    parser.add_argument("--split", default="train", help="default: %(default)s")
+    parser.add_argument("--batch_size", type=int, default=16, help="default: %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="timed steps, after as many others (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        ViTForImageClassification(ViTConfig(num_labels=1000)).save_pretrained(folder / "teacher")
+        ViTImageProcessor().save_pretrained(folder / "teacher")
+        rows = {
+            "plain loop": (plain_loop,),
+            "frugalvit bootstrap": (recipe, folder, "empty"),
+            "the same, teacher's embeddings cached": (recipe, folder, "full"),
+            "data loader alone": (data_loader,),
+        }
+        # Fills the cache.
+        in_process(recipe, arguments, folder, "full")
+        measured = {name: [] for name in rows}
+        for _ in range(arguments.rounds):
+            for name, (function, *more) in rows.items():
+                measured[name].append(in_process(function, arguments, *more))
+    table = []
+    for name, results in measured.items():
+        speed = statistics.median(speed for speed, _ in results)
+        first = table[0]["images_per_second"] if table else speed
+        peak = statistics.median(peak for _, peak in results)
+        table.append({"row": name, "images_per_second": speed, "times_first": speed / first, "peak_memory_mb": peak})
+    print(format_table(table))
+    settings = {name: getattr(arguments, name) for name in ("batch_size", "steps", "rounds")}
+    write_table(
+        arguments.results_dir / "bootstrap_speed.json", settings, table, device="cpu", threads=torch.get_num_threads()
+    )
+
+
+def in_process(function, *arguments) -> tuple[float, float]:
+    """A function's images a second, and the peak memory in MB of the process that ran it."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(with_peak, (function, *arguments))
+
+
+def with_peak(function, *arguments) -> tuple[float, float]:
+    speed = function(*arguments)
+    return speed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def recipe(arguments, folder: Path, cache: str) -> float:
+    """`frugalvit bootstrap`; what it says of its second epoch."""
+    output = Path(tempfile.mkdtemp(dir=folder))
+    bootstrap.main(
+        [
+            *("--teacher", str(folder / "teacher"), "--dataset", *arguments.dataset),
+            *("--train_split", arguments.split, "--eval_split", f"{arguments.split}[:4]"),
+            *("--batch_size", str(arguments.batch_size), "--steps_per_epoch", str(arguments.steps)),
+            *("--num_latent_tokens", "48", "--epochs", "2", "--output_dir", str(output)),
+            *("--teacher_cache", str(folder / "cache" if cache == "full" else output / "cache")),
+        ]
+    )
+    return json.loads((output / "results.json").read_text(encoding="utf-8"))["epochs"][-1]["images_per_second"]
+
+
+def plain_loop(arguments) -> float:
+    """What one writes first: everything as its library gives it."""
+    import timm
+
+    teacher = timm.create_model("vit_base_patch16_224").eval()
+    student = load_reference(arguments.sparseformer, "sparseformer_btsp_augreg_base").train()
+    for part in (student.layers[-FROZEN:], student.norm, student.proj):
+        part.requires_grad_(False)
+    student.proj = torch.nn.Identity()
+    optimizer = torch.optim.AdamW([p for p in student.parameters() if p.requires_grad], lr=2e-4)
+    transform = v2.Compose(
+        [
+            v2.RandomResizedCrop(224, (0.5, 1.0)),
+            v2.RandomHorizontalFlip(),
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([0.5] * 3, [0.5] * 3),
+        ]
+    )
+    images = load_images(arguments.dataset, arguments.split)
+
+    def collate(records):
+        return torch.stack([transform(decode_image(record["image"], 0)) for record in records])
+
+    loader = DataLoader(images, arguments.batch_size, shuffle=True, drop_last=True, collate_fn=collate)
+    seconds = 0.0
+    start = time.perf_counter()
+    for step, pixel_values in zip(range(2 * arguments.steps), loader, strict=False):
+        with torch.no_grad():
+            target = teacher.forward_head(teacher.forward_features(pixel_values), pre_logits=True)
+        loss = (1 - F.cosine_similarity(student(pixel_values), target)).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        if step >= arguments.steps:
+            seconds += time.perf_counter() - start
+        start = time.perf_counter()
+    return arguments.steps * arguments.batch_size / seconds
+
+
+def data_loader(arguments) -> float:
+    """Decoding, augmentation and normalization in one process, as the recipe does them."""
+    view = BootstrapView(ImageFormat((224, 224)))
+    images = load_images(arguments.dataset, arguments.split)
+    loader = TrainingLoader(Accelerator(cpu=True), images, view, batch_size=arguments.batch_size)
+    steps = min(loader.steps_per_epoch, 10)
+    start = time.perf_counter()
+    for _ in zip(range(steps), loader.epoch(0), strict=False):
+        pass
+    return steps * arguments.batch_size / (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The cache of a teacher's embeddings, in the bootstrap recipe."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+from frugalvit.modeling import teachers
+from frugalvit.training import bootstrap
+
+
+SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(0)
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **sizes, **labels)).save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Sizes of the training batches that the teacher was asked about; those of evaluation have 64 images."""
+    sizes = []
+
+    def embed(model, pixel_values):
+        sizes.extend([len(pixel_values)] * (len(pixel_values) != 64))
+        return teachers.embed(model, pixel_values)
+
+    monkeypatch.setattr(bootstrap, "embed", embed)
+    return sizes
+
+
+def run(teacher, output_dir, *arguments, epochs=2):
+    bootstrap.main(
+        [
+            *("--teacher", str(teacher), "--output_dir", str(output_dir), "--epochs", str(epochs)),
+            *("--train_split", "train[:128]", "--eval_split", "test[:64]", "--eval_batch_size", "64"),
+            *("--batch_size", "32", "--config_overrides", SMALL, *arguments),
+        ]
+    )
+    AcceleratorState._reset_state(True)
+    return [epoch["train_loss"] for epoch in json.loads((output_dir / "results.json").read_text())["epochs"]]
+
+
+def test_a_second_run_asks_no_teacher_and_has_the_same_losses(teacher, tmp_path, asked):
+    cache = ("--teacher_cache", str(tmp_path / "cache"))
+    without = run(teacher, tmp_path / "without")
+    first = run(teacher, tmp_path / "first", *cache)
+    assert asked == [32] * 16
+    asked.clear()
+    assert run(teacher, tmp_path / "second", *cache) == first == without
+    assert asked == []
+    # Another student, at other pixels and with another learning rate, sees the same parts of the images.
+    run(teacher, tmp_path / "other", *cache, "--image_size", "48", "--learning_rate", "1e-3")
+    assert asked == []
+    # Epochs beyond the known ones are embedded.
+    run(teacher, tmp_path / "longer", *cache, epochs=3)
+    assert asked == [32] * 4
+
+
+def test_what_is_damaged_or_missing_is_embedded_again(teacher, tmp_path, asked):
+    cache = tmp_path / "cache"
+    expected = run(teacher, tmp_path / "first", "--teacher_cache", str(cache), epochs=1)
+    asked.clear()
+    embeddings = np.load(cache / "epoch-00000-embeddings.npy", mmap_mode="r+")
+    whole = embeddings.copy()
+    embeddings[17, 30:] = 0
+    embeddings.flush()
+    assert run(teacher, tmp_path / "second", "--teacher_cache", str(cache), epochs=1) == expected
+    assert asked == [32]
+    assert (np.load(cache / "epoch-00000-embeddings.npy") == whole).all()
+    (cache / "epoch-00000-checksums.npy").unlink()
+    assert run(teacher, tmp_path / "third", "--teacher_cache", str(cache), epochs=1) == expected
+    assert asked == [32] * 5
+
+
+def test_views_that_come_again_are_embedded_once(teacher, tmp_path, asked):
+    cache = ("--teacher_cache", str(tmp_path / "cache"))
+    losses = run(teacher, tmp_path / "again", *cache, "--view_epochs", "1", epochs=3)
+    assert asked == [32] * 4
+    assert losses == run(teacher, tmp_path / "uncached", "--view_epochs", "1", epochs=3)
+    assert losses[1:] != run(teacher, tmp_path / "fresh", epochs=3)[1:]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--seed", "1"], "embeddings for other seed; give another folder"),
+        (["--flip", "0"], "embeddings for other views"),
+        (["--train_split", "train[:96]"], "embeddings for other images"),
+        (["--mixed_precision", "bf16"], "embeddings for other precision"),
+        (["--token_loss_weight", "1"], "not the tokens"),
+        (["--streaming", "--steps_per_epoch", "2", "--train_split", "train"], "a stream has none"),
+        (["--view_epochs", "0"], "view_epochs"),
+    ],
+)
+def test_a_cache_of_something_else_is_refused(arguments, message, teacher, tmp_path, capsys):
+    cache = ("--teacher_cache", str(tmp_path / "cache"))
+    run(teacher, tmp_path / "first", *cache, epochs=1)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    with pytest.raises((ValueError, SystemExit)) as stopped:
+        run(teacher, tmp_path / "second", *cache, *arguments, epochs=1)
+    assert message in str(stopped.value) + capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()} == before
+
+
+def test_a_folder_of_something_else_is_refused(teacher, tmp_path):
+    (tmp_path / "photo.jpg").touch()
+    with pytest.raises(ValueError, match="holds something else"):
+        run(teacher, tmp_path / "out", "--teacher_cache", str(tmp_path))

@@ -1,0 +1,126 @@
+"""A teacher's embeddings on disk, so that no view of an image is embedded twice.
+
+As in TinyViT (Wu et al. 2022), what is stored with an embedding is not the view but what the view is made from: it is
+a function of (seed, epoch, image), see `augmentation.py`. A second run that shows the same views, with another student
+or another learning rate, finds the embeddings and trains with the very same targets.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from .augmentation import BootstrapView
+from .files import whole_file, write_json
+
+
+class TeacherCache:
+    """Embeddings `(image, width)` in float32, a file for each epoch of views, which all processes share.
+
+    Beside each embedding stands its checksum: one that was never written, or in part by a run that was killed, is
+    computed again.
+
+    Args:
+        folder (`str` or `Path`): Where the cache is, or is to be.
+        accelerator (`Accelerator`): Processes and precision.
+        teacher (`nn.Module`): What embeds.
+        width (`int`): Of its embedding.
+        view (`BootstrapView`), images (`datasets.Dataset`), seed (`int`): What it embeds.
+
+    Raises:
+        ValueError: if the folder holds something else, or the images are streamed.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        accelerator: Accelerator,
+        teacher: nn.Module,
+        width: int,
+        view: BootstrapView,
+        images: datasets.Dataset,
+        seed: int,
+    ):
+        if isinstance(images, datasets.IterableDataset):
+            raise ValueError("--teacher_cache knows images by their numbers, and a stream has none.")
+        self.folder, self.accelerator, self.shape = Path(folder), accelerator, (len(images), width)
+        # Student and teacher see the same part of an image; the student's pixels are its own affair.
+        pixels = view.formats.get("teacher_pixel_values", view.formats["pixel_values"])
+        about = {
+            "teacher": fingerprint(teacher),
+            "precision": accelerator.mixed_precision,
+            "pixels": repr(replace(pixels, resize=None)),
+            "views": repr((list(view.crop.scale), list(view.crop.ratio), view.flip)),
+            "images": images._fingerprint,
+            "seed": seed,
+        }
+        file = self.folder / "cache.json"
+        with accelerator.main_process_first():
+            if not file.is_file():
+                if self.folder.is_file() or (self.folder.is_dir() and any(self.folder.iterdir())):
+                    raise ValueError(f"--teacher_cache {folder} holds something else; give another folder.")
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_json(file, about)
+        there = json.loads(file.read_text(encoding="utf-8"))
+        if different := [name for name in about if about[name] != there.get(name)]:
+            raise ValueError(
+                f"--teacher_cache {folder} holds embeddings for other {', '.join(different)}; give another folder."
+            )
+
+    def open(self, epoch: int):
+        """Go to an epoch of views, in all processes."""
+        shapes = {"embeddings": (self.shape, np.float32), "checksums": (self.shape[:1], np.uint32)}
+        files = {what: self.folder / f"epoch-{epoch:05d}-{what}.npy" for what in shapes}
+        with self.accelerator.main_process_first():
+            for what, (shape, dtype) in shapes.items():
+                if not files[what].is_file():
+                    with whole_file(files[what]) as aside:
+                        np.lib.format.open_memmap(aside, "w+", dtype, shape)
+                        reserve(aside)
+        self.embeddings, self.checksums = (np.load(files[what], mmap_mode="r+") for what in shapes)
+
+    def __call__(self, index: torch.Tensor, embed: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Embeddings of a batch of views, `(batch, width)` in float32.
+
+        Args:
+            index (`torch.Tensor`): The images' numbers, `(batch,)`.
+            embed: Computes the embeddings; called if any of them is not known.
+        """
+        rows = index.cpu().numpy()
+        found = self.embeddings[rows]
+        if (self.checksums[rows] == row_checksums(found)).all():
+            return torch.from_numpy(found).to(index.device)
+        computed = embed().float()
+        values = computed.cpu().numpy()
+        self.embeddings[rows], self.checksums[rows] = values, row_checksums(values)
+        return computed
+
+
+def row_checksums(embeddings: np.ndarray) -> np.ndarray:
+    """CRC-32 of each row; never 0, which a new file is full of."""
+    return np.array([zlib.crc32(row.tobytes()) or 1 for row in embeddings], dtype=np.uint32)
+
+
+def reserve(path: Path):
+    """Take a file's space on the disk now: where it is full, writing through a map would kill the process later."""
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of a model's weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
