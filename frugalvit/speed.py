@@ -1,11 +1,14 @@
 """How fast models are, side by side."""
 
+import math
 import statistics
 import time
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @torch.inference_mode()
@@ -54,6 +57,59 @@ class MatrixProduct(nn.Module):
         return self.matrix @ self.matrix
 
 
+class OwnProducts(nn.Module):
+    """A model's own products of matrices on a batch, convolutions as such products, and nothing else: what is left of
+    a model that spends no time between them. Weights are random, each product has its own.
+
+    Args:
+        model (`nn.Module`): In evaluation mode.
+        pixel_values (`torch.Tensor`): Images on the model's device.
+    """
+
+    def __init__(self, model: nn.Module, pixel_values: torch.Tensor):
+        super().__init__()
+        with torch.no_grad(), _ProductShapes() as seen:
+            model(pixel_values)
+        like = {"dtype": pixel_values.dtype, "device": pixel_values.device}
+        inputs = {}
+        self.products = []
+        for batch, rows, inner, columns in seen.shapes:
+            left = inputs.setdefault((batch, rows, inner), torch.ones(batch, rows, inner, **like))
+            self.products.append((left, torch.ones(batch, columns, inner, **like)))
+
+    def forward(self, pixel_values: torch.Tensor):
+        for left, right in self.products:
+            # Of a linear layer, as the layer does it.
+            F.linear(left[0], right[0]) if len(left) == 1 else torch.bmm(left, right.mT)
+
+
+class _ProductShapes(TorchDispatchMode):
+    """Notes (batch, rows, inner, columns) of the products of matrices that run under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes: list[tuple[int, int, int, int]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        name = function.__name__.split(".")[0]
+        if name in ("mm", "addmm"):
+            left, right = args[-2:]
+            self.shapes.append((1, *left.shape, right.shape[1]))
+        elif name in ("bmm", "baddbmm"):
+            left, right = args[-2:]
+            self.shapes.append((*left.shape, right.shape[2]))
+        elif name == "convolution":
+            weight, groups = args[1], args[8]
+            columns = len(weight) // groups
+            self.shapes.append((groups, output.numel() // len(weight), weight[0].numel(), columns))
+        elif name.startswith("_scaled_dot_product"):
+            (*batch, queries, width), keys = args[0].shape, args[1].shape[-2]
+            batch = math.prod(batch)
+            self.shapes += [(batch, queries, width, keys), (batch, queries, keys, width)]
+        return output
+
+
 def measure(
     models: Mapping[str, nn.Module], macs: Mapping[str, int], pixel_values: torch.Tensor, rounds: int = 20
 ) -> list[dict[str, object]]:
@@ -65,20 +121,25 @@ def measure(
 
     Returns:
         `list[dict]`: For each model `row`, its name, `batch_size`, `images_per_second`, `times_first`, the ratio to
-        the first model, and `of_matrix_rate`, its multiply-accumulates a second as a share of those of a large product
-        of matrices in the same dtype.
+        the first model, `of_matrix_rate`, its multiply-accumulates a second as a share of those of a large product of
+        matrices in the same dtype, and `of_own_products`, the same as a share of its own products run alone, most of
+        which are smaller.
     """
-    product = MatrixProduct(dtype=pixel_values.dtype, device=pixel_values.device)
-    speeds = images_per_second({**models, "": product}, pixel_values, rounds)
-    rate = speeds.pop("") / len(pixel_values) * product.macs
-    first = next(iter(speeds.values()))
+    largest = MatrixProduct(dtype=pixel_values.dtype, device=pixel_values.device)
+    # A compiled model is asked as what was compiled.
+    originals = {name: getattr(model, "_orig_mod", model) for name, model in models.items()}
+    alone = {f"{name}, products alone": OwnProducts(model, pixel_values) for name, model in originals.items()}
+    speeds = images_per_second({**models, **alone, "": largest}, pixel_values, rounds)
+    rate = speeds[""] / len(pixel_values) * largest.macs
+    first = speeds[next(iter(models))]
     return [
         {
             "row": name,
             "batch_size": len(pixel_values),
-            "images_per_second": speed,
-            "times_first": speed / first,
-            "of_matrix_rate": speed * macs[name] / rate,
+            "images_per_second": speeds[name],
+            "times_first": speeds[name] / first,
+            "of_matrix_rate": speeds[name] * macs[name] / rate,
+            "of_own_products": speeds[name] / speeds[f"{name}, products alone"],
         }
-        for name, speed in speeds.items()
+        for name in models
     ]
