@@ -244,6 +244,9 @@ def main(argv: list[str] | None = None) -> int:
             loss = loss + alignment.token_loss_weight * align_tokens(outputs, batch["teacher_tokens"])
         return loss
 
+    # What the teacher makes of each batch of evaluation images, which are the same in every epoch.
+    targets: dict[int, torch.Tensor] = {}
+
     def save(folder: Path, state: TrainingState):
         student.save_pretrained(folder)
         write_card(folder, student, describe(pair, student, uses_labels, state), data, run, state, pair.teacher)
@@ -256,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=lambda model: evaluate_student(accelerator, model, project, classify, teacher, eval_loader),
+        evaluate=lambda model: evaluate_student(accelerator, model, project, classify, teacher, eval_loader, targets),
         save=save,
         metric="alignment",
         before_epoch=lambda epoch: cache.open(loader.sampler.views_of(epoch)) if cache else None,
@@ -377,17 +380,19 @@ def build_optimizer(student, tuned: set[nn.Parameter], schedule: ScheduleArgumen
 
 
 @torch.inference_mode()
-def evaluate_student(accelerator: Accelerator, model, project, classify, teacher, loader) -> dict[str, float]:
+def evaluate_student(accelerator: Accelerator, model, project, classify, teacher, loader, targets) -> dict[str, float]:
     """Mean cosine of student's and teacher's embeddings and, of classifiers where there are labels, the accuracy of
-    both."""
+    both. The teacher is asked about batches that `targets` lacks, and noted there."""
     model.eval()
     cosines, accuracies = [], {"accuracy": TopKAccuracy(), "teacher_accuracy": TopKAccuracy()}
     labeled = False
-    for batch in loader:
+    for number, batch in enumerate(loader):
         pixel_values = batch["pixel_values"]
         embedding = project(model(pixel_values).pooler_output).float()
-        with accelerator.autocast():
-            target = embed(teacher, batch.get("teacher_pixel_values", pixel_values)).float()
+        if number not in targets:
+            with accelerator.autocast():
+                targets[number] = embed(teacher, batch.get("teacher_pixel_values", pixel_values)).float()
+        target = targets[number]
         cosines.append(accelerator.gather_for_metrics(F.cosine_similarity(embedding, target)))
         if labeled := classify is not None and "labels" in batch:
             for name, classifier, features in (
