@@ -1,6 +1,9 @@
 """The README's Python runs as it stands there, and its commands exist."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +27,11 @@ from transformers import (
 from frugalvit import SparseFormerVisionModelWithProjection
 from frugalvit.cli import COMMANDS
 from frugalvit.registry import public_names
+from frugalvit.resources import shipped_checkpoints
 
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^\*\*(\w+).*?^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
@@ -85,3 +90,25 @@ def test_names_and_commands_in_the_readme_exist():
         assert name in public_names()
     for command in re.findall(r"(?:^|`|&& )frugalvit ([a-z]+)", README, re.MULTILINE):
         assert command in COMMANDS
+
+
+def test_every_shipped_model_loads_by_the_command(tmp_path):
+    """The table has all of them; its class and name in the place of the command's."""
+    rows = dict(re.findall(r"^\| `(cifar10-[\w-]+)` \| .*? \| `(AutoModel\w+)` \|", README, re.MULTILINE))
+    assert sorted(rows) == sorted(shipped_checkpoints())
+    (code,) = re.findall(r'^python -c "(.*)"$', README, re.MULTILINE)
+    assert code.count("AutoModelForImageClassification") == code.count("cifar10-convmixer") == 1
+    program = ["import sys"]
+    for name, class_name in rows.items():
+        program.append(code.replace("AutoModelForImageClassification", class_name).replace("cifar10-convmixer", name))
+    program.append("assert 'frugalvit' not in sys.modules")
+    printed = subprocess.run(
+        [sys.executable, "-c", "\n".join(program)],
+        cwd=ROOT,
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for class_name in ("AgentCNN", "ConvMixer", "SparseFormerCLIPModel", "SparseFormerLlava", "BootstrappedViT"):
+        assert f"\n{class_name}" in f"\n{printed}"
