@@ -3,11 +3,13 @@
     python benchmarks/token_merging_table.py --tome CHECKOUT --diffrate CHECKOUT
 
 The peers (github.com/facebookresearch/ToMe, github.com/OpenGVLab/DiffRate) run from their own checkouts, off the shelf
-and fine-tuned on as many images as a student is bootstrapped on. Runs are kept under --runs_dir and found again, so
-that a second command measures speed alone. Writes results/token_merging.json.
+and fine-tuned on as many images as a student is bootstrapped on, by distillation from the teacher, without labels like
+the student; DiffRate's search for its rates takes as many again, with labels. Runs are kept under --runs_dir and found
+again, so that a second command measures speed alone. Writes results/token_merging.json.
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +20,7 @@ import frugalvit
 import token_merging
 from frugalvit.quickstart import SHORT
 from frugalvit.quickstart import STUDENT as SHORT_STUDENT
+from frugalvit.speed import images_per_second
 from frugalvit.tables import format_table
 from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import EvalView, ImageFormat
@@ -40,7 +43,6 @@ def main():
     parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--learning_rate", type=float, default=3e-4, help="of fine-tuning (default: %(default)s)")
-    parser.add_argument("--loss", choices=["labels", "teacher"], default="labels", help="of fine-tuning")
     parser.add_argument("--search_rate", type=float, default=0.03, help="of DiffRate's search (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="when speed is measured (default: %(default)s)")
     add_run_arguments(parser, "runs/token_merging")
@@ -70,10 +72,7 @@ def main():
         add(name, model, "fine-tuned", [fine_tune(arguments, name, peer, seed) for seed in arguments.seeds])
     if arguments.diffrate:
         name, peer = "DiffRate", ["--diffrate", arguments.diffrate]
-        macs = arguments.diffrate_share * rows[0]["macs_with_attention"]
-        rates = arguments.runs_dir / folder_name("DiffRate, searched", arguments.seeds[0])
-        search = ["--search_macs", str(macs), "--learning_rate", str(arguments.search_rate)]
-        fine_tune(arguments, "DiffRate, searched", [*peer, *search], arguments.seeds[0])
+        rates = search_rates(arguments, peer, arguments.diffrate_share * rows[0]["macs_with_attention"])
         model = merged_vit(teacher, token_merging.apply_diffrate, arguments.diffrate, rates)
         add(name, model, "rates searched")
         peer += ["--rates", str(rates)]
@@ -85,11 +84,11 @@ def main():
 
     torch.set_num_threads(arguments.threads)
     pixel_values = torch.randn(64, 3, size, size, generator=torch.Generator().manual_seed(0))
-    speeds = frugalvit.images_per_second(models, pixel_values)
+    speeds = images_per_second(models, pixel_values)
     for row in rows:
         row["images_per_second"] = speeds[row["row"]]
     print(format_table([{k: v for k, v in row.items() if k != "accuracies"} for row in rows]))
-    settings = ("merged", "diffrate_share", "images", "epochs", "learning_rate", "loss", "search_rate", "seeds")
+    settings = ("merged", "diffrate_share", "images", "epochs", "learning_rate", "search_rate", "seeds")
     write_table(
         arguments.results_dir / "token_merging.json",
         {name: getattr(arguments, name) for name in settings},
@@ -125,9 +124,17 @@ def budget(arguments, seed: int) -> list[str]:
 
 def fine_tune(arguments, name: str, peer: list[str], seed: int) -> dict:
     """Results of a peer's run with a seed, on the views of the student's recipe."""
-    recipe = ["--warmup_epochs", "0.5", "--learning_rate", str(arguments.learning_rate), "--loss", arguments.loss]
+    recipe = ["--warmup_epochs", "0.5", "--learning_rate", str(arguments.learning_rate), "--loss", "teacher"]
     folder = arguments.runs_dir / folder_name(name, seed)
     return run_recipe(token_merging, folder, [*budget(arguments, seed), *recipe, *peer])
+
+
+def search_rates(arguments, peer: list[str], macs: float) -> Path:
+    """The folder of DiffRate's search with the first seed."""
+    folder = arguments.runs_dir / folder_name("DiffRate, searched", arguments.seeds[0])
+    recipe = ["--warmup_epochs", "0.5", "--learning_rate", str(arguments.search_rate), "--search_macs", str(macs)]
+    run_recipe(token_merging, folder, [*budget(arguments, arguments.seeds[0]), *recipe, *peer])
+    return folder
 
 
 def bootstrap_student(arguments, seed: int) -> dict:
