@@ -9,6 +9,7 @@ again, so that a second command measures speed alone. Writes results/token_mergi
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from frugalvit.tables import format_table
 from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import EvalView, ImageFormat
 from frugalvit.training.data import SUBSET, evaluation_loader, load_images
+from frugalvit.training.files import write_json
 from frugalvit.training.loading import load_image_classifier
 from frugalvit.training.metrics import evaluate_classifier
 from shared import add_run_arguments, folder_name, last_accuracies, run_recipe, write_table
@@ -56,7 +58,7 @@ def main():
         """A row; models that differ in weights alone are one in speed."""
         models.setdefault(name, model)
         macs = frugalvit.count_macs(model, size).macs_with_attention
-        accuracies = last_accuracies(trained or [evaluate(model, image_format)])
+        accuracies = last_accuracies(trained or [evaluate_once(arguments, name, model, macs, image_format)])
         share = macs / rows[0]["macs_with_attention"] if rows else 1.0
         rows.append(
             {"row": name, "training": training, **accuracies, "macs_with_attention": macs, "of_teacher": share}
@@ -107,11 +109,17 @@ def merged_vit(teacher, apply=None, *options) -> token_merging.MergedViT:
     return token_merging.MergedViT(vit).eval()
 
 
-def evaluate(model: nn.Module, image_format: ImageFormat) -> dict:
-    """Accuracy of what is not trained here, as a run's results."""
+def evaluate_once(arguments, name: str, model: nn.Module, macs: int, image_format: ImageFormat) -> dict:
+    """Accuracy of what is not trained here, as a run's results, now or before."""
+    source = {"row": name, "teacher": arguments.teacher, "student": arguments.student, "macs": macs}
+    file = arguments.runs_dir / f"{folder_name(name, 0)}-evaluated.json"
+    if file.is_file() and (results := json.loads(file.read_text(encoding="utf-8")))["source"] == source:
+        return results
     accelerator = Accelerator()
     loader = evaluation_loader(accelerator, load_images(SUBSET, "test"), EvalView(image_format))
-    return {"epochs": [evaluate_classifier(accelerator, model, loader)]}
+    results = {"source": source, "epochs": [evaluate_classifier(accelerator, model, loader)]}
+    write_json(file, results)
+    return results
 
 
 def budget(arguments, seed: int) -> list[str]:
