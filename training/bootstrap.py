@@ -40,7 +40,7 @@ from .augmentation import BootstrapView, EvalView, ImageFormat, View
 from .cards import write_card
 from .data import load_splits, make_loaders
 from .loading import load_vision_model
-from .loop import TrainingState, fit, make_optimizer, parameter_groups, start_accelerator
+from .loop import TrainingState, fit, make_optimizer, parameter_groups, prepare, start_accelerator
 from .metrics import TopKAccuracy
 from .token_alignment import TokenAlignment
 from .train import parse_overrides
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     if run.compile:
         student.base_model.compile()
     # The classifier or projection stays frozen, so the base model alone is what learns.
-    model, optimizer, scheduler = accelerator.prepare(student.base_model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare(accelerator, student.base_model, optimizer, scheduler)
     project = getattr(student, "visual_projection", nn.Identity())
     uses_labels = alignment.label_loss_weight > 0
     align_tokens = TokenAlignment(student, teacher, teacher_format.size) if alignment.token_loss_weight else None
@@ -219,8 +219,8 @@ def main(argv: list[str] | None = None) -> int:
             loss = loss + alignment.token_loss_weight * align_tokens(outputs, batch["teacher_tokens"])
         return loss
 
-    def save(folder: Path, state: TrainingState):
-        student.save_pretrained(folder)
+    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
+        student.save_pretrained(folder, state_dict=weights)
         write_card(folder, student, describe(pair, student, uses_labels, state), data, run, state, pair.teacher)
 
     state = fit(
@@ -233,6 +233,7 @@ def main(argv: list[str] | None = None) -> int:
         compute_loss=compute_loss,
         evaluate=lambda model: evaluate_student(accelerator, model, project, classify, teacher, eval_loader),
         save=save,
+        saved=student,
         metric="alignment",
     )
     accelerator.print(f"{describe(pair, student, uses_labels, state)} See {run.output_dir}.")

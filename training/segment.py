@@ -36,7 +36,7 @@ from .arguments import (
 from .augmentation import ImageFormat
 from .cards import write_card
 from .data import make_loaders
-from .loop import TrainingState, fit, optimizer_with_schedule, start_accelerator
+from .loop import TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .masks import IGNORED, MaskReader, SegmentationEvalView, SegmentationView, load_masked_images
 from .metrics import evaluate_segmenter
 from .train import check_loading, parse_overrides, set_drop_path
@@ -184,15 +184,15 @@ def main(argv: list[str] | None = None) -> int:
         loader.steps_per_epoch,
         rates=learning_rate_factors(model, optimization.head_multiplier, optimization.layer_decay),
     )
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
 
     def compute_loss(model, batch):
         logits = model(pixel_values=batch["pixel_values"]).logits
         return semantic_segmentation_loss(logits, batch["labels"], num_labels)
 
-    def save(folder: Path, state: TrainingState):
+    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         trained = accelerator.unwrap_model(model)
-        trained.save_pretrained(folder)
+        trained.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         summary = (
             f"A {trained.config.model_type} for semantic segmentation trained on {' '.join(data.dataset)}: mean IoU "

@@ -43,7 +43,7 @@ from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .cards import write_card
 from .data import check_labels, class_names, load_splits, make_loaders
 from .loading import load_image_classifier
-from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, start_accelerator
+from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .metrics import evaluate_classifier
 
 
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     optimizer, scheduler = optimizer_with_schedule(
         model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer
     )
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
 
     def compute_loss(model, batch):
         outputs = model(pixel_values=batch["pixel_values"])
@@ -181,9 +181,9 @@ def main(argv: list[str] | None = None) -> int:
             return torch.lerp(loss, teacher_loss(of_teacher, batch["pixel_values"]), recipe.distill_weight)
         return loss if of_teacher is of_labels else (loss + F.cross_entropy(of_teacher, batch["targets"])) / 2
 
-    def save(folder: Path, state: TrainingState):
+    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         trained = accelerator.unwrap_model(model)
-        trained.save_pretrained(folder)
+        trained.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         accuracy = f"{state.best['accuracy']:.2%}"
         summary = f"A {trained.config.model_type} classifier trained on {' '.join(data.dataset)}: accuracy {accuracy}."
