@@ -54,10 +54,10 @@ class StudentArguments:
     """Teacher and student."""
 
     teacher: str = argument(
-        help="Folder or hub id of the vision transformer, CLIP or SigLIP to bootstrap from, or "
+        help="Folder or hub id (@revision, too) of the vision transformer, CLIP or SigLIP to bootstrap from, or "
         "open_clip:MODEL:PRETRAINED."
     )
-    student: str | None = argument(None, "Folder or hub id of a SparseFormer to continue from.")
+    student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
     num_latent_tokens: int | None = argument(
         None, "Latent tokens, [CLS] not counted. Default: a quarter of the teacher's with [CLS], or --student's."
     )

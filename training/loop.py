@@ -72,7 +72,7 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
         arguments (`list`): All dataclasses of arguments.
 
     Raises:
-        ValueError: if the folder is taken.
+        ValueError: if the folder is taken, or Accelerate is configured for what recipes cannot do.
     """
     accelerator = Accelerator(
         mixed_precision=run.mixed_precision,
@@ -92,6 +92,11 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
         "versions": versions(),
     }
     check_output_folder(Path(run.output_dir), run, arguments)
+    if getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_ram_efficient_loading", False):
+        raise ValueError(
+            "fsdp_cpu_ram_efficient_loading leaves teachers and students empty in all processes but the first; expected "
+            "false in the configuration of `accelerate launch`."
+        )
     if deepspeed := accelerator.state.deepspeed_plugin:
         parts = accelerator.num_processes * run.gradient_accumulation_steps
         deepspeed.deepspeed_config["train_micro_batch_size_per_gpu"] = run.batch_size // parts

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,32 +10,42 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit.training import train
 
 
-RECIPES = Path(train.__file__).with_name("recipes")
+CONFIGURATIONS = {path.stem: path for path in Path(train.__file__).with_name("recipes").glob("*.yaml")}
+CONFIGURATIONS = {name: path for name, path in CONFIGURATIONS.items() if "num_processes" in path.read_text()}
 VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
 VIT |= {"intermediate_size": 64}
 # Images to train on that make no whole batch at the end, and images to evaluate on that have no even shares.
 SHARED = {"train_split": "train[:72]", "eval_split": "test[:51]", "eval_batch_size": 16, "epochs": 2, "batch_size": 16}
 SHARED |= {"warmup_epochs": 1, "logging_steps": 1, "checkpointing_steps": 3}
+CLASSIFIER = {
+    "config_overrides": ",".join(f"{name}={value}" for name, value in VIT.items()),
+    "mixup": 0.8,
+    "cutmix": 1,
+}
+PARTS = {"gradient_accumulation_steps": 2}
 
 
 def fsdp() -> dict[str, str]:
     """What `accelerate launch --config_file fsdp2.yaml` says to its processes."""
-    config = yaml.safe_load((RECIPES / "fsdp2.yaml").read_text(encoding="utf-8"))
+    config = yaml.safe_load(CONFIGURATIONS["fsdp2"].read_text(encoding="utf-8"))
     options = {name.upper(): str(value).lower() for name, value in config["fsdp_config"].items()}
     return options | {"ACCELERATE_USE_FSDP": "true"}
 
 
 def run(folder: Path, jobs: list[dict], **options):
-    """Runs jobs of several_processes.py, whose `options` are to be the command line's."""
+    """Run jobs of several_processes.py; `options` are the command line's, besides those of a job."""
     for job in jobs:
-        values = SHARED | options | {"output_dir": str(folder / job["name"])} | job.pop("options", {})
+        values = SHARED | options | {"output_dir": folder / job["name"]} | job.get("options", {})
         job["arguments"] = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
+        job["log"] = str(folder / f"{job['name']}.log")
+        job.setdefault("ends", [1 if "stops" in job else 0] * job["processes"])
+    (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
     program = Path(__file__).with_name("several_processes.py")
     process = subprocess.run(
         [sys.executable, program, folder / "jobs.json"],
@@ -61,22 +72,29 @@ def assert_same_run(folder: Path, expected: Path):
     torch.testing.assert_close(*models, rtol=1e-4, atol=1e-5)
 
 
-def test_a_classifier(tmp_path):
-    """Four processes; and two that share out its weights, accumulate, and go on from a checkpoint."""
-    overrides = ",".join(f"{name}={value}" for name, value in VIT.items())
-    parts = {"gradient_accumulation_steps": 2}
+def test_a_classifier(tmp_path, write_parquet):
+    """Four processes; two that share out its weights and go on from a checkpoint; two that go on within a stream."""
+    files = {"dataset": write_parquet("train.parquet", 70), "eval_dataset": write_parquet("eval.parquet", 51)}
+    stream = {**files, "train_split": "train", "eval_split": "train", "streaming": True, "steps_per_epoch": 4}
+    stream |= {"shuffle_buffer": 20}
+    sharded = {"processes": 2, "options": PARTS, "environment": fsdp()}
     jobs = [
         {"name": "one", "processes": 1},
-        {"name": "four", "processes": 4, "options": parts},
-        {"name": "sharded", "processes": 2, "options": parts, "fsdp": fsdp(), "stop": 5},
-        {"name": "sharded", "processes": 2, "options": parts, "fsdp": fsdp()},
+        {"name": "four", "processes": 4, "options": PARTS},
+        # They end in the second epoch, after a checkpoint within it.
+        {"name": "sharded", **sharded, "stops": 7},
+        {"name": "sharded", **sharded},
+        {"name": "stream", "processes": 1, "options": stream},
+        {"name": "stopped-stream", "processes": 2, "options": stream, "stops": 7},
+        {"name": "stopped-stream", "processes": 2, "options": stream},
     ]
-    jobs = [{"recipe": "train", **job} for job in jobs]
-    run(tmp_path, jobs, config_overrides=overrides, mixup=0.8, cutmix=1)
+    run(tmp_path, [{"recipe": "train", **job} for job in jobs], **CLASSIFIER)
     checkpoint = sorted((tmp_path / "sharded" / "checkpoints").iterdir())[-1]
     assert (checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp").is_file()
-    for name in ("four", "sharded"):
-        assert_same_run(tmp_path / name, tmp_path / "one")
+    for name in ("sharded", "stopped-stream"):
+        assert "step-00000006" in {path.name for path in (tmp_path / name / "checkpoints").iterdir()}
+    for name, expected in (("four", "one"), ("sharded", "one"), ("stopped-stream", "stream")):
+        assert_same_run(tmp_path / name, tmp_path / expected)
 
 
 def test_a_bootstrapped_student(tmp_path):
@@ -87,11 +105,37 @@ def test_a_bootstrapped_student(tmp_path):
     small = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
     jobs = [
         {"name": "one", "processes": 1},
-        {"name": "two", "processes": 2, "options": {"gradient_accumulation_steps": 2}},
+        {"name": "two", "processes": 2, "options": PARTS},
         {"name": "four", "processes": 4},
-        {"name": "sharded", "processes": 2, "fsdp": fsdp()},
+        {"name": "sharded", "processes": 2, "environment": fsdp()},
     ]
     jobs = [{"recipe": "bootstrap", **job} for job in jobs]
     run(tmp_path, jobs, teacher=tmp_path / "teacher", config_overrides=small, learning_rate=1e-3)
     for name in ("two", "four", "sharded"):
         assert_same_run(tmp_path / name, tmp_path / "one")
+
+
+def test_processes_end_together_and_say_why(tmp_path):
+    """One that is killed, and one whose DataLoader loses a process or fails in it, ends the other."""
+    jobs = [
+        {"name": "killed", "fails": "killed", "ends": [1, -9]},
+        {"name": "lost", "fails": "worker killed", "ends": [1, 1], "options": {"num_workers": 1}},
+        {"name": "raised", "fails": "worker raises", "ends": [1, 1], "options": {"num_workers": 1}},
+    ]
+    run(tmp_path, [{"recipe": "train", "processes": 2, **job} for job in jobs], **CLASSIFIER, epochs=1)
+    for name, message in (
+        ("lost", r"A process that decodes images died: DataLoader worker .* Then lower --num_workers\."),
+        ("raised", r"Really not\."),
+    ):
+        error = (tmp_path / f"{name}.log.1").read_text()
+        assert "Traceback" not in error
+        assert re.search(rf"^frugalvit train: error: {message}$", error, re.MULTILINE), error
+    assert "closed" in (tmp_path / "killed.log.0").read_text()
+
+
+@pytest.mark.parametrize("name", list(CONFIGURATIONS))
+def test_accelerate_reads_what_ships(name):
+    assert CONFIGURATIONS.keys() == {"fsdp2", "deepspeed_zero2"}
+    config = load_config_from_file(str(CONFIGURATIONS[name]))
+    assert config.distributed_type == {"fsdp2": "FSDP", "deepspeed_zero2": "DEEPSPEED"}[name]
+    assert config.num_processes == 2 and not config.use_cpu
