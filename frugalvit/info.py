@@ -30,7 +30,8 @@ def main(argv: list[str] | None = None) -> None:
         "models",
         nargs="*",
         metavar="NAME|FOLDER",
-        help="variants of the papers, shipped models, folders or hub ids (@revision, too; default: all variants and shipped models)",
+        help="variants of the papers, shipped models, folders or hub ids, owner/name@revision too "
+        "(default: all variants and shipped models)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     arguments = parser.parse_args(argv)

@@ -44,7 +44,7 @@ def choose_device(name: str | None = None) -> torch.device:
 
 
 def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """A folder or hub id, and what `from_pretrained` takes besides: `owner/name@revision` pins a branch, tag or commit.
+    """A folder or hub id and what `from_pretrained` takes besides: `owner/name@revision` pins a branch, tag or commit.
 
     Raises:
         ValueError: if nothing follows the `@`.

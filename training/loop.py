@@ -94,8 +94,8 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
     check_output_folder(Path(run.output_dir), run, arguments)
     if getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_ram_efficient_loading", False):
         raise ValueError(
-            "fsdp_cpu_ram_efficient_loading leaves teachers and students empty in all processes but the first; expected "
-            "false in the configuration of `accelerate launch`."
+            "fsdp_cpu_ram_efficient_loading leaves teachers and students empty in all processes but the first; "
+            "expected false in the configuration of `accelerate launch`."
         )
     if deepspeed := accelerator.state.deepspeed_plugin:
         parts = accelerator.num_processes * run.gradient_accumulation_steps

@@ -1,10 +1,10 @@
-"""Run by test_processes.py as a program: `several_processes.py JOBS` runs recipes in forked processes, as torchrun does,
-but imports once for all of them.
+"""Run by test_processes.py as a program: `several_processes.py JOBS` runs recipes in forked processes, as torchrun
+does, but imports once for all of them.
 
 JOBS is a JSON file with a list of jobs: `recipe`, `arguments`, how many `processes` run it, and the exit codes `ends`
 that they should have. `environment` is theirs; with FSDP in it, the model is sharded. What process RANK says on
-standard error goes to the file `log` with `.RANK` added. `stops` ends each after so many optimizer steps; `fails` is what
-process 1 does after one: `killed`; or what process 0 of its DataLoader does: `worker killed`, `worker raises`.
+standard error goes to the file `log` with `.RANK` added. `stops` ends each after so many optimizer steps. `fails` is
+what happens to process 1 after one step, `killed`, or to those of its DataLoader, `worker killed`, `worker raises`.
 """
 
 import importlib
