@@ -74,7 +74,7 @@ def assert_same_run(folder: Path, expected: Path):
 
 def test_a_classifier(tmp_path, write_parquet):
     """Four processes; two that share out its weights and go on from a checkpoint; two that go on within a stream."""
-    files = {"dataset": write_parquet("train.parquet", 70), "eval_dataset": write_parquet("eval.parquet", 51)}
+    files = {"dataset": write_parquet("train.parquet", 25), "eval_dataset": write_parquet("eval.parquet", 21)}
     stream = {**files, "train_split": "train", "eval_split": "train", "streaming": True, "steps_per_epoch": 4}
     stream |= {"shuffle_buffer": 20}
     sharded = {"processes": 2, "options": PARTS, "environment": fsdp()}
