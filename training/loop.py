@@ -11,14 +11,15 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, set_seed
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration, set_seed
 from tqdm import tqdm
 
 from .arguments import RESUMABLE, OptimizerArguments, RunArguments
@@ -230,14 +231,45 @@ def optimizer_with_schedule(
 
 def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer, scheduler) -> tuple:
     """`accelerator.prepare`; of the layers that a model keeps together, FSDP shards those that do not hold its input
-    embedding, which Accelerate shards by itself."""
+    embedding, which Accelerate shards by itself.
+
+    Raises:
+        ValueError: if FSDP or DeepSpeed cannot do that with this model or optimizer.
+    """
+    name, sharing = type(optimizer).__name__, accelerator.distributed_type
+    if (name == "SAM" and sharing == DistributedType.FSDP) or (
+        name != "AdamW" and sharing == DistributedType.DEEPSPEED
+    ):
+        raise ValueError(f"--optimizer {name.lower()} does not work with {sharing.value}; expected adamw.")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin and plugin.transformer_cls_names_to_wrap is None:
-        embedding, kept_together = model.get_input_embeddings(), model._no_split_modules or ()
+        try:
+            embedding, kept_together = model.get_input_embeddings(), model._no_split_modules or ()
+        except NotImplementedError as error:
+            raise ValueError(
+                f"Accelerate's FSDP asks for the input embedding, and a {type(model).__name__} does not say which it "
+                "is; leave FSDP out."
+            ) from error
         layers = [module for module in model.modules() if type(module).__name__ in kept_together]
         names = {type(layer).__name__ for layer in layers if embedding not in layer.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(names)
     return accelerator.prepare(model, optimizer, scheduler)
+
+
+@contextmanager
+def ordinary_class(model: torch.nn.Module) -> Iterator[None]:
+    """FSDP makes a class of its own of a model's, which neither the hub nor model cards know."""
+    if not torch.distributed.is_available():
+        yield
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = type(model)
+    model.__class__ = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
+    try:
+        yield
+    finally:
+        model.__class__ = sharded
 
 
 class Checkpoints:
@@ -404,7 +436,8 @@ def fit(
         if accelerator.is_main_process:
             progress.write(", ".join(f"{name} {value:.4g}" for name, value in record.items() if name != "step"))
             if is_best:
-                replace_files(folder, lambda aside, state=state, weights=weights: save(aside, state, weights))
+                with ordinary_class(accelerator.unwrap_model(model)):
+                    replace_files(folder, lambda aside, state=state, weights=weights: save(aside, state, weights))
             write_text(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in state.log))
         checkpoints.save(state)
 

@@ -15,7 +15,8 @@ import socket
 import sys
 
 import datasets
-import torch._dynamo  # noqa: F401 (once, rather than in the first step of every process)
+import peft  # noqa: F401 (by Accelerate, when it unwraps a model; once, rather than in every process)
+import torch._dynamo  # noqa: F401 (likewise, in the first step)
 from accelerate import state
 from accelerate.utils import DistributedType
 
