@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit.training import train
@@ -34,7 +35,8 @@ PARTS = {"gradient_accumulation_steps": 2}
 def fsdp() -> dict[str, str]:
     """What `accelerate launch --config_file fsdp2.yaml` says to its processes."""
     config = yaml.safe_load(CONFIGURATIONS["fsdp2"].read_text(encoding="utf-8"))
-    options = {name.upper(): str(value).lower() for name, value in config["fsdp_config"].items()}
+    values = {name.upper(): value for name, value in config["fsdp_config"].items()}
+    options = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
     return options | {"ACCELERATE_USE_FSDP": "true"}
 
 
@@ -133,9 +135,18 @@ def test_processes_end_together_and_say_why(tmp_path):
     assert "closed" in (tmp_path / "killed.log.0").read_text()
 
 
-@pytest.mark.parametrize("name", list(CONFIGURATIONS))
-def test_accelerate_reads_what_ships(name):
+def test_accelerate_launch_takes_what_ships():
     assert CONFIGURATIONS.keys() == {"fsdp2", "deepspeed_zero2"}
-    config = load_config_from_file(str(CONFIGURATIONS[name]))
-    assert config.distributed_type == {"fsdp2": "FSDP", "deepspeed_zero2": "DEEPSPEED"}[name]
-    assert config.num_processes == 2 and not config.use_cpu
+    environments = {}
+    for name, file in CONFIGURATIONS.items():
+        arguments = launch_command_parser().parse_args(["--config_file", str(file), "-m", "frugalvit.training.train"])
+        arguments, config, _ = _validate_launch_command(arguments)
+        assert arguments.num_processes == 2 and not arguments.cpu
+        if arguments.use_deepspeed:
+            arguments.deepspeed_fields_from_accelerate_config = ",".join(config.deepspeed_config)
+            environments[name] = prepare_deepspeed_cmd_env(arguments)[1]
+        else:
+            environments[name] = prepare_multi_gpu_env(arguments)
+    assert fsdp().items() <= environments["fsdp2"].items()
+    deepspeed = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    assert deepspeed.items() <= environments["deepspeed_zero2"].items()
