@@ -32,6 +32,10 @@ CLASSIFIER = {
 PARTS = {"gradient_accumulation_steps": 2}
 
 
+# They start many processes, for which a busy machine takes long.
+pytestmark = pytest.mark.timeout(600)
+
+
 def fsdp() -> dict[str, str]:
     """What `accelerate launch --config_file fsdp2.yaml` says to its processes."""
     config = yaml.safe_load(CONFIGURATIONS["fsdp2"].read_text(encoding="utf-8"))
@@ -55,7 +59,7 @@ def run(folder: Path, jobs: list[dict], **options):
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=580,
     )
     assert process.returncode == 0, process.stderr[-5000:]
 
@@ -75,45 +79,40 @@ def assert_same_run(folder: Path, expected: Path):
 
 
 def test_a_classifier(tmp_path, write_parquet):
-    """Four processes; two that share out its weights and go on from a checkpoint; two that go on within a stream."""
+    """Four processes that accumulate; two that share out its weights and go on within a stream."""
     files = {"dataset": write_parquet("train.parquet", 25), "eval_dataset": write_parquet("eval.parquet", 21)}
     stream = {**files, "train_split": "train", "eval_split": "train", "streaming": True, "steps_per_epoch": 4}
     stream |= {"shuffle_buffer": 20}
-    sharded = {"processes": 2, "options": PARTS, "environment": fsdp()}
+    sharded = {"name": "sharded", "processes": 2, "options": stream | PARTS, "environment": fsdp()}
     jobs = [
         {"name": "one", "processes": 1},
         {"name": "four", "processes": 4, "options": PARTS},
-        # They end in the second epoch, after a checkpoint within it.
-        {"name": "sharded", **sharded, "stops": 7},
-        {"name": "sharded", **sharded},
         {"name": "stream", "processes": 1, "options": stream},
-        {"name": "stopped-stream", "processes": 2, "options": stream, "stops": 7},
-        {"name": "stopped-stream", "processes": 2, "options": stream},
+        # They end in the second epoch, after a checkpoint within it, and go on.
+        {**sharded, "stops": 7},
+        sharded,
     ]
     run(tmp_path, [{"recipe": "train", **job} for job in jobs], **CLASSIFIER)
-    checkpoint = sorted((tmp_path / "sharded" / "checkpoints").iterdir())[-1]
+    checkpoint = tmp_path / "sharded" / "checkpoints" / "step-00000006"
     assert (checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp").is_file()
-    for name in ("sharded", "stopped-stream"):
-        assert "step-00000006" in {path.name for path in (tmp_path / name / "checkpoints").iterdir()}
-    for name, expected in (("four", "one"), ("sharded", "one"), ("stopped-stream", "stream")):
+    for name, expected in (("four", "one"), ("sharded", "stream")):
         assert_same_run(tmp_path / name, tmp_path / expected)
 
 
 def test_a_bootstrapped_student(tmp_path):
-    """Two processes that accumulate, four, and two that share out the student's weights."""
+    """Four processes that accumulate, and two that share out the student's weights."""
     torch.manual_seed(0)
     ViTForImageClassification(ViTConfig(**VIT, num_labels=10)).save_pretrained(tmp_path / "teacher")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "teacher")
     small = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
     jobs = [
         {"name": "one", "processes": 1},
-        {"name": "two", "processes": 2, "options": PARTS},
-        {"name": "four", "processes": 4},
+        {"name": "four", "processes": 4, "options": PARTS},
         {"name": "sharded", "processes": 2, "environment": fsdp()},
     ]
     jobs = [{"recipe": "bootstrap", **job} for job in jobs]
     run(tmp_path, jobs, teacher=tmp_path / "teacher", config_overrides=small, learning_rate=1e-3)
-    for name in ("two", "four", "sharded"):
+    for name in ("four", "sharded"):
         assert_same_run(tmp_path / name, tmp_path / "one")
 
 
@@ -132,7 +131,6 @@ def test_processes_end_together_and_say_why(tmp_path):
         error = (tmp_path / f"{name}.log.1").read_text()
         assert "Traceback" not in error
         assert re.search(rf"^frugalvit train: error: {message}$", error, re.MULTILINE), error
-    assert "closed" in (tmp_path / "killed.log.0").read_text()
 
 
 def test_accelerate_launch_takes_what_ships():
