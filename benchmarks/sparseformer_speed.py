@@ -26,7 +26,7 @@ from shared import ROOT, write_table
 # Our variant, theirs, the ViTs beside it.
 SIZES = {
     "base": ("augreg-base-49-224", "sparseformer_btsp_augreg_base", ["vit-base", "timm:vit_base_patch16_224"]),
-    "large": ("augreg-large-49-224", "sparseformer_btsp_augreg_large", ["vit-large", "timm:vit_large_patch16_224"]),
+    "large": ("augreg-large-49-224", "sparseformer_btsp_augreg_large", ["vit-large"]),
 }
 
 

@@ -36,7 +36,7 @@ from frugalvit.training.arguments import (
 from frugalvit.training.augmentation import BootstrapView, EvalView, ImageFormat
 from frugalvit.training.data import load_splits, make_loaders
 from frugalvit.training.loading import load_image_classifier
-from frugalvit.training.loop import fit, optimizer_with_schedule, start_accelerator
+from frugalvit.training.loop import fit, optimizer_with_schedule, prepare, start_accelerator
 from frugalvit.training.metrics import evaluate_classifier
 
 
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         accelerator, data, run, (train_images, view), (eval_images, EvalView(image_format))
     )
     optimizer, scheduler = optimizer_with_schedule(model, optimization, run.epochs, loader.steps_per_epoch)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
 
     def compute_loss(model, batch):
         if merging.search_macs:
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         compute_loss=compute_loss,
         evaluate=evaluate,
         # The model that counts is that of the last checkpoint, see `load_last`.
-        save=lambda folder, state: None,
+        save=lambda folder, state, weights: None,
     )
     return 0
 

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
         description="Attention maps averaged over images, as numbers (entropy, the neighbor that a head attends to "
         "most and how much, stable rank of the activations) and as a picture with the upper left corner enlarged.",
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="model folders or hub ids")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="model folders or hub ids (@revision, too)")
     parser.add_argument("--names", nargs="+", help="of the models (default: their folders')")
     parser.add_argument(
         "--initialization",

@@ -97,16 +97,9 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if debug or not _is_user_error(error):
+        from .training.arguments import reason
+
+        if debug or not (message := reason(error)):
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
         print(f"frugalvit {command}: error: {message}", file=sys.stderr)
         return 1
-
-
-def _is_user_error(error: Exception) -> bool:
-    """Whether an error comes from what the user gave (files, values, configurations) and not from a defect."""
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-
-    return isinstance(error, (ValueError, OSError, StrictDataclassError, SafetensorError))

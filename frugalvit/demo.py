@@ -45,7 +45,10 @@ def main(argv: list[str] | None = None) -> None:
         "every step, sampling points, features and attention.",
     )
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help="folders or hub ids of image classifiers (default: those that ship)"
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="folders or hub ids (@revision, too) of image classifiers (default: those that ship)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: this machine alone)")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860")

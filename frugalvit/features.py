@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> None:
         "each layer, which shows how long the feature vectors are at each position. Of a ViT that was trained beside "
         "an agent, both are drawn.",
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="model folders or hub ids")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="model folders or hub ids (@revision, too)")
     parser.add_argument("--names", nargs="+", help="of the models (default: their folders')")
     parser.add_argument("--image", nargs="+", required=True, metavar="FILE", help="images, folders or parquet files")
     parser.add_argument("--limit", type=int, default=4, help="draw the first so many images (default: 4)")

@@ -15,6 +15,7 @@ from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjectio
 from .registry import configuration_classes
 from .resources import checkpoint_path, shipped_checkpoints
 from .tables import format_table
+from .training.loading import split_revision
 from .validation import model_class
 
 
@@ -29,7 +30,8 @@ def main(argv: list[str] | None = None) -> None:
         "models",
         nargs="*",
         metavar="NAME|FOLDER",
-        help="variants of the papers, shipped models, folders or hub ids (default: all variants and shipped models)",
+        help="variants of the papers, shipped models, folders or hub ids, owner/name@revision too "
+        "(default: all variants and shipped models)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     arguments = parser.parse_args(argv)
@@ -85,7 +87,8 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
         return SparseFormerVisionModelWithProjection if projects else classifier, config
     if name in shipped_checkpoints() or Path(name).is_dir() or "/" in name:
         folder = checkpoint_path(name) if name in shipped_checkpoints() else name
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        folder, revision = split_revision(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
         return _saved_architecture(config, name), config
     close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
     hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."

@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> None:
         help="image files, folders, patterns such as 'photos/*.jpg', .parquet files",
     )
     parser.add_argument(
-        "--model", metavar="FOLDER", help="model folder or hub id (default: the SparseFormer for CIFAR-10 that ships)"
+        "--model",
+        metavar="FOLDER",
+        help="model folder or hub id, owner/name@revision too (default: the SparseFormer for CIFAR-10 that ships)",
     )
     parser.add_argument("--top", type=int, default=5, help="labels for each image (default: 5)")
     parser.add_argument("--limit", type=int, help="take only this many images")

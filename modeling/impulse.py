@@ -106,8 +106,9 @@ def solve_closed_form(
         Two tensors `(hidden_size, head_dim)`.
     """
     inside = target.sum(1) > 0
-    if not inside.any():
-        # An impulse that leaves this grid from everywhere, for example on a single row.
+    if not inside.any() or len(target) == 1:
+        # An impulse that leaves this grid from everywhere, for example on a single row; or a grid of one position,
+        # which has all attention anyway.
         zeros = inputs.new_zeros(inputs.shape[1], head_dim)
         return zeros, zeros.clone()
     u, s, vh = torch.linalg.svd(inputs[inside], full_matrices=False)

@@ -53,7 +53,9 @@ class ImageArguments:
     """Images to train and evaluate on."""
 
     dataset: list[str] = argument(
-        [SUBSET], f"datasets hub id, image folder, parquet files (wildcards too) or folder of them, or {SUBSET}."
+        [SUBSET],
+        "datasets hub id (@revision, too), image folder, parquet files (wildcards too) or folder of them, "
+        f"or {SUBSET}.",
     )
     dataset_config: str | None = argument(None, "Configuration of a hub data set that has several.")
     train_split: str = argument("train", "Split to train on; slices such as train[:1000] too.")
@@ -185,11 +187,25 @@ def _read_arguments(file: str) -> list[str]:
     ]
 
 
+def reason(error: BaseException) -> str | None:
+    """What the user can mend, in one line; None for a defect."""
+    message = str(error)
+    # What a DataLoader raises where one of its processes is gone.
+    if isinstance(error, RuntimeError) and message.startswith("DataLoader worker (pid"):
+        message = f"A process that decodes images died: {message} Did memory run out? Then lower --num_workers."
+    elif not isinstance(error, (ValueError, OSError, StrictDataclassError, SafetensorError)):
+        return None
+    if message.startswith("Caught "):
+        # What such a process raised comes with its traceback.
+        message = message.strip().splitlines()[-1]
+    return " ".join(message.split()) or type(error).__name__
+
+
 def run_as_program(main: Callable, prog: str):
     """Run `main()` as a process of its own: what the user can mend is one line, not a traceback."""
     try:
         sys.exit(main())
-    except (ValueError, OSError, StrictDataclassError, SafetensorError) as error:
-        if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0"):
+    except Exception as error:
+        if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not reason(error):
             raise
-        sys.exit(f"{prog}: error: {' '.join(str(error).split())}")
+        sys.exit(f"{prog}: error: {reason(error)}")

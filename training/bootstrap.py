@@ -40,7 +40,7 @@ from .augmentation import BootstrapView, EvalView, ImageFormat, View
 from .cards import write_card
 from .data import load_splits, make_loaders
 from .loading import load_vision_model
-from .loop import TrainingState, fit, make_optimizer, parameter_groups, start_accelerator
+from .loop import TrainingState, fit, make_optimizer, parameter_groups, prepare, start_accelerator
 from .metrics import TopKAccuracy
 from .teacher_cache import TeacherCache
 from .token_alignment import TokenAlignment
@@ -55,10 +55,10 @@ class StudentArguments:
     """Teacher and student."""
 
     teacher: str = argument(
-        help="Folder or hub id of the vision transformer, CLIP or SigLIP to bootstrap from, or "
+        help="Folder or hub id (@revision, too) of the vision transformer, CLIP or SigLIP to bootstrap from, or "
         "open_clip:MODEL:PRETRAINED."
     )
-    student: str | None = argument(None, "Folder or hub id of a SparseFormer to continue from.")
+    student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
     num_latent_tokens: int | None = argument(
         None, "Latent tokens, [CLS] not counted. Default: a quarter of the teacher's with [CLS], or --student's."
     )
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     if run.compile:
         student.base_model.compile()
     # The classifier or projection stays frozen, so the base model alone is what learns.
-    model, optimizer, scheduler = accelerator.prepare(student.base_model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare(accelerator, student.base_model, optimizer, scheduler)
     project = getattr(student, "visual_projection", nn.Identity())
     uses_labels = alignment.label_loss_weight > 0
     align_tokens = TokenAlignment(student, teacher, teacher_format.size) if alignment.token_loss_weight else None
@@ -247,8 +247,8 @@ def main(argv: list[str] | None = None) -> int:
     # What the teacher makes of each batch of evaluation images, which are the same in every epoch.
     targets: dict[int, torch.Tensor] = {}
 
-    def save(folder: Path, state: TrainingState):
-        student.save_pretrained(folder)
+    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
+        student.save_pretrained(folder, state_dict=weights)
         write_card(folder, student, describe(pair, student, uses_labels, state), data, run, state, pair.teacher)
 
     state = fit(
@@ -261,6 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         compute_loss=compute_loss,
         evaluate=lambda model: evaluate_student(accelerator, model, project, classify, teacher, eval_loader, targets),
         save=save,
+        saved=student,
         metric="alignment",
         before_epoch=lambda epoch: cache.open(loader.sampler.views_of(epoch)) if cache else None,
     )

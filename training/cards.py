@@ -7,6 +7,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..modeling.hub import loading_example, pipeline_tag
 from .arguments import ImageArguments, RunArguments
+from .loading import split_revision
 from .loop import TrainingState
 
 
@@ -31,6 +32,7 @@ def write_card(
         metric (`str`, *optional*, defaults to `"accuracy"`): What the hub is to list, if it was measured.
     """
     dataset, name = " ".join(data.dataset), Path(run.output_dir).name
+    hub_id = base_model and split_revision(base_model)[0]
     results = None
     if metric in state.best:
         result = EvalResult(
@@ -46,8 +48,8 @@ def write_card(
         library_name="transformers",
         tags=["frugalvit", model.config.model_type],
         pipeline_tag=pipeline_tag(model),
-        # The hub knows its own ids only, neither folders nor open_clip's names.
-        base_model=None if base_model is None or Path(base_model).is_dir() or ":" in base_model else base_model,
+        # The hub knows its own ids only, neither folders nor open_clip's names nor revisions.
+        base_model=None if hub_id is None or Path(hub_id).is_dir() or ":" in hub_id else hub_id,
         model_name=name,
         eval_results=results,
     )

@@ -36,7 +36,7 @@ from .arguments import (
 from .augmentation import CAPTION, EvalView, ImageFormat, SmallDataView, random_seed
 from .cards import write_card
 from .data import check_labels, class_names, load_splits, make_loaders
-from .loop import TrainingState, fit, optimizer_with_schedule, start_accelerator
+from .loop import TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .metrics import TopKAccuracy
 from .train import read_values
 
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         accelerator, data, run, (train_images, SmallDataView(image_format)), (eval_images, EvalView(image_format))
     )
     optimizer, scheduler = optimizer_with_schedule(model, optimization, run.epochs, loader.steps_per_epoch)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
 
     def compute_loss(model, batch):
         labels = batch["labels"]
@@ -113,9 +113,9 @@ def main(argv: list[str] | None = None) -> int:
         logits = outputs.logits_per_image.float()
         return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.mT, targets)) / 2
 
-    def save(folder: Path, state: TrainingState):
+    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         trained = accelerator.unwrap_model(model)
-        trained.save_pretrained(folder)
+        trained.save_pretrained(folder, state_dict=weights)
         CLIPProcessor(image_processor, tokenizer).save_pretrained(folder)
         summary = (
             f"A CLIP trained on images of {' '.join(data.dataset)} and sentences about their classes: zero-shot "

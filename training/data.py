@@ -14,6 +14,7 @@ from PIL import Image
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from .augmentation import ORDER, VIEW, Mix, View, random_seed, seeded
+from .loading import split_revision
 
 
 SUBSET = "cifar10-subset"
@@ -48,8 +49,8 @@ def load_images(
 
     Args:
         dataset (`str` or `list[str]`):
-            A hub id, a folder of images (one folder a class) or of parquet files, parquet files (several, or with
-            wildcards), or `"cifar10-subset"`, which ships with frugalvit.
+            A hub id (owner/name@revision, too), a folder of images (one folder a class) or of parquet files, parquet
+            files (several, or with wildcards), or `"cifar10-subset"`, which ships with frugalvit.
         split (`str`): Which part, slices such as `"train[:1000]"` included. Files given directly are "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
         image_column, label_column (`str`, *optional*): Their names, where the types do not tell.
@@ -124,6 +125,7 @@ def load_table(
     """A data set with all its columns. Arguments and errors as in `load_images`."""
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
     path = Path(paths[0])
+    hub_id, revision = split_revision(paths[0])
     if paths == [SUBSET]:
         folder = files(__package__) / "cifar10"
         source = {
@@ -137,10 +139,10 @@ def load_table(
     elif path.is_dir():
         parquet = next(path.rglob("*.parquet"), None)
         source = {"path": "parquet" if parquet else "imagefolder", "data_dir": str(path)}
-    elif path.exists() or paths[0].startswith((".", "~", os.sep)) or paths[0].count("/") > 1:
+    elif path.exists() or paths[0].startswith((".", "~", os.sep)) or hub_id.count("/") > 1:
         raise ValueError(f"{paths[0]!r} is no data set; {_EXPECTED}.")
     else:
-        source = {"path": paths[0], "name": name}
+        source = {"path": hub_id, "name": name, **revision}
     try:
         return datasets.load_dataset(**source, split=split, streaming=streaming)
     except datasets.exceptions.DatasetGenerationError as error:

@@ -50,11 +50,16 @@ def write_json(path: str | os.PathLike, content):
 def whole_folder(output: str | Path, overwrite: bool = False):
     """A new folder beside `output` that takes its name if the block succeeds and is removed if it does not.
 
+    A process that is killed just between the two renames of overwriting leaves the old folder as `.NAME.replaced`; the
+    next call gives it its name back.
+
     Raises:
         ValueError: if `output` is a file or a folder with something in it, unless it is a model folder and
             `overwrite` is set.
     """
     output = Path(output).absolute()
+    partial, replaced = (output.with_name(f".{output.name}.{state}") for state in ("partial", "replaced"))
+    _give_back(replaced, output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"The output {str(output)!r} is a file, expected a folder to write; choose another name.")
     if output.is_dir() and any(output.iterdir()):
@@ -68,9 +73,9 @@ def whole_folder(output: str | Path, overwrite: bool = False):
                 "overwritten; choose another one."
             )
     output.parent.mkdir(parents=True, exist_ok=True)
-    partial, replaced = (output.with_name(f".{output.name}.{state}") for state in ("partial", "replaced"))
-    # A run that was killed may have left one.
+    # A run that was killed may have left them.
     shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
     partial.mkdir()
     try:
         yield partial
@@ -80,3 +85,10 @@ def whole_folder(output: str | Path, overwrite: bool = False):
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        _give_back(replaced, output)
+
+
+def _give_back(replaced: Path, output: Path):
+    """Its name to a folder that was to be replaced and was not."""
+    if replaced.exists() and not output.exists():
+        replaced.rename(output)

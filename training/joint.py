@@ -35,7 +35,7 @@ from .augmentation import EvalView, ImageFormat, SmallDataView
 from .cards import write_card
 from .data import check_labels, class_names, load_splits, make_loaders
 from .files import whole_folder
-from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, start_accelerator
+from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .metrics import TopKAccuracy
 from .train import initialize, read_values
 
@@ -138,16 +138,16 @@ def main(argv: list[str] | None = None) -> int:
     optimizer, scheduler = optimizer_with_schedule(
         model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer
     )
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
     hint_share = 1.0
 
     def before_epoch(epoch: int):
         nonlocal hint_share
         hint_share = 1 - epoch / run.epochs
 
-    def save(folder: Path, state: TrainingState):
+    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         trained = accelerator.unwrap_model(model)
-        trained.save_pretrained(folder)
+        trained.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         write_card(folder, trained, f"A ViT and its agent CNN, {accuracies(data, state.best)}", data, run, state)
 

@@ -43,13 +43,28 @@ def choose_device(name: str | None = None) -> torch.device:
     return device
 
 
+def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
+    """A folder or hub id and what `from_pretrained` takes besides: `owner/name@revision` pins a branch, tag or commit.
+
+    Raises:
+        ValueError: if nothing follows the `@`.
+    """
+    name = os.fspath(name)
+    hub_id, at, revision = name.partition("@")
+    if not at or Path(name).expanduser().exists():
+        return name, {}
+    if not revision:
+        raise ValueError(f"{name!r} names no revision; expected owner/name@revision.")
+    return hub_id, {"revision": revision}
+
+
 def load_image_classifier(
     name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, object]:
     """Load a model for inference, in float32, and its image processor.
 
     Args:
-        name (`str` or `os.PathLike`): A folder that `save_pretrained` wrote, or a hub id.
+        name (`str` or `os.PathLike`): A folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
         device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
 
@@ -108,7 +123,8 @@ def load_with_image_processor(
     model = load_pretrained(name, device, trust_remote_code, kind, choose_class)
     try:
         with _quiet_transformers():
-            return model, AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+            hub_id, revision = split_revision(name)
+            return model, AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
     # As many ways to fail as there are for models.
     except Exception as error:
         raise _cannot_load(name, kind, error) from error
@@ -124,7 +140,7 @@ def load_pretrained(
     """Load a model of Transformers or of this package for inference, in float32, whole or not at all.
 
     Args:
-        name (`str` or `os.PathLike`): A folder that `save_pretrained` wrote, or a hub id.
+        name (`str` or `os.PathLike`): A folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
         device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
         trust_remote_code (`bool`): Run code that comes with the model.
         kind (`str`): What it should be, with its article, for messages.
@@ -133,7 +149,7 @@ def load_pretrained(
     Raises:
         ValueError: if there is no such model, it is of another kind, or weights are missing or left over.
     """
-    name = os.fspath(name)
+    given, (name, revision) = os.fspath(name), split_revision(name)
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -144,18 +160,22 @@ def load_pretrained(
     elif folder.exists():
         raise ValueError(f"The model {name!r} is a file; give the folder that holds its config.json.")
     elif name.startswith((".", "~", os.sep)) or name.count("/") != 1 or folder.parent.is_dir():
-        raise ValueError(f"There is no folder {name!r}; give a folder that `save_pretrained` wrote, or a hub id.")
+        raise ValueError(f"There is no folder {given!r}; give a folder that `save_pretrained` wrote, or a hub id.")
 
     device = choose_device(None if device is None else str(device))
     try:
         with _quiet_transformers():
-            model_class = choose_class(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code))
+            model_class = choose_class(
+                AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
+            )
             # Classes of Transformers and of this package take no code from elsewhere.
             remote = {"trust_remote_code": trust_remote_code} if model_class.__name__.startswith("Auto") else {}
-            model, report = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **remote)
+            model, report = model_class.from_pretrained(
+                name, dtype=torch.float32, output_loading_info=True, **remote, **revision
+            )
     # Weights, configurations and remote code fail in more ways than can be listed.
     except Exception as error:
-        raise _cannot_load(name, kind, error) from error
+        raise _cannot_load(given, kind, error) from error
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     for problem, keys in (
         ("lacks", report["missing_keys"]),
@@ -167,7 +187,7 @@ def load_pretrained(
             names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
             part = "model class" if problem == "does not know" else "checkpoint"
             raise ValueError(
-                f"{name!r} is no complete {type(model).__name__}: its {part} {problem} {names}. "
+                f"{given!r} is no complete {type(model).__name__}: its {part} {problem} {names}. "
                 f"Save it again as {kind}."
             )
     return model.eval().to(device)

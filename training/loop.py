@@ -11,14 +11,15 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, set_seed
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration, set_seed
 from tqdm import tqdm
 
 from .arguments import RESUMABLE, OptimizerArguments, RunArguments
@@ -72,7 +73,7 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
         arguments (`list`): All dataclasses of arguments.
 
     Raises:
-        ValueError: if the folder is taken.
+        ValueError: if the folder is taken, or Accelerate is configured for what recipes cannot do, or not at all.
     """
     accelerator = Accelerator(
         mixed_precision=run.mixed_precision,
@@ -91,7 +92,23 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
         "arguments": _fixed_values(arguments),
         "versions": versions(),
     }
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started != accelerator.num_processes:
+        raise ValueError(
+            f"{started} processes were started and Accelerate sees {accelerator.num_processes}, so that each would "
+            "train alone. On CPUs, set ACCELERATE_USE_CPU=true."
+        )
     check_output_folder(Path(run.output_dir), run, arguments)
+    if getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_ram_efficient_loading", False):
+        raise ValueError(
+            "fsdp_cpu_ram_efficient_loading leaves teachers and students empty in all processes but the first; "
+            "expected false in the configuration of `accelerate launch`."
+        )
+    if deepspeed := accelerator.state.deepspeed_plugin:
+        parts = accelerator.num_processes * run.gradient_accumulation_steps
+        deepspeed.deepspeed_config["train_micro_batch_size_per_gpu"] = run.batch_size // parts
+        # DeepSpeed clips by itself.
+        deepspeed.deepspeed_config["gradient_clipping"] = run.max_grad_norm
     set_seed(run.seed)
     # Saving a model would draw its own bar through that of the epochs.
     transformers.utils.logging.disable_progress_bar()
@@ -218,6 +235,49 @@ def optimizer_with_schedule(
     return optimizer, scheduler
 
 
+def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer, scheduler) -> tuple:
+    """`accelerator.prepare`; of the layers that a model keeps together, FSDP shards those that do not hold its input
+    embedding, which Accelerate shards by itself.
+
+    Raises:
+        ValueError: if FSDP or DeepSpeed cannot do that with this model or optimizer.
+    """
+    name, sharing = type(optimizer).__name__, accelerator.distributed_type
+    if (name == "SAM" and sharing == DistributedType.FSDP) or (
+        name != "AdamW" and sharing == DistributedType.DEEPSPEED
+    ):
+        raise ValueError(f"--optimizer {name.lower()} does not work with {sharing.value}; expected adamw.")
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin and plugin.transformer_cls_names_to_wrap is None:
+        try:
+            embedding, kept_together = model.get_input_embeddings(), model._no_split_modules or ()
+        except NotImplementedError as error:
+            raise ValueError(
+                f"Accelerate's FSDP asks for the input embedding, and a {type(model).__name__} does not say which it "
+                "is; leave FSDP out."
+            ) from error
+        layers = [module for module in model.modules() if type(module).__name__ in kept_together]
+        names = {type(layer).__name__ for layer in layers if embedding not in layer.modules()}
+        plugin.transformer_cls_names_to_wrap = sorted(names)
+    return accelerator.prepare(model, optimizer, scheduler)
+
+
+@contextmanager
+def ordinary_class(model: torch.nn.Module) -> Iterator[None]:
+    """FSDP makes a class of its own of a model's, which neither the hub nor model cards know."""
+    if not torch.distributed.is_available():
+        yield
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = type(model)
+    model.__class__ = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
+    try:
+        yield
+    finally:
+        model.__class__ = sharded
+
+
 class Checkpoints:
     """Complete states under `folder/step-…`: written aside, renamed when complete, the newest two kept."""
 
@@ -266,7 +326,8 @@ def fit(
     loader: TrainingLoader,
     compute_loss: Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor],
     evaluate: Callable[[torch.nn.Module], dict[str, float]],
-    save: Callable[[Path, TrainingState], None],
+    save: Callable[[Path, TrainingState, dict[str, torch.Tensor]], None],
+    saved: torch.nn.Module | None = None,
     metric: str = "accuracy",
     before_epoch: Callable[[int], None] | None = None,
     clipped: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
@@ -274,14 +335,15 @@ def fit(
     """Train to `run.epochs`, from the newest checkpoint in `run.output_dir` on if there is one.
 
     Args:
-        accelerator (`Accelerator`): What `start_accelerator` returns; has prepared model, optimizer and scheduler.
+        accelerator (`Accelerator`): What `start_accelerator` returns.
         run (`RunArguments`): Epochs, folder, clipping and the like.
-        model, optimizer, scheduler: As prepared; the scheduler steps with the optimizer.
+        model, optimizer, scheduler: What `prepare` returns; the scheduler steps with the optimizer.
         loader (`TrainingLoader`): Gives the batches.
         compute_loss: Takes model and batch to the mean loss over this process' share.
         evaluate: Takes the model to numbers, after every epoch.
-        save: Writes a complete model repository, with its card, into a folder; called on the main process after an
-            epoch that is the best so far.
+        save: Writes a complete model repository, with its card, into a folder, given the weights; called on the main
+            process after an epoch that is the best so far.
+        saved (*optional*): What the weights are those of, if not of `model` alone.
         metric (`str`): The number of `evaluate` that is to be high.
         before_epoch (*optional*): Called with the epoch, from 0, before it begins and when resuming within it.
         clipped (*optional*): Takes the model to the part whose gradient is clipped; all of it if not given.
@@ -338,7 +400,7 @@ def fit(
             learning_rate = max(scheduler.get_last_lr())
             with accelerator.accumulate(model):
                 loss = backward(batch)
-                optimizer.step(functools.partial(backward, batch) if steps_twice else None)
+                optimizer.step(*([functools.partial(backward, batch)] if steps_twice else []))
                 scheduler.step()
                 optimizer.zero_grad()
             unread.append(loss.detach().float())
@@ -375,10 +437,13 @@ def fit(
         is_best = state.best is None or record[metric] > state.best[metric]
         state = TrainingState(epoch + 1, state.step, record if is_best else state.best, [*state.log, record])
         accelerator.log({name: value for name, value in record.items() if name != "step"}, step=state.step)
+        # Where each process has a part of the weights, all of them gather the whole.
+        weights = accelerator.get_state_dict(model if saved is None else saved) if is_best else None
         if accelerator.is_main_process:
             progress.write(", ".join(f"{name} {value:.4g}" for name, value in record.items() if name != "step"))
             if is_best:
-                replace_files(folder, lambda aside, state=state: save(aside, state))
+                with ordinary_class(accelerator.unwrap_model(model)):
+                    replace_files(folder, lambda aside, state=state, weights=weights: save(aside, state, weights))
             write_text(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in state.log))
         checkpoints.save(state)
 

@@ -36,7 +36,8 @@ from .arguments import (
 from .augmentation import ImageFormat
 from .cards import write_card
 from .data import make_loaders
-from .loop import TrainingState, fit, optimizer_with_schedule, start_accelerator
+from .loading import split_revision
+from .loop import TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .masks import IGNORED, MaskReader, SegmentationEvalView, SegmentationView, load_masked_images
 from .metrics import evaluate_segmenter
 from .train import check_loading, parse_overrides, set_drop_path
@@ -49,7 +50,9 @@ PROG = "frugalvit segment"
 class SegmenterArguments:
     """What to train."""
 
-    model: str | None = argument(None, "Folder or hub id of a bootstrapped SparseFormer or a segmentation model.")
+    model: str | None = argument(
+        None, "Folder or hub id (@revision, too) of a bootstrapped SparseFormer or a segmentation model."
+    )
     model_type: str | None = argument(None, "Architecture to train from scratch instead, a model_type.")
     config_overrides: str = argument("", "Its configuration, for example hidden_sizes=[32,64,160,256].")
     num_latent_tokens: int | None = argument(None, "Tokens of a SparseFormer, [CLS] not counted; 256 in the paper.")
@@ -184,15 +187,15 @@ def main(argv: list[str] | None = None) -> int:
         loader.steps_per_epoch,
         rates=learning_rate_factors(model, optimization.head_multiplier, optimization.layer_decay),
     )
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
 
     def compute_loss(model, batch):
         logits = model(pixel_values=batch["pixel_values"]).logits
         return semantic_segmentation_loss(logits, batch["labels"], num_labels)
 
-    def save(folder: Path, state: TrainingState):
+    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         trained = accelerator.unwrap_model(model)
-        trained.save_pretrained(folder)
+        trained.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         summary = (
             f"A {trained.config.model_type} for semantic segmentation trained on {' '.join(data.dataset)}: mean IoU "
@@ -227,7 +230,8 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
     height, width = arguments.size
     preprocessing = {}
     if arguments.model:
-        config = AutoConfig.from_pretrained(arguments.model, **labels)
+        name, revision = split_revision(arguments.model)
+        config = AutoConfig.from_pretrained(name, **revision, **labels)
         if not labels and not any("Segmentation" in name for name in config.architectures or ()):
             raise ValueError(
                 f"{arguments.model} is no segmentation model that would know the classes; say how many there are with "
@@ -241,15 +245,16 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
             raise ValueError(f"--num_latent_tokens is for SparseFormers, {arguments.model} is a {config.model_type}.")
         model_class = SparseFormerForSemanticSegmentation if sparse else AutoModelForSemanticSegmentation
         model, info = model_class.from_pretrained(
-            arguments.model,
+            name,
             config=config,
             dtype=torch.float32,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **revision,
             **({"num_latent_tokens": arguments.num_latent_tokens} if sparse else {}),
         )
         check_loading(model, info, arguments.model)
-        given = AutoImageProcessor.from_pretrained(arguments.model)
+        given = AutoImageProcessor.from_pretrained(name, **revision)
         if getattr(given, "do_flip_channel_order", False):
             raise ValueError(f"{arguments.model} takes blue before green before red, which this recipe does not.")
         names = ("image_mean", "image_std", "resample", "do_normalize")

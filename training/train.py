@@ -42,8 +42,8 @@ from .arguments import (
 from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .cards import write_card
 from .data import check_labels, class_names, load_splits, make_loaders
-from .loading import load_image_classifier
-from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, start_accelerator
+from .loading import load_image_classifier, split_revision
+from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .metrics import evaluate_classifier
 
 
@@ -54,7 +54,9 @@ PROG = "frugalvit train"
 class ModelArguments:
     """What to train."""
 
-    model: str | None = argument(None, "Folder or hub id of an image classifier to go on from.")
+    model: str | None = argument(
+        None, "Folder or hub id (owner/name@revision, too) of an image classifier to go on from."
+    )
     model_type: str = argument("vit", "Architecture to train from scratch, a model_type of Transformers or frugalvit.")
     config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
     initialization: str = argument(
@@ -105,7 +107,7 @@ class RecipeArguments:
         "adamw", "adamw; muon, which needs fewer epochs; sam, adamw that seeks flat minima.", choices=[*OPTIMIZERS]
     )
     drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
-    distill_from: str | None = argument(None, "Folder or hub id of a classifier to learn from.")
+    distill_from: str | None = argument(None, "Folder or hub id (@revision, too) of a classifier to learn from.")
     distill_weight: float = argument(0.5, "Weight of its loss, the labels' loss has the rest.")
     distill_kind: str = argument(
         "soft", "soft: divergence from its distribution. hard: its best class is a label.", choices=["soft", "hard"]
@@ -167,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     optimizer, scheduler = optimizer_with_schedule(
         model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer
     )
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
 
     def compute_loss(model, batch):
         outputs = model(pixel_values=batch["pixel_values"])
@@ -181,9 +183,9 @@ def main(argv: list[str] | None = None) -> int:
             return torch.lerp(loss, teacher_loss(of_teacher, batch["pixel_values"]), recipe.distill_weight)
         return loss if of_teacher is of_labels else (loss + F.cross_entropy(of_teacher, batch["targets"])) / 2
 
-    def save(folder: Path, state: TrainingState):
+    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         trained = accelerator.unwrap_model(model)
-        trained.save_pretrained(folder)
+        trained.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         accuracy = f"{state.best['accuracy']:.2%}"
         summary = f"A {trained.config.model_type} classifier trained on {' '.join(data.dataset)}: accuracy {accuracy}."
@@ -219,18 +221,20 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
     if arguments.model:
-        config = AutoConfig.from_pretrained(arguments.model, **labels)
+        name, revision = split_revision(arguments.model)
+        config = AutoConfig.from_pretrained(name, **revision, **labels)
         set_drop_path(config, recipe.drop_path)
         model, info = AutoModelForImageClassification.from_pretrained(
-            arguments.model,
+            name,
             config=config,
             dtype=torch.float32,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **revision,
             **options,
         )
         check_loading(model, info, arguments.model)
-        processor = AutoImageProcessor.from_pretrained(arguments.model)
+        processor = AutoImageProcessor.from_pretrained(name, **revision)
         if arguments.image_size:
             resize_positions_(model, arguments.image_size)
             processor.size = {"height": arguments.image_size, "width": arguments.image_size}

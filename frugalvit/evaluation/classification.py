@@ -23,7 +23,7 @@ def add_parser(tasks) -> None:
         help="top-1 and top-5 accuracy of an image classifier",
         description="Top-1 and top-5 accuracy of an image classifier, with the model's own image processor.",
     )
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id")
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id (@revision, too)")
     parser.add_argument(
         "--protocol",
         choices=list(PROTOCOLS),

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from ..training.data import decode_image, default_split, load_table
-from ..training.loading import load_pretrained
+from ..training.loading import load_pretrained, split_revision
 from .images import add_loop_arguments, positive, take_first
 
 
@@ -27,7 +27,9 @@ def add_parser(tasks) -> None:
         description="Accuracy of a LLaVA on ScienceQA, in all and of questions with and without an image. An answer "
         "that names no option counts as wrong.",
     )
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="folder or hub id of a LLaVA")
+    parser.add_argument(
+        "--model", required=True, metavar="FOLDER", help="folder or hub id (@revision, too) of a LLaVA"
+    )
     parser.add_argument(
         "--dataset",
         nargs="+",
@@ -54,7 +56,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         *(arguments.model, arguments.device, arguments.trust_remote_code, "a LLaVA"),
         lambda _: AutoModelForImageTextToText,
     )
-    processor = AutoProcessor.from_pretrained(arguments.model, trust_remote_code=arguments.trust_remote_code)
+    name, revision = split_revision(arguments.model)
+    processor = AutoProcessor.from_pretrained(name, trust_remote_code=arguments.trust_remote_code, **revision)
     results = scienceqa_accuracy(
         model, processor, questions, arguments.prompt, arguments.batch_size, arguments.max_new_tokens
     )

@@ -27,7 +27,7 @@ def add_parser(tasks) -> None:
         description="Mean IoU, mean accuracy and pixel accuracy at the resolution of the masks, of images resized to "
         "the model's size as a whole or, with --window, seen through a window that slides over them.",
     )
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id")
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id (@revision, too)")
     parser.add_argument(
         "--dataset",
         nargs="+",

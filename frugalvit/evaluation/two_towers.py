@@ -11,7 +11,7 @@ from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel
 from ..modeling.open_clip_adapter import OpenClipVisual
-from ..training.loading import OPEN_CLIP, load_pretrained, load_vision_model
+from ..training.loading import OPEN_CLIP, load_pretrained, load_vision_model, split_revision
 
 
 @dataclass
@@ -36,7 +36,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         metavar="FOLDER",
-        help=f"folder or hub id of a CLIP or SigLIP, or {OPEN_CLIP}MODEL:PRETRAINED",
+        help=f"folder or hub id (@revision, too) of a CLIP or SigLIP, or {OPEN_CLIP}MODEL:PRETRAINED",
     )
     parser.add_argument(
         "--vision-model",
@@ -65,8 +65,10 @@ def load_two_towers(
     model = load_pretrained(name, device, trust_remote_code, "a CLIP", _clip_class)
     if student is not None:
         model = SparseFormerCLIPModel.from_clip(model, student)
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    image_processor = image_processor or AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+    hub_id, revision = split_revision(name)
+    options = {"trust_remote_code": trust_remote_code, **revision}
+    tokenizer = AutoTokenizer.from_pretrained(hub_id, **options)
+    image_processor = image_processor or AutoImageProcessor.from_pretrained(hub_id, **options)
     # SigLIP was trained on texts of one length.
     padding = "max_length" if "siglip" in model.config.model_type else True
 

@@ -144,6 +144,12 @@ def test_closed_form_blurs_in_narrow_heads(side, head_dim, expected):
     assert sum(rates) / 9 == pytest.approx(expected, abs=0.01)
 
 
+@pytest.mark.parametrize(("height", "width", "offset"), [(1, 1, (0, 0)), (1, 1, (0, 1)), (1, 4, (1, 0))])
+def test_closed_form_leaves_attention_alone_where_there_is_nothing_to_reach(height, width, offset):
+    query, key = solve_closed_form(encoding(height, width, 96), impulse_matrix(height, width, offset), 24)
+    assert query.shape == key.shape == (96, 24) and not query.any() and not key.any()
+
+
 def test_closed_form_withstands_content_better_than_adam():
     """The claim that decides what is solved for: small norms, and peaks that stay when tokens are not positions."""
     offset, masses = (0, 1), {}

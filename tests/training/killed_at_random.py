@@ -73,7 +73,10 @@ def share(folder: Path, kills: int, chance: random.Random) -> int:
             time.sleep(1)  # and killed when all is done, at the latest
             return 0
 
+        existed = output.exists()
         assert run([], lambda write=write: write(None)) == -9
+        # The next writing gives an old folder its name back.
+        assert not existed or output.exists() or output.with_name(f".{output.name}.replaced").exists()
         if output.exists():
             finished += 1
             AutoModelForImageClassification.from_pretrained(output)

@@ -23,6 +23,7 @@ from frugalvit.training.data import (
     evaluation_loader,
     load_images,
     load_splits,
+    load_table,
 )
 
 
@@ -110,6 +111,17 @@ def test_photographs_are_turned_upright(tmp_path):
     exif[0x0112] = 6
     Image.new("RGB", (8, 6)).save(tmp_path / "a.jpg", exif=exif)
     assert decode_image({"bytes": None, "path": str(tmp_path / "a.jpg")}, 0).size == (6, 8)
+
+
+def test_a_hub_id_may_pin_a_revision(monkeypatch):
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda **arguments: asked.append(arguments))
+    load_table("owner/name@v1", "train", "small")
+    load_table("owner/name", "test")
+    assert [(source["path"], source["name"], source.get("revision")) for source in asked] == [
+        ("owner/name", "small", "v1"),
+        ("owner/name", None, None),
+    ]
 
 
 def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):

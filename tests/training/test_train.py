@@ -32,7 +32,7 @@ SPARSE = (
     "focusing_hidden_size=32,focusing_num_attention_heads=2,stem_channels=8,num_sampling_points=4,resize_size=null"
 )
 SWIN = "image_size=32,patch_size=4,embed_dim=16,depths=[1,1],num_heads=[1,2],window_size=4"
-RECIPES = sorted(Path(train.__file__).with_name("recipes").glob("*.yaml"))
+RECIPES = sorted(Path(train.__file__).with_name("recipes").glob("context-broadcast-*.yaml"))
 
 
 def epochs(results):

@@ -1,0 +1,102 @@
+"""Run by test_processes.py as a program: `several_processes.py JOBS` runs recipes in forked processes, as torchrun
+does, but imports once for all of them.
+
+JOBS is a JSON file with a list of jobs: `recipe`, `arguments`, how many `processes` run it, and the exit codes `ends`
+that they should have. `environment` is theirs; with FSDP in it, the model is sharded. What process RANK says on
+standard error goes to the file `log` with `.RANK` added. `stops` ends each after so many optimizer steps. `fails` is
+what happens to process 1 after one step, `killed`, or to those of its DataLoader, `worker killed`, `worker raises`.
+"""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+
+import datasets
+import peft  # noqa: F401 (by Accelerate, when it unwraps a model; once, rather than in every process)
+import torch._dynamo  # noqa: F401 (likewise, in the first step)
+from accelerate import state
+from accelerate.utils import DistributedType
+
+from frugalvit.training import bootstrap, train  # noqa: F401 (likewise)
+from frugalvit.training.arguments import run_as_program
+from frugalvit.training.augmentation import SmallDataView
+from frugalvit.training.loop import TrainingState
+
+
+# `datasets` waits for Arrow's threads after each pass over a stream of parquet: 5 seconds, too long for tests.
+datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1
+
+
+def allow_fsdp_on_cpu():
+    """Accelerate 1.15 takes DDP on CPUs whatever is asked for; PyTorch's FSDP2 works there."""
+    start = state.AcceleratorState.__init__
+
+    def start_with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
+        start(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = DistributedType.FSDP
+            state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    state.AcceleratorState.__init__ = start_with_fsdp
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def after_steps(steps: int, act):
+    def count(self, name, value):
+        if name == "step" and value > steps:
+            act()
+        object.__setattr__(self, name, value)
+
+    TrainingState.__setattr__ = count
+
+
+def stop():
+    raise ValueError("It was to stop.")
+
+
+def fail(self, image):
+    raise ValueError("A worker cannot go on.\nReally not.")
+
+
+def run(job: dict, rank: int, port: int):
+    """Ends the process."""
+    processes, program = str(job["processes"]), importlib.import_module(f"frugalvit.training.{job['recipe']}")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    os.environ |= job.get("environment", {})
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        allow_fsdp_on_cpu()
+    if job.get("stops"):
+        after_steps(job["stops"], stop)
+    if rank == 1 and "fails" in job:
+        if job["fails"] == "killed":
+            after_steps(1, die)
+        else:
+            SmallDataView.__call__ = die if job["fails"] == "worker killed" else fail
+    os.dup2(os.open(f"{job['log']}.{rank}", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    run_as_program(lambda: program.main(job["arguments"]), program.PROG)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+if __name__ == "__main__":
+    for job in json.load(open(sys.argv[1])):  # noqa: SIM115
+        port, children = free_port(), []
+        for rank in range(job["processes"]):
+            children.append(os.fork())
+            if not children[-1]:
+                run(job, rank, port)
+        ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if ends != job["ends"]:
+            sys.exit(f"{job} ended with {ends}:\n" + open(f"{job['log']}.0").read())  # noqa: SIM115

@@ -1,0 +1,158 @@
+"""Several processes do what one does, and end together."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+from frugalvit.training import train
+
+
+CONFIGURATIONS = {path.stem: path for path in Path(train.__file__).with_name("recipes").glob("*.yaml")}
+CONFIGURATIONS = {name: path for name, path in CONFIGURATIONS.items() if "num_processes" in path.read_text()}
+VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+VIT |= {"intermediate_size": 64}
+# Images to train on that make no whole batch at the end, and images to evaluate on that have no even shares.
+SHARED = {"train_split": "train[:72]", "eval_split": "test[:51]", "eval_batch_size": 16, "epochs": 2, "batch_size": 16}
+SHARED |= {"warmup_epochs": 1, "logging_steps": 1, "checkpointing_steps": 3}
+CLASSIFIER = {
+    "config_overrides": ",".join(f"{name}={value}" for name, value in VIT.items()),
+    "mixup": 0.8,
+    "cutmix": 1,
+}
+PARTS = {"gradient_accumulation_steps": 2}
+
+
+# They start many processes, for which a busy machine takes long.
+pytestmark = pytest.mark.timeout(600)
+
+
+def fsdp() -> dict[str, str]:
+    """What `accelerate launch --config_file fsdp2.yaml` says to its processes."""
+    config = yaml.safe_load(CONFIGURATIONS["fsdp2"].read_text(encoding="utf-8"))
+    values = {name.upper(): value for name, value in config["fsdp_config"].items()}
+    options = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
+    return options | {"ACCELERATE_USE_FSDP": "true"}
+
+
+def run(folder: Path, jobs: list[dict], **options):
+    """Run jobs of several_processes.py; `options` are the command line's, besides those of a job."""
+    for job in jobs:
+        values = SHARED | options | {"output_dir": folder / job["name"]} | job.get("options", {})
+        job["arguments"] = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        job["log"] = str(folder / f"{job['name']}.log")
+        job.setdefault("ends", [1 if "stops" in job else 0] * job["processes"])
+    (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
+    program = Path(__file__).with_name("several_processes.py")
+    process = subprocess.run(
+        [sys.executable, program, folder / "jobs.json"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=580,
+    )
+    assert process.returncode == 0, process.stderr[-5000:]
+
+
+def log(folder: Path) -> list[dict]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if k != "images_per_second"} for record in records]
+
+
+def assert_same_run(folder: Path, expected: Path):
+    assert len(log(folder)) == len(log(expected)) == 2 * 4 + 2
+    for ours, theirs in zip(log(folder), log(expected), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert (folder / "config.json").read_text() == (expected / "config.json").read_text()
+    models = [AutoModelForImageClassification.from_pretrained(path).state_dict() for path in (folder, expected)]
+    torch.testing.assert_close(*models, rtol=1e-4, atol=1e-5)
+
+
+def test_a_classifier(tmp_path, write_parquet):
+    """Four processes that accumulate; two that share out its weights and go on within a stream."""
+    files = {"dataset": write_parquet("train.parquet", 25), "eval_dataset": write_parquet("eval.parquet", 21)}
+    stream = {**files, "train_split": "train", "eval_split": "train", "streaming": True, "steps_per_epoch": 4}
+    stream |= {"shuffle_buffer": 20}
+    sharded = {"name": "sharded", "processes": 2, "options": stream | PARTS, "environment": fsdp()}
+    jobs = [
+        {"name": "one", "processes": 1},
+        {"name": "four", "processes": 4, "options": PARTS},
+        {"name": "stream", "processes": 1, "options": stream},
+        # They end in the second epoch, after a checkpoint within it, and go on.
+        {**sharded, "stops": 7},
+        sharded,
+    ]
+    run(tmp_path, [{"recipe": "train", **job} for job in jobs], **CLASSIFIER)
+    checkpoint = tmp_path / "sharded" / "checkpoints" / "step-00000006"
+    assert (checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp").is_file()
+    for name, expected in (("four", "one"), ("sharded", "stream")):
+        assert_same_run(tmp_path / name, tmp_path / expected)
+
+
+def test_a_bootstrapped_student(tmp_path):
+    """Four processes that accumulate, and two that share out the student's weights."""
+    torch.manual_seed(0)
+    ViTForImageClassification(ViTConfig(**VIT, num_labels=10)).save_pretrained(tmp_path / "teacher")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "teacher")
+    small = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
+    jobs = [
+        {"name": "one", "processes": 1},
+        {"name": "four", "processes": 4, "options": PARTS},
+        {"name": "sharded", "processes": 2, "environment": fsdp()},
+    ]
+    jobs = [{"recipe": "bootstrap", **job} for job in jobs]
+    run(tmp_path, jobs, teacher=tmp_path / "teacher", config_overrides=small, learning_rate=1e-3)
+    for name in ("four", "sharded"):
+        assert_same_run(tmp_path / name, tmp_path / "one")
+
+
+def test_processes_end_together_and_say_why(tmp_path):
+    """One that is killed, and one whose DataLoader loses a process or fails in it, ends the other."""
+    jobs = [
+        {"name": "killed", "fails": "killed", "ends": [1, -9]},
+        {"name": "lost", "fails": "worker killed", "ends": [1, 1], "options": {"num_workers": 1}},
+        {"name": "raised", "fails": "worker raises", "ends": [1, 1], "options": {"num_workers": 1}},
+    ]
+    run(tmp_path, [{"recipe": "train", "processes": 2, **job} for job in jobs], **CLASSIFIER, epochs=1)
+    for name, message in (
+        ("lost", r"A process that decodes images died: DataLoader worker .* Then lower --num_workers\."),
+        ("raised", r"Really not\."),
+    ):
+        error = (tmp_path / f"{name}.log.1").read_text()
+        assert "Traceback" not in error
+        assert re.search(rf"^frugalvit train: error: {message}$", error, re.MULTILINE), error
+
+
+def test_processes_that_accelerate_does_not_see_are_refused(tmp_path, monkeypatch):
+    """Each would train alone, in the same folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were started and Accelerate sees 1.*ACCELERATE_USE_CPU=true"):
+        train.main(["--output_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_accelerate_launch_takes_what_ships():
+    assert CONFIGURATIONS.keys() == {"fsdp2", "deepspeed_zero2"}
+    environments = {}
+    for name, file in CONFIGURATIONS.items():
+        arguments = launch_command_parser().parse_args(["--config_file", str(file), "-m", "frugalvit.training.train"])
+        arguments, config, _ = _validate_launch_command(arguments)
+        assert arguments.num_processes == 2 and not arguments.cpu
+        if arguments.use_deepspeed:
+            arguments.deepspeed_fields_from_accelerate_config = ",".join(config.deepspeed_config)
+            environments[name] = prepare_deepspeed_cmd_env(arguments)[1]
+        else:
+            environments[name] = prepare_multi_gpu_env(arguments)
+    assert fsdp().items() <= environments["fsdp2"].items()
+    deepspeed = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    assert deepspeed.items() <= environments["deepspeed_zero2"].items()
