@@ -12,7 +12,7 @@ from .info import architecture_of, image_side
 from .macs import count_macs
 from .speed import measure
 from .tables import format_table
-from .training.files import write_json
+from .training.files import check_file_path, write_json
 from .training.loop import versions
 
 
@@ -52,6 +52,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, values in (("batch-size", arguments.batch_size), ("rounds", [arguments.rounds])):
         if min(values) < 1:
             parser.error(f"argument --{name}: got {min(values)}, expected at least 1")
+    if arguments.output:
+        check_file_path(arguments.output)
 
     names = list(dict.fromkeys(arguments.models))
     models = {name: build_model(name) for name in tqdm(names, desc="building", leave=False, disable=None)}

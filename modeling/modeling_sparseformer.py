@@ -185,14 +185,14 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
 
     Args:
         features (`torch.Tensor`): `(batch, channels, height, width)`.
-        points (`torch.Tensor`): `(batch or 1, tokens, points, 2)` as x, y, 0 to 1 across the image.
+        points (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y, 0 to 1 across the image.
         padding_mode (`str`): What points outside the image read, "border" or "zeros".
 
     Returns:
         `torch.Tensor`: `(batch, tokens, points, channels)`.
     """
     # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
-    grid = (points.float().clamp(-2, 3) * 2 - 1).expand(len(features), -1, -1, -1)
+    grid = points.float().clamp(-2, 3) * 2 - 1
     sampled = F.grid_sample(features.float(), grid, padding_mode=padding_mode, align_corners=False)
     return sampled.permute(0, 2, 3, 1)
 
@@ -342,6 +342,8 @@ class SparseFormerSampling(nn.Module):
         """The residual branch `(batch, tokens, hidden_size)` and the points `(batch, tokens, points, 2)`."""
         offsets = self.offset_proj(self.offset_layernorm(tokens)).float() + self.offset_bias.float()
         points = locate_sampling_points(rois, offsets.unflatten(-1, (self.num_points, 2)))
+        # Before gradients are clipped, which is done for each image.
+        points = points.expand(len(features), -1, -1, -1)
         if self.clip_gradients and self.training:
             points = ClipGradient.apply(points, 1 / features.shape[2])
         return self.mixing(tokens, sample_features(features, points, self.padding_mode)), points
@@ -727,7 +729,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             if "roi_adjustment" in layer.steps:
                 all_rois.append(rois)
             if points is not None:
-                all_points.append(points.expand(batch_size, -1, -1, -1))
+                all_points.append(points)
             return hidden_states, rois
 
         for iteration in range(self.config.num_focusing_iterations):
