@@ -55,12 +55,14 @@ def main():
         ViTImageProcessor().save_pretrained(folder / "teacher")
         # Bootstrapping needs no labels.
         images = load_images(arguments.dataset, arguments.split).select_columns(["image"])
+        if len(images) < 2 * arguments.steps * arguments.batch_size:
+            parser.error(f"--dataset has {len(images)} images, too few for {2 * arguments.steps} steps")
         images.to_parquet(folder / "images.parquet")
         arguments.dataset = str(folder / "images.parquet")
         rows = {
             "plain loop": (plain_loop,),
-            "frugalvit bootstrap": (recipe, folder, "empty"),
-            "the same, teacher's embeddings cached": (recipe, folder, "full"),
+            "frugalvit bootstrap, empty cache": (recipe, folder, "empty"),
+            "frugalvit bootstrap, full cache": (recipe, folder, "full"),
             "data loader alone": (data_loader,),
         }
         # Fills the cache.

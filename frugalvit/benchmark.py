@@ -13,6 +13,7 @@ from .macs import count_macs
 from .speed import measure
 from .tables import format_table
 from .training.files import check_file_path, write_json
+from .training.loading import choose_device
 from .training.loop import versions
 
 
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
     parser.add_argument("--compile", action="store_true", help="measure each model compiled by torch.compile, too")
     parser.add_argument("--rounds", type=int, default=10, help="timed passes of each model (default: 10)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, mps")
+    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", metavar="FILE", help="write the rows, with versions and device, into this .json")
     arguments = parser.parse_args(argv)
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> None:
             parser.error(f"argument --{name}: got {min(values)}, expected at least 1")
     if arguments.output:
         check_file_path(arguments.output)
+    device = str(choose_device(arguments.device))
 
     names = list(dict.fromkeys(arguments.models))
     models = {name: build_model(name) for name in tqdm(names, desc="building", leave=False, disable=None)}
@@ -66,12 +68,12 @@ def main(argv: list[str] | None = None) -> None:
         sizes[names[0]],
         arguments.batch_size,
         [getattr(torch, dtype) for dtype in arguments.dtype],
-        arguments.device,
+        device,
         arguments.rounds,
         arguments.compile,
     )
     if arguments.output:
-        settings = {"device": arguments.device, "threads": torch.get_num_threads(), "rounds": arguments.rounds}
+        settings = {"device": device, "threads": torch.get_num_threads(), "rounds": arguments.rounds}
         write_json(arguments.output, {"settings": settings, "versions": versions(), "rows": rows})
     print(json.dumps(rows, indent=2) if arguments.json else format_table(rows))
 

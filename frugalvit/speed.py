@@ -32,8 +32,8 @@ def images_per_second(
         for name, model in models.items():
             start = time.perf_counter()
             model(pixel_values)
-            if pixel_values.is_cuda:
-                torch.cuda.synchronize()
+            if pixel_values.device.type != "cpu":
+                torch.accelerator.synchronize()
             if number >= 2:
                 seconds[name].append(time.perf_counter() - start)
     return {name: len(pixel_values) / statistics.median(times) for name, times in seconds.items()}
@@ -59,7 +59,7 @@ class MatrixProduct(nn.Module):
 
 class OwnProducts(nn.Module):
     """A model's own products of matrices on a batch, convolutions as such products, and nothing else: what is left of
-    a model that spends no time between them. Weights are random, each product has its own.
+    a model that spends no time between them. Matrices are random, each product has its own weights.
 
     Args:
         model (`nn.Module`): In evaluation mode.
@@ -74,8 +74,8 @@ class OwnProducts(nn.Module):
         inputs = {}
         self.products = []
         for batch, rows, inner, columns in seen.shapes:
-            left = inputs.setdefault((batch, rows, inner), torch.ones(batch, rows, inner, **like))
-            self.products.append((left, torch.ones(batch, columns, inner, **like)))
+            left = inputs.setdefault((batch, rows, inner), torch.randn(batch, rows, inner, **like))
+            self.products.append((left, torch.randn(batch, columns, inner, **like)))
 
     def forward(self, pixel_values: torch.Tensor):
         for left, right in self.products:
@@ -125,7 +125,9 @@ def measure(
         matrices in the same dtype, and `of_own_products`, the same as a share of its own products run alone, most of
         which are smaller.
     """
-    largest = MatrixProduct(dtype=pixel_values.dtype, device=pixel_values.device)
+    device = pixel_values.device
+    # Large enough to take long beside what starting a product on an accelerator takes.
+    largest = MatrixProduct(2048 if device.type == "cpu" else 8192, pixel_values.dtype, device)
     # A compiled model is asked as what was compiled.
     originals = {name: getattr(model, "_orig_mod", model) for name, model in models.items()}
     alone = {f"{name}, products alone": OwnProducts(model, pixel_values) for name, model in originals.items()}

@@ -47,6 +47,7 @@ def test_compiled_and_cast(capsys):
         (["timm:nonsense"], "no model of timm"),
         (["augreg-bose-49-224"], "augreg-base-49-224"),
         (["--rounds", "0"], "expected at least 1"),
+        (["--device", "gpu"], "gpu"),
         (["--output", "none/speed.json"], "the folder 'none' does not exist"),
     ],
 )

@@ -92,8 +92,8 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
         "arguments": _fixed_values(arguments),
         "versions": versions(),
     }
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    if started != accelerator.num_processes:
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    if started > accelerator.num_processes and "RANK" in os.environ:
         raise ValueError(
             f"{started} processes were started and Accelerate sees {accelerator.num_processes}, so that each would "
             "train alone. On CPUs, set ACCELERATE_USE_CPU=true."
@@ -247,7 +247,11 @@ def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer, schedul
         name != "AdamW" and sharing == DistributedType.DEEPSPEED
     ):
         raise ValueError(f"--optimizer {name.lower()} does not work with {sharing.value}; expected adamw.")
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    plugin, deepspeed = getattr(accelerator.state, "fsdp_plugin", None), accelerator.state.deepspeed_plugin
+    if (plugin and plugin.fsdp_version != 2) or (deepspeed and deepspeed.zero_stage > 2):
+        raise ValueError(
+            "Expected FSDP of version 2 or DeepSpeed up to ZeRO stage 2, as training/recipes/ configures them."
+        )
     if plugin and plugin.transformer_cls_names_to_wrap is None:
         try:
             embedding, kept_together = model.get_input_embeddings(), model._no_split_modules or ()
@@ -380,6 +384,9 @@ def fit(
         if accelerator.sync_gradients and run.max_grad_norm:
             accelerator.clip_grad_norm_((clipped(model) if clipped else model).parameters(), run.max_grad_norm)
         return loss
+
+    if clipped and accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError("This recipe clips the gradient of a part of its model, which DeepSpeed cannot.")
 
     unread: list[torch.Tensor] = []
     progress = tqdm(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import PreTrainedModel
 
 from .augmentation import BootstrapView
 from .files import whole_file, write_json
@@ -66,7 +67,8 @@ class TeacherCache:
         file = self.folder / "cache.json"
         with accelerator.main_process_first():
             if not file.is_file():
-                if self.folder.is_file() or (self.folder.is_dir() and any(self.folder.iterdir())):
+                # Another run that starts now may be writing a file, whose name begins with a dot.
+                if self.folder.is_file() or any(self.folder.glob("[!.]*")):
                     raise ValueError(f"--teacher_cache {folder} holds something else; give another folder.")
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_json(file, about)
@@ -118,8 +120,10 @@ def reserve(path: Path):
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash of a model's weights."""
-    digest = hashlib.sha256()
+    """A hash of a model's weights, and of what it makes of them."""
+    config = model.config.to_dict() if isinstance(model, PreTrainedModel) else {}
+    what = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.sha256(f"{model!r}{json.dumps(what, sort_keys=True, default=str)}".encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())

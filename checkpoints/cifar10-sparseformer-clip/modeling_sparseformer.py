@@ -313,11 +313,10 @@ class SparseFormerMixing(nn.Module):
                 parameters.split([rows * columns for rows, columns in self.shapes], dim=-1), self.shapes, strict=True
             )
         )
-        # Unlike @, einsum does not copy the matrices that the images share in the first iteration.
-        mixed = torch.einsum("btpc,btcd->btpd", sampled.to(parameters.dtype), channel_matrix)
+        mixed = sampled.to(parameters.dtype) @ channel_matrix
         if self.channel_bias is not None:
             mixed = F.gelu(mixed + self.channel_bias).to(parameters.dtype)
-        mixed = torch.einsum("btqp,btpd->btqd", point_matrix, mixed)
+        mixed = point_matrix @ mixed
         if self.point_bias is not None:
             mixed = mixed + self.point_bias
         return self.out_proj(F.gelu(mixed).flatten(2))
@@ -343,7 +342,7 @@ class SparseFormerSampling(nn.Module):
         offsets = self.offset_proj(self.offset_layernorm(tokens)).float() + self.offset_bias.float()
         points = locate_sampling_points(rois, offsets.unflatten(-1, (self.num_points, 2)))
         # Before gradients are clipped, which is done for each image.
-        points = points.expand(len(features), -1, -1, -1)
+        points = points.expand(features.shape[0], -1, -1, -1)
         if self.clip_gradients and self.training:
             points = ClipGradient.apply(points, 1 / features.shape[2])
         return self.mixing(tokens, sample_features(features, points, self.padding_mode)), points
