@@ -8,6 +8,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import ViTConfig, ViTForImageClassification
 
+from .configuration.configuration_base import pair
 from .info import architecture_of, image_side
 from .macs import count_macs
 from .speed import measure
@@ -101,8 +102,7 @@ def image_size_of(model: nn.Module) -> tuple[int, int, int]:
     """Channels, height and width of what a model takes."""
     if hasattr(model, "default_cfg"):
         return tuple(model.default_cfg["input_size"])
-    size = model.config.image_size
-    return (model.config.num_channels, *((size, size) if isinstance(size, int) else size))
+    return (model.config.num_channels, *pair(model.config.image_size))
 
 
 def measure_all(

@@ -10,6 +10,7 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from .configuration.configuration_base import pair
 from .macs import count_macs
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .registry import configuration_classes
@@ -64,8 +65,7 @@ def describe(name: str) -> dict[str, object]:
     with torch.device("meta"):
         model = architecture._from_config(config)
     vision = image_side(model)
-    size = vision.config.image_size
-    height, width = (size, size) if isinstance(size, int) else size
+    height, width = pair(vision.config.image_size)
     macs = count_macs(vision, (height, width), vision.config.num_channels)
     return {
         "name": name,

@@ -206,6 +206,6 @@ def run_as_program(main: Callable, prog: str):
     try:
         sys.exit(main())
     except Exception as error:
-        if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not reason(error):
+        if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not (message := reason(error)):
             raise
-        sys.exit(f"{prog}: error: {reason(error)}")
+        sys.exit(f"{prog}: error: {message}")
