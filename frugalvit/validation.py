@@ -63,7 +63,10 @@ def validate_repository(folder: str | os.PathLike) -> list[str]:
     found = {check: check(folder) for check in (check_files, check_card, check_weights)}
     if not any(found.values()):
         model = load_model(folder)
-        found |= {check: check(folder, model) for check in (check_code, check_preprocessing, check_predictions)}
+        found |= {check: check(folder, model) for check in (check_code, check_preprocessing)}
+    # Last, as it starts a process.
+    if not any(found.values()):
+        found[check_predictions] = check_predictions(folder, model)
     if problems := [problem for problems in found.values() for problem in problems]:
         raise ValueError(f"The model is not ready to be published: {'; '.join(problems)}.")
     return [check.__doc__.rstrip(".") for check in found]

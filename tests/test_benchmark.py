@@ -5,28 +5,28 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, count_macs
 from frugalvit.benchmark import build_model, measure_all
 from frugalvit.cli import main
-from frugalvit.speed import MatrixProduct, OwnProducts, measure
+from frugalvit.speed import OwnProducts, measure
 
 
 def test_rows(capsys, tmp_path):
     """Every model at every batch size, the first one as the measure, and a file of the same rows."""
     output = tmp_path / "speed.json"
     names = ["cifar10-vit", "cifar10-sparseformer"]
-    arguments = ["--batch-size", "1", "4", "--rounds", "11", "--device", "cpu", "--json", "--output", str(output)]
+    arguments = ["--batch-size", "1", "4", "--rounds", "3", "--device", "cpu", "--json", "--output", str(output)]
     assert main(["benchmark", *names, *arguments]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["row"], row["batch_size"]) for row in rows] == [(name, size) for size in (1, 4) for name in names]
-    assert all(row["images_per_second"] > 0 and 0 < row["of_matrix_rate"] < 1.5 for row in rows)
-    assert all(0 < row["of_own_products"] < 1.5 for row in rows)
+    assert all(row["images_per_second"] > 0 for row in rows)
     assert rows[0]["times_first"] == rows[2]["times_first"] == 1
     assert rows[1]["times_first"] == rows[1]["images_per_second"] / rows[0]["images_per_second"]
     written = json.loads(output.read_text())
     assert written["rows"] == rows
-    assert written["settings"]["rounds"] == 11
+    assert written["settings"]["rounds"] == 3
 
 
 def test_compiled_and_cast(capsys):
@@ -71,18 +71,29 @@ def test_own_products_are_those_that_are_counted(attention):
     assert macs == count_macs(model, 32).macs_with_attention
 
 
-def test_share_of_the_matrix_rate():
-    """A model that is itself such a product reaches the rate."""
+@pytest.fixture
+def clock_of_work(monkeypatch):
+    """Time passes while matrices are multiplied, two ticks for a multiply-accumulate, and only then."""
+    with FlopCounterMode(display=False) as counter:
+        monkeypatch.setattr("frugalvit.speed.time.perf_counter", counter.get_total_flops)
+        yield
+
+
+def test_shares_of_what_the_machine_can_do(clock_of_work):
+    """A model that spends its time on products reaches all of the rate; one that does each twice, half."""
 
     class Products(nn.Module):
-        def __init__(self):
+        def __init__(self, times: int):
             super().__init__()
-            self.product = MatrixProduct()
+            self.linear, self.times = nn.Linear(8, 16), times
 
         def forward(self, pixel_values):
-            self.product(pixel_values)
-            return self.product(pixel_values)
+            for _ in range(self.times):
+                logits = self.linear(pixel_values.flatten(1))
+            return logits
 
-    model = Products()
-    (row,) = measure({"twice": model}, {"twice": 2 * model.product.macs}, torch.zeros(1, 3, 8, 8), rounds=11)
-    assert row["of_matrix_rate"] == pytest.approx(1, abs=0.4)
+    models = {"once": Products(1), "twice": Products(2)}
+    rows = measure(models, {"once": 8 * 16, "twice": 8 * 16}, torch.zeros(5, 2, 2, 2), rounds=3)
+    assert [row["images_per_second"] for row in rows] == [1 / (2 * 8 * 16), 1 / (2 * 2 * 8 * 16)]
+    assert [row["times_first"] for row in rows] == [row["of_matrix_rate"] for row in rows] == [1, 0.5]
+    assert [row["of_own_products"] for row in rows] == [1, 1]

@@ -6,6 +6,7 @@ FRUGALVIT_TRANSFORMERS_SOURCE. What the distribution leaves out (export and gene
 mixins; `test_ecosystem.py` tests exporting.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -73,6 +74,23 @@ with mock.patch("transformers.utils.direct_transformers_import"):  # wants `test
     configuration_common = import_common_tests("test_configuration_common")
 
 
+class ModelTesterMixin(common.ModelTesterMixin):
+    """The common tests, on one thread, and no slower than they must be."""
+
+    def setUp(self):
+        super().setUp()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self.addCleanup(torch.set_num_threads, threads)
+        # Messages print every parameter, of tests that pass, too.
+        torch.set_printoptions(threshold=0, edgeitems=1)
+        self.addCleanup(torch.set_printoptions, profile="default")
+
+    def subTest(self, *_, **__):
+        """Part of its test: thousands of their own take longer to report than to run."""
+        return contextlib.nullcontext()
+
+
 class ModelTester:
     """Tiny configurations and inputs, under the attribute names that the common tests read."""
 
@@ -130,9 +148,7 @@ class CommonTests:
             patch = mock.patch.dict(getattr(modeling_auto, table), {family: value})
             patch.start()
             self.addCleanup(patch.stop)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        self.addCleanup(torch.set_num_threads, threads)
+        super().setUp()
         self.model_tester = ModelTester(self)
 
     def test_config(self):
@@ -153,16 +169,16 @@ class CommonTests:
             self.assertIsNone(model.get_output_embeddings())
 
 
-class BootstrappedCommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCase):
+class BootstrappedCommonTest(CommonTests, ModelTesterMixin, unittest.TestCase):
     kind = "bootstrapped"
 
 
-class V1CommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCase):
+class V1CommonTest(CommonTests, ModelTesterMixin, unittest.TestCase):
     # More heads than flash and flex attention can do, as in the published models.
     kind = "v1"
 
 
-class ViTImpulseInitCommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCase):
+class ViTImpulseInitCommonTest(CommonTests, ModelTesterMixin, unittest.TestCase):
     kind = "vit_impulse_init"
 
     def setUp(self):
@@ -172,7 +188,7 @@ class ViTImpulseInitCommonTest(CommonTests, common.ModelTesterMixin, unittest.Te
             self.model_tester.fields = {"initialization": "trunc_normal"}
 
 
-class ViTContextBroadcastCommonTest(CommonTests, common.ModelTesterMixin, unittest.TestCase):
+class ViTContextBroadcastCommonTest(CommonTests, ModelTesterMixin, unittest.TestCase):
     kind = "vit_context_broadcast"
 
 
@@ -194,7 +210,7 @@ class FeatureMapTests(CommonTests):
                 self.assertEqual(shapes, [(3, config.hidden_size, *sides) for sides in self.maps])
 
 
-class ConvMixerCommonTest(FeatureMapTests, common.ModelTesterMixin, unittest.TestCase):
+class ConvMixerCommonTest(FeatureMapTests, ModelTesterMixin, unittest.TestCase):
     kind = "convmixer"
     maps = [(8, 8)] * 3
 
@@ -203,7 +219,7 @@ class ConvMixerCommonTest(FeatureMapTests, common.ModelTesterMixin, unittest.Tes
         pass
 
 
-class AgentCNNCommonTest(FeatureMapTests, common.ModelTesterMixin, unittest.TestCase):
+class AgentCNNCommonTest(FeatureMapTests, ModelTesterMixin, unittest.TestCase):
     kind = "agent_cnn"
     maps = [(8, 8)] * 3
 
@@ -241,16 +257,14 @@ class TwoTowersTester:
         }
 
 
-class ClipCommonTest(common.ModelTesterMixin, unittest.TestCase):
+class ClipCommonTest(ModelTesterMixin, unittest.TestCase):
     all_model_classes = (frugalvit.SparseFormerCLIPModel,)
     test_resize_embeddings = False
     test_attention_outputs = False
     _is_composite = True
 
     def setUp(self):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        self.addCleanup(torch.set_num_threads, threads)
+        super().setUp()
         self.model_tester = TwoTowersTester(self)
         if "eager_matches_sdpa_inference" in self._testMethodName:
             self.skipTest("it knows models of one input only; test_clip.py compares both sides")
@@ -291,7 +305,7 @@ class TwinsTester:
         return self.get_config(), {"pixel_values": common.floats_tensor((self.batch_size, 3, 32, 32))}
 
 
-class BootstrappedViTCommonTest(common.ModelTesterMixin, unittest.TestCase):
+class BootstrappedViTCommonTest(ModelTesterMixin, unittest.TestCase):
     all_model_classes = (frugalvit.BootstrappedViTForImageClassification,)
     test_resize_embeddings = False
     test_can_init_all_missing_weights_before_2023 = True
@@ -302,9 +316,7 @@ class BootstrappedViTCommonTest(common.ModelTesterMixin, unittest.TestCase):
         patch = mock.patch.dict(modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, names)
         patch.start()
         self.addCleanup(patch.stop)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        self.addCleanup(torch.set_num_threads, threads)
+        super().setUp()
         self.model_tester = TwinsTester(self)
 
     def test_model_get_set_embeddings(self):
@@ -364,7 +376,7 @@ class VisionLanguageTester:
         }
 
 
-class LlavaCommonTest(common.ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
+class LlavaCommonTest(ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (frugalvit.SparseFormerLlavaForConditionalGeneration,)
     _is_composite = True
 
@@ -373,9 +385,7 @@ class LlavaCommonTest(common.ModelTesterMixin, common.GenerationTesterMixin, uni
         patch = mock.patch.dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, names)
         patch.start()
         self.addCleanup(patch.stop)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        self.addCleanup(torch.set_num_threads, threads)
+        super().setUp()
         self.model_tester = VisionLanguageTester(self)
         if "training_gradient_checkpointing" in self._testMethodName:
             self.skipTest("LLaVA reads a layer before the last, so that what follows has no gradient")

@@ -182,6 +182,18 @@ class TestWithoutThePackage:
         logits = load_file(fine_tuned[kind] / "logits.safetensors")
         assert torch.equal(main_output(model, pixel_values), logits["third"])
 
+    @pytest.mark.parametrize("folder", CHECKPOINTS, ids=lambda folder: folder.name)
+    def test_shipped_folders_compute_the_same_in_float32(self, folder, loaded, pixel_values):
+        model, info = transformers.AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+        assert transformers.AutoImageProcessor.from_pretrained(folder) is not None
+        if "auto_map" in json.loads((folder / "config.json").read_text()):
+            assert loaded[0][folder.name]["dtype"] == "torch.float32"
+            torch.testing.assert_close(loaded[1][folder.name], main_output(model, pixel_values))
+            sources = {name: source.encode() for name, source in source_files(type(model)).items()}
+            assert code_of(folder) == sources, "the folder's code is not the repository's: write it again"
+
     def test_classes_from_dynamic_modules(self, saved, pixel_values, tmp_path):
         folder = saved[0] / folder_name("v1", SparseFormerVisionModelWithProjection)
         model_class = get_class_from_dynamic_module(
@@ -304,17 +316,6 @@ class TestFolder:
         full = KINDS[kind].classifier.from_pretrained(tmp_path, dtype=torch.float32)
         assert full.dtype == torch.float32
         torch.testing.assert_close(main_output(full, pixel_values), expected, atol=0.05, rtol=0.05)
-
-    @pytest.mark.parametrize("folder", CHECKPOINTS, ids=lambda folder: folder.name)
-    def test_shipped_folders_load_as_float32(self, folder, loaded):
-        model, info = transformers.AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-        assert transformers.AutoImageProcessor.from_pretrained(folder) is not None
-        if "auto_map" in json.loads((folder / "config.json").read_text()):
-            assert loaded[0][folder.name]["dtype"] == "torch.float32"
-            sources = {name: source.encode() for name, source in source_files(type(model)).items()}
-            assert code_of(folder) == sources, "the folder's code is not the repository's: write it again"
 
 
 @pytest.mark.parametrize("kind", ["bootstrapped", "v1", "vit_impulse_init", "vit_context_broadcast"])

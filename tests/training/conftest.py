@@ -1,4 +1,4 @@
-"""A tiny ViT on a few embedded images, and data sets made on the spot."""
+"""Tiny ViTs on a few embedded images, and data sets made on the spot."""
 
 import io
 import json
@@ -6,8 +6,10 @@ import json
 import datasets
 import numpy as np
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit.training import train
 
@@ -23,6 +25,25 @@ datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1
 def fresh_accelerator():
     yield
     AcceleratorState._reset_state(True)
+
+
+@pytest.fixture(scope="session")
+def class_names():
+    """Of the embedded images."""
+    return ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+@pytest.fixture(scope="session")
+def teacher(class_names, tmp_path_factory):
+    """A folder with an untrained ViT of 3 blocks."""
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(0)
+    labels = {"id2label": dict(enumerate(class_names)), "label2id": {name: i for i, name in enumerate(class_names)}}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, layer_norm_eps=1e-6, **sizes, **labels))
+    model.save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}, image_std=[0.25] * 3).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

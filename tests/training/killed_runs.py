@@ -7,6 +7,7 @@ epoch, of writing a checkpoint and of writing the best model. It prints how each
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import torch._dynamo  # noqa: F401 (once, rather than in the first step of every process)
@@ -48,14 +49,29 @@ def killed_in_best_model():
     transformers.ViTForImageClassification.save_pretrained = interrupted
 
 
-def run(arguments: list[str], prepare=None) -> int:
-    """Train in a process of its own; returns its exit code, minus the signal that killed it."""
+def forked(work) -> int:
+    """Do `work` in a process of its own; returns its exit code, minus the signal that killed it."""
     child = os.fork()
     if not child:
+        code = 1
+        try:
+            code = work() or 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run(arguments: list[str], prepare=None) -> int:
+    """Train in a process of its own."""
+
+    def work():
         if prepare:
             prepare()
-        os._exit(train.main(arguments))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return train.main(arguments)
+
+    return forked(work)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,6 @@ from transformers import (
     SiglipVisionModel,
     TimmWrapperConfig,
     TimmWrapperForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTImageProcessor,
 )
 
 from frugalvit import SparseFormerVisionModel, SparseFormerVisionModelWithProjection
@@ -27,26 +24,7 @@ from frugalvit.modeling import teachers
 from frugalvit.training import bootstrap
 
 
-NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("teacher")
-    torch.manual_seed(0)
-    labels = {"id2label": dict(enumerate(NAMES)), "label2id": {name: i for i, name in enumerate(NAMES)}}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
-    model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, layer_norm_eps=1e-6, **sizes, **labels))
-    model.save_pretrained(folder)
-    ViTImageProcessor(size={"height": 32, "width": 32}, image_std=[0.25] * 3).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def run(teacher, output_dir, *arguments, images=128, epochs=2):
@@ -67,7 +45,7 @@ def weights(folder):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_aligns_student_and_teacher_and_saves_a_complete_repository(optimizer, teacher, tmp_path):
+def test_aligns_student_and_teacher_and_saves_a_complete_repository(optimizer, teacher, class_names, tmp_path):
     options = ("--learning_rate", "3e-3", "--optimizer", optimizer)
     results = run(teacher, tmp_path / "out", *options, images=512, epochs=4)
     first, last = results["epochs"][0], results["epochs"][-1]
@@ -81,7 +59,7 @@ def test_aligns_student_and_teacher_and_saves_a_complete_repository(optimizer, t
     assert "bootstrapped from" in card and f"{results['best']['accuracy']:.2%}" in card
     assert "frugalvit bootstrap --teacher" in card
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert student.config.id2label == dict(enumerate(NAMES))
+    assert student.config.id2label == dict(enumerate(class_names))
     assert student.config.num_latent_tokens == 3
 
 
@@ -236,15 +214,15 @@ def test_a_finished_run_is_not_trained_again(teacher, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == modified
 
 
-def test_bootstraps_from_a_timm_model_that_pools_its_tokens(tmp_path):
+def test_bootstraps_from_a_timm_model_that_pools_its_tokens(class_names, tmp_path):
     arguments = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2}
     arguments |= {"global_pool": "avg", "class_token": False}
     settings = {"input_size": [3, 32, 32], "mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bicubic"}
     config = TimmWrapperConfig(
         architecture="vit_tiny_patch16_224",
         model_args=arguments,
-        id2label=dict(enumerate(NAMES)),
-        label2id={name: i for i, name in enumerate(NAMES)},
+        id2label=dict(enumerate(class_names)),
+        label2id={name: i for i, name in enumerate(class_names)},
         pretrained_cfg={**settings, "crop_pct": 0.875},
     )
     TimmWrapperForImageClassification(config).save_pretrained(tmp_path / "teacher")
@@ -252,7 +230,7 @@ def test_bootstraps_from_a_timm_model_that_pools_its_tokens(tmp_path):
     config = AutoModelForImageClassification.from_pretrained(tmp_path / "out").config
     assert (config.pooling, config.use_cls_token, config.num_latent_tokens) == ("mean", False, 4)
     assert (config.resize_size, config.image_size, config.resample) == (36, 32, 3)
-    assert config.id2label == dict(enumerate(NAMES))
+    assert config.id2label == dict(enumerate(class_names))
 
 
 @pytest.mark.parametrize(

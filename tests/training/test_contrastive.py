@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from huggingface_hub import ModelCard
 from transformers import AutoModel, AutoProcessor, CLIPModel, CLIPProcessor
 
@@ -13,12 +12,6 @@ from frugalvit.training import contrastive
 
 
 TINY = "num_hidden_layers=2,num_attention_heads=2,hidden_size=32,intermediate_size=64"
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def run(output_dir, *arguments):

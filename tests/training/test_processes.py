@@ -12,23 +12,19 @@ import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessor
+from transformers import AutoModelForImageClassification
 
 from frugalvit.training import train
+from frugalvit.training.data import SUBSET, load_images
 
 
 CONFIGURATIONS = {path.stem: path for path in Path(train.__file__).with_name("recipes").glob("*.yaml")}
 CONFIGURATIONS = {name: path for name, path in CONFIGURATIONS.items() if "num_processes" in path.read_text()}
-VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-VIT |= {"intermediate_size": 64}
+VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=3,num_attention_heads=2,intermediate_size=64"
 # Images to train on that make no whole batch at the end, and images to evaluate on that have no even shares.
 SHARED = {"train_split": "train[:72]", "eval_split": "test[:51]", "eval_batch_size": 16, "epochs": 2, "batch_size": 16}
 SHARED |= {"warmup_epochs": 1, "logging_steps": 1, "checkpointing_steps": 3}
-CLASSIFIER = {
-    "config_overrides": ",".join(f"{name}={value}" for name, value in VIT.items()),
-    "mixup": 0.8,
-    "cutmix": 1,
-}
+CLASSIFIER = {"config_overrides": VIT, "mixup": 0.8, "cutmix": 1}
 PARTS = {"gradient_accumulation_steps": 2}
 
 
@@ -44,10 +40,10 @@ def fsdp() -> dict[str, str]:
     return options | {"ACCELERATE_USE_FSDP": "true"}
 
 
-def run(folder: Path, jobs: list[dict], **options):
-    """Run jobs of several_processes.py; `options` are the command line's, besides those of a job."""
+def run(folder: Path, jobs: list[dict]):
+    """Run jobs of several_processes.py; their `options` are the command line's, besides those of all."""
     for job in jobs:
-        values = SHARED | options | {"output_dir": folder / job["name"]} | job.get("options", {})
+        values = SHARED | {"output_dir": folder / job["name"]} | job["options"]
         job["arguments"] = [text for name, value in values.items() for text in (f"--{name}", str(value))]
         job["log"] = str(folder / f"{job['name']}.log")
         job.setdefault("ends", [1 if "stops" in job else 0] * job["processes"])
@@ -78,57 +74,60 @@ def assert_same_run(folder: Path, expected: Path):
     torch.testing.assert_close(*models, rtol=1e-4, atol=1e-5)
 
 
-def test_a_classifier(tmp_path, write_parquet):
-    """Four processes that accumulate; two that share out its weights and go on within a stream."""
-    files = {"dataset": write_parquet("train.parquet", 25), "eval_dataset": write_parquet("eval.parquet", 21)}
-    stream = {**files, "train_split": "train", "eval_split": "train", "streaming": True, "steps_per_epoch": 4}
-    stream |= {"shuffle_buffer": 20}
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, teacher):
+    """The folder of all runs; one program imports for all of them."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, images in (("train", 25), ("eval", 21)):
+        load_images(SUBSET, f"train[:{images}]").to_parquet(folder / f"{name}.parquet")
+    stream = {"dataset": folder / "train.parquet", "eval_dataset": folder / "eval.parquet", "eval_split": "train"}
+    stream |= {"train_split": "train", "streaming": True, "steps_per_epoch": 4, "shuffle_buffer": 20}
     sharded = {"name": "sharded", "processes": 2, "options": stream | PARTS, "environment": fsdp()}
-    jobs = [
+    classifiers = [
         {"name": "one", "processes": 1},
         {"name": "four", "processes": 4, "options": PARTS},
         {"name": "stream", "processes": 1, "options": stream},
         # They end in the second epoch, after a checkpoint within it, and go on.
         {**sharded, "stops": 7},
         sharded,
+        {"name": "killed", "processes": 2, "fails": "killed", "ends": [1, -9]},
+        {"name": "lost", "processes": 2, "fails": "worker killed", "ends": [1, 1], "options": {"num_workers": 1}},
+        {"name": "raised", "processes": 2, "fails": "worker raises", "ends": [1, 1], "options": {"num_workers": 1}},
     ]
-    run(tmp_path, [{"recipe": "train", **job} for job in jobs], **CLASSIFIER)
-    checkpoint = tmp_path / "sharded" / "checkpoints" / "step-00000006"
+    students = [
+        {"name": "student-one", "processes": 1},
+        {"name": "student-four", "processes": 4, "options": PARTS},
+        {"name": "student-sharded", "processes": 2, "environment": fsdp()},
+    ]
+    small = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
+    student = {"teacher": teacher, "config_overrides": small, "learning_rate": 1e-3}
+    jobs = [{"recipe": "train", **job, "options": CLASSIFIER | job.get("options", {})} for job in classifiers]
+    jobs += [{"recipe": "bootstrap", **job, "options": student | job.get("options", {})} for job in students]
+    run(folder, jobs)
+    return folder
+
+
+def test_a_classifier(finished):
+    """Four processes that accumulate; two that share out its weights and go on within a stream."""
+    checkpoint = finished / "sharded" / "checkpoints" / "step-00000006"
     assert (checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp").is_file()
     for name, expected in (("four", "one"), ("sharded", "stream")):
-        assert_same_run(tmp_path / name, tmp_path / expected)
+        assert_same_run(finished / name, finished / expected)
 
 
-def test_a_bootstrapped_student(tmp_path):
+def test_a_bootstrapped_student(finished):
     """Four processes that accumulate, and two that share out the student's weights."""
-    torch.manual_seed(0)
-    ViTForImageClassification(ViTConfig(**VIT, num_labels=10)).save_pretrained(tmp_path / "teacher")
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "teacher")
-    small = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
-    jobs = [
-        {"name": "one", "processes": 1},
-        {"name": "four", "processes": 4, "options": PARTS},
-        {"name": "sharded", "processes": 2, "environment": fsdp()},
-    ]
-    jobs = [{"recipe": "bootstrap", **job} for job in jobs]
-    run(tmp_path, jobs, teacher=tmp_path / "teacher", config_overrides=small, learning_rate=1e-3)
-    for name in ("four", "sharded"):
-        assert_same_run(tmp_path / name, tmp_path / "one")
+    for name in ("student-four", "student-sharded"):
+        assert_same_run(finished / name, finished / "student-one")
 
 
-def test_processes_end_together_and_say_why(tmp_path):
+def test_processes_end_together_and_say_why(finished):
     """One that is killed, and one whose DataLoader loses a process or fails in it, ends the other."""
-    jobs = [
-        {"name": "killed", "fails": "killed", "ends": [1, -9]},
-        {"name": "lost", "fails": "worker killed", "ends": [1, 1], "options": {"num_workers": 1}},
-        {"name": "raised", "fails": "worker raises", "ends": [1, 1], "options": {"num_workers": 1}},
-    ]
-    run(tmp_path, [{"recipe": "train", "processes": 2, **job} for job in jobs], **CLASSIFIER, epochs=1)
     for name, message in (
         ("lost", r"A process that decodes images died: DataLoader worker .* Then lower --num_workers\."),
         ("raised", r"Really not\."),
     ):
-        error = (tmp_path / f"{name}.log.1").read_text()
+        error = (finished / f"{name}.log.1").read_text()
         assert "Traceback" not in error
         assert re.search(rf"^frugalvit train: error: {message}$", error, re.MULTILINE), error
 

@@ -412,18 +412,18 @@ class TestRecipe:
         """Of a model with a pooling head, which the scores of pixels do not depend on."""
         torch.manual_seed(0)
         SparseFormerForImageClassification(tiny_config(pooling="attention")).save_pretrained(tmp_path / "start")
-        losses = []
-        for processes in (1, 2):
-            arguments = self.arguments(tmp_path / "start", parquet, tmp_path / str(processes), "--epochs", "2")
-            torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), "-m"]
-            subprocess.run(
-                [sys.executable, "-m", *torchrun, "frugalvit.training.segment", *arguments, "--drop_path", "0"],
-                env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-                check=True,
-                timeout=250,
-            )
-            results = json.loads((tmp_path / str(processes) / "results.json").read_text())
-            losses.append([epoch["train_loss"] for epoch in results["epochs"]])
+        arguments = self.arguments(tmp_path / "start", parquet, tmp_path / "one", "--epochs", "2", "--drop_path", "0")
+        segment.main(arguments)
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+        subprocess.run(
+            [sys.executable, "-m", *torchrun, "frugalvit.training.segment", *arguments]
+            + ["--output_dir", str(tmp_path / "two")],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+            check=True,
+            timeout=250,
+        )
+        results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
+        losses = [[epoch["train_loss"] for epoch in each["epochs"]] for each in results]
         # Each process divides by the pixels that count in its own share.
         assert losses[0] == pytest.approx(losses[1], rel=0.02)
 

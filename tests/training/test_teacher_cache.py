@@ -4,33 +4,13 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from accelerate.state import AcceleratorState
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit.modeling import teachers
 from frugalvit.training import bootstrap
 
 
 SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("teacher")
-    torch.manual_seed(0)
-    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-    labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
-    ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **sizes, **labels)).save_pretrained(folder)
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    yield
-    AcceleratorState._reset_state(True)
 
 
 @pytest.fixture
