@@ -72,8 +72,10 @@ def trained(tmp_path):
     return tmp_path / "trained"
 
 
-def test_stores_half_precision_that_loads_as_float32(trained, tmp_path):
-    publish.main([str(trained), "--output", str(tmp_path / "out")])
+def test_stores_half_precision_that_loads_as_float32_and_a_card_from_elsewhere(trained, tmp_path):
+    card = tmp_path / "card.md"
+    card.write_text(CARD.format(task="image-classification").replace("mit", "apache-2.0"), encoding="utf-8")
+    publish.main([str(trained), "--output", str(tmp_path / "out"), "--card", str(card)])
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as weights:
         dtypes = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     assert {name for name, dtype in dtypes.items() if dtype == "F32"} == {"sparseformer.latents.initial_rois"}
@@ -83,7 +85,7 @@ def test_stores_half_precision_that_loads_as_float32(trained, tmp_path):
     original = AutoModelForImageClassification.from_pretrained(trained)
     for name, parameter in original.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-3, atol=1e-6)
-    assert "A card with results." in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert (tmp_path / "out" / "README.md").read_bytes() == card.read_bytes()
     assert (tmp_path / "out" / "modeling_sparseformer.py").is_file()
 
 
@@ -109,14 +111,6 @@ def test_dry_run_looks_at_everything_and_does_nothing(trained, tmp_path, hub, ca
     assert "It loads where frugalvit is not installed, and computes the same there." in output
     assert "Nothing was uploaded." in output and not hub.created and not hub.commits
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_card_may_come_from_elsewhere(trained, tmp_path):
-    (trained / "README.md").unlink()
-    card = tmp_path / "card.md"
-    card.write_text(CARD.format(task="image-classification").replace("mit", "apache-2.0"), encoding="utf-8")
-    publish.main([str(trained), "--output", str(tmp_path / "out"), "--card", str(card)])
-    assert (tmp_path / "out" / "README.md").read_bytes() == card.read_bytes()
 
 
 def test_clips_and_backbones(tmp_path):
