@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
 
 from .modeling.context_broadcast import ContextBroadcast
 
@@ -28,8 +29,10 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
         num_channels (`int`, *optional*, defaults to 3): Channels of the image.
 
     Returns:
-        `Macs`: `macs` leaves out attention's two products (queries with keys, weights with values), as many counters
-        do; `macs_with_attention` counts everything. SparseFormer's mixing products are in both.
+        `Macs`: Of all tokens through all blocks, as the papers count; a classifier that reads [CLS] alone may compute
+        less (`output_tokens` of `SparseFormerModel`). `macs` leaves out attention's two products (queries with keys,
+        weights with values), as many counters do; `macs_with_attention` counts everything. SparseFormer's mixing
+        products are in both.
     """
     with FlopCounterMode(display=False) as counter:
         _run_on_meta(model, image_size, num_channels)
@@ -76,8 +79,10 @@ def _run_on_meta(model: nn.Module, image_size: int | tuple[int, int], num_channe
     }
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     image = torch.empty(1, num_channels, *size, dtype=dtype, device="meta")
+    # What is recorded is computed for all tokens.
+    arguments = {"output_hidden_states": True} if isinstance(model, PreTrainedModel) else {}
     with torch.no_grad():
-        torch.func.functional_call(model, tensors, (image,))
+        torch.func.functional_call(model, tensors, (image,), arguments)
 
 
 def _attention_modules(model: nn.Module) -> list[str]:

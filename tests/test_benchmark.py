@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, count_macs
+from frugalvit import SparseFormerConfig, SparseFormerModel, count_macs
 from frugalvit.benchmark import build_model, measure_all
 from frugalvit.cli import main
 from frugalvit.speed import OwnProducts, measure
@@ -64,7 +64,7 @@ def test_bad_input(arguments, message, capsys):
 def test_own_products_are_those_that_are_counted(attention):
     """Of one image, as many multiply-accumulates."""
     config = SparseFormerConfig(image_size=32, num_latent_tokens=5, hidden_size=64, num_hidden_layers=2)
-    model = SparseFormerForImageClassification(config).eval()
+    model = SparseFormerModel(config).eval()
     model.set_attn_implementation(attention)
     products = OwnProducts(model, torch.zeros(1, 3, 32, 32)).products
     macs = sum(left.numel() * right.shape[1] for left, right in products)

@@ -219,6 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     project = getattr(student, "visual_projection", nn.Identity())
     uses_labels = alignment.label_loss_weight > 0
     align_tokens = TokenAlignment(student, teacher, teacher_format.size) if alignment.token_loss_weight else None
+    outputs_asked_for = align_tokens.arguments if align_tokens else {"output_tokens": False}
 
     def ask_teacher(batch):
         with torch.inference_mode(), accelerator.autocast():
@@ -232,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
             # It stays for repeated steps.
             batch["target"] = cache(batch["index"], lambda: ask_teacher(batch)) if cache else ask_teacher(batch)
             batch["teacher_tokens"] = align_tokens.states if align_tokens else None
-        outputs, target = model(pixel_values, **(align_tokens.arguments if align_tokens else {})), batch["target"]
+        outputs, target = model(pixel_values, **outputs_asked_for), batch["target"]
         embedding = project(outputs.pooler_output).float()
         if alignment.loss == "cosine":
             loss = (1 - F.cosine_similarity(embedding, target)).mean()
@@ -389,7 +390,7 @@ def evaluate_student(accelerator: Accelerator, model, project, classify, teacher
     labeled = False
     for number, batch in enumerate(loader):
         pixel_values = batch["pixel_values"]
-        embedding = project(model(pixel_values).pooler_output).float()
+        embedding = project(model(pixel_values, output_tokens=False).pooler_output).float()
         if number not in targets:
             with accelerator.autocast():
                 targets[number] = embed(teacher, batch.get("teacher_pixel_values", pixel_values)).float()

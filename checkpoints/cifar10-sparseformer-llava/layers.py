@@ -199,10 +199,7 @@ def check_pixel_values(pixel_values: torch.Tensor | None, num_channels: int, min
         if len(pixel_values) == 0:
             raise ValueError("Got a batch of no images, expected at least one.")
         # A finite sum, which costs little, has finite terms alone; one that overflowed says nothing.
-        finite = pixel_values.sum().isfinite()
-        if not finite:
-            finite = pixel_values.isfinite().flatten(1).all(1)
-        if not finite.all():
+        if not pixel_values.sum().isfinite() and not (finite := pixel_values.isfinite().flatten(1).all(1)).all():
             raise ValueError(
                 f"Images {(~finite).nonzero().flatten().tolist()} of the batch hold NaN or infinite pixels; check "
                 "how they were loaded and normalized."
@@ -270,10 +267,12 @@ class GenericForImageClassification:
     `...ForImageClassification`, before its `...PreTrainedModel`, as Transformers' `GenericForSequenceClassification`.
 
     Families set `model_class`, the base model, and where it has more outputs than attentions, `output_class`.
+    `base_model_arguments` are passed to it unless others are given.
     """
 
     model_class: type[nn.Module]
     output_class: type[ModelOutput] = ImageClassifierOutput
+    base_model_arguments: dict[str, object] = {}
     # The loss divides by `num_items_in_batch` for every problem type.
     accepts_loss_kwargs = True
 
@@ -305,7 +304,7 @@ class GenericForImageClassification:
         Returns:
             `output_class`: `loss`, `(batch, num_labels)` `logits`, and what the base model gives of its other fields.
         """
-        outputs = self.base_model(pixel_values, **kwargs)
+        outputs = self.base_model(pixel_values, **(self.base_model_arguments | kwargs))
         logits = self.classifier(outputs.pooler_output)
         loss = None
         if labels is not None:

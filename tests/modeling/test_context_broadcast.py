@@ -222,7 +222,7 @@ class TestHosts:
         assert report.num_parameters == sum(p.numel() for n, p in model.named_parameters() if "context_" in n) > 0
         assert str(report).count("\n") == len(report.places) and f"{report.num_parameters:,} parameters" in str(report)
         assert set(model.state_dict()) >= names and isinstance(model, model_class)
-        assert torch.equal(output_of(model), before)  # scales of 0
+        torch.testing.assert_close(output_of(model), before)  # scales of 0
         set_scales(model)
         after = output_of(model)
         assert (after - before).abs().max() > 1e-3
@@ -261,6 +261,9 @@ class TestHosts:
         inserted = output_of(model)
         names = [name for name, module in model.named_modules() if hasattr(module, "context_broadcast_out")]
         remove_context_broadcast(model)
+        if host == "SparseFormer":
+            # It does not know of what is written by hand, and would give the last MLP [CLS] alone.
+            model.base_model_arguments = {}
         for name in names:
             mlp = model.get_submodule(name)
 

@@ -49,7 +49,9 @@ class TestAttention:
         cortex = (2, config.num_attention_heads, 5 + config.use_cls_token, 64 // config.num_attention_heads)
         # v1's tokens attend before they have seen anything: once for all images.
         first = (1, *focusing[1:]) if config.focusing_steps[0] == "attention" else focusing
-        shapes = [first, *[focusing] * 3, *[cortex] * 3]
+        # A classifier that reads [CLS] asks for nothing else in the end.
+        last = (*cortex[:2], 1, cortex[3]) if config.pooling == "cls" else cortex
+        shapes = [first, *[focusing] * 3, cortex, cortex, last]
         assert calls == [(shape, False, None, shape[-1] ** -0.5) for shape in shapes]
 
     @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2", "kernels-community/flash-attn2"])
@@ -100,7 +102,7 @@ class TestOutputs:
             )
             for name in ("logits", "image_embeds", "last_hidden_state", "pooler_output"):
                 if name in plain:
-                    assert torch.equal(plain[name], outputs[name])
+                    torch.testing.assert_close(plain[name], outputs[name])
             assert [tuple(rois.shape) for rois in outputs.rois] == [(2, 5, 4)] * adjustments
             assert [tuple(points.shape) for points in outputs.sampling_points] == [(2, 5, 4, 2)] * 5
             assert {rois.dtype for rois in outputs.rois + outputs.sampling_points} == {torch.float32}
@@ -138,6 +140,63 @@ class TestOutputs:
         asked = {i % 4 for i in (index if isinstance(index, list) else [index])}
         for i, states in enumerate(selected):
             assert (states is None) if i not in asked else torch.equal(states, everything[i])
+
+
+class TestClsAlone:
+    """A classifier that reads [CLS] has its last block compute nothing else, unless something else is read."""
+
+    @staticmethod
+    def run(model, pixel_values, **arguments):
+        """How many tokens the last MLP saw, and the model's logits and gradients."""
+        mlp, seen = model.base_model.layers[-1].mlp, []
+        mlp.forward = lambda states: seen.append(states.shape[1]) or type(mlp).forward(mlp, states)
+        logits = model(pixel_values, **arguments).logits
+        del mlp.forward
+        [tokens] = seen
+        return tokens, logits, torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    def test_logits_and_gradients_are_the_same(self, attention, make_model, pixel_values):
+        model = make_model("classifier", "bootstrapped").train()
+        model.set_attn_implementation(attention)
+        alone = self.run(model, pixel_values)
+        whole = self.run(model, pixel_values, output_tokens=True)
+        assert (alone[0], whole[0]) == (1, 6)
+        torch.testing.assert_close(alone[1:], whole[1:], atol=1e-4, rtol=1e-5)
+
+    @pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
+    @pytest.mark.parametrize("by", ["argument", "configuration"])
+    def test_what_is_asked_for_is_whole(self, asked, by, make_model, pixel_values):
+        model = make_model("classifier", "bootstrapped")
+        model.set_attn_implementation("eager")
+        if by == "configuration":
+            setattr(model.config, asked, True)
+        outputs = model(pixel_values, **({asked: True} if by == "argument" else {}))
+        assert outputs[asked.removeprefix("output_")][-1].shape[-2] == 6
+
+    @pytest.mark.parametrize("fields", [{"pooling": "mean", "use_cls_token": False}, {"pooling": "attention"}])
+    def test_other_poolings_read_all(self, fields, make_model, pixel_values):
+        model = make_model("classifier", "bootstrapped", **fields)
+        assert self.run(model, pixel_values)[0] == 5 + model.config.use_cls_token
+
+    @pytest.mark.parametrize("name", ["attention", "mlp.fc1"])
+    def test_hooks_see_all(self, name, make_model, pixel_values):
+        model, seen = make_model("classifier", "bootstrapped"), []
+        module = model.base_model.layers[-1].get_submodule(name)
+        hook = module.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0].shape[1]))
+        assert self.run(model, pixel_values)[0] == 6 and seen == [6]
+        hook.remove()
+        assert self.run(model, pixel_values)[0] == 1
+
+    def test_context_broadcast_reads_all(self, make_model, pixel_values):
+        assert self.run(make_model("classifier", "bootstrapped", context_broadcast="cb"), pixel_values)[0] == 6
+
+    def test_a_base_model_gives_all_tokens(self, make_model, pixel_values):
+        model = make_model("base", "bootstrapped")
+        whole, alone = model(pixel_values), model(pixel_values, output_tokens=False)
+        assert whole.last_hidden_state.shape[1] == 6 and alone.last_hidden_state.shape[1] == 1
+        torch.testing.assert_close(alone.last_hidden_state, whole.last_hidden_state[:, :1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(alone.pooler_output, whole.pooler_output, atol=1e-5, rtol=1e-5)
 
 
 class TestLoading:
