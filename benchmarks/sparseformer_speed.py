@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.benchmark import DTYPES, build_model, measure_all
+from frugalvit.benchmark import DTYPES, ROUNDS, build_model, measure_all
 from frugalvit.modeling.conversion import convert_showlab
 from frugalvit.tables import format_table
 from shared import ROOT, write_table
@@ -37,7 +37,7 @@ def main():
     parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
     parser.add_argument("--compile", action="store_true", help="each model compiled, too")
-    parser.add_argument("--rounds", type=int, default=10, help="timed passes of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help=ROUNDS)
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
     parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
     arguments = parser.parse_args()

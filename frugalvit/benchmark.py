@@ -24,6 +24,9 @@ VITS = {
     "vit-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
 DTYPES = ("float32", "bfloat16", "float16")
+# Passes of small batches are short: up to so many times as many as of the largest.
+MOST_ROUNDS = 10
+ROUNDS = "timed passes of each model, of smaller batches in proportion more (default: %(default)s)"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
     parser.add_argument("--compile", action="store_true", help="measure each model compiled by torch.compile, too")
-    parser.add_argument("--rounds", type=int, default=10, help="timed passes of each model (default: 10)")
+    parser.add_argument("--rounds", type=int, default=10, help=ROUNDS)
     parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", metavar="FILE", help="write the rows, with versions and device, into this .json")
@@ -120,7 +123,7 @@ def measure_all(
         models (`dict[str, nn.Module]`): Models in evaluation mode; they are moved and cast.
         image_size (`tuple[int, int, int]`): Channels, height and width.
         batch_sizes (`list[int]`), dtypes (`list[torch.dtype]`), device (`str`): What is measured, where.
-        rounds (`int`): Timed passes of each model.
+        rounds (`int`): Timed passes of each model; of smaller batches than the largest in proportion more.
         compiled (`bool`): Each model compiled, too, as another row.
     """
     macs = {
@@ -139,7 +142,8 @@ def measure_all(
                     candidates[f"{name}, compiled"] = torch.compile(model, dynamic=False)
                     costs[f"{name}, compiled"] = macs[name]
             pixel_values = torch.randn(batch_size, *image_size).to(device, dtype)
-            for row in measure(candidates, costs, pixel_values, rounds):
+            more = min(max(batch_sizes) // batch_size, MOST_ROUNDS)
+            for row in measure(candidates, costs, pixel_values, rounds * more):
                 rows.append({**row, "dtype": str(dtype).removeprefix("torch."), "macs": costs[row["row"]]})
             progress.update()
     progress.close()
