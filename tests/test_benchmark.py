@@ -1,6 +1,7 @@
 """`frugalvit benchmark`: real models, measured side by side."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -69,6 +70,23 @@ def test_own_products_are_those_that_are_counted(attention):
     products = OwnProducts(model, torch.zeros(1, 3, 32, 32)).products
     macs = sum(left.numel() * right.shape[1] for left, right in products)
     assert macs == count_macs(model, 32).macs_with_attention
+
+
+def test_small_batches_pass_more_often():
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.passes = nn.Linear(12, 2), Counter()
+
+        def forward(self, pixel_values):
+            self.passes[len(pixel_values), pixel_values.device.type] += 1
+            return self.linear(pixel_values.flatten(1))
+
+    model = Counted()
+    measure_all({"counted": model}, (3, 2, 2), [1, 4, 64], [torch.float32], "cpu", rounds=2)
+    # Besides, two that do not count and one that its products are read from.
+    passes = {size: model.passes[size, "cpu"] - 3 for size in (1, 4, 64)}
+    assert passes == {1: 20, 4: 20, 64: 2}
 
 
 @pytest.fixture
