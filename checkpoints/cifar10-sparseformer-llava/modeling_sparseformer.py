@@ -783,8 +783,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
 class SparseFormerForImageClassification(GenericForImageClassification, SparseFormerPreTrainedModel):
     """SparseFormer with a linear classifier on the pooled token.
 
-    Where that is [CLS], the last block computes nothing else, unless something else is read of it (`reads_cls_alone` of
-    the base model). Whoever puts another `forward` that mixes tokens into that block passes `output_tokens=True`.
+    Where that is [CLS], the last block computes nothing else, unless something else is read of it (the base model's
+    `reads_cls_alone`). Whoever puts another `forward` that mixes tokens into that block passes `output_tokens=True`.
     """
 
     model_class = SparseFormerModel
