@@ -15,6 +15,7 @@ from frugalvit import (
     SparseFormerModel,
     SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
+    count_macs,
 )
 from kinds import SPARSEFORMERS
 
@@ -90,7 +91,7 @@ class TestOutputs:
         for model_class in SPARSEFORMERS:
             model = make_model(model_class, generation)
             model.set_attn_implementation("eager")
-            plain = model(pixel_values)
+            plain = model(pixel_values, output_tokens=True)
             for name in ("rois", "sampling_points", "focusing_hidden_states", "hidden_states", "attentions"):
                 assert getattr(plain, name) is None
             outputs = model(
@@ -102,7 +103,7 @@ class TestOutputs:
             )
             for name in ("logits", "image_embeds", "last_hidden_state", "pooler_output"):
                 if name in plain:
-                    torch.testing.assert_close(plain[name], outputs[name])
+                    assert torch.equal(plain[name], outputs[name])
             assert [tuple(rois.shape) for rois in outputs.rois] == [(2, 5, 4)] * adjustments
             assert [tuple(points.shape) for points in outputs.sampling_points] == [(2, 5, 4, 2)] * 5
             assert {rois.dtype for rois in outputs.rois + outputs.sampling_points} == {torch.float32}
@@ -186,6 +187,11 @@ class TestClsAlone:
         hook = module.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0].shape[1]))
         assert self.run(model, pixel_values)[0] == 6 and seen == [6]
         hook.remove()
+        assert self.run(model, pixel_values)[0] == 1
+
+    def test_counting_leaves_it_so(self, make_model, pixel_values):
+        model = make_model("classifier", "bootstrapped")
+        count_macs(model, 32)
         assert self.run(model, pixel_values)[0] == 1
 
     def test_context_broadcast_reads_all(self, make_model, pixel_values):
