@@ -8,6 +8,7 @@ PACKAGES = {
     "frugalvit.evaluation": "frugalvit/evaluation",
     "frugalvit.configuration": "configuration",
     "frugalvit.modeling": "modeling",
+    "frugalvit.modeling.hosts": "modeling/hosts",
     "frugalvit.training": "training",
     "frugalvit.checkpoints": "checkpoints",
 }

@@ -73,7 +73,7 @@ def main():
                 "row": name,
                 **(accuracies := last_accuracies(measured)),
                 "of_teacher": accuracies["accuracy"] / teacher_accuracy,
-                "tokens": model.config.num_latent_tokens + model.config.use_cls_token,
+                "tokens": model.config.num_latent_tokens + model.config.num_prefix_tokens,
                 "parameters": model.num_parameters(),
                 "macs_with_attention": counted.macs_with_attention,
             }

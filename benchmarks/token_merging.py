@@ -22,8 +22,9 @@ from torch import nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from frugalvit.macs import count_macs
+from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.modeling.inheritance import block_weights
 from frugalvit.modeling.modeling_bootstrapped_vit import divergence
-from frugalvit.modeling.teachers import read_teacher
 from frugalvit.training.arguments import (
     DataArguments,
     OptimizerArguments,
@@ -162,7 +163,7 @@ def as_timm(model) -> VisionTransformer:
     Raises:
         ValueError: if its logits differ.
     """
-    config, teacher, embeddings = model.config, read_teacher(model), model.base_model.embeddings
+    config, teacher, embeddings = model.config, read_anatomy(model), model.base_model.embeddings
     vit = VisionTransformer(
         img_size=config.image_size,
         patch_size=config.patch_size,
@@ -177,11 +178,11 @@ def as_timm(model) -> VisionTransformer:
     weights = {"cls_token": embeddings.cls_token, "pos_embed": embeddings.position_embeddings}
     outer = {
         "patch_embed.proj": embeddings.patch_embeddings.projection.state_dict(),
-        "norm": teacher.norm,
-        "head": teacher.classifier,
+        "norm": teacher.norm.state_dict(),
+        "head": teacher.classifier.state_dict(),
     }
     weights |= {f"{part}.{name}": tensor for part, tensors in outer.items() for name, tensor in tensors.items()}
-    for index, block in enumerate(teacher.blocks):
+    for index, block in enumerate(map(block_weights, teacher.blocks)):
         for name in ("weight", "bias"):
             weights |= {f"blocks.{index}.{timm}.{name}": block[f"{ours}.{name}"] for ours, timm in PARTS.items()}
             if f"attention.q_proj.{name}" in block:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from .macs import count_context_broadcast as count_context_broadcast
     from .macs import count_macs as count_macs
     from .modeling.context_broadcast import ContextBroadcast as ContextBroadcast
-    from .modeling.context_broadcast import insert_context_broadcast as insert_context_broadcast
-    from .modeling.context_broadcast import remove_context_broadcast as remove_context_broadcast
+    from .modeling.context_broadcast_hosts import insert_context_broadcast as insert_context_broadcast
+    from .modeling.context_broadcast_hosts import remove_context_broadcast as remove_context_broadcast
     from .modeling.generalized_convolution import GeneralizedConv2d as GeneralizedConv2d
     from .modeling.initialization import impulse_init_ as impulse_init_
     from .modeling.initialization import initialize_attention_ as initialize_attention_

@@ -43,19 +43,19 @@ FAMILIES = {
 
 FUNCTIONS = {
     "checkpoint_path": "frugalvit.resources",
-    "ContextBroadcast": "frugalvit.modeling.context_broadcast",
+    "ContextBroadcast": "frugalvit.modeling.context_broadcast_hosts",
     "count_context_broadcast": "frugalvit.macs",
     "count_macs": "frugalvit.macs",
     "from_open_clip": "frugalvit.modeling.open_clip_adapter",
     "GeneralizedConv2d": "frugalvit.modeling.generalized_convolution",
     "impulse_init_": "frugalvit.modeling.initialization",
-    "insert_context_broadcast": "frugalvit.modeling.context_broadcast",
+    "insert_context_broadcast": "frugalvit.modeling.context_broadcast_hosts",
     "initialize_attention_": "frugalvit.modeling.initialization",
     "matching_processor": "frugalvit.modeling.modeling_sparseformer_llava",
     "measure_attention": "frugalvit.attention",
     "mimetic_init_": "frugalvit.modeling.initialization",
     "OpenClipVisual": "frugalvit.modeling.open_clip_adapter",
-    "remove_context_broadcast": "frugalvit.modeling.context_broadcast",
+    "remove_context_broadcast": "frugalvit.modeling.context_broadcast_hosts",
     "SparseFormerVisionTower": "frugalvit.modeling.llava_tower",
     "swap_vision_tower": "frugalvit.modeling.modeling_sparseformer_llava",
     "to_open_clip": "frugalvit.modeling.open_clip_adapter",
@@ -107,6 +107,6 @@ def register() -> None:
                             model_class.config_class, model_class, exist_ok=True
                         )
     if is_torch_available():
-        altered = importlib.import_module("frugalvit.modeling.context_broadcast")
+        altered = importlib.import_module("frugalvit.modeling.context_broadcast_hosts")
         for config_class in (getattr(altered, f"ContextBroadcast{name}") for name in altered.CONFIGURATIONS):
             transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)

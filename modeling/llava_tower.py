@@ -46,7 +46,7 @@ class SparseFormerVisionTower(nn.Module):
     def feature_select(self, outputs) -> torch.Tensor:
         """The tokens `(batch, tokens, hidden_size)` of the chosen layer, with or without [CLS]."""
         states = outputs.hidden_states[self.select_layer]
-        return states[:, int(self.config.use_cls_token) :] if self.select_feature == "patch" else states
+        return states[:, self.config.num_prefix_tokens :] if self.select_feature == "patch" else states
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:

@@ -4,6 +4,8 @@ After Zheng et al., *Structured Initialization for Attention in Vision Transform
 positions, average pooling, and queries and keys that make every head's first attention map an impulse filter.
 """
 
+import importlib
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,10 +17,9 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
-from .context_broadcast import ContextBroadcast, insert_modules
+from .context_broadcast import ContextBroadcast, broadcast_layers
 from .hub import HubModel
 from .impulse import sincos_position_encoding
-from .initialization import initialize_attention_
 from .layers import (
     GenericForImageClassification,
     PatchEmbeddings,
@@ -128,17 +129,18 @@ class ViTImpulseInitPreTrainedModel(HubModel):
                 self._initialize_attention(module)
 
     def _initialize_attention(self, module: nn.Module):
-        config = self.config
+        config, options = self.config, {}
+        if config.initialization not in ("impulse", "mimetic"):
+            return
         if config.initialization == "impulse":
-            initialize_attention_(
-                module,
-                "impulse",
-                kernel_size=config.impulse_kernel_size,
-                mass=config.impulse_mass,
-                value_init=config.value_init,
-            )
-        elif config.initialization == "mimetic":
-            initialize_attention_(module, "mimetic")
+            options = {
+                "kernel_size": config.impulse_kernel_size,
+                "mass": config.impulse_mass,
+                "value_init": config.value_init,
+            }
+        # Fresh weights alone need it: it is no part of a saved model's code.
+        initialization = importlib.import_module("frugalvit.modeling.initialization")
+        initialization.initialize_attention_(module, config.initialization, **options)
 
 
 class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
@@ -151,7 +153,8 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
         self.layers = pre_norm_layers(config)
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         if config.context_broadcast is not None:
-            insert_modules(self, config.context_broadcast, config.context_broadcast_position)
+            kind, position = config.context_broadcast, config.context_broadcast_position
+            broadcast_layers(self.layers, kind, position, has_class_token=config.pooling == "cls")
         self.post_init()
 
     @merge_with_config_defaults

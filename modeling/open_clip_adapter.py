@@ -10,9 +10,11 @@ from torch import nn
 from transformers import CLIPImageProcessor, CLIPTextConfig, ViTImageProcessor
 
 from ..configuration.configuration_base import pair
+from .hosts import Obstacle
+from .hosts.open_clip import read_block
+from .inheritance import block_weights
 from .modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .modeling_sparseformer_clip import SparseFormerCLIPConfig, SparseFormerCLIPModel
-from .teachers import activation_name, read_block
 
 
 # open_clip's names of PIL's resampling filters.
@@ -61,7 +63,7 @@ class OpenClipVisual(nn.Module):
         outputs = self.model(x)
         if not self.output_tokens:
             return outputs.image_embeds
-        return outputs.image_embeds, outputs.last_hidden_state[:, int(self.model.config.use_cls_token) :]
+        return outputs.image_embeds, outputs.last_hidden_state[:, self.model.config.num_prefix_tokens :]
 
     def lock(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False):
         """Freeze all but the last groups: the projection, the last block with the final LayerNorm, the blocks before
@@ -150,7 +152,7 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel:
         "final_layer_norm.bias": text.ln_final.bias,
     }
     for index, block in enumerate(text.transformer.resblocks):
-        for name, tensor in read_block(clip, block).items():
+        for name, tensor in block_weights(read_block(block)).items():
             weights[f"encoder.layers.{index}.{_to_clip(name)}"] = tensor
     model.text_model.load_state_dict(weights)
     model.text_projection.weight.copy_(text.text_projection.mT)
@@ -177,8 +179,10 @@ def _text_config(clip: nn.Module, text: nn.Module) -> dict:
     if not isinstance(text.text_projection, nn.Parameter):
         refuse("its projection is no matrix without bias")
     block = text.transformer.resblocks[0]
-    if not isinstance(block.attn, nn.MultiheadAttention):
-        refuse(f"its attention is a {type(block.attn).__name__}, expected nn.MultiheadAttention")
+    try:
+        hidden_act = read_block(block).mlp.activation
+    except Obstacle as obstacle:
+        refuse(str(obstacle))
     if getattr(clip, "logit_bias", None) is not None:
         refuse("its logits have a bias, as SigLIP's have")
     vocab_size, hidden_size = text.token_embedding.weight.shape
@@ -190,7 +194,7 @@ def _text_config(clip: nn.Module, text: nn.Module) -> dict:
         "num_hidden_layers": len(text.transformer.resblocks),
         "num_attention_heads": block.attn.num_heads,
         "max_position_embeddings": len(text.positional_embedding),
-        "hidden_act": activation_name(clip, block.mlp.gelu),
+        "hidden_act": hidden_act,
         "layer_norm_eps": text.ln_final.eps,
         # Transformers takes the highest token id of a text for its end where the configuration says 2.
         "eos_token_id": 2 if pooling == "argmax" else eos,

@@ -9,6 +9,7 @@ optimizer, AdamW is our choice. Continued bootstrapping starts from `--student`,
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
+from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.modeling_bootstrapped_vit import divergence as kl_divergence
 from ..modeling.modeling_sparseformer import (
     SparseFormerForImageClassification,
@@ -25,7 +27,6 @@ from ..modeling.modeling_sparseformer import (
     SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
 )
-from ..modeling.teachers import classifier_of, embed, read_teacher
 from .arguments import (
     DataArguments,
     RunArguments,
@@ -178,13 +179,14 @@ def main(argv: list[str] | None = None) -> int:
 
     teacher, processor = load_vision_model(pair.teacher, accelerator.device, pair.trust_remote_code)
     teacher.requires_grad_(False)
+    anatomy = read_anatomy(teacher)
     teacher_format = ImageFormat.from_processor(processor)
-    student = build_student(pair, teacher, teacher_format)
+    student = build_student(pair, anatomy, teacher_format)
     student_format = format_of(student.config)
-    tuned = freeze(student, pair, len(read_teacher(teacher).blocks))
+    tuned = freeze(student, pair, len(anatomy.blocks))
 
     train_images, eval_images = load_splits(data)
-    classify, classify_teacher = getattr(student, "classifier", None), classifier_of(teacher)
+    classify, classify_teacher = getattr(student, "classifier", None), anatomy.classifier
     if classify is None and (alignment.loss == "kl" or alignment.label_loss_weight):
         raise ValueError(
             f"--loss kl and --label_loss_weight compare classes, and {pair.teacher} is no classifier; align its "
@@ -205,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     cache = None
     if alignment.teacher_cache:
-        width = embedding_width(teacher)
+        width = anatomy.embedding_size
         cache = TeacherCache(alignment.teacher_cache, accelerator, teacher, width, view, train_images, run.seed)
 
     optimizer, scheduler = build_optimizer(student, tuned, schedule, loader.steps_per_epoch, run.epochs)
@@ -218,12 +220,15 @@ def main(argv: list[str] | None = None) -> int:
     model, optimizer, scheduler = prepare(accelerator, student.base_model, optimizer, scheduler)
     project = getattr(student, "visual_projection", nn.Identity())
     uses_labels = alignment.label_loss_weight > 0
-    align_tokens = TokenAlignment(student, teacher, teacher_format.size) if alignment.token_loss_weight else None
+    align_tokens = TokenAlignment(student, anatomy) if alignment.token_loss_weight else None
     outputs_asked_for = align_tokens.arguments if align_tokens else {"output_tokens": False}
 
     def ask_teacher(batch):
-        with torch.inference_mode(), accelerator.autocast():
-            target = embed(teacher, batch.get("teacher_pixel_values", batch["pixel_values"])).float()
+        images = batch.get("teacher_pixel_values", batch["pixel_values"])
+        watch = anatomy.watch() if align_tokens else nullcontext()
+        with torch.inference_mode(), accelerator.autocast(), watch as states:
+            target = anatomy.embed(images).float()
+        batch["teacher_tokens"] = states
         # Out of inference mode, so that the loss may keep it for its gradient.
         return target.clone()
 
@@ -232,7 +237,6 @@ def main(argv: list[str] | None = None) -> int:
         if "target" not in batch:
             # It stays for repeated steps.
             batch["target"] = cache(batch["index"], lambda: ask_teacher(batch)) if cache else ask_teacher(batch)
-            batch["teacher_tokens"] = align_tokens.states if align_tokens else None
         outputs, target = model(pixel_values, **outputs_asked_for), batch["target"]
         embedding = project(outputs.pooler_output).float()
         if alignment.loss == "cosine":
@@ -260,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=lambda model: evaluate_student(accelerator, model, project, classify, teacher, eval_loader, targets),
+        evaluate=lambda model: evaluate_student(accelerator, model, project, classify, anatomy, eval_loader, targets),
         save=save,
         saved=student,
         metric="alignment",
@@ -271,18 +275,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_student(
-    pair: StudentArguments, teacher: nn.Module, teacher_format: ImageFormat
+    pair: StudentArguments, teacher: Anatomy, teacher_format: ImageFormat
 ) -> SparseFormerPreTrainedModel:
     """A new student with the teacher's blocks, or `--student` with the tokens and pixels that are wanted."""
-    source = read_teacher(teacher)
     if pair.student:
         student, _ = load_vision_model(pair.student, "cpu")
         if not isinstance(student, SparseFormerPreTrainedModel):
             raise ValueError(f"--student {pair.student} is no SparseFormer but a {type(student).__name__}.")
         projects = isinstance(student, SparseFormerVisionModelWithProjection)
-        width = student.config.projection_dim if projects else student.config.hidden_size
-        teacher_width = embedding_width(teacher)
-        if width != teacher_width or projects != (source.projection is not None):
+        width = student.config.projection_dim if projects else student.config.pooled_size
+        teacher_width = teacher.embedding_size
+        if width != teacher_width or projects != (teacher.projection is not None):
             raise ValueError(
                 f"--student {pair.student} gives embeddings {width} wide and --teacher {teacher_width}, before or "
                 "after a projection; these cannot be aligned. Give the teacher that the student was bootstrapped from."
@@ -295,10 +298,12 @@ def build_student(
     height, width = teacher_format.size
     image_size = height if height == width else [height, width]
     truncate = int(pair.truncate) if pair.truncate >= 1 else pair.truncate
-    if source.classifier is not None:
+    if teacher.classifier is not None:
         student_class = SparseFormerForImageClassification
     else:
-        student_class = SparseFormerVisionModel if source.projection is None else SparseFormerVisionModelWithProjection
+        student_class = (
+            SparseFormerVisionModel if teacher.projection is None else SparseFormerVisionModelWithProjection
+        )
     student = student_class.from_teacher(
         teacher,
         num_latent_tokens=pair.num_latent_tokens,
@@ -313,12 +318,6 @@ def build_student(
     if pair.image_size:
         set_image_size(student.config, pair.image_size)
     return student
-
-
-def embedding_width(teacher: nn.Module) -> int:
-    """Channels of what `embed` gives."""
-    source = read_teacher(teacher)
-    return len(source.norm["weight"] if source.projection is None else source.projection)
 
 
 def set_image_size(config, image_size: int):
@@ -382,7 +381,9 @@ def build_optimizer(student, tuned: set[nn.Parameter], schedule: ScheduleArgumen
 
 
 @torch.inference_mode()
-def evaluate_student(accelerator: Accelerator, model, project, classify, teacher, loader, targets) -> dict[str, float]:
+def evaluate_student(
+    accelerator: Accelerator, model, project, classify, teacher: Anatomy, loader, targets
+) -> dict[str, float]:
     """Mean cosine of student's and teacher's embeddings and, of classifiers where there are labels, the accuracy of
     both. The teacher is asked about batches that `targets` lacks, and noted there."""
     model.eval()
@@ -393,13 +394,13 @@ def evaluate_student(accelerator: Accelerator, model, project, classify, teacher
         embedding = project(model(pixel_values, output_tokens=False).pooler_output).float()
         if number not in targets:
             with accelerator.autocast():
-                targets[number] = embed(teacher, batch.get("teacher_pixel_values", pixel_values)).float()
+                targets[number] = teacher.embed(batch.get("teacher_pixel_values", pixel_values)).float()
         target = targets[number]
         cosines.append(accelerator.gather_for_metrics(F.cosine_similarity(embedding, target)))
         if labeled := classify is not None and "labels" in batch:
             for name, classifier, features in (
                 ("accuracy", classify, embedding),
-                ("teacher_accuracy", classifier_of(teacher), target),
+                ("teacher_accuracy", teacher.classifier, target),
             ):
                 logits, labels = accelerator.gather_for_metrics((classifier(features), batch["labels"]))
                 accuracies[name].add_batch(predictions=logits.cpu().numpy(), references=labels.cpu().numpy())

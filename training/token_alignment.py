@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..modeling.teachers import read_teacher
+from ..modeling.hosts import Anatomy
 
 
 # Points on each side of a token's RoI at which the teacher's tokens are read and averaged.
@@ -15,13 +15,12 @@ class TokenAlignment:
     """Hints (Romero et al. 2015) for the tokens of a SparseFormer, not part of the paper's recipe.
 
     A token should hold what the teacher's tokens within its RoI hold on average, before the first inherited block and
-    after each. The distance is the mean squared one between LayerNorm-ed tokens, averaged over these depths; [CLS]
-    takes no part. RoIs get no gradient from it.
+    after each. The distance is the mean squared one between LayerNorm-ed tokens, averaged over these depths; [CLS] and
+    registers take no part. RoIs get no gradient from it.
 
     Args:
         student (`SparseFormerForImageClassification`): Has the teacher's blocks but the leading ones.
-        teacher (`nn.Module`): Any that `read_teacher` reads; its blocks are watched from now on.
-        teacher_size (pair of `int`): Height and width of the teacher's images in pixels.
+        teacher (`Anatomy`): Of the teacher.
 
     Raises:
         ValueError: if the student has more blocks than the teacher.
@@ -30,36 +29,20 @@ class TokenAlignment:
     # What the student is to be called with.
     arguments = {"output_hidden_states": True, "output_rois": True}
 
-    def __init__(self, student: nn.Module, teacher: nn.Module, teacher_size: tuple[int, int]):
-        read = read_teacher(teacher)
-        height, width = teacher_size
-        rows = round((read.num_tokens * height / width) ** 0.5)
-        self.grid = (rows, read.num_tokens // rows)
-        self.skipped = int(student.config.use_cls_token)
-        self.states: list[torch.Tensor] = []
-        inherited = len(student.base_model.layers)
-        if inherited > len(read.modules):
+    def __init__(self, student: nn.Module, teacher: Anatomy):
+        self.grid, self.skipped = teacher.grid, student.config.num_prefix_tokens
+        self.depths = len(student.base_model.layers) + 1
+        if self.depths - 1 > len(teacher.blocks):
             raise ValueError(
-                f"The student has {inherited} blocks and the teacher {len(read.modules)}; their tokens cannot be "
+                f"The student has {self.depths - 1} blocks and the teacher {len(teacher.blocks)}; their tokens cannot be "
                 "aligned. Leave --token_loss_weight at 0."
             )
-        blocks = read.modules[len(read.modules) - inherited :]
-        blocks[0].register_forward_pre_hook(self._begin)
-        for block in blocks:
-            block.register_forward_hook(self._note)
-
-    def _begin(self, block: nn.Module, arguments: tuple):
-        self.states = [arguments[0]]
-
-    def _note(self, block: nn.Module, arguments: tuple, output):
-        self.states.append(output[0] if isinstance(output, tuple) else output)
 
     def __call__(self, outputs, teacher_tokens: list[torch.Tensor]) -> torch.Tensor:
-        """The loss of the student's `outputs`; `teacher_tokens` is what `states` was after the teacher ran on the same
-        images."""
+        """The loss of the student's `outputs`; `teacher_tokens` are the teacher's `states` of the same images."""
         shares = self._shares(outputs.rois[-1].detach())
         losses = []
-        for state, held in zip(outputs.hidden_states, teacher_tokens, strict=True):
+        for state, held in zip(outputs.hidden_states, teacher_tokens[-self.depths :], strict=True):
             tokens, expected = state[:, self.skipped :].float(), shares @ held[:, -shares.shape[-1] :].float()
             losses.append(F.mse_loss(_normalize(tokens), _normalize(expected)))
         return torch.stack(losses).mean()

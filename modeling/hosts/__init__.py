@@ -1,0 +1,50 @@
+"""Vision transformers of other libraries and of this package, read into one `Anatomy`."""
+
+from torch import nn
+
+from . import open_clip, timm, transformers
+from .anatomy import Anatomy, Obstacle, activation_name
+
+
+def read_anatomy(model: nn.Module | Anatomy) -> Anatomy:
+    """Read a vision transformer: one of Transformers, timm, open_clip or this package, a model with a tower of one, or
+    a wrapper around one.
+
+    Nothing is copied or computed. `Anatomy.require_plain` refuses what is no plain pre-norm vision transformer,
+    `Anatomy.check` compares what was read with what the model computes.
+
+    Args:
+        model (`nn.Module` or `Anatomy`): The model; what was read already comes back as it is.
+
+    Raises:
+        ValueError: if it is no model, or one that reads text alone.
+    """
+    if isinstance(model, Anatomy):
+        return model
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"Expected a model, got {type(model).__name__}; load it first.")
+    part = _unwrap(model)
+    if open_clip.is_open_clip(part):
+        anatomy = open_clip.read(part)
+    elif timm.is_timm(part):
+        anatomy = timm.read(part)
+        if anatomy.classifier is not None and hasattr(model, "config"):
+            anatomy.labels = {"id2label": dict(model.config.id2label), "label2id": dict(model.config.label2id)}
+    elif transformers.is_transformers(part):
+        anatomy = transformers.read(part)
+    else:
+        anatomy = Anatomy(part, [], obstacle="it has no list of transformer blocks that is known")
+    if getattr(anatomy.model, "main_input_name", None) == "input_ids":
+        raise ValueError(f"{type(model).__name__} reads text; expected a model that sees images.")
+    anatomy.source, anatomy.read = model, read_anatomy
+    return anatomy
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """The timm model inside Transformers' wrapper, the visual tower of an open_clip model, or the model itself."""
+    if hasattr(model, "visual") and hasattr(model, "encode_image"):
+        return model.visual
+    return getattr(model, "timm_model", model)
+
+
+__all__ = ["Anatomy", "Obstacle", "activation_name", "read_anatomy"]

@@ -1,0 +1,539 @@
+"""What every method of this package needs to know of a vision transformer, whatever library it comes from.
+
+A reader of this folder (`transformers.py`, `timm.py`, `open_clip.py`) finds the parts of a model; nothing is copied, so
+that weights can be written to. An `Anatomy` can also run what was read: `check` compares that with the model itself, as
+equal names do not make equal computations.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+
+from ..layers import rotary_table, rotate_half
+
+
+# Largest difference between what was read and what the model computes, relative to its largest value.
+TOLERANCE = 1e-4
+
+_ACTIVATIONS = {
+    "GELU": "gelu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_pytorch_tanh",
+    "GELUTanhActivation": "gelu_pytorch_tanh",
+    "GeluTanh": "gelu_pytorch_tanh",
+    "PytorchGELUTanh": "gelu_pytorch_tanh",
+    "QuickGELU": "quick_gelu",
+    "QuickGELUActivation": "quick_gelu",
+    "ReLU": "relu",
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+}
+_RMS_NORMS = ("RMSNorm", "RmsNorm", "Aimv2RMSNorm")
+# What parameters that no plain block has stand for.
+_FOREIGN = {
+    "proj_l": "it mixes attention heads with each other (talking heads)",
+    "proj_w": "it mixes attention heads with each other (talking heads)",
+    "relative_position_bias": "it adds relative position biases to its attention",
+    "rel_pos": "it adds relative position biases to its attention",
+    "attention_biases": "it adds relative position biases to its attention",
+    "gate": "it gates the output of its attention",
+}
+
+
+class Obstacle(ValueError):
+    """Why a model is no plain vision transformer."""
+
+
+@dataclass
+class Projection:
+    """A linear map, as views of a model's weights.
+
+    Args:
+        weight (`torch.Tensor`): `(out, in)`.
+        bias (`torch.Tensor`, *optional*): `(out,)`.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> "Projection":
+        return cls(linear.weight, linear.bias)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        return F.linear(inputs, self.weight, self.bias)
+
+
+@dataclass
+class Attention:
+    """Multi-head attention, as wide as the tokens.
+
+    Args:
+        query, key, value, output (`Projection`): `(hidden_size, hidden_size)` each.
+        num_heads (`int`): Heads.
+        query_norm, key_norm (`nn.Module`, *optional*): Of each head's queries and keys, before they are rotated.
+        output_norm (`nn.Module`, *optional*): Before the output projection.
+    """
+
+    query: Projection
+    key: Projection
+    value: Projection
+    output: Projection
+    num_heads: int
+    query_norm: nn.Module | None = None
+    key_norm: nn.Module | None = None
+    output_norm: nn.Module | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return len(self.query.weight) // self.num_heads
+
+    def head(self, weight: torch.Tensor, head: int) -> torch.Tensor:
+        """A head's rows of the weight of `query` or `key`, `(head_dim, hidden_size)`."""
+        return weight[head * self.head_dim : (head + 1) * self.head_dim]
+
+    def __call__(
+        self, tokens: torch.Tensor, queries: torch.Tensor | None = None, rotate: Callable | None = None
+    ) -> torch.Tensor:
+        """Tokens `(batch, tokens, hidden_size)`, asked by themselves or by `queries`, to the shape of what asks."""
+        queries = tokens if queries is None else queries
+        query, key, value = (
+            projection(states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for projection, states in ((self.query, queries), (self.key, tokens), (self.value, tokens))
+        )
+        query, key = _normalize(self.query_norm, query), _normalize(self.key_norm, key)
+        if rotate is not None:
+            query, key = rotate(query), rotate(key)
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return self.output(_normalize(self.output_norm, mixed))
+
+
+@dataclass
+class MLP:
+    """`down(norm(activation(up(x))))`, or, with a gate, `down(norm(activation(gate(x)) * up(x)))`.
+
+    Args:
+        up, down (`Projection`): `(intermediate_size, hidden_size)` and its reverse.
+        activation (`str`): One of Transformers' names.
+        gate (`Projection`, *optional*): As `up`.
+        norm (`nn.Module`, *optional*): Before `down`.
+    """
+
+    up: Projection
+    down: Projection
+    activation: str
+    gate: Projection | None = None
+    norm: nn.Module | None = None
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        activate, inner = ACT2FN[self.activation], self.up(tokens)
+        inner = activate(inner) if self.gate is None else activate(self.gate(tokens)) * inner
+        return self.down(_normalize(self.norm, inner))
+
+
+@dataclass
+class Block:
+    """A pre-norm transformer block: attention and MLP, each of normalized tokens and added to them.
+
+    Args:
+        module (`nn.Module`): The model's own.
+        attention_norm, mlp_norm (`nn.Module`): LayerNorm or RMSNorm.
+        attention (`Attention`), mlp (`MLP`): What is added.
+        attention_scale, mlp_scale (`torch.Tensor`, *optional*): Layer scale, `(hidden_size,)`.
+    """
+
+    module: nn.Module
+    attention_norm: nn.Module
+    attention: Attention
+    mlp_norm: nn.Module
+    mlp: MLP
+    attention_scale: torch.Tensor | None = None
+    mlp_scale: torch.Tensor | None = None
+
+    def __call__(self, tokens: torch.Tensor, rotate: Callable | None = None) -> torch.Tensor:
+        branch = self.attention(self.attention_norm(tokens), rotate=rotate)
+        tokens = tokens + (branch if self.attention_scale is None else self.attention_scale * branch)
+        branch = self.mlp(self.mlp_norm(tokens))
+        return tokens + (branch if self.mlp_scale is None else self.mlp_scale * branch)
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        return [module for module in self.module.modules() if isinstance(module, nn.Linear)]
+
+
+@dataclass
+class Outline:
+    """What inserting a module into a block needs to know, also of blocks of hierarchical transformers.
+
+    Args:
+        block (`nn.Module`): The block.
+        mlp, second_linear (`nn.Module`): Its MLP, and the layer that takes that back to the width of the tokens.
+        attention (`nn.Module`, *optional*): Returns what attention adds to the tokens.
+        after_attention (`nn.Module`, *optional*): Instead of it, what is given that.
+    """
+
+    block: nn.Module
+    mlp: nn.Module
+    second_linear: nn.Linear
+    attention: nn.Module | None = None
+    after_attention: nn.Module | None = None
+
+
+@dataclass
+class Rotary:
+    """Rotary positions of patches (Su et al. 2021, arXiv 2104.09864), each axis on its own.
+
+    A patch whose center is at `(y, x)`, 0 to 1 across the image, has the angles `(scale * center + shift) * f` with
+    f = theta^(-i / n), i = 0, …, n - 1, n = head_dim / 4. EVA-02 (Fang et al. 2023, arXiv 2303.11331) and DINOv3 (Siméoni
+    et al. 2025, arXiv 2508.10104) differ in `scale` and `shift` alone, and in which channels rotate together.
+
+    Args:
+        theta (`float`): Base of the frequencies.
+        scale, shift (pair of `float`): From centers to coordinates, y first.
+        channels (`torch.Tensor`): `(head_dim,)`, the model's channels in the order in which channel i rotates with
+            channel i + head_dim / 2, first the n pairs of y, then those of x.
+    """
+
+    theta: float
+    scale: tuple[float, float]
+    shift: tuple[float, float]
+    channels: torch.Tensor
+
+    @property
+    def fields(self) -> dict:
+        """As fields of a `SparseFormerConfig`."""
+        return {"rope_theta": self.theta, "rope_scale": list(self.scale), "rope_shift": list(self.shift)}
+
+
+@dataclass
+class AttentionPooling:
+    """One learned query that attends to all tokens, as in SigLIP and AIMv2.
+
+    Args:
+        probe (`torch.Tensor`): `(1, hidden_size)`, what `attention.query` takes.
+        attention (`Attention`): Attends.
+        norm (`nn.Module`, *optional*), mlp (`MLP`, *optional*): Of what comes out, added to it.
+    """
+
+    probe: torch.Tensor
+    attention: Attention
+    norm: nn.Module | None = None
+    mlp: MLP | None = None
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        pooled = self.attention(tokens, self.probe.expand(len(tokens), -1, -1))
+        return (pooled if self.mlp is None else pooled + self.mlp(self.norm(pooled)))[:, 0]
+
+
+@dataclass
+class Anatomy:
+    """A vision transformer, part by part.
+
+    Args:
+        model (`nn.Module`): What was read, without wrappers and towers for text.
+        outlines (`list[Outline]`): Of its blocks, in order.
+        blocks (`list[Block]`): The same, in full.
+        image_size, grid (pairs of `int`): Height and width, in pixels and in patches.
+        num_class_tokens, num_register_tokens (`int`): Tokens in front of those of patches, in this order.
+        pooling (`str`): How tokens become the embedding, as in `SparseFormerConfig`.
+        pool_before_norm (`bool`): Whether they are normalized after that.
+        class_tokens (`list[int]`, *optional*): Which of several class tokens are side by side in it; all by default.
+        norm (`nn.Module`, *optional*): The final one.
+        pre_norm (`nn.Module`, *optional*): Of the tokens before the first block.
+        positions (`torch.Tensor`, *optional*): Added to the tokens, `(tokens, hidden_size)`, those in front first where
+            they have some; a view of a parameter if `learns_positions`.
+        rotary (`Rotary`, *optional*): Rotates queries and keys of patches.
+        pooling_head (`AttentionPooling`, *optional*): For attention pooling.
+        classifier (`nn.Linear`, *optional*): Takes the embedding to logits.
+        labels (`dict`): `id2label` and `label2id` where the model has names.
+        projection (`Projection`, *optional*): Part of the embedding, what a CLIP projects its pooled tokens by.
+        run (`Callable`): Images to the model's own embedding, `(batch, embedding_size)`.
+        run_classifier (`Callable`, *optional*): Images to its own logits.
+        obstacle (`str`, *optional*): Why this is no plain vision transformer; then there are outlines alone.
+        source (`nn.Module`, *optional*): What was given to read.
+        read (`Callable`, *optional*): Reads another such model.
+    """
+
+    model: nn.Module
+    outlines: list[Outline]
+    blocks: list[Block] = field(default_factory=list)
+    image_size: tuple[int, int] = (0, 0)
+    grid: tuple[int, int] = (0, 0)
+    num_class_tokens: int = 0
+    num_register_tokens: int = 0
+    pooling: str = "cls"
+    pool_before_norm: bool = False
+    class_tokens: list[int] | None = None
+    norm: nn.Module | None = None
+    pre_norm: nn.Module | None = None
+    positions: torch.Tensor | None = None
+    learns_positions: bool = False
+    rotary: Rotary | None = None
+    pooling_head: AttentionPooling | None = None
+    classifier: nn.Linear | None = None
+    labels: dict = field(default_factory=dict)
+    projection: Projection | None = None
+    run: Callable[[torch.Tensor], torch.Tensor] | None = None
+    run_classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
+    obstacle: str | None = None
+    source: nn.Module | None = None
+    read: Callable[[nn.Module], "Anatomy"] | None = None
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+    def require_plain(self, purpose: str):
+        """Raise a ValueError that says why this model is not for that, unless it is a plain vision transformer."""
+        if self.obstacle:
+            raise ValueError(
+                f"Cannot {purpose} {self.name}: {self.obstacle}. Expected a plain pre-norm vision transformer of "
+                "Transformers, timm or open_clip; docs/models.md lists them."
+            )
+
+    @property
+    def hidden_size(self) -> int:
+        return self.blocks[0].attention.query.weight.shape[1]
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return self.num_class_tokens + self.num_register_tokens
+
+    @property
+    def embedding_size(self) -> int:
+        """Channels of the embedding."""
+        if self.projection is not None:
+            return len(self.projection.weight)
+        if self.pooling == "cls_and_latent_mean":
+            return 2 * self.hidden_size
+        if self.pooling == "cls":
+            return len(self.class_tokens or range(self.num_class_tokens)) * self.hidden_size
+        return self.hidden_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks[0].attention.query.weight.device
+
+    @property
+    def patch_positions(self) -> torch.Tensor:
+        """Positions of the patches alone, a view."""
+        return self.positions[len(self.positions) - self.num_patches :]
+
+    def embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """The model's own embedding, which bootstrapping aligns, `(batch, embedding_size)`: what its classifier reads;
+        of a CLIP the projected embedding, not normalized; else what it pools."""
+        return self.run(pixel_values)
+
+    def patch_tokens(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """The patches' tokens after the last block, normalized where the model does, `(batch, patches, hidden_size)`."""
+        *_, tokens = self.states(pixel_values)
+        return _normalize(self.norm, tokens)[:, self.num_prefix_tokens :]
+
+    def states(self, pixel_values: torch.Tensor) -> list[torch.Tensor]:
+        """Tokens before the first block and after each, `(batch, prefix + patches, hidden_size)`."""
+        with self.watch() as states:
+            self.run(pixel_values)
+        return states
+
+    @contextmanager
+    def watch(self) -> Iterator[list[torch.Tensor]]:
+        """Inside, `states` of the last run are in the list that is yielded."""
+        states: list[torch.Tensor] = []
+
+        def begin(module, arguments, keywords):
+            states[:] = [arguments[0] if arguments else keywords["hidden_states"]]
+
+        def note(module, arguments, output):
+            states.append(output[0] if isinstance(output, tuple) else output)
+
+        handles = [self.blocks[0].module.register_forward_pre_hook(begin, with_kwargs=True)]
+        handles += [block.module.register_forward_hook(note) for block in self.blocks]
+        try:
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def pool(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens after the last block, `(batch, prefix + patches, hidden_size)`, to the embedding, as it was read."""
+        tokens = tokens if self.pool_before_norm else _normalize(self.norm, tokens)
+        latent = tokens[:, self.num_prefix_tokens :]
+        if self.pooling == "cls":
+            pooled = tokens[:, self.class_tokens or range(self.num_class_tokens)].flatten(1)
+        elif self.pooling == "class_mean":
+            pooled = tokens[:, : self.num_class_tokens].mean(1)
+        elif self.pooling == "cls_and_latent_mean":
+            pooled = torch.cat([tokens[:, 0], latent.mean(1)], dim=1)
+        elif self.pooling in ("attention", "latent_attention"):
+            pooled = self.pooling_head(tokens if self.pooling == "attention" else latent)
+        else:
+            pooled = (tokens if self.pooling == "mean" else latent).mean(1)
+        pooled = _normalize(self.norm, pooled) if self.pool_before_norm else pooled
+        return pooled if self.projection is None else self.projection(pooled)
+
+    def rotation(self, dtype: torch.dtype = torch.float32) -> Callable | None:
+        """Rotates the patches among queries or keys, `(batch, heads, prefix + patches, head_dim)`."""
+        if self.rotary is None:
+            return None
+        rotary, order = self.rotary, self.rotary.channels.to(self.device)
+        cos, sin = rotary_table(self.patch_centers(), rotary.theta, rotary.scale, rotary.shift, len(order))
+
+        def rotate(states: torch.Tensor) -> torch.Tensor:
+            front, patches = states[:, :, : self.num_prefix_tokens], states[:, :, self.num_prefix_tokens :]
+            patches = rotate_half(patches[..., order], cos.to(dtype), sin.to(dtype))[..., order.argsort()]
+            return torch.cat([front, patches], dim=2)
+
+        return rotate
+
+    def patch_centers(self) -> torch.Tensor:
+        """`(patches, 2)` as y, x, 0 to 1 across the image."""
+        axes = [(torch.arange(count, device=self.device) + 0.5) / count for count in self.grid]
+        return torch.cartesian_prod(*axes)
+
+    def example(self) -> torch.Tensor:
+        """Two images of noise, normalized, as the model takes them."""
+        generator = torch.Generator().manual_seed(0)
+        weight = self.blocks[0].attention.query.weight
+        return torch.randn(2, 3, *self.image_size, generator=generator).to(weight.device, weight.dtype)
+
+    @torch.no_grad()
+    def discrepancies(self) -> dict[str, torch.Tensor]:
+        """What is compared by `check`, each as the largest difference relative to the largest value."""
+        with evaluating(self.model):
+            images = self.example()
+            states, embedding = self.states(images), self.embed(images)
+            found = {"it embeds an image in another way each time": difference(self.embed(images), embedding)}
+            if self.classifier is not None:
+                logits = self.run_classifier(images)
+                found["its classifier reads something else"] = difference(self.classifier(embedding), logits)
+            tokens, rotate = states[0], self.rotation(states[0].dtype)
+            for index, (block, expected) in enumerate(zip(self.blocks, states[1:], strict=True)):
+                tokens = block(tokens, rotate)
+                name = f"its block {index} ({type(block.module).__name__}) computes something else than a plain pre-norm block"
+                found[name] = difference(tokens, expected)
+            found["it pools its tokens in another way"] = difference(self.pool(tokens), embedding)
+        return found
+
+    def check(self, purpose: str = "read"):
+        """Raise a ValueError unless the model computes what was read, on two images of noise, in float32."""
+        anatomy = self
+        if any(parameter.dtype != torch.float32 for parameter in self.model.parameters()):
+            anatomy = self.read(copy.deepcopy(self.source).float())
+        for problem, value in anatomy.discrepancies().items():
+            if not value < TOLERANCE:
+                raise ValueError(
+                    f"Cannot {purpose} {self.name}: {problem} with the same weights (largest relative difference "
+                    f"{value:.1e})."
+                )
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Largest difference relative to the largest value."""
+    found, expected = found.float(), expected.float()
+    return (found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout inside; every module is then as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def activation_name(activation: nn.Module) -> str:
+    """Transformers' name of an activation of any library.
+
+    Raises:
+        Obstacle: if it is not known.
+    """
+    name = type(activation).__name__
+    if name not in _ACTIVATIONS:
+        raise Obstacle(f"its activation {name} is not one of {sorted(set(_ACTIVATIONS.values()))}")
+    if name == "GELU" and getattr(activation, "approximate", "none") == "tanh":
+        return "gelu_pytorch_tanh"
+    return _ACTIVATIONS[name]
+
+
+def norm_type(norm: nn.Module) -> str:
+    """`"layer_norm"` or `"rms_norm"`.
+
+    Raises:
+        Obstacle: if it is neither.
+    """
+    if isinstance(norm, nn.LayerNorm):
+        return "layer_norm"
+    if type(norm).__name__ in _RMS_NORMS:
+        return "rms_norm"
+    raise Obstacle(f"it has a {type(norm).__name__} where a LayerNorm or RMSNorm is expected")
+
+
+def norm_eps(norm: nn.Module) -> float:
+    """The epsilon of a LayerNorm or RMSNorm of any library."""
+    eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
+    return torch.finfo(torch.float32).eps if eps is None else eps
+
+
+def given(module: nn.Module | None) -> nn.Module | None:
+    """A module, unless it does nothing."""
+    return None if isinstance(module, nn.Identity) else module
+
+
+def fused_projections(linear: nn.Linear, biases: tuple | None = None) -> list[Projection]:
+    """Query, key and value of one linear layer; with `biases`, of those, which may be None."""
+    if biases is None:
+        biases = (None,) * 3 if linear.bias is None else linear.bias.chunk(3)
+    return [Projection(weight, bias) for weight, bias in zip(linear.weight.chunk(3), biases, strict=True)]
+
+
+def require_all_known(module: nn.Module, known: list[object]):
+    """Raise an `Obstacle` unless every parameter of a module belongs to what was read of it.
+
+    Args:
+        module (`nn.Module`): For example a block.
+        known (`list`): Its parts: modules and parameters, of which None are passed over.
+    """
+    parameters = set()
+    for part in known:
+        if isinstance(part, nn.Module):
+            parameters.update(part.parameters())
+        elif part is not None:
+            parameters.add(part)
+    unknown = [name for name, parameter in module.named_parameters() if parameter not in parameters]
+    for name in unknown:
+        for word, reason in _FOREIGN.items():
+            if word in name:
+                raise Obstacle(reason)
+    if unknown:
+        raise Obstacle(
+            f"its {type(module).__name__} has parameters that no plain block has ({', '.join(unknown[:4])})"
+        )
+
+
+def require_equal_width(attention: Attention):
+    """Raise an `Obstacle` unless attention is as wide as the tokens, for queries, keys and values alike."""
+    width = attention.query.weight.shape[1]
+    for projection in (attention.query, attention.key, attention.value, attention.output):
+        if projection.weight.shape != (width, width):
+            raise Obstacle(
+                "its attention is not as wide as its tokens, or shares keys and values among heads "
+                f"(a projection is {tuple(projection.weight.shape)}, expected {(width, width)})"
+            )
+
+
+def _normalize(norm: nn.Module | None, states: torch.Tensor) -> torch.Tensor:
+    return states if norm is None else norm(states)

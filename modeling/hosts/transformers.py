@@ -1,0 +1,349 @@
+"""Vision transformers of Transformers and of this package, read by structure: no model file is imported.
+
+Families name the same parts differently; the tables below have all names. What tells families apart is how they pool
+their tokens (`_read_pooling`).
+"""
+
+import torch
+from torch import nn
+
+from ...configuration.configuration_base import pair
+from .anatomy import (
+    MLP,
+    Anatomy,
+    Attention,
+    AttentionPooling,
+    Block,
+    Obstacle,
+    Outline,
+    Projection,
+    Rotary,
+    activation_name,
+    norm_type,
+    require_all_known,
+    require_equal_width,
+)
+
+
+_ATTENTION_NORMS = ("layernorm_before", "layer_norm1", "norm1", "rms_norm1")
+_MLP_NORMS = ("layernorm_after", "layer_norm2", "norm2", "rms_norm2")
+_ATTENTIONS = ("attention", "self_attn")
+_MLPS = ("mlp", "ffn")
+_UPS = ("fc1", "up_proj", "weights_in", "dense1")
+_DOWNS = ("fc2", "down_proj", "weights_out", "dense2")
+_OUTPUTS = ("o_proj", "out_proj")
+_ACTIVATIONS = ("activation", "activation_fn", "act_fn", "intermediate_act_fn")
+_FINAL_NORMS = ("layernorm", "post_layernorm", "norm", "rms_norm")
+_PRE_NORMS = ("pre_layrnorm", "pre_layernorm")
+# Blocks by class whose attention does not return what is added to the tokens: windows are put together after it.
+_AFTER_ATTENTION = {"SwinLayer": "drop_path"}
+# Towers for images in models of several, and what wrappers call the model within.
+_TOWERS = ("vision_model", "vision_tower", "visual")
+_HIERARCHICAL = {
+    "swin",
+    "swinv2",
+    "pvt",
+    "pvt_v2",
+    "hiera",
+    "mobilevit",
+    "mobilevitv2",
+    "segformer",
+    "convnext",
+    "focalnet",
+}
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether it has the interface of Transformers' models."""
+    return hasattr(model, "config") and hasattr(model, "base_model")
+
+
+def tower_of(model: nn.Module) -> nn.Module:
+    """The part of a model that sees images and holds the list of blocks; the base model of one without towers."""
+    if hasattr(model, "embeddings"):
+        return model
+    for name in ("model", *_TOWERS):
+        part = model._modules.get(name)
+        if part is not None and (name != "model" or any(tower in part._modules for tower in _TOWERS)):
+            return tower_of(part)
+    base = getattr(model, "base_model", model)
+    return model if base is model else tower_of(base)
+
+
+def read(model: nn.Module) -> Anatomy:
+    """The anatomy of a model, or of its tower for images. `run` gives what its classifier reads; of a model without,
+    its pooled token, projected where it has a projection."""
+    tower = tower_of(model)
+    numbered = [module for name, module in tower.named_modules() if name.rpartition(".")[2].isdigit()]
+    outlines = [outline for module in numbered if (outline := _outline(module))]
+    anatomy = Anatomy(tower, outlines)
+    embeddings = getattr(tower, "embeddings", None)
+    anatomy.num_class_tokens, anatomy.num_register_tokens = _count_prefix(tower, embeddings)
+    try:
+        _read_plain(model, tower, embeddings, anatomy)
+    except Obstacle as obstacle:
+        anatomy.obstacle = str(obstacle)
+    return anatomy
+
+
+def _find(module: nn.Module | None, names: tuple[str, ...]) -> nn.Module | None:
+    """The first of a module's parts that has one of the names."""
+    return next((part for name in names if isinstance(part := getattr(module, name, None), nn.Module)), None)
+
+
+def _outline(module: nn.Module) -> Outline | None:
+    attention, mlp = _find(module, _ATTENTIONS), _find(module, _MLPS)
+    second = _find(mlp, _DOWNS)
+    if attention is None or not isinstance(second, nn.Linear):
+        return None
+    after = _AFTER_ATTENTION.get(type(module).__name__)
+    if after is None:
+        return Outline(module, mlp, second, attention=attention)
+    return Outline(module, mlp, second, after_attention=getattr(module, after))
+
+
+def _count_prefix(tower: nn.Module, embeddings: nn.Module | None) -> tuple[int, int]:
+    """Class tokens, and registers with a distillation token among them."""
+    if embeddings is None:
+        # PVT has a class token in its last stage alone; ours have theirs beside learned tokens.
+        latents = getattr(tower, "latents", None)
+        return (0, 0) if latents is None else (latents.num_class_tokens, latents.num_register_tokens)
+    if hasattr(embeddings, "cls_register_token"):
+        return tower.config.num_cls_tokens, tower.config.num_registers
+    token = getattr(embeddings, "cls_token", getattr(embeddings, "class_embedding", None))
+    classes = 0 if token is None else token.shape[1] if token.ndim == 3 else 1
+    extra = [getattr(embeddings, name, None) for name in ("distillation_token", "register_tokens")]
+    return classes, sum(token.shape[1] for token in extra if token is not None)
+
+
+def _read_plain(model: nn.Module, tower: nn.Module, embeddings: nn.Module | None, anatomy: Anatomy):
+    config = tower.config
+    if config.model_type.removeprefix("context_broadcast_") in _HIERARCHICAL:
+        raise Obstacle("it is hierarchical, with fewer tokens from stage to stage")
+    modules = _blocks(tower)
+    if not modules or embeddings is None:
+        raise Obstacle("it has no list of transformer blocks after an embedding of patches")
+    if hasattr(model, "distillation_classifier"):
+        raise Obstacle("it averages two classifiers; load it as DeiTForImageClassification, which has one")
+    anatomy.blocks = [read_block(module) for module in modules]
+    _read_grid(config, embeddings, anatomy)
+    anatomy.pre_norm = _find(tower, _PRE_NORMS)
+    anatomy.norm = _find(tower, _FINAL_NORMS)
+    for norm in (anatomy.pre_norm, anatomy.norm):
+        if norm is not None:
+            norm_type(norm)
+    anatomy.rotary = _read_rotary(tower, anatomy.blocks[0].attention.head_dim)
+    _read_positions(embeddings, anatomy)
+    classifier = getattr(model, "classifier", None)
+    if isinstance(classifier, nn.Linear):
+        anatomy.classifier = classifier
+        anatomy.labels = {"id2label": dict(model.config.id2label), "label2id": dict(model.config.label2id)}
+    if (projection := getattr(model, "visual_projection", None)) is not None:
+        anatomy.projection = Projection.of(projection)
+    _read_pooling(model, tower, anatomy)
+    _set_runs(model, tower, anatomy)
+
+
+def _blocks(tower: nn.Module) -> list[nn.Module]:
+    for holder in (tower, getattr(tower, "encoder", None), getattr(tower, "model", None)):
+        for name in ("layers", "layer"):
+            if isinstance(modules := getattr(holder, name, None), nn.ModuleList) and len(modules):
+                return list(modules)
+    return []
+
+
+def read_block(module: nn.Module) -> Block:
+    """A block of any family.
+
+    Raises:
+        Obstacle: if it has parameters that a plain pre-norm block has no place for.
+    """
+    parts = {
+        "a norm before attention": _find(module, _ATTENTION_NORMS),
+        "attention": _find(module, _ATTENTIONS),
+        "a norm before its MLP": _find(module, _MLP_NORMS),
+        "an MLP": _find(module, _MLPS),
+    }
+    if missing := [name for name, part in parts.items() if part is None]:
+        raise Obstacle(f"its block {type(module).__name__} is no plain pre-norm block (missing {', '.join(missing)})")
+    attention_norm, attention_module, mlp_norm, mlp_module = parts.values()
+    for norm in (attention_norm, mlp_norm):
+        norm_type(norm)
+    attention = _read_attention(attention_module)
+    mlp = _read_mlp(mlp_module)
+    scales = [getattr(getattr(module, f"layer_scale{i}", None), "lambda1", None) for i in (1, 2)]
+    require_all_known(module, [attention_norm, mlp_norm, attention_module, mlp_module, *scales])
+    return Block(module, attention_norm, attention, mlp_norm, mlp, *scales)
+
+
+def _read_attention(module: nn.Module) -> Attention:
+    output = _find(module, _OUTPUTS)
+    linears = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    if output is None or not all(isinstance(linear, nn.Linear) for linear in linears):
+        raise Obstacle(f"its attention is a {type(module).__name__}, which has no projections to read")
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    norms = [None if isinstance(norm, nn.Identity) else norm for norm in norms]
+    output_norm = getattr(module, "output_norm", None)
+    output_norm = None if isinstance(output_norm, nn.Identity) else output_norm
+    require_all_known(module, [*linears, output, *norms, output_norm])
+    projections = [Projection.of(linear) for linear in (*linears, output)]
+    attention = Attention(*projections, linears[0].out_features // module.head_dim, *norms, output_norm)
+    require_equal_width(attention)
+    return attention
+
+
+def _read_mlp(module: nn.Module) -> MLP:
+    up, down, gate = _find(module, _UPS), _find(module, _DOWNS), getattr(module, "gate_proj", None)
+    if up is None or down is None:
+        raise Obstacle(f"its MLP is a {type(module).__name__}, which has no linear layers to read")
+    norm = getattr(module, "norm", None)
+    norm = None if isinstance(norm, nn.Identity) else norm
+    require_all_known(module, [up, down, gate, norm])
+    if up.out_features == 2 * down.in_features:
+        # DINOv2's SwiGLU in Transformers before 5.23.
+        biases = (None, None) if up.bias is None else up.bias.chunk(2)
+        halves = zip(up.weight.chunk(2), biases, strict=True)
+        gate, up = (Projection(*half) for half in halves)
+        return MLP(up, Projection.of(down), "silu", gate, norm)
+    activation = activation_name(_find(module, _ACTIVATIONS))
+    gate = None if gate is None else Projection.of(gate)
+    return MLP(Projection.of(up), Projection.of(down), activation, gate, norm)
+
+
+def _read_grid(config, embeddings: nn.Module, anatomy: Anatomy):
+    patch = pair(config.patch_size)
+    if hasattr(config, "num_patches") and not hasattr(config, "image_size"):
+        # Of NaFlex, whose images may have any shape, the square one.
+        side = int(config.num_patches**0.5)
+        anatomy.grid, anatomy.image_size = (side, side), (side * patch[0], side * patch[1])
+        return
+    image = pair(config.image_size)
+    anatomy.image_size = image
+    anatomy.grid = tuple(size // stride for size, stride in zip(image, patch, strict=True))
+
+
+def _read_rotary(tower: nn.Module, head_dim: int) -> Rotary | None:
+    rope = getattr(tower, "rope_embeddings", None)
+    if rope is None:
+        return None
+    if not type(rope).__name__.startswith("DINOv3ViT"):
+        raise Obstacle(f"its rotary positions ({type(rope).__name__}) are not those of DINOv3")
+    # Coordinates 2 center - 1, angles 2 pi times that.
+    scale, shift = (4 * torch.pi,) * 2, (-2 * torch.pi,) * 2
+    return Rotary(float(rope.base), scale, shift, torch.arange(head_dim))
+
+
+def _read_positions(embeddings: nn.Module, anatomy: Anatomy):
+    positions = getattr(embeddings, "position_embeddings", getattr(embeddings, "position_embedding", None))
+    if isinstance(positions, nn.Embedding):
+        anatomy.positions, anatomy.learns_positions = positions.weight, positions.weight.requires_grad
+    elif isinstance(positions, torch.Tensor) and positions.shape[1] - anatomy.num_patches in (
+        *(0, anatomy.num_class_tokens, anatomy.num_prefix_tokens),
+    ):
+        anatomy.positions, anatomy.learns_positions = positions[0], positions.requires_grad
+
+
+def _read_pooling(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
+    """What the classifier reads, or what a model without one pools."""
+    config, family, has_cls = tower.config, tower.config.model_type, anatomy.num_class_tokens > 0
+    head = getattr(tower, "head", None)
+    averages = "mean" if not anatomy.num_prefix_tokens else "latent_mean"
+    if hasattr(config, "pooling"):
+        anatomy.pooling = config.pooling
+    elif anatomy.classifier is not None and family.startswith("dinov2"):
+        anatomy.pooling = "cls_and_latent_mean"
+    elif anatomy.classifier is not None and _is_tower(model):
+        anatomy.pooling = averages
+        if has_cls:
+            # CLIP's classifier reads tokens that were not normalized.
+            anatomy.norm = None
+    elif family == "pixio":
+        anatomy.pooling = "class_mean"
+    elif family == "radio":
+        anatomy.class_tokens = tower.summary_idxs.tolist()
+    elif has_cls:
+        anatomy.pooling = "cls"
+    elif head is not None and anatomy.classifier is None:
+        anatomy.pooling, anatomy.pooling_head = "attention", _read_pooling_head(head)
+    else:
+        anatomy.pooling = averages
+
+
+def _is_tower(model: nn.Module) -> bool:
+    """Whether a model keeps its tower under such a name, as classifiers on a CLIP or SigLIP do."""
+    return any(name in model._modules for name in _TOWERS)
+
+
+def _read_pooling_head(head: nn.Module) -> AttentionPooling:
+    if hasattr(head, "probe"):
+        attention = head.attention
+        weights, biases = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
+        projections = [Projection(*both) for both in zip(weights, biases, strict=True)]
+        read = Attention(*projections, Projection.of(attention.out_proj), attention.num_heads)
+        norm, mlp = head.layernorm, _read_mlp(head.mlp)
+        require_all_known(head, [head.probe, attention, norm, head.mlp])
+        return AttentionPooling(head.probe[0], read, norm, mlp)
+    if not hasattr(head, "cls_token"):
+        raise Obstacle(f"it pools by a {type(head).__name__}, which is neither SigLIP's nor AIMv2's")
+    # AIMv2's query is learned as it is.
+    width = head.cls_token.shape[-1]
+    query = Projection(torch.eye(width, dtype=head.cls_token.dtype, device=head.cls_token.device))
+    projections = [query, *(Projection.of(linear) for linear in (head.k_proj, head.v_proj, head.output_proj))]
+    require_all_known(head, [head.cls_token, head.k_proj, head.v_proj, head.output_proj])
+    return AttentionPooling(head.cls_token[0], Attention(*projections, head.num_heads))
+
+
+def _set_runs(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
+    """How images become the model's own embedding and logits."""
+    call, family = _caller(tower), tower.config.model_type
+    project = anatomy.projection or (lambda pooled: pooled)
+
+    def run(images: torch.Tensor) -> torch.Tensor:
+        outputs = call(images)
+        if family == "radio":
+            return project(outputs.summary)
+        if anatomy.pooling in ("cls", "class_mean", "attention") or hasattr(tower.config, "pooling"):
+            # Transformers' ViT calls the output of an extra dense layer its pooler output.
+            pooled = None if hasattr(getattr(tower, "pooler", None), "dense") else outputs.get("pooler_output")
+            return project(outputs.last_hidden_state[:, 0] if pooled is None else pooled)
+        tokens = outputs.last_hidden_state
+        pooled = tokens[:, anatomy.num_prefix_tokens :].mean(1)
+        return torch.cat([tokens[:, 0], pooled], dim=1) if anatomy.pooling == "cls_and_latent_mean" else pooled
+
+    anatomy.run = run
+    if anatomy.classifier is not None:
+        call_classifier = _caller(model, tower)
+        anatomy.run_classifier = lambda images: call_classifier(images).logits
+
+
+def _caller(model: nn.Module, tower: nn.Module | None = None):
+    """Calls a model, whose `tower` may be a part of it, with images."""
+    tower = model if tower is None else tower
+    if tower.config.model_type == "vit_mae":
+        return lambda images: _call_unmasked(model, images)
+    if tower.config.model_type.startswith("siglip2") and isinstance(tower.embeddings.patch_embedding, nn.Linear):
+        return lambda images: model(**_as_patches(images, tower.config.patch_size))
+    return lambda images: model(pixel_values=images)
+
+
+def _call_unmasked(model: nn.Module, images: torch.Tensor):
+    """ViTMAE masks most patches and shuffles the rest at random, by noise that it sorts: here none, in their order."""
+    config, size = model.config, model.config.patch_size
+    ratio, patches = config.mask_ratio, (images.shape[2] // size) * (images.shape[3] // size)
+    config.mask_ratio = 0.0
+    try:
+        return model(images, noise=torch.arange(patches, device=images.device).expand(len(images), -1))
+    finally:
+        config.mask_ratio = ratio
+
+
+def _as_patches(images: torch.Tensor, size: int) -> dict[str, torch.Tensor]:
+    """What SigLIP 2 NaFlex takes: patches in row order, their pixels before their channels, and grids."""
+    batch, channels, height, width = images.shape
+    rows, columns = height // size, width // size
+    patches = images.reshape(batch, channels, rows, size, columns, size).permute(0, 2, 4, 3, 5, 1)
+    return {
+        "pixel_values": patches.reshape(batch, rows * columns, -1),
+        "pixel_attention_mask": torch.ones(batch, rows * columns, dtype=torch.int32, device=images.device),
+        "spatial_shapes": torch.tensor([[rows, columns]] * batch),
+    }

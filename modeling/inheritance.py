@@ -1,0 +1,292 @@
+"""A SparseFormer that inherits the blocks of a vision transformer (Gao et al., *Bootstrapping SparseFormers from Vision
+Foundation Models*, section 3.2): mathematics over an `Anatomy`.
+
+Layer scale is folded into the linear layer before it. Channels of rotary attention are put into the one order in which a
+SparseFormer rotates them, queries and keys alike, which leaves their products as they are.
+"""
+
+import torch
+from torch import nn
+
+from .hosts import Anatomy, read_anatomy
+from .hosts.anatomy import (
+    TOLERANCE,
+    AttentionPooling,
+    Block,
+    Projection,
+    difference,
+    evaluating,
+    norm_eps,
+    norm_type,
+)
+
+
+# What reads the RoIs of tokens has the reference implementation's epsilon, whatever the teacher's is.
+FOCUSING_EPS = 1e-5
+
+
+@torch.no_grad()
+def inherit(
+    model_class: type,
+    teacher: nn.Module | Anatomy,
+    num_latent_tokens: int | None = None,
+    truncate: float | int = 1 / 3,
+    inherit_blocks: bool = True,
+    check: bool = True,
+    **fields,
+) -> nn.Module:
+    """`SparseFormerPreTrainedModel.from_teacher`, whose documentation holds, of that class."""
+    anatomy = read_anatomy(teacher)
+    anatomy.require_plain("bootstrap from")
+    blocks = len(anatomy.blocks)
+    truncated = truncate if isinstance(truncate, int) else round(truncate * blocks)
+    if isinstance(truncate, bool) or not 0 <= truncated < blocks:
+        raise ValueError(
+            f"`truncate`={truncate} leaves none of the teacher's {blocks} blocks or more than it has; expected a "
+            f"fraction below 1 or a count from 0 to {blocks - 1}."
+        )
+    # The class may be one of a model's own code.
+    needs_classifier = model_class.__name__.endswith("ForImageClassification")
+    if needs_classifier and anatomy.classifier is None:
+        raise ValueError(
+            f"{anatomy.name} has no linear classifier to inherit. Load the teacher with "
+            "AutoModelForImageClassification, or use SparseFormerModel.from_teacher for features alone."
+        )
+    needs_projection = model_class.__name__.endswith("WithProjection")
+    if needs_projection and anatomy.projection is None:
+        raise ValueError(
+            f"{anatomy.name} has no projection to inherit. Load a CLIP as CLIPModel or CLIPVisionModelWithProjection, "
+            "or use SparseFormerVisionModel.from_teacher."
+        )
+    inherited = configuration_fields(anatomy)
+    config = model_class.config_class(
+        **{
+            **inherited,
+            "num_latent_tokens": num_latent_tokens or default_num_latent_tokens(anatomy),
+            "num_hidden_layers": blocks - truncated,
+            # The papers halve the width from base (768 to 384); heads are 64 wide.
+            "focusing_hidden_size": max(anatomy.hidden_size // 16 * 8, 8),
+            "focusing_layer_norm_eps": FOCUSING_EPS,
+            **fields,
+        }
+    )
+    if needs_classifier and config.num_labels != len(anatomy.classifier.weight):
+        raise ValueError(
+            f"The teacher's classifier has {len(anatomy.classifier.weight)} classes, `num_labels` is "
+            f"{config.num_labels}. Bootstrap with the teacher's classes first, then fine-tune."
+        )
+    if check:
+        anatomy.check("bootstrap from")
+    student = model_class(config).eval()
+    base = student.base_model
+    if inherit_blocks:
+        if anatomy.norm is not None and config.final_norm:
+            _load(base.layernorm, anatomy.norm)
+        for layer, block in zip(base.layers, anatomy.blocks[truncated:], strict=True):
+            layer.load_state_dict(block_weights(block, anatomy))
+    if needs_classifier:
+        _load(student.classifier, anatomy.classifier)
+    if needs_projection:
+        student.visual_projection.load_state_dict(_projection_weights("", anatomy.projection, config.projection_bias))
+    if anatomy.pooling_head is not None and base.pooling_head is not None:
+        base.pooling_head.load_state_dict(_pooling_head_weights(anatomy.pooling_head))
+    if check and inherit_blocks and not {*fields} & {*inherited}:
+        check_student(anatomy, student)
+    base.latents.break_ties()
+    return student
+
+
+def default_num_latent_tokens(anatomy: Anatomy) -> int:
+    """A quarter of the teacher's image tokens, [CLS] counted as the paper does (table 2).
+
+    From 384 pixels on, of those that the teacher would have at 224: the paper's default is 49 tokens for ViT-L/16-384,
+    too (144 and 196 are continued bootstrapping); a CLIP ViT-L/14-336 has 144 in table 6.
+    """
+    patches = anatomy.num_patches
+    if min(anatomy.image_size) >= 384:
+        patches = round(patches * (224 / min(anatomy.image_size)) ** 2)
+    return max(patches // 4 - (anatomy.num_class_tokens > 0), 1)
+
+
+def configuration_fields(anatomy: Anatomy) -> dict:
+    """Fields of a `SparseFormerConfig` that follow from a teacher.
+
+    Raises:
+        ValueError: if its blocks differ from each other, or have activations or norms that a SparseFormer has not.
+    """
+    block, (height, width) = anatomy.blocks[0], anatomy.image_size
+    attention, mlp = block.attention, block.mlp
+    for other in anatomy.blocks[1:]:
+        shape = (other.attention.num_heads, other.mlp.up.weight.shape, other.mlp.activation)
+        if shape != (attention.num_heads, mlp.up.weight.shape, mlp.activation):
+            anatomy.obstacle = "its blocks differ from each other in heads, widths or activations"
+    for name, norm in (("final norm", anatomy.norm), ("norm of queries", attention.query_norm)):
+        if norm is not None and norm_type(norm) != norm_type(block.attention_norm):
+            anatomy.obstacle = f"its {name} is of another kind than those of its blocks"
+    anatomy.require_plain("bootstrap from")
+    fields = {
+        "image_size": height if height == width else [height, width],
+        "hidden_size": anatomy.hidden_size,
+        "intermediate_size": len(mlp.up.weight),
+        "num_attention_heads": attention.num_heads,
+        "hidden_act": mlp.activation,
+        "qkv_bias": _has_qkv_bias(block),
+        "gated_mlp": mlp.gate is not None,
+        "mlp_norm": mlp.norm is not None,
+        "query_key_norm": attention.query_norm is not None,
+        "attention_norm": attention.output_norm is not None,
+        "norm_type": norm_type(block.attention_norm),
+        "layer_norm_eps": norm_eps(block.attention_norm),
+        "final_norm": anatomy.norm is not None,
+        "use_cls_token": anatomy.num_class_tokens > 0,
+        "num_class_tokens": max(anatomy.num_class_tokens, 1),
+        "num_register_tokens": anatomy.num_register_tokens,
+        "pooling": anatomy.pooling,
+        "pooled_class_tokens": anatomy.class_tokens,
+        "pool_before_norm": anatomy.pool_before_norm,
+    }
+    if anatomy.rotary is not None:
+        fields |= anatomy.rotary.fields
+    if (head := anatomy.pooling_head) is not None:
+        fields |= {
+            "pooling_num_attention_heads": head.attention.num_heads,
+            "pooling_intermediate_size": 0 if head.mlp is None else len(head.mlp.up.weight),
+            "pooling_hidden_act": None if head.mlp is None else head.mlp.activation,
+        }
+    if anatomy.projection is not None:
+        fields["projection_dim"] = len(anatomy.projection.weight)
+        fields["projection_bias"] = anatomy.projection.bias is not None
+    if anatomy.classifier is not None:
+        fields |= anatomy.labels or {"num_labels": anatomy.classifier.out_features}
+    return fields
+
+
+def block_weights(block: Block, anatomy: Anatomy | None = None) -> dict[str, torch.Tensor]:
+    """Weights of a block under the names of a `SparseFormerLayer` that attends and has an MLP, or, renamed, of any
+    other plain pre-norm block."""
+    attention, mlp = block.attention, block.mlp
+    query, key = attention.query, attention.key
+    norms = [attention.query_norm, attention.key_norm]
+    weights = {}
+    if anatomy is not None and anatomy.rotary is not None:
+        order = anatomy.rotary.channels.to(query.weight.device)
+        heads = torch.arange(attention.num_heads, device=order.device).unsqueeze(1) * attention.head_dim
+        query, key = (_permuted(projection, (heads + order).flatten()) for projection in (query, key))
+    else:
+        order = slice(None)
+    for name, norm in zip(("q_norm", "k_norm"), norms, strict=True):
+        if norm is not None:
+            weights |= {f"attention.{name}.{part}": tensor[order] for part, tensor in norm.state_dict().items()}
+    has_bias = _has_qkv_bias(block)
+    for name, projection in (("q_proj", query), ("k_proj", key), ("v_proj", attention.value)):
+        weights |= _projection_weights(f"attention.{name}.", projection, has_bias)
+    weights |= _projection_weights("attention.o_proj.", _scaled(attention.output, block.attention_scale))
+    if mlp.gate is not None:
+        weights |= _projection_weights("mlp.gate_proj.", mlp.gate)
+    weights |= _projection_weights("mlp.fc1.", mlp.up)
+    weights |= _projection_weights("mlp.fc2.", _scaled(mlp.down, block.mlp_scale))
+    for name, norm in (
+        ("layernorm_before", block.attention_norm),
+        ("layernorm_after", block.mlp_norm),
+        ("attention.output_norm", attention.output_norm),
+        ("mlp.norm", mlp.norm),
+    ):
+        if norm is not None:
+            weights |= {f"{name}.{part}": tensor for part, tensor in _norm_weights(norm).items()}
+    return weights
+
+
+def _has_qkv_bias(block: Block) -> bool:
+    attention = block.attention
+    return any(projection.bias is not None for projection in (attention.query, attention.key, attention.value))
+
+
+def _projection_weights(prefix: str, projection: Projection, has_bias: bool = True) -> dict[str, torch.Tensor]:
+    """A linear layer without a bias computes the same with a bias of zero."""
+    weights = {f"{prefix}weight": projection.weight}
+    if has_bias:
+        bias = projection.bias
+        weights[f"{prefix}bias"] = projection.weight.new_zeros(len(projection.weight)) if bias is None else bias
+    return weights
+
+
+def _permuted(projection: Projection, rows: torch.Tensor) -> Projection:
+    return Projection(projection.weight[rows], None if projection.bias is None else projection.bias[rows])
+
+
+def _scaled(projection: Projection, scale: torch.Tensor | None) -> Projection:
+    if scale is None:
+        return projection
+    return Projection(scale[:, None] * projection.weight, None if projection.bias is None else scale * projection.bias)
+
+
+def _norm_weights(norm: nn.Module) -> dict[str, torch.Tensor]:
+    """Weight, and of a LayerNorm the bias, of norms that may have none."""
+    width = norm.weight if norm.weight is not None else torch.ones(norm.normalized_shape)
+    weights = {"weight": width}
+    if norm_type(norm) == "layer_norm":
+        weights["bias"] = width.new_zeros(width.shape) if norm.bias is None else norm.bias
+    return weights
+
+
+def _pooling_head_weights(head: AttentionPooling) -> dict[str, torch.Tensor]:
+    weights, attention = {"probe": head.probe}, head.attention
+    for name in ("query", "key", "value", "output"):
+        weights |= _projection_weights(f"attention.{name[0]}_proj.", getattr(attention, name))
+    if head.mlp is not None:
+        weights |= {f"layernorm.{part}": tensor for part, tensor in _norm_weights(head.norm).items()}
+        weights |= _projection_weights("mlp.fc1.", head.mlp.up) | _projection_weights("mlp.fc2.", head.mlp.down)
+    return weights
+
+
+def _load(module: nn.Module, source: nn.Module):
+    """Copy a norm's or linear layer's weights, where the source may have no bias."""
+    if isinstance(source, nn.Linear):
+        module.load_state_dict(_projection_weights("", Projection.of(source)))
+    else:
+        module.load_state_dict(_norm_weights(source))
+
+
+@torch.no_grad()
+def student_discrepancies(anatomy: Anatomy, student: nn.Module) -> dict[str, torch.Tensor]:
+    """How far a student's cortex is from its teacher, given the teacher's own tokens after the blocks that were left
+    out, at RoIs that are its patches, each as the largest difference relative to the largest value."""
+    base = student.base_model
+    device, dtype = base.latents.initial_rois.device, base.transition.weight.dtype
+    with evaluating(anatomy.model):
+        images = anatomy.example()
+        states, embedding = anatomy.states(images), anatomy.embed(images)
+        patch_tokens = anatomy.patch_tokens(images)
+    tokens = states[len(states) - 1 - len(base.layers)].to(device, dtype)
+    rois = patch_rois(anatomy.grid).to(device).expand(len(tokens), -1, -1)
+    final, pooled = base.run_cortex(tokens, rois)
+    pooled = getattr(student, "visual_projection", nn.Identity())(pooled)
+    embedding = embedding.to(device)
+    if pooled.shape != embedding.shape:
+        # A bare student of a CLIP stops before the projection.
+        pooled = embedding
+    return {
+        "tokens": difference(final[:, student.config.num_prefix_tokens :], patch_tokens.to(device)),
+        "embedding": difference(pooled, embedding),
+    }
+
+
+def check_student(anatomy: Anatomy, student: nn.Module):
+    """Raise a ValueError unless a student's inherited part computes what its teacher does."""
+    if any(parameter.dtype != torch.float32 for parameter in anatomy.model.parameters()):
+        # `Anatomy.check` compared in float32 what was read.
+        return
+    for what, value in student_discrepancies(anatomy, student).items():
+        if not value < TOLERANCE:
+            raise ValueError(
+                f"Cannot bootstrap from {anatomy.name}: with its own tokens, the student's {what} differ from the "
+                f"teacher's (largest relative difference {value:.1e})."
+            )
+
+
+def patch_rois(grid: tuple[int, int]) -> torch.Tensor:
+    """RoIs that are the patches of a grid, `(1, patches, 4)` as left, top, right, bottom."""
+    rows, columns = grid
+    top, left = torch.meshgrid(torch.arange(rows) / rows, torch.arange(columns) / columns, indexing="ij")
+    boxes = torch.stack([left, top, left + 1 / columns, top + 1 / rows], dim=-1)
+    return boxes.flatten(0, 1).unsqueeze(0)
