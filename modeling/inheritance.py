@@ -37,7 +37,7 @@ def inherit(
 ) -> nn.Module:
     """`SparseFormerPreTrainedModel.from_teacher`, whose documentation holds, of that class."""
     anatomy = read_anatomy(teacher)
-    anatomy.require_plain("bootstrap from")
+    anatomy.require_plain("bootstrap from", embeds=True)
     blocks = len(anatomy.blocks)
     truncated = truncate if isinstance(truncate, int) else round(truncate * blocks)
     if isinstance(truncate, bool) or not 0 <= truncated < blocks:
@@ -119,11 +119,12 @@ def configuration_fields(anatomy: Anatomy) -> dict:
     for other in anatomy.blocks[1:]:
         shape = (other.attention.num_heads, other.mlp.up.weight.shape, other.mlp.activation)
         if shape != (attention.num_heads, mlp.up.weight.shape, mlp.activation):
-            anatomy.obstacle = "its blocks differ from each other in heads, widths or activations"
+            raise anatomy.refusal(
+                "bootstrap from", "its blocks differ from each other in heads, widths or activations"
+            )
     for name, norm in (("final norm", anatomy.norm), ("norm of queries", attention.query_norm)):
         if norm is not None and norm_type(norm) != norm_type(block.attention_norm):
-            anatomy.obstacle = f"its {name} is of another kind than those of its blocks"
-    anatomy.require_plain("bootstrap from")
+            raise anatomy.refusal("bootstrap from", f"its {name} is of another kind than those of its blocks")
     fields = {
         "image_size": height if height == width else [height, width],
         "hidden_size": anatomy.hidden_size,

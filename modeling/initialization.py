@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .context_broadcast import has_context_broadcast
 from .hosts import Anatomy, read_anatomy
 from .hosts.anatomy import Attention, Block
 from .hub import HubModel
@@ -98,8 +99,8 @@ def read_initializable(model: nn.Module) -> Anatomy:
                 f"Cannot initialize {anatomy.name}: {reason}. Expected a plain vision transformer that adds positions to "
                 "its tokens; docs/models.md lists them."
             )
-    # A family of this package is what it was read as.
-    if not isinstance(anatomy.model, HubModel):
+    # A family of this package is what it was read as; Context Broadcasting comes on top of a block.
+    if not isinstance(anatomy.model, HubModel) and not has_context_broadcast(anatomy.model):
         anatomy.check("initialize")
     return anatomy
 

@@ -34,8 +34,6 @@ def read_anatomy(model: nn.Module | Anatomy) -> Anatomy:
         anatomy = transformers.read(part)
     else:
         anatomy = Anatomy(part, [], obstacle="it has no list of transformer blocks that is known")
-    if getattr(anatomy.model, "main_input_name", None) == "input_ids":
-        raise ValueError(f"{type(model).__name__} reads text; expected a model that sees images.")
     anatomy.source, anatomy.read = model, read_anatomy
     return anatomy
 

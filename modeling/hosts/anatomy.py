@@ -256,6 +256,7 @@ class Anatomy:
         run (`Callable`): Images to the model's own embedding, `(batch, embedding_size)`.
         run_classifier (`Callable`, *optional*): Images to its own logits.
         obstacle (`str`, *optional*): Why this is no plain vision transformer; then there are outlines alone.
+        embedding_obstacle (`str`, *optional*): Why it has no embedding to align, plain as its blocks are.
         source (`nn.Module`, *optional*): What was given to read.
         read (`Callable`, *optional*): Reads another such model.
     """
@@ -282,6 +283,7 @@ class Anatomy:
     run: Callable[[torch.Tensor], torch.Tensor] | None = None
     run_classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
     obstacle: str | None = None
+    embedding_obstacle: str | None = None
     source: nn.Module | None = None
     read: Callable[[nn.Module], "Anatomy"] | None = None
 
@@ -289,13 +291,18 @@ class Anatomy:
     def name(self) -> str:
         return type(self.model).__name__
 
-    def require_plain(self, purpose: str):
-        """Raise a ValueError that says why this model is not for that, unless it is a plain vision transformer."""
-        if self.obstacle:
-            raise ValueError(
-                f"Cannot {purpose} {self.name}: {self.obstacle}. Expected a plain pre-norm vision transformer of "
-                "Transformers, timm or open_clip; docs/models.md lists them."
-            )
+    def require_plain(self, purpose: str, embeds: bool = False):
+        """Raise a ValueError that says why this model is not for that, unless it is a plain vision transformer, and,
+        with `embeds`, one that has an embedding."""
+        if reason := self.obstacle or (self.embedding_obstacle if embeds else None):
+            raise self.refusal(purpose, reason)
+
+    def refusal(self, purpose: str, reason: str) -> ValueError:
+        """The error that says so."""
+        return ValueError(
+            f"Cannot {purpose} {self.name}: {reason}. Expected a plain pre-norm vision transformer of Transformers, timm "
+            "or open_clip; docs/models.md lists them."
+        )
 
     @property
     def hidden_size(self) -> int:
@@ -410,18 +417,20 @@ class Anatomy:
     def discrepancies(self) -> dict[str, torch.Tensor]:
         """What is compared by `check`, each as the largest difference relative to the largest value."""
         with evaluating(self.model):
-            images = self.example()
-            states, embedding = self.states(images), self.embed(images)
-            found = {"it embeds an image in another way each time": difference(self.embed(images), embedding)}
-            if self.classifier is not None:
-                logits = self.run_classifier(images)
-                found["its classifier reads something else"] = difference(self.classifier(embedding), logits)
+            images, found = self.example(), {}
+            states = self.states(images)
             tokens, rotate = states[0], self.rotation(states[0].dtype)
             for index, (block, expected) in enumerate(zip(self.blocks, states[1:], strict=True)):
                 tokens = block(tokens, rotate)
-                name = f"its block {index} ({type(block.module).__name__}) computes something else than a plain pre-norm block"
-                found[name] = difference(tokens, expected)
-            found["it pools its tokens in another way"] = difference(self.pool(tokens), embedding)
+                name = f"its block {index} ({type(block.module).__name__})"
+                found[f"{name} computes something else than a plain pre-norm block"] = difference(tokens, expected)
+            if self.embedding_obstacle is None:
+                embedding = self.embed(images)
+                found["it embeds an image in another way each time"] = difference(self.embed(images), embedding)
+                found["it pools its tokens in another way"] = difference(self.pool(tokens), embedding)
+                if self.classifier is not None:
+                    logits = self.run_classifier(images)
+                    found["its classifier reads something else"] = difference(self.classifier(embedding), logits)
         return found
 
     def check(self, purpose: str = "read"):
@@ -513,7 +522,12 @@ def require_all_known(module: nn.Module, known: list[object]):
             parameters.update(part.parameters())
         elif part is not None:
             parameters.add(part)
-    unknown = [name for name, parameter in module.named_parameters() if parameter not in parameters]
+    # Context Broadcasting, which changes what a block computes, is found by `Anatomy.check`.
+    unknown = [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter not in parameters and "context_broadcast_" not in name
+    ]
     for name in unknown:
         for word, reason in _FOREIGN.items():
             if word in name:

@@ -39,7 +39,7 @@ def read(model: nn.Module) -> Anatomy:
         for block in model.transformer.resblocks
         if isinstance(getattr(getattr(block, "mlp", None), "c_proj", None), nn.Linear)
     ]
-    anatomy = Anatomy(model, outlines)
+    anatomy = Anatomy(model, outlines, num_class_tokens=1)
     try:
         _read_plain(model, anatomy)
     except Obstacle as obstacle:
@@ -53,7 +53,7 @@ def _read_trunk(model: nn.Module) -> Anatomy:
     anatomy.run, anatomy.run_classifier = _first_of(model), None
     added = [module for module in model.head if not isinstance(module, nn.Dropout)]
     if added and (len(added) > 1 or not isinstance(added[0], nn.Linear) or anatomy.classifier is not None):
-        anatomy.obstacle = anatomy.obstacle or "it projects what it pools by more than one linear layer"
+        anatomy.embedding_obstacle = "it projects what it pools by more than one linear layer"
     elif projection := (added[0] if added else anatomy.classifier):
         anatomy.projection = Projection.of(projection)
     anatomy.classifier = None
@@ -61,13 +61,10 @@ def _read_trunk(model: nn.Module) -> Anatomy:
 
 
 def _read_plain(model: nn.Module, anatomy: Anatomy):
-    if getattr(model, "attn_pool", None) is not None or model.pool_type not in ("tok", "avg"):
-        raise Obstacle("it pools by a head of its own; known are 'tok' and 'avg'")
     if not getattr(model.transformer, "batch_first", True):
         raise Obstacle("its blocks take the batch second; create it with batch_first=True")
     anatomy.blocks = [read_block(block) for block in model.transformer.resblocks]
     anatomy.image_size, anatomy.grid = pair(model.image_size), tuple(model.grid_size)
-    anatomy.num_class_tokens = 1
     anatomy.pooling = "cls" if model.pool_type == "tok" else "latent_mean"
     anatomy.pool_before_norm = bool(model.final_ln_after_pool)
     anatomy.norm, anatomy.pre_norm = model.ln_post, given(model.ln_pre)
@@ -76,6 +73,8 @@ def _read_plain(model: nn.Module, anatomy: Anatomy):
     if model.proj is not None:
         anatomy.projection = Projection(model.proj.mT)
     anatomy.run = _first_of(model)
+    if getattr(model, "attn_pool", None) is not None or model.pool_type not in ("tok", "avg"):
+        anatomy.embedding_obstacle = "it pools by a head of its own; known are 'tok' and 'avg'"
 
 
 def _first_of(model: nn.Module):

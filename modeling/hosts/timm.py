@@ -36,7 +36,7 @@ def read(model: nn.Module) -> Anatomy:
     """The anatomy of a model of timm; its `run` is the model's `forward_head(…, pre_logits=True)`."""
     numbered = [module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()]
     outlines = [outline for module in numbered if (outline := _outline(module))]
-    anatomy = Anatomy(model, outlines)
+    anatomy = Anatomy(model, outlines, num_class_tokens=int(getattr(model, "cls_token", None) is not None))
     try:
         _read_plain(model, anatomy)
     except Obstacle as obstacle:
@@ -60,11 +60,8 @@ def _read_plain(model: nn.Module, anatomy: Anatomy):
         raise Obstacle("it is hierarchical or hybrid, with fewer positions from stage to stage")
     if not modules or not hasattr(modules[0], "attn") or not hasattr(model, "patch_embed"):
         raise Obstacle("it has no list of transformer blocks after a patch embedding")
-    if getattr(model, "head_dist", None) is not None:
-        raise Obstacle("it averages two classifiers")
     anatomy.blocks = [read_block(module) for module in modules]
     anatomy.image_size, anatomy.grid = pair(model.patch_embed.img_size), tuple(model.patch_embed.grid_size)
-    anatomy.num_class_tokens = int(model.cls_token is not None)
     anatomy.num_register_tokens = model.num_prefix_tokens - anatomy.num_class_tokens
     anatomy.pre_norm = given(getattr(model, "norm_pre", None))
     if (positions := getattr(model, "pos_embed", None)) is not None:
@@ -72,7 +69,10 @@ def _read_plain(model: nn.Module, anatomy: Anatomy):
             raise Obstacle("its positions are no list of vectors")
         anatomy.positions, anatomy.learns_positions = positions[0], positions.requires_grad
     anatomy.rotary = _read_rotary(model)
-    _read_pooling(model, anatomy)
+    try:
+        _read_pooling(model, anatomy)
+    except Obstacle as obstacle:
+        anatomy.embedding_obstacle = str(obstacle)
     head = getattr(model, "head", None)
     anatomy.classifier = head if isinstance(head, nn.Linear) else None
     anatomy.run_classifier = model
@@ -181,6 +181,8 @@ def _read_rotary(model: nn.Module) -> Rotary | None:
 
 
 def _read_pooling(model: nn.Module, anatomy: Anatomy):
+    if getattr(model, "head_dist", None) is not None:
+        raise Obstacle("it averages two classifiers")
     norm, last = given(getattr(model, "norm", None)), given(getattr(model, "fc_norm", None))
     if norm is not None and last is not None:
         raise Obstacle("it normalizes its tokens before and after pooling")

@@ -72,8 +72,14 @@ def tower_of(model: nn.Module) -> nn.Module:
 
 def read(model: nn.Module) -> Anatomy:
     """The anatomy of a model, or of its tower for images. `run` gives what its classifier reads; of a model without,
-    its pooled token, projected where it has a projection."""
+    its pooled token, projected where it has a projection.
+
+    Raises:
+        ValueError: if the model reads text alone.
+    """
     tower = tower_of(model)
+    if getattr(tower, "main_input_name", None) == "input_ids":
+        raise ValueError(f"{type(model).__name__} reads text; expected a model that sees images.")
     numbered = [module for name, module in tower.named_modules() if name.rpartition(".")[2].isdigit()]
     outlines = [outline for module in numbered if (outline := _outline(module))]
     anatomy = Anatomy(tower, outlines)
@@ -123,8 +129,6 @@ def _read_plain(model: nn.Module, tower: nn.Module, embeddings: nn.Module | None
     modules = _blocks(tower)
     if not modules or embeddings is None:
         raise Obstacle("it has no list of transformer blocks after an embedding of patches")
-    if hasattr(model, "distillation_classifier"):
-        raise Obstacle("it averages two classifiers; load it as DeiTForImageClassification, which has one")
     anatomy.blocks = [read_block(module) for module in modules]
     _read_grid(config, embeddings, anatomy)
     anatomy.pre_norm = _find(tower, _PRE_NORMS)
@@ -140,7 +144,10 @@ def _read_plain(model: nn.Module, tower: nn.Module, embeddings: nn.Module | None
         anatomy.labels = {"id2label": dict(model.config.id2label), "label2id": dict(model.config.label2id)}
     if (projection := getattr(model, "visual_projection", None)) is not None:
         anatomy.projection = Projection.of(projection)
-    _read_pooling(model, tower, anatomy)
+    try:
+        _read_pooling(model, tower, anatomy)
+    except Obstacle as obstacle:
+        anatomy.embedding_obstacle = str(obstacle)
     _set_runs(model, tower, anatomy)
 
 
@@ -245,6 +252,8 @@ def _read_positions(embeddings: nn.Module, anatomy: Anatomy):
 
 def _read_pooling(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
     """What the classifier reads, or what a model without one pools."""
+    if getattr(model, "distillation_classifier", None) is not None:
+        raise Obstacle("it averages two classifiers; load it as DeiTForImageClassification, which has one")
     config, family, has_cls = tower.config, tower.config.model_type, anatomy.num_class_tokens > 0
     head = getattr(tower, "head", None)
     averages = "mean" if not anatomy.num_prefix_tokens else "latent_mean"

@@ -34,7 +34,7 @@ from frugalvit.modeling.initialization import (
     initialize_attention_,
     kaiming_uniform_init_,
     mimetic_init_,
-    read_vision_transformer,
+    read_initializable,
     resize_positions_,
     trunc_normal_init_,
 )
@@ -67,7 +67,7 @@ def test_mimetic_initialization_puts_the_identity_into_attention():
     assert off_diagonal.std().item() == pytest.approx(0.7 / 96**0.5, rel=0.1)
     positions = model.vit.embeddings.position_embeddings[0]
     torch.testing.assert_close(positions[1:], sincos_position_encoding(8, 8, 96), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="Expected a vision transformer that adds positions"):
+    with pytest.raises(ValueError, match="Expected a plain pre-norm vision transformer"):
         mimetic_init_(timm.create_model("resnet10t"))
 
 
@@ -224,7 +224,7 @@ HOSTS = {
 def grid_attention(model, grid):
     """The real maps among patches of the first layer, on tokens that are positions alone: `(heads, N, N)`."""
     found = {}
-    read = read_vision_transformer(model)
+    read = read_initializable(model)
     module = getattr(model, "base_model", model)
     if hasattr(module, "blocks"):
         attention = module.blocks[0].attn
@@ -254,7 +254,9 @@ def test_every_head_of_every_host_attends_to_its_offset(name):
         (layer, head) for layer in (0, 1) for head in range(4)
     ]
     grid = (6, 8) if "rectangle" in name else (8, 8)
-    assert not any(bias.any() for layer in read_vision_transformer(model).layers for bias in layer.biases)
+    attentions = [block.attention for block in read_initializable(model).blocks]
+    projections = [projection for attention in attentions for projection in (attention.query, attention.key)]
+    assert not any(projection.bias.any() for projection in projections if projection.bias is not None)
     maps = grid_attention(model, grid)
     for head, attention in zip(report.heads, maps, strict=False):
         target = impulse_matrix(*grid, head.offset)

@@ -271,7 +271,7 @@ BAD_FIELDS = {
     "nothing sampled": ({"focusing_steps": ["mlp"], "final_focusing_steps": []}, "No focusing step samples the image"),
     "[CLS] in a focusing block": ({"final_focusing_steps": ["attention", "mlp"]}, "set `use_cls_token=False`"),
     "pooled [CLS] without [CLS]": ({"use_cls_token": False}, "`pooling='cls'` needs `use_cls_token=True`"),
-    "pooling": ({"pooling": "max"}, r"`pooling` is 'max', expected one of \['cls', 'mean', 'attention'\]"),
+    "pooling": ({"pooling": "max"}, r"`pooling` is 'max', expected one of \['cls', 'class_mean', 'mean',"),
     "padding": ({"sampling_padding_mode": "reflect"}, r"`sampling_padding_mode` is 'reflect', expected one of"),
     "rate": ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),
     "epsilon": ({"layer_norm_eps": 0.0}, "`layer_norm_eps` is 0.0, expected a positive number"),

@@ -6,7 +6,7 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 from frugalvit import SparseFormerForImageClassification
-from frugalvit.modeling.teachers import embed
+from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training.token_alignment import TokenAlignment
 
 
@@ -39,7 +39,7 @@ def make_pair(make_teacher, image_size=(32, 48), truncate=1):
 @pytest.mark.parametrize("make_teacher", [transformers_vit, timm_vit])
 def test_reads_the_teachers_tokens_within_the_rois(make_teacher):
     student, teacher = make_pair(make_teacher)
-    alignment = TokenAlignment(student, teacher, (32, 48))
+    alignment = TokenAlignment(student, read_anatomy(teacher))
     # A teacher whose tokens tell their position: rows and columns of the centers of its 4 x 6 patches.
     y, x = torch.meshgrid((torch.arange(4) + 0.5) / 4, (torch.arange(6) + 0.5) / 6, indexing="ij")
     tokens = torch.stack([y.flatten(), x.flatten()], dim=-1)[None]
@@ -53,21 +53,22 @@ def test_reads_the_teachers_tokens_within_the_rois(make_teacher):
 @pytest.mark.parametrize("make_teacher", [transformers_vit, timm_vit])
 def test_compares_every_depth_with_the_teachers(make_teacher, truncate):
     student, teacher = make_pair(make_teacher, truncate=truncate)
-    alignment = TokenAlignment(student, teacher, (32, 48))
+    anatomy = read_anatomy(teacher)
+    alignment = TokenAlignment(student, anatomy)
     images = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
     outputs = student.base_model(images, **alignment.arguments)
-    embed(teacher, images)
-    assert len(alignment.states) == len(outputs.hidden_states) == 4 - truncate
-    loss = alignment(outputs, alignment.states)
+    held = anatomy.states(images)
+    assert len(held) == 4 and len(outputs.hidden_states) == 4 - truncate
+    loss = alignment(outputs, held)
     loss.backward()
     assert loss > 0 and student.base_model.stem.convolution.weight.grad.any()
     # Tokens that hold exactly what is asked for, at another scale, have no distance left.
     shares = alignment._shares(outputs.rois[-1])
     outputs.hidden_states = [
         torch.cat([states[:, : alignment.skipped], 3 * shares @ expected[:, -shares.shape[-1] :] + 1], dim=1)
-        for states, expected in zip(outputs.hidden_states, alignment.states, strict=True)
+        for states, expected in zip(outputs.hidden_states, held[truncate:], strict=True)
     ]
-    assert alignment(outputs, alignment.states).item() == pytest.approx(0, abs=1e-4)
+    assert alignment(outputs, held).item() == pytest.approx(0, abs=1e-4)
 
 
 def test_a_student_deeper_than_its_teacher():
@@ -76,4 +77,4 @@ def test_a_student_deeper_than_its_teacher():
         ViTConfig(image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
     )
     with pytest.raises(ValueError, match="student has 3 blocks and the teacher 2; .* Leave --token_loss_weight at 0"):
-        TokenAlignment(student, shallow, (32, 32))
+        TokenAlignment(student, read_anatomy(shallow))
