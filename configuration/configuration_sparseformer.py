@@ -56,17 +56,19 @@ class SparseFormerConfig(FrugalViTConfig):
         qkv_bias (`bool`, *optional*, defaults to `True`): Biases on queries, keys and values of the cortex.
         gated_mlp (`bool`, *optional*, defaults to `False`):
             MLPs of the cortex have a gate: activated, it multiplies their first layer (SwiGLU with "silu").
-        mlp_norm (`bool`, *optional*, defaults to `False`): A norm before the second layer of MLPs of the cortex (EVA-02).
+        mlp_norm (`bool`, *optional*, defaults to `False`):
+            A norm before the second layer of MLPs of the cortex (EVA-02).
         query_key_norm (`bool`, *optional*, defaults to `False`): Norms of each head's queries and keys in the cortex.
-        attention_norm (`bool`, *optional*, defaults to `False`): A norm before the output projection of attention there.
+        attention_norm (`bool`, *optional*, defaults to `False`):
+            A norm before the output projection of attention there.
         norm_type (`str`, *optional*, defaults to `"layer_norm"`): Norms of the cortex, or `"rms_norm"`.
         layer_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the cortex's norms, and of the others unless
             `focusing_layer_norm_eps` is given.
         focusing_layer_norm_eps (`float`, *optional*): Epsilon of every LayerNorm before the cortex.
         final_norm (`bool`, *optional*, defaults to `True`): Whether a norm follows the cortex.
         rope_theta (`float`, *optional*):
-            Base of the frequencies by which the cortex rotates queries and keys of latent tokens, each at the center of
-            its RoI; without it, it rotates none (`frugalvit.modeling.layers.rotary_table`).
+            Base of the frequencies by which the cortex rotates queries and keys of latent tokens, each at the center
+            of its RoI; without it, it rotates none (`frugalvit.modeling.layers.rotary_table`).
         rope_scale, rope_shift (pair of `float`, *optional*):
             From centers, 0 to 1 across the image, to coordinates, those of y first. DINOv3's by default.
         shared_token_embedding (`bool`, *optional*, defaults to `True`):
@@ -86,15 +88,17 @@ class SparseFormerConfig(FrugalViTConfig):
             Clamp the gradient on sampling points to +-1 / height of the feature map (v1's training code).
         use_cls_token (`bool`, *optional*, defaults to `True`): A learned [CLS] joins the tokens before the cortex.
         num_class_tokens (`int`, *optional*, defaults to 1): How many of them, with `use_cls_token`.
-        num_register_tokens (`int`, *optional*, defaults to 0): Learned tokens that join after them and stand for nothing.
+        num_register_tokens (`int`, *optional*, defaults to 0):
+            Learned tokens that join after them and stand for nothing.
         pooling (`str`, *optional*, defaults to `"cls"`):
             `"cls"`, class tokens, side by side if there are several; `"class_mean"`, their mean; `"mean"` over all
             tokens or `"latent_mean"` without those in front; `"cls_and_latent_mean"`, both side by side (DINOv2's
             classifiers); `"attention"` to all tokens or `"latent_attention"`, by a learned query (SigLIP, AIMv2).
         pooled_class_tokens (sequence of `int`, *optional*): Which class tokens `"cls"` takes; all by default.
         pool_before_norm (`bool`, *optional*, defaults to `False`): Pool before the final norm (v1).
-        pooling_num_attention_heads, pooling_intermediate_size (`int`, *optional*), pooling_hidden_act (`str`, *optional*):
-            Of attention pooling; the cortex's by default. 0 for the second: it has no MLP (AIMv2).
+        pooling_num_attention_heads (`int`, *optional*): Heads of attention pooling; the cortex's by default.
+        pooling_intermediate_size (`int`, *optional*): MLP width there, or 0 for no MLP (AIMv2).
+        pooling_hidden_act (`str`, *optional*): Activation there.
         projection_dim (`int`, *optional*): Width of the projected embedding of CLIP-like models.
         projection_bias (`bool`, *optional*, defaults to `False`): A bias on that projection.
         decoder_hidden_size (`int`, *optional*, defaults to 256): Width of the segmentation head.
@@ -308,8 +312,8 @@ class SparseFormerConfig(FrugalViTConfig):
                 raise ValueError(f"`{name}` is {getattr(self, name)}, expected two numbers, for y and x.")
         if self.rope_theta is not None and self.hidden_size // self.num_attention_heads % 4:
             raise ValueError(
-                f"Attention heads have {self.hidden_size // self.num_attention_heads} channels, expected a multiple of "
-                "4 where `rope_theta` rotates them."
+                f"Attention heads have {self.hidden_size // self.num_attention_heads} channels, expected a multiple "
+                "of 4 where `rope_theta` rotates them."
             )
 
     def validate_choices(self):

@@ -1,8 +1,8 @@
 """Context Broadcasting: uniform attention for any vision transformer.
 
 Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (ICCV 2023, arXiv 2210.08457): the mean
-of all tokens is added to each of them, at the end of every MLP. The module is mathematics; hooks put it into blocks, so
-that weights keep their names. `insert_context_broadcast` puts it into models of other libraries.
+of all tokens is added to each of them, at the end of every MLP. The module is mathematics; hooks put it into blocks,
+so that weights keep their names. `insert_context_broadcast` puts it into models of other libraries.
 
 What the positions do, where the paper's supplement (2.6) leaves room:
 
@@ -200,8 +200,8 @@ def check_class_token(kind: str, has_class_token: bool, name: str):
     """Raise a ValueError if the kind needs a class token and the model has none."""
     if kind in ("cb_gate", "cb_hybrid") and not has_class_token:
         raise ValueError(
-            f"`kind={kind!r}` needs a class token in front of the tokens of every block, and {name} has none; 'cb' and "
-            "'cb_s' do without."
+            f"`kind={kind!r}` needs a class token in front of the tokens of every block, and {name} has none; 'cb' "
+            "and 'cb_s' do without."
         )
 
 

@@ -1,7 +1,7 @@
 """Context Broadcasting in models of other libraries: where it goes, and how it is kept when they are saved.
 
 A model of Transformers becomes a subclass of its class, whose configuration lists the places. Its folder ships this
-file, so that it loads where frugalvit is not installed: what reads models (`hosts`) is asked only where it is inserted.
+file, so that it loads where frugalvit is not installed; what reads models (`hosts`) is asked when it is inserted.
 """
 
 import importlib
@@ -165,8 +165,8 @@ def _find_in_blocks(model: nn.Module, anatomy, positions: Sequence[str]) -> list
         places += places_in_block(block, outline.mlp, outline.second_linear, end, positions)
     if not places:
         raise ValueError(
-            f"{type(model).__name__} has no blocks that are known here (docs/models.md lists models). Name the modules "
-            "to broadcast after by `pattern`."
+            f"{type(model).__name__} has no blocks that are known here (docs/models.md lists models). Name the "
+            "modules to broadcast after by `pattern`."
         )
     return places
 

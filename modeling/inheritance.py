@@ -1,7 +1,7 @@
-"""A SparseFormer that inherits the blocks of a vision transformer (Gao et al., *Bootstrapping SparseFormers from Vision
-Foundation Models*, section 3.2): mathematics over an `Anatomy`.
+"""A SparseFormer that inherits the blocks of a vision transformer (Gao et al., *Bootstrapping SparseFormers from
+Vision Foundation Models*, section 3.2): mathematics over an `Anatomy`.
 
-Layer scale is folded into the linear layer before it. Channels of rotary attention are put into the one order in which a
+Layer scale is folded into the linear layer before it. Channels of rotary attention are put into the order in which a
 SparseFormer rotates them, queries and keys alike, which leaves their products as they are.
 """
 

@@ -96,8 +96,8 @@ def read_initializable(model: nn.Module) -> Anatomy:
     ):
         if applies:
             raise ValueError(
-                f"Cannot initialize {anatomy.name}: {reason}. Expected a plain vision transformer that adds positions to "
-                "its tokens; docs/models.md lists them."
+                f"Cannot initialize {anatomy.name}: {reason}. Expected a plain vision transformer that adds "
+                "positions to its tokens; docs/models.md lists them."
             )
     # A family of this package is what it was read as; Context Broadcasting comes on top of a block.
     if not isinstance(anatomy.model, HubModel) and not has_context_broadcast(anatomy.model):

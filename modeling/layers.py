@@ -32,10 +32,10 @@ def rotary_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of the angles by which a token's queries and keys are rotated, in float32.
 
-    Rotary positions (Su et al. 2021, arXiv 2104.09864) of two axes, each with a quarter of the channels' frequencies: a
-    token at `(y, x)` has the angles (scale * center + shift) * theta^(-i / n), i = 0, …, n - 1, n = head_dim / 4. With
-    scale = 4 pi and shift = -2 pi these are 2 pi (2 c - 1) f, DINOv3's (Siméoni et al. 2025, arXiv 2508.10104); EVA-02
-    (Fang et al. 2023, arXiv 2303.11331) counts patches. Neither needs a grid: the formula holds at any center.
+    Rotary positions (Su et al. 2021, arXiv 2104.09864) of two axes, each with a quarter of the channels' frequencies:
+    a token at `(y, x)` has the angles (scale * center + shift) * theta^(-i / n), i = 0, …, n - 1, n = head_dim / 4.
+    With scale = 4 pi and shift = -2 pi these are 2 pi (2 c - 1) f, DINOv3's (Siméoni et al. 2025, arXiv 2508.10104);
+    EVA-02 (Fang et al. 2023, arXiv 2303.11331) counts patches. Neither needs a grid: the formula holds at any center.
 
     Args:
         centers (`torch.Tensor`): `(..., 2)` as y, x, 0 to 1 across the image.

@@ -259,8 +259,8 @@ class SparseFormerLatents(nn.Module):
             self.register_tokens = nn.Parameter(torch.empty(self.num_register_tokens, config.hidden_size))
 
     def forward(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Tokens `(1, tokens, focusing_hidden_size)` and RoIs `(1, tokens, 4)`, in float32, of any image, and [CLS] and
-        registers, `(batch, prefix tokens, hidden_size)`."""
+        """Tokens `(1, tokens, focusing_hidden_size)` and RoIs `(1, tokens, 4)`, in float32, of any image, and [CLS]
+        and registers, `(batch, prefix tokens, hidden_size)`."""
         # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
         tokens = self.token_embedding.expand(self.num_latent_tokens, -1).repeat(1, 1, 1)
         prefix = [token for token in (self.cls_token, self.register_tokens) if token is not None]
@@ -786,11 +786,11 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         return self.layernorm(hidden_states), self.pool(hidden_states)
 
     def rotation(self, rois: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Rotary positions for the cortex, from the RoIs that it is given, `(batch, tokens, 4)`: cosines and sines that
-        all blocks share, as `SelfAttention` takes them.
+        """Rotary positions for the cortex, from the RoIs that it is given, `(batch, tokens, 4)`: cosines and sines
+        that all blocks share, as `SelfAttention` takes them.
 
-        A token without a grid is rotated as the patch around the center of its RoI would be. No gradient flows into the
-        RoIs through it, as through the position encoding of the focusing stage.
+        A token without a grid is rotated as the patch around the center of its RoI would be. No gradient flows into
+        the RoIs through it, as through the position encoding of the focusing stage.
         """
         config = self.config
         if config.rope_theta is None:

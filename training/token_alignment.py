@@ -34,8 +34,8 @@ class TokenAlignment:
         self.depths = len(student.base_model.layers) + 1
         if self.depths - 1 > len(teacher.blocks):
             raise ValueError(
-                f"The student has {self.depths - 1} blocks and the teacher {len(teacher.blocks)}; their tokens cannot be "
-                "aligned. Leave --token_loss_weight at 0."
+                f"The student has {self.depths - 1} blocks and the teacher {len(teacher.blocks)}; their tokens cannot "
+                "be aligned. Leave --token_loss_weight at 0."
             )
 
     def __call__(self, outputs, teacher_tokens: list[torch.Tensor]) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """What every method of this package needs to know of a vision transformer, whatever library it comes from.
 
-A reader of this folder (`transformers.py`, `timm.py`, `open_clip.py`) finds the parts of a model; nothing is copied, so
-that weights can be written to. An `Anatomy` can also run what was read: `check` compares that with the model itself, as
-equal names do not make equal computations.
+A reader of this folder (`transformers.py`, `timm.py`, `open_clip.py`) finds the parts of a model; nothing is copied,
+so that weights can be written to. An `Anatomy` can also run what was read: `check` compares that with the model
+itself, as equal names do not make equal computations.
 """
 
 import copy
@@ -190,8 +190,8 @@ class Rotary:
     """Rotary positions of patches (Su et al. 2021, arXiv 2104.09864), each axis on its own.
 
     A patch whose center is at `(y, x)`, 0 to 1 across the image, has the angles `(scale * center + shift) * f` with
-    f = theta^(-i / n), i = 0, …, n - 1, n = head_dim / 4. EVA-02 (Fang et al. 2023, arXiv 2303.11331) and DINOv3 (Siméoni
-    et al. 2025, arXiv 2508.10104) differ in `scale` and `shift` alone, and in which channels rotate together.
+    f = theta^(-i / n), i = 0, …, n - 1, n = head_dim / 4. EVA-02 (Fang et al. 2023, arXiv 2303.11331) and DINOv3
+    (Siméoni et al. 2025, arXiv 2508.10104) differ in `scale` and `shift` alone, and in which channels rotate together.
 
     Args:
         theta (`float`): Base of the frequencies.
@@ -246,8 +246,8 @@ class Anatomy:
         class_tokens (`list[int]`, *optional*): Which of several class tokens are side by side in it; all by default.
         norm (`nn.Module`, *optional*): The final one.
         pre_norm (`nn.Module`, *optional*): Of the tokens before the first block.
-        positions (`torch.Tensor`, *optional*): Added to the tokens, `(tokens, hidden_size)`, those in front first where
-            they have some; a view of a parameter if `learns_positions`.
+        positions (`torch.Tensor`, *optional*): Added to the tokens, `(tokens, hidden_size)`, those in front first
+            where they have some; a view of a parameter if `learns_positions`.
         rotary (`Rotary`, *optional*): Rotates queries and keys of patches.
         pooling_head (`AttentionPooling`, *optional*): For attention pooling.
         classifier (`nn.Linear`, *optional*): Takes the embedding to logits.
@@ -300,8 +300,8 @@ class Anatomy:
     def refusal(self, purpose: str, reason: str) -> ValueError:
         """The error that says so."""
         return ValueError(
-            f"Cannot {purpose} {self.name}: {reason}. Expected a plain pre-norm vision transformer of Transformers, timm "
-            "or open_clip; docs/models.md lists them."
+            f"Cannot {purpose} {self.name}: {reason}. Expected a plain pre-norm vision transformer of Transformers, "
+            "timm or open_clip; docs/models.md lists them."
         )
 
     @property
@@ -342,7 +342,7 @@ class Anatomy:
         return self.run(pixel_values)
 
     def patch_tokens(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """The patches' tokens after the last block, normalized where the model does, `(batch, patches, hidden_size)`."""
+        """The patches' tokens after the last block, `(batch, patches, hidden_size)`, normalized where the model does."""
         *_, tokens = self.states(pixel_values)
         return _normalize(self.norm, tokens)[:, self.num_prefix_tokens :]
 
