@@ -4,7 +4,6 @@ A model of Transformers becomes a subclass of its class, whose configuration lis
 file, so that it loads where frugalvit is not installed; what reads models (`hosts`) is asked when it is inserted.
 """
 
-import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from .context_broadcast import (
     places_in_block,
     remove_modules,
 )
-from .hub import HubModel
+from .hub import HubModel, import_from_package
 
 
 logger = logging.get_logger(__name__)
@@ -133,7 +132,7 @@ def _find_places(
             f"This {type(model).__name__} already has Context Broadcasting. Call `remove_context_broadcast` first, "
             "and give all positions at once."
         )
-    hosts = importlib.import_module("frugalvit.modeling.hosts")
+    hosts = import_from_package("hosts", "Inserting Context Broadcasting")
     anatomy = hosts.read_anatomy(model)
     if pattern is None:
         if data_format != "channels_last":

@@ -7,7 +7,6 @@ the configuration. Weights load from the authors' checkpoints through `frugalvit
 
 import copy
 import functools
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration.configuration_base import pair
 from ..configuration.configuration_sparseformer import SparseFormerConfig
 from .context_broadcast import ContextBroadcast, broadcast_layers
-from .hub import HubModel, image_processor_config
+from .hub import HubModel, image_processor_config, import_from_package
 from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path, rotary_table
 from .segmentation import SegmentationHead, semantic_segmentation_loss
 
@@ -662,7 +661,7 @@ class SparseFormerPreTrainedModel(HubModel):
             ImportError: in a model's own code, where frugalvit is not installed.
         """
         # What reads teachers is no part of a saved model's code.
-        inheritance = importlib.import_module("frugalvit.modeling.inheritance")
+        inheritance = import_from_package("inheritance", "Inheriting from a teacher")
         return inheritance.inherit(cls, teacher, num_latent_tokens, truncate, inherit_blocks, check, **fields)
 
 

@@ -4,8 +4,6 @@ After Zheng et al., *Structured Initialization for Attention in Vision Transform
 positions, average pooling, and queries and keys that make every head's first attention map an impulse filter.
 """
 
-import importlib
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,7 +16,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from .context_broadcast import ContextBroadcast, broadcast_layers
-from .hub import HubModel
+from .hub import HubModel, import_from_package
 from .impulse import sincos_position_encoding
 from .layers import (
     GenericForImageClassification,
@@ -139,7 +137,7 @@ class ViTImpulseInitPreTrainedModel(HubModel):
                 "value_init": config.value_init,
             }
         # Fresh weights alone need it: it is no part of a saved model's code.
-        initialization = importlib.import_module("frugalvit.modeling.initialization")
+        initialization = import_from_package("initialization", f"A start from {config.initialization} attention")
         initialization.initialize_attention_(module, config.initialization, **options)
 
 

@@ -342,7 +342,7 @@ class Anatomy:
         return self.run(pixel_values)
 
     def patch_tokens(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """The patches' tokens after the last block, `(batch, patches, hidden_size)`, normalized where the model does."""
+        """The patches' tokens after the last block, normalized if the model does, `(batch, patches, hidden_size)`."""
         *_, tokens = self.states(pixel_values)
         return _normalize(self.norm, tokens)[:, self.num_prefix_tokens :]
 

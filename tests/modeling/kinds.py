@@ -77,14 +77,14 @@ KINDS = {
         # Heads of 16 channels in the focusing layer, the fewest that flex attention takes.
         {**SPARSEFORMER, "mixing_hidden_size": 16, "focusing_num_attention_heads": 2},
         SPARSEFORMERS,
-        files={"context_broadcast.py", "segmentation.py", "teachers.py"},
+        files={"context_broadcast.py", "segmentation.py"},
     ),
     "v1": Kind(
         frugalvit.SparseFormerConfig,
         "v1-tiny",
         {**SPARSEFORMER, "focusing_num_attention_heads": 16, "num_attention_heads": 16},
         SPARSEFORMERS,
-        files={"context_broadcast.py", "segmentation.py", "teachers.py"},
+        files={"context_broadcast.py", "segmentation.py"},
     ),
     "vit_impulse_init": Kind(
         frugalvit.ViTImpulseInitConfig,
@@ -92,7 +92,7 @@ KINDS = {
         {**SHARED, "patch_size": 4, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
         (frugalvit.ViTImpulseInitModel, frugalvit.ViTImpulseInitForImageClassification),
         any_size=False,
-        files={"context_broadcast.py", "impulse.py", "initialization.py"},
+        files={"context_broadcast.py", "impulse.py"},
     ),
     "vit_context_broadcast": Kind(
         frugalvit.ViTContextBroadcastConfig,
