@@ -69,11 +69,13 @@ def load_two_towers(
     options = {"trust_remote_code": trust_remote_code, **revision}
     tokenizer = AutoTokenizer.from_pretrained(hub_id, **options)
     image_processor = image_processor or AutoImageProcessor.from_pretrained(hub_id, **options)
-    # SigLIP was trained on texts of one length.
-    padding = "max_length" if "siglip" in model.config.model_type else True
+    lengths = {"padding": True}
+    if "siglip" in model.config.model_type:
+        # SigLIP was trained on texts of one length, which not all of its tokenizers know.
+        lengths = {"padding": "max_length", "max_length": model.config.text_config.max_position_embeddings}
 
     def embed_texts(texts: Sequence[str]) -> torch.Tensor:
-        inputs = tokenizer(list(texts), padding=padding, truncation=True, return_tensors="pt").to(model.device)
+        inputs = tokenizer(list(texts), **lengths, truncation=True, return_tensors="pt").to(model.device)
         return F.normalize(model.get_text_features(**inputs).pooler_output.float(), dim=-1)
 
     return TwoTowers(
