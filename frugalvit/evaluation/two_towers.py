@@ -54,10 +54,11 @@ def name_models(arguments: argparse.Namespace) -> dict[str, str]:
 def load_two_towers(
     name: str, vision_model: str | None = None, device: str | None = None, trust_remote_code: bool = False
 ) -> TwoTowers:
-    """Load a CLIP, with a SparseFormer as its image side if one is given.
+    """Load a CLIP or SigLIP, with a SparseFormer as its image side if one is given.
 
     Raises:
-        ValueError: if there is no such model, it does not compare images with texts, or the two do not fit.
+        ValueError: if there is no such model, it does not compare images with texts or takes no images but patches,
+            or the two do not fit.
     """
     student, image_processor = load_vision_model(vision_model, device) if vision_model else (None, None)
     if name.startswith(OPEN_CLIP):
@@ -65,6 +66,11 @@ def load_two_towers(
     model = load_pretrained(name, device, trust_remote_code, "a CLIP", _clip_class)
     if student is not None:
         model = SparseFormerCLIPModel.from_clip(model, student)
+    elif model.config.model_type == "siglip2":
+        raise ValueError(
+            f"{name!r} is a SigLIP 2 for images of any shape (NaFlex), which it takes in patches; expected a model "
+            "that takes images of one size, or a SparseFormer as its image side (--vision-model)."
+        )
     hub_id, revision = split_revision(name)
     options = {"trust_remote_code": trust_remote_code, **revision}
     tokenizer = AutoTokenizer.from_pretrained(hub_id, **options)
