@@ -40,7 +40,8 @@ from tiny import SMALL, randomize, word_tokenizer
 
 WORDS = ["[PAD]", "a", "photo", "of", "this", "is", "cat", "dog", "ship", ".", "[UNK]"]
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **NO_TOKENS}
+# open_clip multiplies a width by a ratio; 56 * (61 / 56) is less than 61.
+TEXT = {"hidden_size": 56, "intermediate_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4, **NO_TOKENS}
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
@@ -100,6 +101,7 @@ def folder(model, tmp_path_factory):
 def test_the_text_side_is_the_siglips_to_the_bit(siglip, vision_model, inputs):
     model = SparseFormerCLIPModel.from_clip(siglip, vision_model)
     assert type(model) is SparseFormerSiglipModel
+    assert model.config.text_config.model_type == "siglip_text_model"
     for name, tensor in siglip.text_model.state_dict().items():
         assert torch.equal(tensor, model.text_model.state_dict()[name])
     expected, given = siglip.get_text_features(inputs["input_ids"]), model.get_text_features(inputs["input_ids"])
@@ -386,6 +388,13 @@ def test_text_sides_that_transformers_has_not_are_refused(name, vision_model):
     text, message = UNFIT_TEXTS[name]
     with pytest.raises(ValueError, match=message):
         from_open_clip(swapped(open_clip_siglip(**text), vision_model))
+
+
+def test_a_text_side_that_leaves_out_padding_is_refused(vision_model):
+    clip = swapped(open_clip_siglip(), vision_model)
+    clip.text.use_pad_mask = True
+    with pytest.raises(ValueError, match="its attention leaves out padding, that of SigLIP does not"):
+        from_open_clip(clip)
 
 
 def test_visual_towers_of_other_kinds_are_refused(vision_model):
