@@ -44,9 +44,9 @@ class OpenClipVisual(nn.Module):
         self, model: SparseFormerVisionModelWithProjection | SparseFormerVisionModel, output_tokens: bool = False
     ):
         super().__init__()
-        config = model.config
+        config = getattr(model, "config", None)
         projects = isinstance(getattr(model, "visual_projection", None), nn.Linear)
-        is_siglip = model.base_model is model and getattr(config, "pooling", None) == "attention"
+        is_siglip = getattr(config, "pooling", None) == "attention" and model.base_model is model
         if not projects and not is_siglip:
             raise ValueError(
                 f"Got a {type(model).__name__}, expected a SparseFormerVisionModelWithProjection, or a "
@@ -158,10 +158,10 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     is_siglip = getattr(clip, "logit_bias", None) is not None
     text_config = _siglip_text_config(clip, text) if is_siglip else _clip_text_config(clip, text)
     if is_siglip == projects:
-        kind, expected = ("SigLIP", "SparseFormerVisionModel") if is_siglip else ("CLIP", "…VisionModelWithProjection")
+        expected = "SigLIP a SparseFormerVisionModel" if is_siglip else "CLIP a SparseFormerVisionModelWithProjection"
         raise ValueError(
-            f"The visual tower holds a {type(visual.model).__name__}, that of a {kind} of Transformers a {expected}: "
-            "bootstrap one from the tower that was there."
+            f"The visual tower holds a {type(visual.model).__name__}, that of a {expected}; bootstrap it from the tower "
+            "that it replaces."
         )
     weights, vision_config = _text_weights(clip, text), visual.model.config.to_dict()
     if is_siglip:

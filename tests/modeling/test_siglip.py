@@ -406,5 +406,6 @@ def test_visual_towers_of_other_kinds_are_refused(vision_model):
     with pytest.raises(ValueError, match="holds a SparseFormerVisionModel, that of a CLIP"):
         from_open_clip(swapped(open_clip_siglip(**clips_text), vision_model))
     classifier = frugalvit.SparseFormerForImageClassification(vision_model.config)
-    with pytest.raises(ValueError, match="Got a SparseFormerForImageClassification, expected a Sparse.* a SigLIP"):
-        OpenClipVisual(classifier)
+    for wrong in (classifier, nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match=f"Got a {type(wrong).__name__}, expected a Sparse.* from a SigLIP"):
+            OpenClipVisual(wrong)
