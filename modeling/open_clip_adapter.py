@@ -160,8 +160,8 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     if is_siglip == projects:
         expected = "SigLIP a SparseFormerVisionModel" if is_siglip else "CLIP a SparseFormerVisionModelWithProjection"
         raise ValueError(
-            f"The visual tower holds a {type(visual.model).__name__}, that of a {expected}; bootstrap it from the tower "
-            "that it replaces."
+            f"The visual tower holds a {type(visual.model).__name__}, that of a {expected}; bootstrap it from the "
+            "tower that it replaces."
         )
     weights, vision_config = _text_weights(clip, text), visual.model.config.to_dict()
     if is_siglip:
