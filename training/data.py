@@ -193,9 +193,9 @@ def load_splits(
 def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
     """The images to train on, and those to evaluate on or `None`, which are never streamed.
 
-    Without `--eval_split`, the latter are the first of `EVALUATION_SPLITS` that is there, where labels are kept secret
-    the next one; the images of an `--eval_dataset` without such a split; or else a part of the training images that is
-    held back, see `hold_back`, and printed.
+    Without `--eval_split`, the latter are the first of `EVALUATION_SPLITS` that is there, if possible one with labels;
+    the images of an `--eval_dataset` without such a split; or else a part of the training images that is held back,
+    see `hold_back`, which is printed.
 
     Args:
         data (`ImageArguments`): What the command line says; `data.evaluated` is filled.
@@ -273,12 +273,14 @@ def label_numbers(images: datasets.Dataset) -> np.ndarray:
 
 
 def load_first_labeled(splits: list[str], load: Callable) -> tuple[datasets.Dataset, str]:
-    """The images of the first split that is not without labels where others have some, and which it is."""
+    """The images of the first split that has labels or masks, or if none has them of the first, and which it is."""
+    first = None
     for split in splits:
         images = load(split)
-        if split == splits[-1] or "label" not in images.features or (label_numbers(images) >= 0).any():
-            break
-    return images, split
+        if "mask" in images.features or ("label" in images.features and (label_numbers(images) >= 0).any()):
+            return images, split
+        first = first or (images, split)
+    return first
 
 
 def default_split(dataset: str | list[str], name: str | None = None) -> str:
