@@ -1,6 +1,7 @@
 """Folders and files as people have them: their parts found, some images held back, labels that are none."""
 
 import argparse
+import gc
 import json
 from pathlib import Path
 
@@ -29,10 +30,16 @@ from frugalvit.training.masks import load_masked_splits
 from frugalvit.training.segment import MaskedImageArguments
 
 
-# `datasets` leaves the files open that it looks into for their columns.
+# `datasets` leaves the files open that it looks into for their columns; they are closed, with a warning, as garbage.
 LEFT_OPEN = pytest.mark.filterwarnings("ignore:.*metadata.csv:pytest.PytestUnraisableExceptionWarning")
 SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
 VIT = "image_size=32,patch_size=16,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+
+
+@pytest.fixture(autouse=True)
+def garbage_of_its_own():
+    yield
+    gc.collect()
 
 
 def draw(folder: Path, count: int, start: int = 0, name: str = "{}.png"):
