@@ -485,6 +485,9 @@ def _name_labels(loaded, names: list[str] | None, default_names: list[str] | Non
         names = names or [str(label) for label in range(highest + 1)]
         if highest >= len(names):
             raise ValueError(f"{len(names)} {given} do not fit the labels, which go up to {highest}.")
+    if feature == datasets.Value("large_string"):
+        # `datasets` 5.1 makes class numbers of these alone.
+        loaded = loaded.cast_column("label", datasets.Value("string"))
     return loaded.cast_column("label", datasets.ClassLabel(names=names))
 
 
@@ -727,6 +730,10 @@ def own_shards(images: datasets.IterableDataset, accelerator: Accelerator) -> da
     if images.num_shards % processes:
         images = images.reshard()
     if images.num_shards % processes and images.num_shards < MANY_SHARDS * processes:
+        accelerator.print(
+            f"{processes} processes cannot share out the {images.num_shards} shards of the stream evenly: each reads "
+            "all of it."
+        )
         return None
     return split_dataset_by_node(images, accelerator.process_index, processes, strategy="shards")
 

@@ -309,14 +309,15 @@ def test_a_stream_goes_on_from_its_notes(write_parquet):
         assert not other.notes
 
 
-def test_shards_are_shared_out_if_evenly(write_parquet, tmp_path):
+def test_shards_are_shared_out_if_evenly(write_parquet, tmp_path, capsys):
     def shards(processes):
-        ranks = [SimpleNamespace(num_processes=processes, process_index=rank) for rank in range(processes)]
-        return [own_shards(images, rank) for rank in ranks]
+        ranks = [{"num_processes": processes, "process_index": rank} for rank in range(processes)]
+        return [own_shards(images, SimpleNamespace(**rank, print=print)) for rank in ranks]
 
     files = [write_parquet(f"{index}.parquet", 6) for index in range(3)]
     images = load_images(files, streaming=True)
     assert [len(list(own)) for own in shards(3)] == [6, 6, 6] and shards(2) == [None, None]
+    assert "2 processes cannot share out the 3 shards of the stream evenly" in capsys.readouterr().out
     # Files of several row groups are shared out by these.
     pq.write_table(pq.read_table(files[0]), tmp_path / "groups.parquet", row_group_size=3)
     images = load_images([str(tmp_path / "groups.parquet")], streaming=True)
