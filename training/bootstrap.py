@@ -185,15 +185,13 @@ def main(argv: list[str] | None = None) -> int:
     student_format = format_of(student.config)
     tuned = freeze(student, pair, len(anatomy.blocks))
 
-    train_images, eval_images = load_splits(data)
+    train_images, eval_images = load_splits(data, learns_labels=alignment.label_loss_weight > 0)
     classify, classify_teacher = getattr(student, "classifier", None), anatomy.classifier
     if classify is None and (alignment.loss == "kl" or alignment.label_loss_weight):
         raise ValueError(
             f"--loss kl and --label_loss_weight compare classes, and {pair.teacher} is no classifier; align its "
             "embedding (--loss cosine)."
         )
-    if alignment.label_loss_weight and "label" not in train_images.features:
-        raise ValueError("--label_loss_weight needs labels, but the data set has none; leave it at 0.")
     view = BootstrapView(student_format, teacher_format, alignment.crop_scale, alignment.crop_ratio, alignment.flip)
     evaluation = (eval_images, PairedEvalView(student_format, teacher_format))
     loader, eval_loader = make_loaders(
@@ -264,7 +262,8 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=lambda model: evaluate_student(accelerator, model, project, classify, anatomy, eval_loader, targets),
+        evaluate=eval_loader
+        and (lambda model: evaluate_student(accelerator, model, project, classify, anatomy, eval_loader, targets)),
         save=save,
         saved=student,
         metric="alignment",
@@ -418,7 +417,9 @@ def describe(pair: StudentArguments, student: SparseFormerPreTrainedModel, label
     )
     if "accuracy" in state.best:
         return f"{text}: accuracy {state.best['accuracy']:.2%}, the teacher's is {state.best['teacher_accuracy']:.2%}."
-    return f"{text}: mean cosine with the teacher's embeddings {state.best['alignment']:.4f}."
+    if "alignment" in state.best:
+        return f"{text}: mean cosine with the teacher's embeddings {state.best['alignment']:.4f}."
+    return f"{text}, not evaluated."
 
 
 if __name__ == "__main__":

@@ -329,7 +329,7 @@ def fit(
     scheduler,
     loader: TrainingLoader,
     compute_loss: Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor],
-    evaluate: Callable[[torch.nn.Module], dict[str, float]],
+    evaluate: Callable[[torch.nn.Module], dict[str, float]] | None,
     save: Callable[[Path, TrainingState, dict[str, torch.Tensor]], None],
     saved: torch.nn.Module | None = None,
     metric: str = "accuracy",
@@ -344,7 +344,7 @@ def fit(
         model, optimizer, scheduler: What `prepare` returns; the scheduler steps with the optimizer.
         loader (`TrainingLoader`): Gives the batches.
         compute_loss: Takes model and batch to the mean loss over this process' share.
-        evaluate: Takes the model to numbers, after every epoch.
+        evaluate (*optional*): Takes the model to numbers, after every epoch; without it, the last one is best.
         save: Writes a complete model repository, with its card, into a folder, given the weights; called on the main
             process after an epoch that is the best so far.
         saved (*optional*): What the weights are those of, if not of `model` alone.
@@ -439,9 +439,9 @@ def fit(
             "train_loss": sum(state.losses) / len(state.losses),
             "images_per_second": len(state.losses) * loader.batch_size / state.seconds,
             **({"skipped": state.skipped} if state.skipped else {}),
-            **evaluate(model),
+            **(evaluate(model) if evaluate else {}),
         }
-        is_best = state.best is None or record[metric] > state.best[metric]
+        is_best = evaluate is None or state.best is None or record[metric] > state.best[metric]
         state = TrainingState(epoch + 1, state.step, record if is_best else state.best, [*state.log, record])
         accelerator.log({name: value for name, value in record.items() if name != "step"}, step=state.step)
         # Where each process has a part of the weights, all of them gather the whole.

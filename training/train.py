@@ -41,7 +41,7 @@ from .arguments import (
 )
 from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .cards import write_card
-from .data import check_labels, class_names, load_splits, make_loaders
+from .data import class_names, load_splits, make_loaders
 from .loading import load_image_classifier, split_revision
 from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .metrics import evaluate_classifier
@@ -134,15 +134,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments, data, recipe, optimization, run = all_arguments
     accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
 
-    train_images, eval_images = load_splits(data)
+    train_images, eval_images = load_splits(data, learns_labels=True)
     names = class_names(train_images)
-    if names is None:
-        raise ValueError(f"{' '.join(data.dataset)} has no labels to train with. Name their column by --label_column.")
-    if class_names(eval_images) is None:
+    if eval_images is not None and class_names(eval_images) is None:
         raise ValueError("The evaluation images have no labels; choose others with --eval_dataset or --eval_split.")
-    check_labels(eval_images, data.eval_split)
-    if not data.streaming:
-        check_labels(train_images, data.train_split)
 
     model, processor = build_model(arguments, recipe, names)
     if run.compile:
@@ -187,8 +182,8 @@ def main(argv: list[str] | None = None) -> int:
         trained = accelerator.unwrap_model(model)
         trained.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
-        accuracy = f"{state.best['accuracy']:.2%}"
-        summary = f"A {trained.config.model_type} classifier trained on {' '.join(data.dataset)}: accuracy {accuracy}."
+        accuracy = f": accuracy {state.best['accuracy']:.2%}" if "accuracy" in state.best else ", not evaluated"
+        summary = f"A {trained.config.model_type} classifier trained on {' '.join(data.dataset)}{accuracy}."
         write_card(folder, trained, summary, data, run, state, arguments.model)
 
     state = fit(
@@ -199,12 +194,11 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=lambda model: evaluate_classifier(accelerator, model, eval_loader),
+        evaluate=eval_loader and (lambda model: evaluate_classifier(accelerator, model, eval_loader)),
         save=save,
     )
-    accelerator.print(
-        f"Best accuracy {state.best['accuracy']:.4f}, epoch {state.best['epoch']}. See {run.output_dir}."
-    )
+    accuracy = f"Best accuracy {state.best['accuracy']:.4f}" if eval_loader else "Not evaluated"
+    accelerator.print(f"{accuracy}, epoch {state.best['epoch']}. See {run.output_dir}.")
     return 0
 
 
