@@ -25,8 +25,9 @@ from transformers import (
 
 from ..configuration.configuration_base import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS
 from ..modeling.context_broadcast_hosts import insert_context_broadcast
+from ..modeling.hosts.transformers import resize_positions_
 from ..modeling.hub import image_processor_config
-from ..modeling.initialization import INITIALIZATIONS, initialize_attention_, resize_positions_
+from ..modeling.initialization import INITIALIZATIONS, initialize_attention_
 from ..modeling.modeling_bootstrapped_vit import divergence
 from .arguments import (
     DataArguments,
