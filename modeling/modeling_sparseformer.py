@@ -810,15 +810,14 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
     def pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Tokens before the final LayerNorm, `(batch, tokens, hidden_size)`, to `(batch, hidden_size)`."""
         config, pooling = self.config, self.config.pooling
-        classes = int(config.use_cls_token) * config.num_class_tokens
         if pooling == "cls":
-            chosen = hidden_states[:, list(config.pooled_class_tokens or range(classes))]
-            return self.layernorm(chosen).flatten(1)
+            chosen = config.pooled_class_tokens or range(config.num_class_tokens)
+            return self.layernorm(torch.stack([hidden_states[:, index] for index in chosen], dim=1)).flatten(1)
         if pooling == "cls_and_latent_mean":
             hidden_states = self.layernorm(hidden_states)
             return torch.cat([hidden_states[:, 0], hidden_states[:, config.num_prefix_tokens :].mean(dim=1)], dim=1)
         if pooling == "class_mean":
-            pooled = hidden_states[:, :classes]
+            pooled = hidden_states[:, : config.num_class_tokens]
         elif pooling in ("latent_mean", "latent_attention"):
             pooled = hidden_states[:, config.num_prefix_tokens :]
         else:
