@@ -206,15 +206,15 @@ def load_pretrained(
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
             model_class = choose_class(config)
             # Classes of Transformers and of this package take no code from elsewhere.
-            options = {"trust_remote_code": trust_remote_code} if model_class.__name__.startswith("Auto") else {}
+            remote = {"trust_remote_code": trust_remote_code} if model_class.__name__.startswith("Auto") else {}
+            # Other shapes are refused below, by name.
+            options = {"ignore_mismatched_sizes": True, **remote, **revision}
             if "pooler" in unread and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
                 options["add_pooling_layer"] = False
             if model_args := getattr(config, "model_args", None):
                 # timm notes the number of classes there, too; Transformers' wrapper would pass it twice.
                 options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
-            model, report = model_class.from_pretrained(
-                name, dtype=torch.float32, output_loading_info=True, **options, **revision
-            )
+            model, report = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **options)
     # Weights, configurations and remote code fail in more ways than can be listed.
     except Exception as error:
         raise _cannot_load(given, kind, error) from error
