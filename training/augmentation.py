@@ -67,19 +67,30 @@ class ImageFormat:
     def from_processor(cls, processor) -> "ImageFormat":
         """What a Transformers image processor says, also one that wraps timm's settings.
 
+        Some leave the size open: SigLIP 2's for any shape (NaFlex) is taken for the largest square, one that does not
+        resize (C-RADIO's) for the size that it names. One that resizes to a larger square before the crop (DeiT's) is
+        taken for one that resizes the shorter side, as DeiT's authors do.
+
         Raises:
             ValueError: if it resizes in another way than to a size, or the shorter side before a center crop.
         """
         if (timm := getattr(processor, "data_config", None)) is not None:
-            size = tuple(timm["input_size"][1:])
+            size, mode = tuple(timm["input_size"][1:]), timm.get("crop_mode") or "center"
+            if mode not in ("center", "squash") or (mode == "center" and size[0] != size[1]):
+                raise ValueError(
+                    f"The model's images are resized to {size[0]} x {size[1]} by timm's crop_mode {mode!r}, which "
+                    "training does not follow; expected 'squash', or 'center' to a square."
+                )
             return cls(
                 size=size,
                 mean=tuple(timm["mean"]),
                 std=tuple(timm["std"]),
-                resample={"nearest": 0, "bilinear": 2, "bicubic": 3}[timm["interpolation"]],
-                resize=math.floor(min(size) / timm["crop_pct"]),
+                resample=_number_of_filter(timm["interpolation"]),
+                resize=math.floor(min(size) / timm["crop_pct"]) if mode == "center" else None,
             )
         size = dict(getattr(processor, "size", None) or {})
+        if patches := getattr(processor, "max_num_patches", None):
+            size = dict.fromkeys(("height", "width"), math.isqrt(patches) * processor.patch_size)
         crop = dict(processor.crop_size) if getattr(processor, "do_center_crop", None) else size
         shorter = size.get("shortest_edge")
         if crop is size and shorter is not None:
@@ -87,6 +98,9 @@ class ImageFormat:
             crop = {"height": shorter, "width": shorter}
             share = getattr(processor, "crop_pct", None)
             shorter = None if share and shorter >= 384 else int(shorter / (share or 1))
+        elif crop != size and shorter is None:
+            shorter = size.get("height")
+            crop = crop if shorter and shorter == size.get("width") else {}
         if not crop.keys() >= {"height", "width"}:
             raise ValueError(
                 f"{type(processor).__name__} resizes images in a way that training does not follow (size {size}); "
@@ -96,7 +110,7 @@ class ImageFormat:
             size=(crop["height"], crop["width"]),
             mean=_of_channels(processor.image_mean) if processor.do_normalize else (0.0, 0.0, 0.0),
             std=_of_channels(processor.image_std) if processor.do_normalize else (1.0, 1.0, 1.0),
-            resample=int(processor.resample),
+            resample=_number_of_filter(processor.resample),
             resize=shorter,
         )
 
@@ -125,6 +139,14 @@ class ImageFormat:
             _channels(values).to(pixel_values.device) for values in (source.mean, source.std, self.mean, self.std)
         )
         return (pixel_values * std + (mean - own_mean)) / own_std
+
+
+def _number_of_filter(resample: int | str) -> int:
+    """PIL's number of an interpolation, which timm names."""
+    names = {"nearest": 0, "bilinear": 2, "bicubic": 3}
+    if (number := names.get(resample, resample)) not in names.values():
+        raise ValueError(f"The model's images are resized by {resample!r}; expected PIL's {names}, by name or number.")
+    return int(number)
 
 
 def _of_channels(values: float | Sequence[float]) -> tuple[float, ...]:
