@@ -44,8 +44,8 @@ FAMILIES = {
 FUNCTIONS = {
     "checkpoint_path": "frugalvit.resources",
     "ContextBroadcast": "frugalvit.modeling.context_broadcast_hosts",
-    "count_context_broadcast": "frugalvit.macs",
-    "count_macs": "frugalvit.macs",
+    "count_context_broadcast": "frugalvit.training.macs",
+    "count_macs": "frugalvit.training.macs",
     "from_open_clip": "frugalvit.modeling.open_clip_adapter",
     "GeneralizedConv2d": "frugalvit.modeling.generalized_convolution",
     "impulse_init_": "frugalvit.modeling.initialization",

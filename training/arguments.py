@@ -20,7 +20,7 @@ from .data import SUBSET, default_split
 RESUMABLE = frozenset(
     {
         *("output_dir", "overwrite", "num_workers", "eval_batch_size", "logging_steps", "checkpointing_steps"),
-        *("report_to", "teacher_cache"),
+        *("report_to", "teacher_cache", "compare"),
     }
 )
 
