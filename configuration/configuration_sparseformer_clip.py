@@ -1,10 +1,21 @@
-"""CLIP whose image side is a SparseFormer: configuration."""
+"""CLIP and SigLIP whose image side is a SparseFormer: configurations."""
+
+import math
 
 from huggingface_hub.dataclasses import strict
-from transformers import CLIPTextConfig
+from transformers import CLIPTextConfig, SiglipTextConfig
 
 from .configuration_base import FrugalViTConfig
 from .configuration_sparseformer import SparseFormerConfig
+
+
+# The default image side of a SigLIP.
+SIGLIP_VISION = {
+    "num_latent_tokens": 49,
+    "hidden_act": "gelu_pytorch_tanh",
+    "use_cls_token": False,
+    "pooling": "attention",
+}
 
 
 @strict
@@ -53,4 +64,49 @@ class SparseFormerCLIPConfig(FrugalViTConfig):
             )
 
 
-__all__ = ["SparseFormerCLIPConfig"]
+@strict
+class SparseFormerSiglipConfig(FrugalViTConfig):
+    r"""
+    Configuration of a SigLIP with a SparseFormer in the place of its vision transformer. Its text side ends in a
+    linear layer to the width of the image side, which is not projected.
+
+    Args:
+        text_config (`SiglipTextConfig` or `dict`, *optional*): The text side, that of SigLIP or SigLIP 2.
+        vision_config (`SparseFormerConfig` or `dict`, *optional*):
+            The image side; by default a base model with 49 tokens and SigLIP's pooling head.
+        logit_scale_init_value (`float`, *optional*, defaults to log 10): Initial logarithm of the logits' scale.
+        logit_bias_init_value (`float`, *optional*, defaults to -10.0):
+            Initial bias of the logits; both as in section 3.2 of Zhai et al., *Sigmoid Loss for Language Image
+            Pre-Training*.
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
+            if a name looks like a misspelled field; the message says what was given and what would fit.
+    """
+
+    # Transformers' pipeline takes sigmoids, and pads texts, where "siglip" is part of the name.
+    model_type = "sparseformer_siglip"
+    sub_configs = {"text_config": SiglipTextConfig, "vision_config": SparseFormerConfig}
+
+    text_config: dict | SiglipTextConfig | None = None
+    vision_config: dict | SparseFormerConfig | None = None
+    logit_scale_init_value: float | int = math.log(10)
+    logit_bias_init_value: float | int = -10.0
+
+    def __post_init__(self, **kwargs):
+        for name, default in (("text_config", {}), ("vision_config", SIGLIP_VISION)):
+            value = default if getattr(self, name) is None else getattr(self, name)
+            setattr(self, name, self.sub_configs[name](**value) if isinstance(value, dict) else value)
+        super().__post_init__(**kwargs)
+
+    def validate_widths(self):
+        """Texts end in the width of images."""
+        text, vision = self.text_config.projection_size, self.vision_config.hidden_size
+        if text != vision:
+            raise ValueError(
+                f"`projection_size` of `text_config` is {text}, `hidden_size` of `vision_config` {vision}; expected "
+                "the same."
+            )
+
+
+__all__ = ["SparseFormerCLIPConfig", "SparseFormerSiglipConfig"]

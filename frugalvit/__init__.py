@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .configuration.configuration_convmixer import ConvMixerConfig as ConvMixerConfig
     from .configuration.configuration_sparseformer import SparseFormerConfig as SparseFormerConfig
     from .configuration.configuration_sparseformer_clip import SparseFormerCLIPConfig as SparseFormerCLIPConfig
+    from .configuration.configuration_sparseformer_clip import SparseFormerSiglipConfig as SparseFormerSiglipConfig
     from .configuration.configuration_sparseformer_llava import SparseFormerLlavaConfig as SparseFormerLlavaConfig
     from .configuration.configuration_vit_context_broadcast import (
         ViTContextBroadcastConfig as ViTContextBroadcastConfig,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         SparseFormerVisionModelWithProjection as SparseFormerVisionModelWithProjection,
     )
     from .modeling.modeling_sparseformer_clip import SparseFormerCLIPModel as SparseFormerCLIPModel
+    from .modeling.modeling_sparseformer_clip import SparseFormerSiglipModel as SparseFormerSiglipModel
     from .modeling.modeling_sparseformer_llava import (
         SparseFormerLlavaForConditionalGeneration as SparseFormerLlavaForConditionalGeneration,
     )

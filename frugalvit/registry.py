@@ -25,7 +25,10 @@ FAMILIES = {
             "SparseFormerVisionModelWithProjection",
         ],
     ),
-    "sparseformer_clip": (["SparseFormerCLIPConfig"], ["SparseFormerCLIPModel"]),
+    "sparseformer_clip": (
+        ["SparseFormerCLIPConfig", "SparseFormerSiglipConfig"],
+        ["SparseFormerCLIPModel", "SparseFormerSiglipModel"],
+    ),
     "sparseformer_llava": (["SparseFormerLlavaConfig"], ["SparseFormerLlavaForConditionalGeneration"]),
     "vit_context_broadcast": (
         ["ViTContextBroadcastConfig"],

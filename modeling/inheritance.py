@@ -84,6 +84,8 @@ def inherit(
             _load(base.layernorm, anatomy.norm)
         for layer, block in zip(base.layers, anatomy.blocks[truncated:], strict=True):
             layer.load_state_dict(block_weights(block, anatomy))
+        if anatomy.num_register_tokens and config.num_register_tokens == anatomy.num_register_tokens:
+            base.latents.register_tokens.copy_(registers_of_blank_image(anatomy, truncated))
     if needs_classifier:
         _load(student.classifier, anatomy.classifier)
     if needs_projection:
@@ -106,6 +108,14 @@ def default_num_latent_tokens(anatomy: Anatomy) -> int:
     if min(anatomy.image_size) >= 384:
         patches = round(patches * (224 / min(anatomy.image_size)) ** 2)
     return max(patches // 4 - (anatomy.num_class_tokens > 0), 1)
+
+
+def registers_of_blank_image(anatomy: Anatomy, index: int) -> torch.Tensor:
+    """The registers before a block, `(registers, hidden_size)`, in an image of zeros. They differ from image to image;
+    a student's are constant, and learned from here."""
+    with evaluating(anatomy.model):
+        states = anatomy.states(torch.zeros_like(anatomy.example()[:1]))
+    return states[index][0, anatomy.num_class_tokens : anatomy.num_prefix_tokens]
 
 
 def configuration_fields(anatomy: Anatomy) -> dict:

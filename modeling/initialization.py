@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .context_broadcast import has_context_broadcast
-from .hosts import Anatomy, read_anatomy
-from .hosts.anatomy import Attention, Block
-from .hub import HubModel
+from .hub import import_from_package
 from .impulse import (
     attention_logits,
     draw_offsets,
@@ -79,30 +76,88 @@ class InitializationReport:
         return f"{len(self.heads)} heads in {layers} layers; means: {means}"
 
 
-def read_initializable(model: nn.Module) -> Anatomy:
-    """The anatomy of a vision transformer whose tokens differ by the positions that are added to them.
+@dataclass
+class AttentionLayer:
+    """What initializations need of a block: layers, or views of their weights, that can be written to.
+
+    Args:
+        norm (`nn.Module`): What the tokens pass before the attention.
+        query, key, value, output: With a `weight`, `(hidden_size, hidden_size)`, and a `bias` or None.
+        num_heads (`int`): Heads.
+        linears (`list[nn.Linear]`): All linear layers of the block.
+    """
+
+    norm: nn.Module
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    output: nn.Module
+    num_heads: int
+    linears: list[nn.Linear]
+
+    @property
+    def head_dim(self) -> int:
+        return len(self.query.weight) // self.num_heads
+
+    def head(self, projection: nn.Module, head: int) -> torch.Tensor:
+        """A head's rows of the weight of `query` or `key`, `(head_dim, hidden_size)`."""
+        return projection.weight[head * self.head_dim : (head + 1) * self.head_dim]
+
+
+@dataclass
+class VisionTransformer:
+    """What initializations need of a vision transformer.
+
+    Args:
+        layers (`list[AttentionLayer]`): Its blocks, in order.
+        positions (`torch.Tensor`): `(prefix + height * width, hidden_size)`, those of [CLS] and registers first.
+        learns_positions (`bool`): Whether they are a parameter.
+        grid (pair of `int`): Height and width in patches.
+        pre_norm (`nn.Module`, *optional*): Of tokens before the first block.
+    """
+
+    layers: list[AttentionLayer]
+    positions: torch.Tensor
+    learns_positions: bool
+    grid: tuple[int, int]
+    pre_norm: nn.Module | None = None
+
+    @property
+    def patch_positions(self) -> torch.Tensor:
+        return self.positions[len(self.positions) - self.grid[0] * self.grid[1] :]
+
+
+def read_vision_transformer(model: nn.Module | VisionTransformer) -> VisionTransformer:
+    """A vision transformer whose tokens differ by the positions that are added to them.
 
     Raises:
         ValueError: if the model is none, does to queries and keys what these initializations leave out, or computes
             something else than a plain vision transformer with the same weights.
     """
-    anatomy = read_anatomy(model)
+    if isinstance(model, VisionTransformer):
+        return model
+    if hasattr(own := getattr(model, "base_model", model), "parts_to_initialize"):
+        return own.parts_to_initialize()
+    anatomy = import_from_package("hosts", "Initializing a model").read_anatomy(model)
     anatomy.require_plain("initialize")
-    attention = anatomy.blocks[0].attention
     for reason, applies in (
         ("it adds no positions to its tokens", anatomy.positions is None),
         ("it rotates queries and keys by their positions", anatomy.rotary is not None),
-        ("it normalizes queries and keys", attention.query_norm is not None),
+        ("it normalizes queries and keys", anatomy.blocks[0].attention.query_norm is not None),
     ):
         if applies:
-            raise ValueError(
-                f"Cannot initialize {anatomy.name}: {reason}. Expected a plain vision transformer that adds "
-                "positions to its tokens; docs/models.md lists them."
-            )
-    # A family of this package is what it was read as; Context Broadcasting comes on top of a block.
-    if not isinstance(anatomy.model, HubModel) and not has_context_broadcast(anatomy.model):
+            raise anatomy.refusal("initialize", reason)
+    # Context Broadcasting comes on top of a block.
+    if not any("ContextBroadcast" in type(module).__name__ for module in anatomy.model.modules()):
         anatomy.check("initialize")
-    return anatomy
+    layers = []
+    for block in anatomy.blocks:
+        parts = block.attention
+        projections = (parts.query, parts.key, parts.value, parts.output)
+        layers.append(AttentionLayer(block.attention_norm, *projections, parts.num_heads, block.linears))
+    return VisionTransformer(
+        layers, anatomy.positions, anatomy.learns_positions, anatomy.grid, pre_norm=anatomy.pre_norm
+    )
 
 
 @torch.no_grad()
@@ -169,22 +224,22 @@ def impulse_init_(
     if solver == "pinv" and kernel_size != 3:
         raise ValueError(f"`kernel_size` is {kernel_size}, but `solver='pinv'` has an order for 3 x 3 kernels only.")
 
-    vit = read_initializable(model)
+    vit = read_vision_transformer(model)
     _set_positions(vit, positions)
     raw = {kind: _pseudo_input(kind, vit, generator) for kind in dict.fromkeys(kinds)}
     solve = _Solver(solver, vit.grid, mass, steps, generator)
     report = InitializationReport()
     offsets = heads = None
-    for index, block in enumerate(vit.blocks):
-        layer, inputs = block.attention, _normalized(raw[kinds[min(index, 1)]], block)
+    for index, layer in enumerate(vit.layers):
+        inputs = _normalized(raw[kinds[min(index, 1)]], layer)
         first_of_kind = index < 2 and (index == 0 or kinds[0] != kinds[1])
         if per_layer or offsets is None:
             offsets = solve.offsets(kernel_size, layer.num_heads)
         if per_layer or first_of_kind:
             heads = solve(inputs, offsets, layer.head_dim)
         for head, (query, key) in enumerate(heads):
-            layer.head(layer.query.weight, head).copy_(query.T)
-            layer.head(layer.key.weight, head).copy_(key.T)
+            layer.head(layer.query, head).copy_(query.T)
+            layer.head(layer.key, head).copy_(key.T)
         _zero_biases(layer)
         if value_init == "mimetic":
             _mimetic_values(layer, generator)
@@ -213,18 +268,18 @@ def mimetic_init_(
     Raises:
         ValueError: if the model is none of those.
     """
-    vit = read_initializable(model)
+    vit = read_vision_transformer(model)
     _set_positions(vit, positions)
     report = InitializationReport()
-    for index, block in enumerate(vit.blocks):
-        layer = block.attention
+    for index, layer in enumerate(vit.layers):
+        width = layer.query.weight.shape[1]
         for head in range(layer.num_heads):
-            left, right = mimetic_factors(vit.hidden_size, 0.7, 0.7, generator)
-            layer.head(layer.query.weight, head).copy_(left[:, : layer.head_dim].T)
-            layer.head(layer.key.weight, head).copy_(right[: layer.head_dim])
+            left, right = mimetic_factors(width, 0.7, 0.7, generator)
+            layer.head(layer.query, head).copy_(left[:, : layer.head_dim].T)
+            layer.head(layer.key, head).copy_(right[: layer.head_dim])
         _zero_biases(layer)
         _mimetic_values(layer, generator)
-        report.heads += _describe_unstructured(index, block, vit)
+        report.heads += _describe_unstructured(index, layer, vit)
     return report
 
 
@@ -258,12 +313,12 @@ def kaiming_uniform_init_(model: nn.Module, generator: torch.Generator | None = 
 
 
 def _initialize_linears(model: nn.Module, initialize) -> InitializationReport:
-    vit = read_initializable(model)
-    for linear in (linear for block in vit.blocks for linear in block.linears):
+    vit = read_vision_transformer(model)
+    for linear in (linear for layer in vit.layers for linear in layer.linears):
         initialize(linear)
     report = InitializationReport()
-    for index, block in enumerate(vit.blocks):
-        report.heads += _describe_unstructured(index, block, vit)
+    for index, layer in enumerate(vit.layers):
+        report.heads += _describe_unstructured(index, layer, vit)
     return report
 
 
@@ -325,7 +380,7 @@ def _check(name: str, value, known):
         raise ValueError(f"`{name}` is {value!r}, expected one of {', '.join(map(repr, known))}.")
 
 
-def _set_positions(vit: Anatomy, positions: str):
+def _set_positions(vit: VisionTransformer, positions: str):
     _check("positions", positions, POSITIONS)
     if positions == "sincos" and vit.learns_positions:
         encoding = sincos_position_encoding(*vit.grid, vit.positions.shape[1])
@@ -333,7 +388,7 @@ def _set_positions(vit: Anatomy, positions: str):
         vit.patch_positions.copy_(encoding)
 
 
-def _pseudo_input(kind: str, vit: Anatomy, generator) -> torch.Tensor:
+def _pseudo_input(kind: str, vit: VisionTransformer, generator) -> torch.Tensor:
     positions = _tokens_of_positions(vit)
     if kind == "pe":
         return positions
@@ -342,33 +397,33 @@ def _pseudo_input(kind: str, vit: Anatomy, generator) -> torch.Tensor:
     return chance.to(positions) + (positions if kind == "pe+uniform" else 0)
 
 
-def _tokens_of_positions(vit: Anatomy) -> torch.Tensor:
+def _tokens_of_positions(vit: VisionTransformer) -> torch.Tensor:
     """What the first block is given for patches without content, in float32."""
     positions = vit.patch_positions.float()
     return positions if vit.pre_norm is None else copy.deepcopy(vit.pre_norm).float()(positions)
 
 
-def _normalized(inputs: torch.Tensor, block: Block) -> torch.Tensor:
-    return copy.deepcopy(block.attention_norm).float()(inputs)
+def _normalized(inputs: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    return copy.deepcopy(layer.norm).float()(inputs)
 
 
-def _zero_biases(layer: Attention):
+def _zero_biases(layer: AttentionLayer):
     """Of queries and keys."""
     for projection in (layer.query, layer.key):
         if projection.bias is not None:
             projection.bias.zero_()
 
 
-def _mimetic_values(layer: Attention, generator):
+def _mimetic_values(layer: AttentionLayer, generator):
     left, right = mimetic_factors(layer.value.weight.shape[1], 0.4, -0.4, generator)
     layer.value.weight.copy_(left.T)
     layer.output.weight.copy_(right.T)
 
 
-def _describe(index: int, layer: Attention, inputs: torch.Tensor, grid, offsets) -> list[HeadReport]:
+def _describe(index: int, layer: AttentionLayer, inputs: torch.Tensor, grid, offsets) -> list[HeadReport]:
     reports = []
     for head, offset in enumerate(offsets):
-        query, key = (layer.head(projection.weight, head).float().T for projection in (layer.query, layer.key))
+        query, key = (layer.head(projection, head).float().T for projection in (layer.query, layer.key))
         logits = attention_logits(inputs, query, key)
         attention = logits.softmax(-1)
         target = impulse_matrix(*grid, offset).to(attention)
@@ -390,9 +445,9 @@ def _describe(index: int, layer: Attention, inputs: torch.Tensor, grid, offsets)
     return reports
 
 
-def _describe_unstructured(index: int, block: Block, vit: Anatomy) -> list[HeadReport]:
-    inputs = _normalized(_tokens_of_positions(vit), block)
-    return _describe(index, block.attention, inputs, vit.grid, [(0, 0)] * block.attention.num_heads)
+def _describe_unstructured(index: int, layer: AttentionLayer, vit: VisionTransformer) -> list[HeadReport]:
+    inputs = _normalized(_tokens_of_positions(vit), layer)
+    return _describe(index, layer, inputs, vit.grid, [(0, 0)] * layer.num_heads)
 
 
 @torch.no_grad()

@@ -16,8 +16,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from .context_broadcast import ContextBroadcast, broadcast_layers
-from .hub import HubModel, import_from_package
+from .hub import HubModel
 from .impulse import sincos_position_encoding
+from .initialization import AttentionLayer, VisionTransformer, initialize_attention_
 from .layers import (
     GenericForImageClassification,
     PatchEmbeddings,
@@ -136,9 +137,7 @@ class ViTImpulseInitPreTrainedModel(HubModel):
                 "mass": config.impulse_mass,
                 "value_init": config.value_init,
             }
-        # Fresh weights alone need it: it is no part of a saved model's code.
-        initialization = import_from_package("initialization", f"A start from {config.initialization} attention")
-        initialization.initialize_attention_(module, config.initialization, **options)
+        initialize_attention_(module.parts_to_initialize(), config.initialization, **options)
 
 
 class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
@@ -154,6 +153,18 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
             kind, position = config.context_broadcast, config.context_broadcast_position
             broadcast_layers(self.layers, kind, position, has_class_token=config.pooling == "cls")
         self.post_init()
+
+    def parts_to_initialize(self) -> VisionTransformer:
+        """What initializations write to."""
+        layers = []
+        for layer in self.layers:
+            attention = layer.attention
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+            linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+            heads = self.config.num_attention_heads
+            layers.append(AttentionLayer(layer.layernorm_before, *projections, heads, linears))
+        positions = self.embeddings.position_embeddings
+        return VisionTransformer(layers, positions[0], positions.requires_grad, self.embeddings.grid)
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)

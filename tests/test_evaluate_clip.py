@@ -2,6 +2,7 @@
 
 import io
 import json
+import string
 
 import datasets
 import numpy as np
@@ -13,7 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save_file
+from tokenizers import normalizers
 from transformers import (
+    AutoModel,
+    AutoTokenizer,
     CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
@@ -23,12 +27,22 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    Siglip2Config,
+    Siglip2ImageProcessor,
+    Siglip2Model,
+    Siglip2Processor,
+    Siglip2Tokenizer,
+    SiglipConfig,
+    SiglipImageProcessor,
+    SiglipModel,
+    SiglipProcessor,
 )
 
-from frugalvit import SparseFormerVisionModelWithProjection
+from frugalvit import SparseFormerCLIPModel, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
 from frugalvit.cli import main
 from frugalvit.evaluation.retrieval import retrieval_recall
 from frugalvit.evaluation.scienceqa import PROMPT, format_question, read_answer
+from frugalvit.evaluation.two_towers import load_two_towers
 from frugalvit.evaluation.zero_shot import read_templates
 from tiny import randomize, word_tokenizer
 
@@ -40,6 +54,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", "<image>"]
 WORDS = [*SPECIAL, "a", "photo", "of", "the", "is", ".", "?", "A", "B", "C", *NAMES]
 IMAGES = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+STUDENT = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, "num_focusing_iterations": 2}
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +71,66 @@ def clip_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def student_folder(clip_folder, tmp_path_factory):
-    small = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, "num_focusing_iterations": 2}
-    student = SparseFormerVisionModelWithProjection.from_teacher(CLIPModel.from_pretrained(clip_folder), 4, **small)
+    student = SparseFormerVisionModelWithProjection.from_teacher(CLIPModel.from_pretrained(clip_folder), 4, **STUDENT)
     folder = tmp_path_factory.mktemp("models") / "student"
     randomize(student, 0.2).save_pretrained(folder)
+    return folder
+
+
+SIGLIP_TEXT = {
+    **TOWER,
+    **{"vocab_size": 40, "max_position_embeddings": 24},
+    **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
+}
+
+
+def siglip_tokenizer():
+    """Lower case and without a mask, as SigLIP's; like SigLIP 2's it does not know how long texts are."""
+    words = [word for word in WORDS if word not in ("[BOS]", "[EOS]")]
+    tokenizer = word_tokenizer(words, model_input_names=["input_ids"])
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def siglip_folder(tmp_path_factory):
+    vision = {**TOWER, "image_size": 32, "patch_size": 8}
+    folder = tmp_path_factory.mktemp("models") / "siglip"
+    model = randomize(SiglipModel(SiglipConfig(text_config=SIGLIP_TEXT, vision_config=vision)), 0.2)
+    model.save_pretrained(folder)
+    image_processor = SiglipImageProcessor(size={"height": 32, "width": 32})
+    SiglipProcessor(image_processor, siglip_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def naflex_folder(tmp_path_factory):
+    vision = {**TOWER, "num_patches": 16, "patch_size": 8}
+    folder = tmp_path_factory.mktemp("models") / "naflex"
+    model = randomize(Siglip2Model(Siglip2Config(text_config=SIGLIP_TEXT, vision_config=vision)), 0.2)
+    model.save_pretrained(folder)
+    image_processor = Siglip2ImageProcessor(patch_size=8, max_num_patches=16)
+    letters = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *string.ascii_lowercase]
+    vocabulary = {letter: index for index, letter in enumerate(letters)}
+    tokenizer = Siglip2Tokenizer(vocabulary, padding_side="right", model_input_names=["input_ids"])
+    Siglip2Processor(image_processor, tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def siglip_student_folder(siglip_folder, tmp_path_factory):
+    student = SparseFormerVisionModel.from_teacher(SiglipModel.from_pretrained(siglip_folder), 4, **STUDENT)
+    folder = tmp_path_factory.mktemp("models") / "siglip-student"
+    randomize(student, 0.2).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def siglip_pair_folder(siglip_folder, siglip_student_folder, tmp_path_factory):
+    student = SparseFormerVisionModel.from_pretrained(siglip_student_folder)
+    folder = tmp_path_factory.mktemp("models") / "siglip-pair"
+    SparseFormerCLIPModel.from_clip(SiglipModel.from_pretrained(siglip_folder), student).save_pretrained(folder)
+    SiglipProcessor.from_pretrained(siglip_folder).save_pretrained(folder)
     return folder
 
 
@@ -169,6 +240,69 @@ def test_a_sparseformer_takes_the_place_of_the_image_side(clip_folder, student_f
     assert results["accuracy"] == accuracy_of(scores, labels, 1)
 
 
+SIGLIPS = {
+    "its own side": ("siglip_folder", "siglip_folder", False),
+    "a student": ("siglip_folder", "siglip_folder", True),
+    "a pair": ("siglip_pair_folder", "siglip_folder", False),
+    "a student of NaFlex": ("naflex_folder", "naflex_folder", True),
+}
+
+
+@pytest.mark.parametrize("name", SIGLIPS)
+@torch.no_grad()
+def test_zero_shot_accuracy_of_a_siglip(name, siglip_student_folder, request, labeled, tmp_path):
+    (path, labels), (model, teacher, has_student) = labeled, SIGLIPS[name]
+    model, teacher = request.getfixturevalue(model), request.getfixturevalue(teacher)
+    (tmp_path / "templates.txt").write_text("The {}", encoding="utf-8")
+    results = evaluate(
+        *(tmp_path, "zero-shot", "--model", model, "--dataset", path, "--batch-size", 3),
+        *("--templates", tmp_path / "templates.txt", *["--vision-model", siglip_student_folder] * has_student),
+    )
+    siglip, tokenizer = AutoModel.from_pretrained(teacher), AutoTokenizer.from_pretrained(teacher)
+    texts = [f"the {name}" for name in NAMES]
+    # Of one length, as SigLIP was trained on.
+    ids = tokenizer(texts, padding="max_length", max_length=24, return_tensors="pt")["input_ids"]
+    classes = F.normalize(siglip.get_text_features(ids).pooler_output, dim=-1)
+    images = torch.stack([torch.tensor(np.array(picture(seed))) for seed in range(20)])
+    pixels = (images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
+    student = SparseFormerVisionModel.from_pretrained(siglip_student_folder)
+    image_side = siglip.vision_model if name == "its own side" else student
+    images = F.normalize(image_side(pixel_values=pixels).pooler_output, dim=-1)
+    assert results["accuracy"] == accuracy_of(images @ classes.T, labels, 1)
+    towers = load_two_towers(str(model), siglip_student_folder if has_student else None, device="cpu")
+    torch.testing.assert_close(towers.embed_texts([f"The {name}" for name in NAMES]), classes)
+    torch.testing.assert_close(towers.embed_images(pixels), images)
+    assert (classes[0] - classes[1]).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_a_sparseformer_takes_the_image_side_of_an_open_clip_siglip(siglip_student_folder, labeled, tmp_path):
+    path, labels = labeled
+    text = {"context_length": 24, "vocab_size": 40, "width": 32, "heads": 2, "layers": 1, "pool_type": "last"}
+    text |= {"no_causal_mask": True, "proj_bias": True, "hf_tokenizer_name": "its-own"}
+    vision = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 2, "head_width": 16}
+    config = {"embed_dim": 32, "vision_cfg": vision, "text_cfg": text, "custom_text": True, "init_logit_bias": -10}
+    folder = tmp_path / "open_clip"
+    siglip_tokenizer().save_pretrained(folder)
+    model = randomize(open_clip.CustomTextCLIP(32, vision, text, init_logit_bias=-10), 0.2)
+    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
+    (folder / "open_clip_config.json").write_text(
+        json.dumps({"model_cfg": config, "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}), encoding="utf-8"
+    )
+    (tmp_path / "templates.txt").write_text("a {}", encoding="utf-8")
+    results = evaluate(
+        *(tmp_path, "zero-shot", "--model", f"open_clip:local-dir:{folder}", "--vision-model", siglip_student_folder),
+        *("--dataset", path, "--templates", tmp_path / "templates.txt"),
+    )
+    texts = [f"a {name}" for name in NAMES]
+    ids = siglip_tokenizer()(texts, padding="max_length", max_length=24, return_tensors="pt")["input_ids"]
+    classes = model.encode_text(ids, normalize=True)
+    images = torch.stack([torch.tensor(np.array(picture(seed))) for seed in range(20)])
+    pixels = (images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
+    student = SparseFormerVisionModel.from_pretrained(siglip_student_folder)
+    assert results["accuracy"] == accuracy_of(student(pixels).pooler_output @ classes.T, labels, 1)
+
+
 def test_templates_and_names(tmp_path):
     assert len(read_templates("imagenet")) == 80 and len(read_templates("simple")) == 7
     assert all(template.count("{}") == 1 for template in read_templates("imagenet"))
@@ -220,7 +354,8 @@ def test_recall_holds_a_chunk_at_a_time():
 CAPTIONS = [["a cat .", "the cat"], ["a dog"], ["a bird .", "the bird", "a photo of a bird ."], ["the airplane"]]
 
 
-def test_retrieval_reads_karpathys_splits_and_parquet(clip_folder, tmp_path):
+@pytest.mark.parametrize("name", ["clip_folder", "siglip_pair_folder"])
+def test_retrieval_reads_karpathys_splits_and_parquet(name, request, tmp_path):
     folder = tmp_path / "images" / "val2014"
     folder.mkdir(parents=True)
     entries = []
@@ -233,7 +368,7 @@ def test_retrieval_reads_karpathys_splits_and_parquet(clip_folder, tmp_path):
     rows = {"image": [{"bytes": encoded(seed), "path": None} for seed in range(4)], "captions": CAPTIONS}
     features = datasets.Features({"image": datasets.Image(), "captions": datasets.List(datasets.Value("string"))})
     datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "coco.parquet")
-    model = ("--model", clip_folder, "--batch-size", "2")
+    model = ("--model", request.getfixturevalue(name), "--batch-size", "2")
     coco = evaluate(
         *(tmp_path, "retrieval", *model, "--dataset", tmp_path / "coco.json"),
         *("--image-folder", tmp_path / "images"),
@@ -369,6 +504,14 @@ ERRORS = {
         lambda f: ["zero-shot", "--model", f["clip"], "--vision-model", f["clip"], "--dataset", f["labeled"]],
         "Got a CLIPModel as vision model",
     ),
+    "a vision model of a CLIP for a SigLIP": (
+        lambda f: ["zero-shot", "--model", f["siglip"], "--vision-model", f["student"], "--dataset", f["labeled"]],
+        "Got a SparseFormerVisionModelWithProjection as vision model, expected a SparseFormerVisionModel",
+    ),
+    "a SigLIP that takes patches": (
+        lambda f: ["zero-shot", "--model", f["naflex"], "--dataset", f["labeled"]],
+        "(NaFlex), which it takes in patches; expected a model that takes images of one size",
+    ),
     "no folder of images": (
         lambda f: ["retrieval", "--model", f["clip"], "--dataset", "coco.json"],
         "--image_folder is None",
@@ -399,15 +542,14 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_are_one_clear_line(name, clip_folder, student_folder, llava_folder, labeled, tmp_path, capsys):
+def test_errors_are_one_clear_line(name, request, labeled, tmp_path, capsys):
     (tmp_path / "two.txt").write_text("cat\ndog\n", encoding="utf-8")
     (tmp_path / "list.json").write_text("[1]", encoding="utf-8")
     rows = {"image": [None], "question": ["cat ?"], "choices": [["cat"]], "answer": [0]}
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "questions.parquet")
+    models = ("clip", "student", "llava", "siglip", "naflex")
     found = {
-        "clip": clip_folder,
-        "student": student_folder,
-        "llava": llava_folder,
+        **{model: request.getfixturevalue(f"{model}_folder") for model in models},
         "labeled": labeled[0],
         "tmp": tmp_path,
         "two": tmp_path / "two.txt",

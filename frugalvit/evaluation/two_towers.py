@@ -54,10 +54,11 @@ def name_models(arguments: argparse.Namespace) -> dict[str, str]:
 def load_two_towers(
     name: str, vision_model: str | None = None, device: str | None = None, trust_remote_code: bool = False
 ) -> TwoTowers:
-    """Load a CLIP, with a SparseFormer as its image side if one is given.
+    """Load a CLIP or SigLIP, with a SparseFormer as its image side if one is given.
 
     Raises:
-        ValueError: if there is no such model, it does not compare images with texts, or the two do not fit.
+        ValueError: if there is no such model, it does not compare images with texts or takes no images but patches,
+            or the two do not fit.
     """
     student, image_processor = load_vision_model(vision_model, device) if vision_model else (None, None)
     if name.startswith(OPEN_CLIP):
@@ -65,15 +66,22 @@ def load_two_towers(
     model = load_pretrained(name, device, trust_remote_code, "a CLIP", _clip_class)
     if student is not None:
         model = SparseFormerCLIPModel.from_clip(model, student)
+    elif model.config.model_type == "siglip2":
+        raise ValueError(
+            f"{name!r} is a SigLIP 2 for images of any shape (NaFlex), which it takes in patches; expected a model "
+            "that takes images of one size, or a SparseFormer as its image side (--vision-model)."
+        )
     hub_id, revision = split_revision(name)
     options = {"trust_remote_code": trust_remote_code, **revision}
     tokenizer = AutoTokenizer.from_pretrained(hub_id, **options)
     image_processor = image_processor or AutoImageProcessor.from_pretrained(hub_id, **options)
-    # SigLIP was trained on texts of one length.
-    padding = "max_length" if "siglip" in model.config.model_type else True
+    lengths = {"padding": True}
+    if "siglip" in model.config.model_type:
+        # SigLIP was trained on texts of one length, which not all of its tokenizers know.
+        lengths = {"padding": "max_length", "max_length": model.config.text_config.max_position_embeddings}
 
     def embed_texts(texts: Sequence[str]) -> torch.Tensor:
-        inputs = tokenizer(list(texts), padding=padding, truncation=True, return_tensors="pt").to(model.device)
+        inputs = tokenizer(list(texts), **lengths, truncation=True, return_tensors="pt").to(model.device)
         return F.normalize(model.get_text_features(**inputs).pooler_output.float(), dim=-1)
 
     return TwoTowers(

@@ -92,6 +92,11 @@ def read(model: nn.Module) -> Anatomy:
     return anatomy
 
 
+def _family(tower: nn.Module) -> str:
+    """Its model type, also of one with Context Broadcasting."""
+    return tower.config.model_type.removeprefix("context_broadcast_")
+
+
 def _find(module: nn.Module | None, names: tuple[str, ...]) -> nn.Module | None:
     """The first of a module's parts that has one of the names."""
     return next((part for name in names if isinstance(part := getattr(module, name, None), nn.Module)), None)
@@ -124,7 +129,7 @@ def _count_prefix(tower: nn.Module, embeddings: nn.Module | None) -> tuple[int, 
 
 def _read_plain(model: nn.Module, tower: nn.Module, embeddings: nn.Module | None, anatomy: Anatomy):
     config = tower.config
-    if config.model_type.removeprefix("context_broadcast_") in _HIERARCHICAL:
+    if _family(tower) in _HIERARCHICAL:
         raise Obstacle("it is hierarchical, with fewer tokens from stage to stage")
     modules = _blocks(tower)
     if not modules or embeddings is None:
@@ -254,7 +259,7 @@ def _read_pooling(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
     """What the classifier reads, or what a model without one pools."""
     if getattr(model, "distillation_classifier", None) is not None:
         raise Obstacle("it averages two classifiers; load it as DeiTForImageClassification, which has one")
-    config, family, has_cls = tower.config, tower.config.model_type, anatomy.num_class_tokens > 0
+    config, family, has_cls = tower.config, _family(tower), anatomy.num_class_tokens > 0
     head = getattr(tower, "head", None)
     averages = "mean" if not anatomy.num_prefix_tokens else "latent_mean"
     if hasattr(config, "pooling"):
@@ -304,7 +309,7 @@ def _read_pooling_head(head: nn.Module) -> AttentionPooling:
 
 def _set_runs(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
     """How images become the model's own embedding and logits."""
-    call, family = _caller(tower), tower.config.model_type
+    call, family = _caller(tower), _family(tower)
     project = anatomy.projection or (lambda pooled: pooled)
 
     def run(images: torch.Tensor) -> torch.Tensor:
@@ -328,9 +333,9 @@ def _set_runs(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
 def _caller(model: nn.Module, tower: nn.Module | None = None):
     """Calls a model, whose `tower` may be a part of it, with images."""
     tower = model if tower is None else tower
-    if tower.config.model_type == "vit_mae":
+    if _family(tower) == "vit_mae":
         return lambda images: _call_unmasked(model, images)
-    if tower.config.model_type.startswith("siglip2") and isinstance(tower.embeddings.patch_embedding, nn.Linear):
+    if _family(tower).startswith("siglip2") and isinstance(tower.embeddings.patch_embedding, nn.Linear):
         return lambda images: model(**_as_patches(images, tower.config.patch_size))
     return lambda images: model(pixel_values=images)
 

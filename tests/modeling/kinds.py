@@ -92,7 +92,7 @@ KINDS = {
         {**SHARED, "patch_size": 4, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
         (frugalvit.ViTImpulseInitModel, frugalvit.ViTImpulseInitForImageClassification),
         any_size=False,
-        files={"context_broadcast.py", "impulse.py"},
+        files={"context_broadcast.py", "impulse.py", "initialization.py"},
     ),
     "vit_context_broadcast": Kind(
         frugalvit.ViTContextBroadcastConfig,

@@ -230,22 +230,26 @@ class TwoTowersTester:
     batch_size = 3
     num_hidden_layers = 2  # of both sides
     is_training = True
+    text = {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "intermediate_size": 37,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 16,
+    }
 
     def __init__(self, parent):
         self.parent = parent
 
     def get_config(self):
-        text = {
-            "vocab_size": 99,
-            "hidden_size": 32,
-            "intermediate_size": 37,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 16,
-        }
+        vision = self.get_vision_config()
+        return frugalvit.SparseFormerCLIPConfig(text_config=self.text, vision_config=vision, projection_dim=16)
+
+    def get_vision_config(self, **fields) -> dict:
         kind = KINDS["bootstrapped"]
-        vision = kind.config_class.from_variant(kind.variant, **{**kind.fields, "num_hidden_layers": 2})
-        return frugalvit.SparseFormerCLIPConfig(text_config=text, vision_config=vision.to_dict(), projection_dim=16)
+        fields = {**kind.fields, "num_hidden_layers": self.num_hidden_layers, **fields}
+        return kind.config_class.from_variant(kind.variant, **fields).to_dict()
 
     def prepare_config_and_inputs_for_common(self):
         input_ids = common.ids_tensor([self.batch_size, 7], 99)
@@ -257,17 +261,27 @@ class TwoTowersTester:
         }
 
 
+class SigmoidTowersTester(TwoTowersTester):
+    """The same of a SigLIP with a SparseFormer."""
+
+    def get_config(self):
+        vision = self.get_vision_config(use_cls_token=False, pooling="attention")
+        text = {**self.text, "projection_size": vision["hidden_size"], "bos_token_id": None, "eos_token_id": None}
+        return frugalvit.SparseFormerSiglipConfig(text_config=text, vision_config=vision)
+
+
 class ClipCommonTest(ModelTesterMixin, unittest.TestCase):
     all_model_classes = (frugalvit.SparseFormerCLIPModel,)
+    make_tester = TwoTowersTester
     test_resize_embeddings = False
     test_attention_outputs = False
     _is_composite = True
 
     def setUp(self):
         super().setUp()
-        self.model_tester = TwoTowersTester(self)
+        self.model_tester = self.make_tester(self)
         if "eager_matches_sdpa_inference" in self._testMethodName:
-            self.skipTest("it knows models of one input only; test_clip.py compares both sides")
+            self.skipTest("it knows models of one input only; test_clip.py and test_siglip.py compare both sides")
 
     @unittest.skip("the two sides' outputs hold them, as CLIPModel's do")
     def test_hidden_states_output(self):
@@ -276,6 +290,11 @@ class ClipCommonTest(ModelTesterMixin, unittest.TestCase):
     @unittest.skip("the two sides' outputs hold them, as CLIPModel's do")
     def test_retain_grad_hidden_states_attentions(self):
         pass
+
+
+class SiglipCommonTest(ClipCommonTest):
+    all_model_classes = (frugalvit.SparseFormerSiglipModel,)
+    make_tester = SigmoidTowersTester
 
 
 class TwinsTester:

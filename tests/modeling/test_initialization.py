@@ -34,7 +34,7 @@ from frugalvit.modeling.initialization import (
     initialize_attention_,
     kaiming_uniform_init_,
     mimetic_init_,
-    read_initializable,
+    read_vision_transformer,
     resize_positions_,
     trunc_normal_init_,
 )
@@ -224,7 +224,7 @@ HOSTS = {
 def grid_attention(model, grid):
     """The real maps among patches of the first layer, on tokens that are positions alone: `(heads, N, N)`."""
     found = {}
-    read = read_initializable(model)
+    read = read_vision_transformer(model)
     module = getattr(model, "base_model", model)
     if hasattr(module, "blocks"):
         attention = module.blocks[0].attn
@@ -254,8 +254,8 @@ def test_every_head_of_every_host_attends_to_its_offset(name):
         (layer, head) for layer in (0, 1) for head in range(4)
     ]
     grid = (6, 8) if "rectangle" in name else (8, 8)
-    attentions = [block.attention for block in read_initializable(model).blocks]
-    projections = [projection for attention in attentions for projection in (attention.query, attention.key)]
+    layers = read_vision_transformer(model).layers
+    projections = [projection for layer in layers for projection in (layer.query, layer.key)]
     assert not any(projection.bias.any() for projection in projections if projection.bias is not None)
     maps = grid_attention(model, grid)
     for head, attention in zip(report.heads, maps, strict=False):

@@ -16,6 +16,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    SiglipVisionConfig,
     Trainer,
     TrainingArguments,
 )
@@ -37,11 +38,11 @@ IMAGE = WORDS.index("<image>")
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
 
 
-def make_llava(**fields) -> LlavaForConditionalGeneration:
+def make_llava(vision_class=CLIPVisionConfig, **fields) -> LlavaForConditionalGeneration:
     torch.manual_seed(0)
     language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlavaConfig(
-        vision_config=CLIPVisionConfig(image_size=32, patch_size=4, **VISION),
+        vision_config=vision_class(image_size=32, patch_size=4, **VISION),
         text_config=LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, eos_token_id=None, **language),
         image_token_index=IMAGE,
         **fields,
@@ -106,6 +107,23 @@ def test_layers_are_counted_from_the_end_of_the_tower(layers, ours, strategy):
     inputs = processor(images=picture(), text="<image> what is this ?", return_tensors="pt")
     assert int((inputs["input_ids"] == IMAGE).sum()) == 7 + (strategy == "full") == model.config.image_seq_length
     assert model(**inputs).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_a_siglips_tower_is_replaced_where_all_tokens_are_read():
+    llava = make_llava(SiglipVisionConfig, vision_feature_layer=-1, vision_feature_select_strategy="full")
+    tower = make_tower(llava)
+    model = swap_vision_tower(llava, tower)
+    processor = matching_processor(make_processor(llava), model)
+    inputs = processor(images=picture(), text="<image> what is this ?", return_tensors="pt")
+    assert int((inputs["input_ids"] == IMAGE).sum()) == 7 == model.config.image_seq_length
+    assert model(**inputs).logits.isfinite().all()
+    (features,) = model.get_image_features(inputs["pixel_values"]).pooler_output
+    states = tower(inputs["pixel_values"], output_hidden_states=True).hidden_states[-1][0]
+    torch.testing.assert_close(features, model.model.multi_modal_projector(states))
+    # It has no [CLS] to leave out.
+    with pytest.raises(Exception, match='"default"` leaves out .* this SparseFormer has none; choose "full"'):
+        swap_vision_tower(make_llava(SiglipVisionConfig), tower)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 48])
@@ -296,6 +314,15 @@ def test_the_original_code_bases_tower(tower_folder, feature):
     assert len(listed) == 2 and torch.equal(listed[1], tower(pixel_values))
     assert tower.dummy_feature.shape == (1, 64)
     assert (tower.dtype, tower.device) == (torch.float32, torch.device("cpu"))
+
+
+@torch.no_grad()
+def test_the_original_code_bases_tower_of_a_siglip_has_no_cls(tmp_path):
+    make_tower(make_llava(SiglipVisionConfig)).save_pretrained(tmp_path / "tower")
+    tower = SparseFormerVisionTower(str(tmp_path / "tower"), tower_arguments())
+    pixel_values = tower.image_processor.preprocess(picture(), return_tensors="pt")["pixel_values"]
+    states = tower.vision_tower(pixel_values, output_hidden_states=True).hidden_states[-2]
+    assert states.shape == (1, 7, 64) and torch.equal(tower(pixel_values), states)
 
 
 def test_the_original_code_bases_tower_loads_at_once_where_it_is_to_be_tuned(tower_folder):

@@ -1,0 +1,277 @@
+"""Every kind of vision transformer of docs/models.md: read exactly, and of use to every method that its row says."""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import transformers
+from timm.layers import Attention
+from timm.models.cait import Cait
+from timm.models.eva import Eva
+from timm.models.vision_transformer import ResPostBlock
+from vision_transformers import KINDS, of_timm, of_transformers, randomize
+
+import frugalvit
+from frugalvit import impulse_init_, insert_context_broadcast, mimetic_init_
+from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.modeling.hosts.anatomy import TOLERANCE
+from frugalvit.modeling.inheritance import student_discrepancies
+from frugalvit.training.token_alignment import TokenAlignment
+
+
+TINY_FOCUS = {
+    **{"stem_channels": 4, "num_sampling_points": 4, "num_mixed_points": 4, "mixing_hidden_size": 8},
+    **{"num_focusing_iterations": 2, "num_latent_tokens": 5},
+}
+
+
+def student_class(anatomy) -> type:
+    if anatomy.classifier is not None:
+        return frugalvit.SparseFormerForImageClassification
+    if anatomy.projection is not None:
+        return frugalvit.SparseFormerVisionModelWithProjection
+    return frugalvit.SparseFormerVisionModel
+
+
+def make_student(anatomy, **options):
+    return student_class(anatomy).from_teacher(anatomy, **TINY_FOCUS | options)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def anatomy(kind):
+    read = read_anatomy(kind.make())
+    read.model.requires_grad_(False)
+    return read
+
+
+class TestReading:
+    def test_what_was_read_is_what_the_model_computes(self, anatomy):
+        assert anatomy.obstacle is None and anatomy.embedding_obstacle is None
+        found = anatomy.discrepancies()
+        # Blocks, the embedding twice, the pooling, and the classifier where there is one.
+        assert len(found) == len(anatomy.blocks) + 2 + (anatomy.classifier is not None)
+        assert max(found.values()) < TOLERANCE
+        anatomy.check()
+
+    def test_the_embedding_is_what_the_model_itself_gives(self, kind, anatomy):
+        model, images = anatomy.source, anatomy.example()
+        embedding = anatomy.embed(images)
+        assert embedding.shape == (2, anatomy.embedding_size)
+        assert anatomy.patch_tokens(images).shape == (2, anatomy.num_patches, anatomy.hidden_size)
+        if hasattr(model, "encode_image"):
+            torch.testing.assert_close(embedding, model.encode_image(images))
+        elif hasattr(model, "get_image_features") and not kind.row.startswith("SigLIP 2"):
+            torch.testing.assert_close(embedding, model.get_image_features(images).pooler_output)
+        elif anatomy.classifier is not None:
+            logits = model(images)
+            logits = logits if isinstance(logits, torch.Tensor) else logits.logits
+            torch.testing.assert_close(anatomy.classifier(embedding), logits, rtol=1e-4, atol=1e-4)
+
+    def test_reading_leaves_the_model_as_it_was(self, kind):
+        model = kind.make().train()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        read_anatomy(model).check()
+        assert all(module.training for module in model.modules())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+    def test_in_half_precision_it_is_checked_in_float32(self):
+        read_anatomy(KINDS["dinov2-registers-classifier"].make().to(torch.bfloat16)).check()
+
+    def test_what_was_read_comes_back_as_it_is(self):
+        anatomy = read_anatomy(KINDS["vit"].make())
+        assert read_anatomy(anatomy) is anatomy
+
+
+class TestStudents:
+    @pytest.mark.parametrize("truncate", [0, 1])
+    def test_with_its_teachers_tokens_a_student_gives_what_its_teacher_does(self, anatomy, truncate):
+        """Positions, registers, prefix, norms and pooling in one: RoIs are exactly the patches' cells."""
+        student = make_student(anatomy, truncate=truncate)
+        assert len(student.base_model.layers) == 3 - truncate
+        found = student_discrepancies(anatomy, student)
+        assert found["tokens"] < TOLERANCE and found["embedding"] < TOLERANCE
+
+    def test_a_student_is_a_model_like_the_others(self, anatomy, tmp_path):
+        student = make_student(anatomy)
+        images = torch.randn(2, 3, 32, 32)
+        outputs = student(images)
+        embedding = outputs.get("image_embeds", outputs.get("pooler_output"))
+        if embedding is not None:
+            assert embedding.shape == (2, anatomy.embedding_size)
+        student.save_pretrained(tmp_path)
+        loaded = type(student).from_pretrained(tmp_path)
+        torch.testing.assert_close(loaded(images)[0], outputs[0], rtol=0, atol=0)
+
+    def test_tokens_align_with_the_teachers(self, anatomy):
+        student = make_student(anatomy)
+        alignment = TokenAlignment(student, anatomy)
+        outputs = student.base_model(anatomy.example(), **alignment.arguments)
+        loss = alignment(outputs, anatomy.states(anatomy.example()))
+        loss.backward()
+        assert loss > 0 and student.base_model.transition.weight.grad.any()
+
+    @pytest.mark.parametrize("name", ["dinov3", "timm-eva02", "timm-pe-core", "timm-dinov3"])
+    @pytest.mark.parametrize("field", ["theta", "scale", "shift", "channels"])
+    def test_rotary_positions_read_wrongly_are_found(self, name, field):
+        anatomy = read_anatomy(KINDS[name].make())
+        rotary = anatomy.rotary
+        wrong = {
+            "theta": rotary.theta * 2,
+            "scale": (rotary.scale[0], rotary.scale[1] * 1.1),
+            "shift": (rotary.shift[0] + 0.1, rotary.shift[1] - 0.1),
+            "channels": rotary.channels.flip(0),
+        }
+        # A shift of all patches rotates none against another, only against what is not rotated.
+        setattr(anatomy.rotary, field, wrong[field])
+        with pytest.raises(ValueError, match="computes something else"):
+            anatomy.check()
+
+    @pytest.mark.parametrize(
+        ("name", "fields"),
+        [
+            ("dinov3", {"rope_theta": 50.0}),
+            ("dinov2-registers", {"layer_norm_eps": 1.0}),
+            ("radio", {"pooled_class_tokens": [0, 1]}),
+            ("pixio", {"pooling": "cls", "pooled_class_tokens": [0]}),
+            ("dinov2-swiglu", {"hidden_act": "gelu"}),
+        ],
+    )
+    def test_a_student_that_differs_is_found(self, name, fields):
+        anatomy = read_anatomy(KINDS[name].make())
+        student = make_student(anatomy, **fields)
+        assert max(student_discrepancies(anatomy, student).values()) > TOLERANCE
+
+    def test_focusing_norms_keep_the_references_epsilon(self):
+        config = make_student(read_anatomy(of_transformers("ViT", layer_norm_eps=1e-3)())).config
+        assert (config.layer_norm_eps, config.focusing_layer_norm_eps) == (1e-3, 1e-5)
+
+    @pytest.mark.parametrize(
+        ("pixels", "patch", "tokens"), [(224, 16, 48), (384, 16, 48), (336, 14, 143), (32, 4, 15)]
+    )
+    def test_default_tokens_are_the_papers(self, pixels, patch, tokens):
+        teacher = of_transformers("ViT", image_size=pixels, patch_size=patch, num_hidden_layers=1)()
+        student = frugalvit.SparseFormerModel.from_teacher(teacher, truncate=0, check=False)
+        assert student.config.num_latent_tokens == tokens
+
+
+class TestOtherMethods:
+    def test_attention_can_be_initialized(self, kind):
+        model = kind.make()
+        if not kind.impulses:
+            with pytest.raises(ValueError, match=r"Cannot initialize \w+: it (rotates|normalizes|adds no positions)"):
+                impulse_init_(model)
+            return
+        report = impulse_init_(model, mass=0.8, generator=torch.Generator().manual_seed(0))
+        anatomy = read_anatomy(model)
+        assert len(report.heads) == sum(block.attention.num_heads for block in anatomy.blocks)
+        # Twelve channels a head are few.
+        assert report.mean("peak_rate") > 0.6
+        mimetic_init_(model)
+        anatomy.check()
+
+    def test_impulses_are_those_of_the_attention_that_runs(self):
+        """The map among patches, of tokens that are positions alone, peaks where the report says."""
+        model = KINDS["siglip-vision"].make()
+        report = impulse_init_(model, mass=0.8, generator=torch.Generator().manual_seed(0))
+        model.embeddings.patch_embedding.weight.data.zero_(), model.embeddings.patch_embedding.bias.data.zero_()
+        model.set_attn_implementation("eager")
+        maps = model(torch.zeros(1, 3, 32, 32), output_attentions=True).attentions[0][0]
+        for head in report.heads[:4]:
+            dy, dx = head.offset
+            assert maps[head.head, 3 * 8 + 4].argmax() == (3 + dy) * 8 + 4 + dx
+
+    def test_context_broadcasting_can_be_inserted(self, kind):
+        kinds = ("cb", "cb_s", "cb_gate", "cb_hybrid") if kind.class_token else ("cb", "cb_s")
+        for each in kinds:
+            report = insert_context_broadcast(kind.make(), each, ["mlp_end", "attention_end"])
+            assert len(report.places) == 6
+        model = kind.make()
+        images = read_anatomy(model).example()
+        before = read_anatomy(model).embed(images)
+        if not kind.class_token:
+            with pytest.raises(ValueError, match="needs a class token"):
+                insert_context_broadcast(model, "cb_gate")
+        insert_context_broadcast(model)
+        assert not torch.allclose(read_anatomy(model).embed(images), before)
+
+
+SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 24, "depths": [1], "num_heads": [2], "window_size": 4}
+
+
+class GatedAttention(Attention):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options | {"gated": True})
+
+
+REFUSED = {
+    "swin": (lambda: transformers.SwinModel(transformers.SwinConfig(**SWIN)), "it is hierarchical"),
+    "hiera": (
+        lambda: transformers.HieraModel(transformers.HieraConfig(depths=[1] * 4)),
+        "hierarchical|no list of transformer blocks",
+    ),
+    "convnext": (
+        lambda: transformers.ConvNextModel(transformers.ConvNextConfig(hidden_sizes=[8] * 4, depths=[1] * 4)),
+        "hierarchical|no list of transformer blocks",
+    ),
+    "timm swin": (partial(timm.create_model, "swin_tiny_patch4_window7_224", embed_dim=24), "hierarchical"),
+    "timm hiera": (partial(timm.create_model, "hiera_tiny_224", embed_dim=24), "hierarchical"),
+    "timm convnext": (partial(timm.create_model, "convnext_atto"), "hierarchical"),
+    "timm mobileclip-s": (partial(timm.create_model, "fastvit_mci0"), "hierarchical"),
+    "timm resnet": (partial(timm.create_model, "resnet10t"), "hierarchical"),
+    "post-norm blocks": (of_timm(block_fn=ResPostBlock), "computes something else"),
+    "post-norm blocks of EVA": (of_timm(Eva, use_post_norm=True), "computes something else"),
+    "talking heads": (of_timm(Cait, img_size=32, patch_size=4), "mixes attention heads"),
+    "relative position biases": (
+        partial(timm.create_model, "beit_base_patch16_224", img_size=32, embed_dim=48, depth=2, num_heads=4),
+        "relative position biases",
+    ),
+    "relative position biases of Transformers": (
+        of_transformers("Beit", use_relative_position_bias=True),
+        "relative position biases|no plain pre-norm block",
+    ),
+    "gated attention": (of_timm(attn_layer=GatedAttention), "gates the output"),
+    "mixed rotary positions": (of_timm(Eva, use_rot_pos_emb=True, rope_type="mixed"), "rotary positions"),
+    "shared keys and values": (
+        of_timm(Eva, attn_type="rope", qkv_fused=False, num_kv_heads=2),
+        "shares keys and values among heads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_plain_vision_transformer_is_refused_by_every_method(name):
+    make, message = REFUSED[name]
+    model = randomize(make(), 0.05)
+    with pytest.raises(ValueError, match=rf"Cannot bootstrap from \w+: .*({message})"):
+        frugalvit.SparseFormerModel.from_teacher(model)
+    with pytest.raises(ValueError, match=r"Cannot initialize \w+: "):
+        impulse_init_(model)
+
+
+def test_the_documentation_has_every_row():
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+ \| [^|]+ \| [^|]+) \|$", text, re.MULTILINE))
+    tested = {kind.row for kind in KINDS.values()}
+    assert tested <= rows.keys()
+    assert rows.keys() - tested == {"model", "---", "Swin, PVT, PVTv2 of Transformers or timm"}
+    for row in tested:
+        kinds = [kind for kind in KINDS.values() if kind.row == row]
+        bootstrap, initialize, broadcast = rows[row].split(" | ")
+        assert bootstrap.startswith("yes")
+        methods = ((initialize, {kind.impulses for kind in kinds}), (broadcast, {kind.class_token for kind in kinds}))
+        for said, holds in methods:
+            if said == "yes":
+                assert holds == {True}
+            elif said == "`cb`, `cb_s`" or said.startswith("no"):
+                assert holds == {False}
+            else:
+                assert holds == {True, False}

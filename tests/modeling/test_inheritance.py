@@ -1,0 +1,167 @@
+"""What a SparseFormer inherits, what is new in it, and what is refused."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+from transformers import (
+    DeiTConfig,
+    DeiTForImageClassificationWithTeacher,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
+from vision_transformers import KINDS, clip, of_open_clip, of_timm, of_transformers
+
+from frugalvit import SparseFormerForImageClassification, SparseFormerModel
+from frugalvit.modeling.hosts import read_anatomy
+
+
+SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def transformers_vit(**fields) -> ViTForImageClassification:
+    return of_transformers("ViT", "ForImageClassification", num_labels=5, layer_norm_eps=1e-4, **fields)()
+
+
+def timm_vit(**arguments) -> nn.Module:
+    return of_timm(**arguments)()
+
+
+def test_defaults_are_the_papers():
+    teacher = transformers_vit(num_hidden_layers=6, hidden_size=128, num_attention_heads=2)
+    student = SparseFormerForImageClassification.from_teacher(teacher)
+    config = student.config
+    # 64 image tokens; a quarter, [CLS] counted, is 15 latent ones.
+    assert (config.num_latent_tokens, config.use_cls_token, config.pooling) == (15, True, "cls")
+    assert (config.num_hidden_layers, config.hidden_size, config.focusing_hidden_size) == (4, 128, 64)
+    assert config.layer_norm_eps == 1e-4
+    assert config.id2label == teacher.config.id2label
+    assert not student.training
+    # The leading third is left out: the first block is the teacher's third.
+    torch.testing.assert_close(
+        student.sparseformer.layers[0].mlp.fc1.weight, teacher.vit.layers[2].mlp.fc1.weight, rtol=0, atol=0
+    )
+
+
+def test_a_mean_pooled_teacher_gives_a_mean_pooled_student():
+    config = SparseFormerForImageClassification.from_teacher(timm_vit(global_pool="avg", class_token=False)).config
+    assert (config.pooling, config.pool_before_norm, config.use_cls_token, config.num_latent_tokens) == (
+        "mean",
+        True,
+        False,
+        16,
+    )
+    # A [CLS] that is not pooled takes part in attention.
+    config = SparseFormerForImageClassification.from_teacher(timm_vit(global_pool="avg", fc_norm=False)).config
+    assert (config.pooling, config.pool_before_norm, config.use_cls_token) == ("latent_mean", False, True)
+
+
+@pytest.mark.parametrize(("truncate", "left"), [(0, 3), (1, 2), (1 / 3, 2), (0.5, 1), (2, 1)])
+def test_truncate_counts_or_shares(truncate, left):
+    student = SparseFormerForImageClassification.from_teacher(transformers_vit(), truncate=truncate)
+    assert len(student.sparseformer.layers) == student.config.num_hidden_layers == left
+
+
+def test_without_inherited_blocks_only_the_classifier_is_the_teachers():
+    teacher = transformers_vit()
+    student = SparseFormerForImageClassification.from_teacher(teacher, inherit_blocks=False)
+    torch.testing.assert_close(student.classifier.weight, teacher.classifier.weight, rtol=0, atol=0)
+    assert not torch.equal(student.sparseformer.layers[0].mlp.fc1.weight, teacher.vit.layers[1].mlp.fc1.weight)
+    assert torch.equal(student.sparseformer.layernorm.weight, torch.ones(48))
+
+
+def test_a_headless_teacher_gives_a_headless_student():
+    teacher = KINDS["vit"].make()
+    student = SparseFormerModel.from_teacher(teacher)
+    assert student(torch.randn(1, 3, 32, 32)).pooler_output.shape == (1, 48)
+
+
+def test_changing_the_student_leaves_the_teacher_alone():
+    teacher = transformers_vit()
+    before = teacher.vit.layers[1].mlp.fc1.weight.clone()
+    student = SparseFormerForImageClassification.from_teacher(teacher)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.zero_()
+    assert torch.equal(teacher.vit.layers[1].mlp.fc1.weight, before)
+
+
+def test_tokens_that_start_on_one_roi_are_moved_apart():
+    """With one embedding for all they would get equal gradients and stay copies of each other."""
+    student = SparseFormerForImageClassification.from_teacher(transformers_vit(), num_latent_tokens=15)
+    rois = student.sparseformer.latents.initial_rois
+    assert len(rois.unique(dim=0)) == 15
+    pixel_values = torch.randn(1, 3, 32, 32)
+    tokens = student.sparseformer(pixel_values).last_hidden_state[0]
+    assert len(tokens.unique(dim=0)) == 16
+
+
+class ScaledBlock(timm.models.vision_transformer.Block):
+    """Has the parameters of a plain block and computes something else."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+REFUSED = {
+    "no module": (lambda: "google/vit-base-patch16-224", "load it first"),
+    "blocks with a twist in forward": (lambda: timm_vit(block_fn=ScaledBlock), "computes something else"),
+    "two classifiers": (
+        lambda: DeiTForImageClassificationWithTeacher(DeiTConfig(image_size=32, patch_size=4, **SIZES)),
+        "averages two classifiers",
+    ),
+    "pooling by the maximum": (lambda: timm_vit(global_pool="max"), "pools by 'max'"),
+    "a CLIP, as a classifier": (clip, "no linear classifier"),
+    "a SigLIP, as a classifier": (KINDS["siglip"].make, "no linear classifier"),
+    "pooling by several queries": (
+        of_open_clip(attentional_pool=True, attn_pooler_heads=2),
+        "pools by a head of its own",
+    ),
+    "custom blocks of open_clip": (of_open_clip(scale_attn=True), "expected nn.MultiheadAttention"),
+    "no classifier": (lambda: ViTModel(ViTConfig(image_size=32, patch_size=4, **SIZES)), "no linear classifier"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name):
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        SparseFormerForImageClassification.from_teacher(make())
+
+
+@pytest.mark.parametrize("truncate", [3, 1.0, -1, True])
+def test_refuses_to_leave_out_all_blocks(truncate):
+    with pytest.raises(ValueError, match="`truncate`"):
+        SparseFormerForImageClassification.from_teacher(transformers_vit(), truncate=truncate)
+
+
+def test_refuses_other_classes_than_the_teachers():
+    with pytest.raises(ValueError, match="5 classes"):
+        SparseFormerForImageClassification.from_teacher(transformers_vit(), num_labels=7)
+
+
+def test_reading_counts_image_tokens_on_rectangles():
+    anatomy = read_anatomy(of_transformers("ViT", image_size=[24, 32], patch_size=[4, 8])())
+    assert (anatomy.num_patches, anatomy.grid, anatomy.image_size) == (6 * 4, (6, 4), (24, 32))
+    assert SparseFormerModel.from_teacher(anatomy).config.image_size == [24, 32]
+
+
+def test_registers_start_as_the_teachers_are_in_a_blank_image():
+    anatomy = read_anatomy(KINDS["dinov2-registers"].make())
+    student = SparseFormerModel.from_teacher(anatomy, truncate=1)
+    held = anatomy.states(torch.zeros(1, 3, 32, 32))[1]
+    torch.testing.assert_close(student.latents.register_tokens, held[0, 1:4])
+    tokens = student(torch.randn(2, 3, 32, 32)).last_hidden_state
+    assert tokens.shape[1] == 1 + 3 + student.config.num_latent_tokens
+
+
+def test_without_frugalvit_a_teacher_cannot_be_read(monkeypatch):
+    import importlib
+
+    def import_module(name, *arguments):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    with pytest.raises(ImportError, match="Inheriting from a teacher needs frugalvit, which is not installed here"):
+        SparseFormerModel.from_teacher(transformers_vit())
