@@ -4,9 +4,9 @@
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2: the student inherits
 the teacher's blocks without the leading third, learns to focus from random weights, tunes the next third, keeps the
-rest frozen, and aligns its final embedding with the teacher's. The paper's numbers are the defaults where a teacher takes
-more than 96 pixels; it names no optimizer, AdamW is our choice. Continued bootstrapping starts from `--student`, with
-more tokens or pixels. `recipes/` has a file for each student of the paper.
+rest frozen, and aligns its final embedding with the teacher's. The paper's numbers are the defaults for teachers of more
+than 96 pixels; it names no optimizer, AdamW is our choice. Continued bootstrapping starts from `--student`, with more
+tokens or pixels. `recipes/` has a file for each student of the paper.
 """
 
 import json
@@ -56,9 +56,9 @@ from .train import parse_overrides, read_values, write_values
 
 PROG = "frugalvit bootstrap"
 
-# What the command line leaves open. "paper" is made for 224 pixels; with it, a student of 32 pixels learns slowly. "small"
-# is the quickstart's: a focusing stage of the paper's sampling points, half its iterations and mixed points, three
-# quarters of its stem channels and bottleneck; large steps, tokens that are told what to hold, all blocks but one.
+# What the command line leaves open. "paper" is made for 224 pixels; a student of 32 pixels learns slowly with it. "small"
+# has a focusing stage of the paper's sampling points, half its iterations and mixed points, three quarters of its stem
+# channels and bottleneck; large steps, tokens that are told what to hold, all blocks but one.
 RECIPES = {
     "paper": {
         "config_overrides": "",
