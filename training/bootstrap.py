@@ -4,9 +4,9 @@
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2: the student inherits
 the teacher's blocks without the leading third, learns to focus from random weights, tunes the next third, keeps the
-rest frozen, and aligns its final embedding with the teacher's. The paper's numbers are the defaults for teachers of more
-than 96 pixels; it names no optimizer, AdamW is our choice. Continued bootstrapping starts from `--student`, with more
-tokens or pixels. `recipes/` has a file for each student of the paper.
+rest frozen, and aligns its final embedding with the teacher's. For teachers of more than 96 pixels the defaults are the
+paper's; it names no optimizer, AdamW is our choice. Continued bootstrapping starts from `--student`, with more tokens
+or pixels. `recipes/` has a file for each student of the paper.
 """
 
 import json
@@ -56,9 +56,9 @@ from .train import parse_overrides, read_values, write_values
 
 PROG = "frugalvit bootstrap"
 
-# What the command line leaves open. "paper" is made for 224 pixels; a student of 32 pixels learns slowly with it. "small"
-# has a focusing stage of the paper's sampling points, half its iterations and mixed points, three quarters of its stem
-# channels and bottleneck; large steps, tokens that are told what to hold, all blocks but one.
+# What the command line leaves open. "paper" is made for 224 pixels, and students of 32 pixels learn slowly with it.
+# "small" has a focusing stage of the paper's sampling points, half its iterations and mixed points, three quarters of
+# its stem channels and bottleneck; large steps, tokens that are told what to hold, all blocks but one.
 RECIPES = {
     "paper": {
         "config_overrides": "",
@@ -106,8 +106,8 @@ class StudentArguments:
     student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
     recipe: str | None = argument(
         None,
-        "What the other arguments are if they are not given: paper, made for 224 pixels, or small. Default: small for "
-        f"teachers of up to {LARGEST_SMALL} pixels.",
+        "What other arguments are if they are not given: paper, made for 224 pixels, or small. Default: small for "
+        f"teachers of up to {LARGEST_SMALL} pixels without --student.",
         choices=[*RECIPES],
     )
     num_latent_tokens: int | None = argument(
@@ -358,7 +358,9 @@ def apply_recipe(arguments: Sequence, size: tuple[int, int]):
         size (pair of `int`): Height and width of the teacher's images in pixels.
     """
     pair = arguments[0]
-    pair.recipe = pair.recipe or ("small" if max(size) <= LARGEST_SMALL else "paper")
+    # What goes on loses by large steps: with 24 tokens instead of 16, the shipped student of 32 pixels reached 79.9 %
+    # by "paper" and 78.6 % by "small" in the same time.
+    pair.recipe = pair.recipe or ("paper" if pair.student or max(size) > LARGEST_SMALL else "small")
     values = RECIPES[pair.recipe] | {"epochs": 20}
     if pair.student:
         # It has its configuration, and its weights are good enough to begin with.
