@@ -17,7 +17,7 @@ setup(
     packages=list(PACKAGES),
     package_dir=PACKAGES,
     package_data={
-        "frugalvit.training": ["cifar10/*.parquet", "cifar10/README.md", "recipes/*.yaml"],
+        "frugalvit.training": ["cifar10/*.parquet", "cifar10/README.md", "launch/*.yaml", "recipes/*.yaml"],
         "frugalvit.checkpoints": ["*/*"],
     },
     exclude_package_data={"": ["__pycache__/*", "*/__pycache__/*"]},

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 from frugalvit import BootstrappedViTForImageClassification
-from frugalvit.tables import format_table
 from frugalvit.training import joint, train
 from frugalvit.training.data import decode_image, load_images
 from frugalvit.training.loading import load_image_classifier
+from frugalvit.training.tables import format_table
 from shared import (
     add_data_arguments,
     add_run_arguments,

@@ -15,8 +15,8 @@ from pathlib import Path
 from transformers import AutoModelForImageClassification
 
 import frugalvit
-from frugalvit.tables import format_table
 from frugalvit.training import bootstrap, train
+from frugalvit.training.tables import format_table
 from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, write_table
 
 
@@ -113,7 +113,7 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
     # The paper continues at a quarter of the first learning rate.
     rate = arguments.learning_rate / 4 if continued else arguments.learning_rate
     argv = [
-        *(*shared, "--teacher", arguments.teacher, "--config_overrides", STUDENT),
+        *(*shared, "--teacher", arguments.teacher, "--recipe", "paper", "--config_overrides", STUDENT),
         *("--epochs", str(epochs), "--learning_rate", str(rate), *extra),
     ]
     return run_recipe(bootstrap, folder, argv)

@@ -33,11 +33,11 @@ from frugalvit.evaluation.retrieval import embed_all_images, retrieval_recall
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
 from frugalvit.modeling.modeling_sparseformer_llava import check_image_tokens
-from frugalvit.tables import format_table
 from frugalvit.training import bootstrap, contrastive
 from frugalvit.training.contrastive import word_tokenizer
 from frugalvit.training.data import class_names, default_split, load_images
 from frugalvit.training.files import whole_folder
+from frugalvit.training.tables import format_table
 from shared import (
     STUDENT,
     add_data_arguments,
@@ -141,7 +141,7 @@ def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
         folder,
         [
             *("--teacher", str(clip), *shared_arguments(arguments, seed), "--crop_scale", "0.8", "1"),
-            *("--num_latent_tokens", str(tokens), "--config_overrides", STUDENT),
+            *("--recipe", "paper", "--num_latent_tokens", str(tokens), "--config_overrides", STUDENT),
             *("--epochs", str(arguments.epochs), "--learning_rate", "4e-3", "--batch_size", "64", *extra),
         ],
     )

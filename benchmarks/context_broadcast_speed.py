@@ -19,8 +19,8 @@ from frugalvit import (
     count_macs,
     insert_context_broadcast,
 )
-from frugalvit.speed import images_per_second
-from frugalvit.tables import format_table
+from frugalvit.training.speed import images_per_second
+from frugalvit.training.tables import format_table
 from shared import ROOT, write_table
 
 

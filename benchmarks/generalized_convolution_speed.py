@@ -18,8 +18,8 @@ from torch import nn
 
 from frugalvit import GeneralizedConv2d
 from frugalvit.modeling.generalized_convolution import generalized_convolution_in_matrix_form, shift_matrices
-from frugalvit.speed import images_per_second
-from frugalvit.tables import format_table
+from frugalvit.training.speed import images_per_second
+from frugalvit.training.tables import format_table
 from shared import ROOT, write_table
 
 

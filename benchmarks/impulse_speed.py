@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, impulse_init_
-from frugalvit.tables import format_table
+from frugalvit.training.tables import format_table
 from shared import ROOT, write_table
 
 

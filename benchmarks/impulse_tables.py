@@ -16,8 +16,8 @@ import argparse
 import json
 import statistics
 
-from frugalvit.tables import format_table
 from frugalvit.training import train
+from frugalvit.training.tables import format_table
 from shared import (
     add_data_arguments,
     add_run_arguments,

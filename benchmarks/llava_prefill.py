@@ -19,9 +19,9 @@ from tqdm import tqdm
 from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 from frugalvit import SparseFormerVisionModel, swap_vision_tower
-from frugalvit.tables import format_table
 from frugalvit.training.files import write_json
 from frugalvit.training.loop import versions
+from frugalvit.training.tables import format_table
 
 
 ROOT = Path(__file__).resolve().parents[1]

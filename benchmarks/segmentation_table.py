@@ -26,11 +26,11 @@ from transformers.modeling_outputs import SemanticSegmenterOutput
 from frugalvit import count_macs
 from frugalvit.evaluation.segmentation import picture_of, segmentation_scores
 from frugalvit.pictures import save_figure
-from frugalvit.tables import format_table
 from frugalvit.training import segment
 from frugalvit.training.augmentation import ImageFormat
 from frugalvit.training.loading import load_with_image_processor
 from frugalvit.training.masks import MaskReader, load_masked_images
+from frugalvit.training.tables import format_table
 from shared import add_run_arguments, folder_name, run_recipe, spread, write_table
 
 

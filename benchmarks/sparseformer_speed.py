@@ -19,7 +19,7 @@ from torch import nn
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.benchmark import DTYPES, ROUNDS, build_model, measure_all
 from frugalvit.modeling.conversion import convert_showlab
-from frugalvit.tables import format_table
+from frugalvit.training.tables import format_table
 from shared import ROOT, write_table
 
 

@@ -21,7 +21,6 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from frugalvit.macs import count_macs
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.inheritance import block_weights
 from frugalvit.modeling.modeling_bootstrapped_vit import divergence
@@ -38,6 +37,7 @@ from frugalvit.training.augmentation import BootstrapView, EvalView, ImageFormat
 from frugalvit.training.data import load_splits, make_loaders
 from frugalvit.training.loading import load_image_classifier
 from frugalvit.training.loop import fit, optimizer_with_schedule, prepare, start_accelerator
+from frugalvit.training.macs import count_macs
 from frugalvit.training.metrics import evaluate_classifier
 
 

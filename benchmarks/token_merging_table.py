@@ -19,16 +19,14 @@ from transformers import AutoModelForImageClassification
 
 import frugalvit
 import token_merging
-from frugalvit.quickstart import SHORT
-from frugalvit.quickstart import STUDENT as SHORT_STUDENT
-from frugalvit.speed import images_per_second
-from frugalvit.tables import format_table
 from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import EvalView, ImageFormat
 from frugalvit.training.data import SUBSET, evaluation_loader, load_images
 from frugalvit.training.files import write_json
 from frugalvit.training.loading import load_image_classifier
 from frugalvit.training.metrics import evaluate_classifier
+from frugalvit.training.speed import images_per_second
+from frugalvit.training.tables import format_table
 from shared import add_run_arguments, folder_name, last_accuracies, run_recipe, write_table
 
 
@@ -148,7 +146,7 @@ def search_rates(arguments, peer: list[str], macs: float) -> Path:
 def bootstrap_student(arguments, seed: int) -> dict:
     """Results of a student's run with a seed, by the quickstart's recipe."""
     folder = arguments.runs_dir / folder_name("student", seed)
-    argv = [*budget(arguments, seed), "--config_overrides", SHORT_STUDENT, *SHORT]
+    argv = [*budget(arguments, seed), "--recipe", "small"]
     return run_recipe(bootstrap, folder, argv)
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
         ViTContextBroadcastConfig as ViTContextBroadcastConfig,
     )
     from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig
-    from .macs import count_context_broadcast as count_context_broadcast
-    from .macs import count_macs as count_macs
     from .modeling.context_broadcast import ContextBroadcast as ContextBroadcast
     from .modeling.context_broadcast_hosts import insert_context_broadcast as insert_context_broadcast
     from .modeling.context_broadcast_hosts import remove_context_broadcast as remove_context_broadcast
@@ -81,6 +79,8 @@ if TYPE_CHECKING:
     from .modeling.open_clip_adapter import from_open_clip as from_open_clip
     from .modeling.open_clip_adapter import to_open_clip as to_open_clip
     from .resources import checkpoint_path as checkpoint_path
+    from .training.macs import count_context_broadcast as count_context_broadcast
+    from .training.macs import count_macs as count_macs
 
 _NAMES = public_names()
 

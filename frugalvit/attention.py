@@ -30,10 +30,10 @@ from .pictures import (
     save_figure,
 )
 from .predict import find_images, read_images
-from .tables import format_table
 from .training.data import SUBSET, decode_image, load_images
 from .training.files import check_file_path, write_json
 from .training.loading import load_image_classifier
+from .training.tables import format_table
 
 
 # The corner of the maps that is enlarged, as in the paper's figures, and how far from a position a head's favorite

@@ -10,12 +10,12 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from .configuration.configuration_base import pair
 from .info import architecture_of, image_side
-from .macs import count_macs
-from .speed import measure
-from .tables import format_table
 from .training.files import check_file_path, write_json
 from .training.loading import choose_device
 from .training.loop import versions
+from .training.macs import count_macs
+from .training.speed import measure
+from .training.tables import format_table
 
 
 # What SparseFormers are compared with, as Transformers runs them.

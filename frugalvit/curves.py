@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .pictures import LINE_COLORS, TEXT_COLOR, check_picture_path, label_lines, save_figure
-from .tables import format_table
+from .training.tables import format_table
 
 
 # What is drawn where runs have it: name in a record -> title, and whether higher is better.

@@ -3,8 +3,8 @@
 import argparse
 
 from .evaluation import classification, retrieval, scienceqa, segmentation, zero_shot
-from .tables import format_table
 from .training.files import check_file_path, write_json
+from .training.tables import format_table
 
 
 def main(argv: list[str] | None = None) -> None:

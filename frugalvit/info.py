@@ -11,12 +11,12 @@ from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .configuration.configuration_base import pair
-from .macs import count_macs
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .registry import configuration_classes
 from .resources import checkpoint_path, shipped_checkpoints
-from .tables import format_table
 from .training.loading import split_revision
+from .training.macs import count_macs
+from .training.tables import format_table
 from .validation import model_class
 
 

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from .modeling.hub import upload_folder
-from .tables import format_table
 from .training.files import whole_folder
+from .training.tables import format_table
 from .validation import load_model, validate_repository
 
 

@@ -8,30 +8,24 @@ from pathlib import Path
 import torch
 
 from .evaluation.classification import classification_accuracy
-from .macs import count_macs
+from .modeling.hosts import read_anatomy
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
 from .resources import checkpoint_path
-from .speed import images_per_second
-from .tables import format_table
 from .training import bootstrap
 from .training.arguments import argument, check, parse_arguments
+from .training.comparison import compare_speeds, describe_pair, side_by_side
 from .training.data import SUBSET, decode_image, load_images
 from .training.files import whole_folder, write_json
 from .training.loading import load_image_classifier
+from .training.tables import format_table
 
 
-# A focusing stage for images of 32 pixels: the paper's sampling points; half its iterations and mixed points, three
-# quarters of its stem channels and bottleneck, which are made for 224 pixels.
-STUDENT = "stem_channels=48,num_mixed_points=16,mixing_hidden_size=96,num_focusing_iterations=2"
-# The recipe in minutes rather than hours: large steps, tokens that are told what to hold, all but one block inherited.
-SHORT = (
-    *("--learning_rate", "6e-3", "--warmup_epochs", "0.5", "--crop_scale", "0.8", "1"),
-    *("--token_loss_weight", "4", "--truncate", "1", "--repeats", "2"),
-)
 # What a run leaves beside the model, to be resumed.
 NOT_IN_REPOSITORY = shutil.ignore_patterns("checkpoints", "logs", "metrics.jsonl", "results.json", "run.json")
 EMBEDDED_IMAGES, HELD_BACK_IMAGES = 12000, 2000
+# Of which speeds are compared; what results.json says is that of the last.
+BATCH_SIZES = (1, 64)
 
 
 @dataclass
@@ -62,13 +56,12 @@ def main(argv: list[str] | None = None) -> None:
     bootstrap.main(
         [
             *("--teacher", str(teacher_path)),
-            *("--config_overrides", STUDENT),
+            *("--recipe", "small", "--no_compare"),
             *("--dataset", SUBSET, "--train_split", f"train[:{arguments.images}]"),
             # A glance after every epoch; all held-back images come at the end.
             *("--eval_split", f"test[:{HELD_BACK_IMAGES // 4}]"),
             *("--output_dir", str(folder / "run")),
             *("--epochs", str(epochs), "--seed", str(arguments.seed)),
-            *("--batch_size", "64", *SHORT),
             *("--mixed_precision", "bf16" if bf16 else "no"),
         ]
     )
@@ -84,30 +77,20 @@ def main(argv: list[str] | None = None) -> None:
     def accuracy(model, processor) -> float:
         return classification_accuracy(model, processor, images)["accuracy"]
 
-    rows = []
-    pixel_values = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    models = {"teacher": teacher, "student": student}
-    speeds = images_per_second(models, pixel_values)
-    for name, processor in (("teacher", teacher_processor), ("student", student_processor)):
-        model = models[name]
-        rows.append(
-            {
-                "model": name,
-                "accuracy": accuracy(model, processor),
-                "tokens": token_count(model),
-                "parameters": model.num_parameters(),
-                "macs": count_macs(model, 32).macs_with_attention,
-                "images/s": speeds[name],
-            }
-        )
+    anatomy, size = read_anatomy(teacher), (32, 32)
+    costs = describe_pair(anatomy, student, size, size)
+    speeds = compare_speeds(anatomy, student, size, size, BATCH_SIZES)
+    scores = [{"accuracy": accuracy(teacher, teacher_processor)}, {"accuracy": accuracy(student, student_processor)}]
+    rows = side_by_side(costs, scores, speeds)
+    measured = f"images/s, {BATCH_SIZES[-1]}"
     results = {
         "teacher_accuracy": rows[0]["accuracy"],
         "student_accuracy": rows[1]["accuracy"],
         "shipped_student_accuracy": accuracy(shipped, shipped_processor),
         "teacher_tokens": rows[0]["tokens"],
         "student_tokens": rows[1]["tokens"],
-        "teacher_images_per_second": speeds["teacher"],
-        "student_images_per_second": speeds["student"],
+        "teacher_images_per_second": rows[0][measured],
+        "student_images_per_second": rows[1][measured],
     }
 
     shown = [decode_image(images[index]["image"], index) for index in range(0, 60, 10)]
@@ -119,10 +102,11 @@ def main(argv: list[str] | None = None) -> None:
     print("\nThe student's labels for six held-back images:")
     print("\n".join(f"  {caption}" for caption in captions))
     print(f"\nOn {HELD_BACK_IMAGES} held-back images, both models in this run:\n\n{format_table(rows)}\n")
+    times = rows[1][measured] / rows[0][measured]
     print(
         f"The student keeps {results['student_accuracy'] / results['teacher_accuracy']:.1%} of the teacher's accuracy "
-        f"at {speeds['student'] / speeds['teacher']:.2f} times its speed (float32, batches of 64). The student that "
-        f"ships, bootstrapped longer, reaches {results['shipped_student_accuracy']:.4g}.\n"
+        f"at {times:.2f} times its speed (float32, batches of {BATCH_SIZES[-1]}). The student that ships, "
+        f"bootstrapped longer, reaches {results['shipped_student_accuracy']:.4g}.\n"
         f"Model: {folder / 'model'}   Where its tokens look: {folder / 'rois.png'}   "
         f"{time.perf_counter() - started:.0f} seconds."
     )
@@ -136,13 +120,6 @@ def claim(folder: Path):
     if folder.exists() and not interrupted and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--output_dir {folder} exists and is not an empty folder. Give another, or empty it.")
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def token_count(model) -> int:
-    """Tokens in the model's last block, [CLS] counted."""
-    pixel_values = torch.zeros(1, 3, 32, 32)
-    with torch.inference_mode():
-        return model.base_model(pixel_values).last_hidden_state.shape[1]
 
 
 def bfloat16_is_fast() -> bool:

@@ -12,8 +12,8 @@ from transformers import ConvNextConfig, ConvNextForImageClassification, ViTConf
 import frugalvit
 import frugalvit.resources
 from frugalvit.info import describe, main
-from frugalvit.macs import count_macs
-from frugalvit.tables import format_table
+from frugalvit.training.macs import count_macs
+from frugalvit.training.tables import format_table
 
 
 # Variant: tokens, image size, parameters, GMACs without and with attention's two products (None: not counted there).

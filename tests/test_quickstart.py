@@ -8,7 +8,8 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 from transformers import AutoModelForImageClassification
 
-from frugalvit import quickstart, speed
+from frugalvit import quickstart
+from frugalvit.training import speed
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import difflib
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,9 +22,13 @@ from .data import NO_EVALUATION, SUBSET
 RESUMABLE = frozenset(
     {
         *("output_dir", "overwrite", "num_workers", "eval_batch_size", "logging_steps", "checkpointing_steps"),
-        *("report_to", "teacher_cache"),
+        *("report_to", "teacher_cache", "compare"),
     }
 )
+
+
+# Arguments of whole trainings, a file each.
+RECIPE_FILES = Path(__file__).with_name("recipes")
 
 
 def argument(default=dataclasses.MISSING, help: str = "", **metadata):
@@ -149,15 +155,21 @@ class ArgumentParser(transformers.HfArgumentParser):
 def parse_arguments(prog: str, description: str, dataclass_types: list[type], argv: list[str] | None) -> tuple:
     """One instance of each dataclass from a command line; ends the process with code 2 and one line on errors.
 
-    `--config FILE` reads arguments from YAML or JSON, for example the `results.json` of an earlier run; those on the
-    command line go before.
+    `--config` reads arguments from YAML or JSON, for example the `results.json` of an earlier run, or from one of
+    `recipes_of` the command, by its name; those on the command line go before.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = ArgumentParser(dataclass_types, prog=prog, description=description)
-    parser.add_argument("--config", metavar="FILE", help="YAML or JSON file of arguments, or a run's results.json.")
+    recipes = recipes_of(prog)
+    parser.add_argument(
+        "--config",
+        metavar="FILE|RECIPE",
+        help="YAML or JSON file of arguments, a run's results.json"
+        + (f", or the name of a recipe that ships: {', '.join(recipes)}." if recipes else "."),
+    )
     try:
-        if file := _value_of("--config", argv):
-            argv = _read_arguments(file) + argv
+        if given := _value_of("--config", argv):
+            argv = _read_arguments(_find_file(given, recipes)) + argv
         *parsed, _, rest = parser.parse_args_into_dataclasses(
             argv, look_for_args_file=False, return_remaining_strings=True
         )
@@ -168,21 +180,40 @@ def parse_arguments(prog: str, description: str, dataclass_types: list[type], ar
         parser.error(" ".join(str(error).split()))
 
 
+def recipes_of(prog: str) -> dict[str, Path]:
+    """The files in `recipes/` for a command, by name: those whose comment calls it."""
+    files = {file.stem: file for file in sorted(RECIPE_FILES.glob("*.yaml"))}
+    return {
+        name: file
+        for name, file in files.items()
+        if re.search(rf"^# +{prog} --config {name}( |$)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+
+
+def _find_file(given: str, recipes: dict[str, Path]) -> Path:
+    """The file that `--config` names, or the recipe if there is no such file."""
+    if Path(given).is_file():
+        return Path(given)
+    if given not in recipes and (names := difflib.get_close_matches(given, recipes)):
+        raise ValueError(f"--config {given} is no file and no recipe; did you mean {', '.join(names)}?")
+    return recipes.get(given, Path(given))
+
+
 def _value_of(option: str, argv: list[str]) -> str | None:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument(option, dest="value", nargs="?")
     return finder.parse_known_args(argv)[0].value
 
 
-def _read_arguments(file: str) -> list[str]:
+def _read_arguments(file: Path) -> list[str]:
     """A file's arguments as on a command line."""
     try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))  # JSON is YAML
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {file} is neither YAML nor JSON ({error}).") from error
     if isinstance(content, dict):
         content = content.get("arguments", content)
-    check(file, isinstance(content, dict), "config", "a file of names and values")
+    check(str(file), isinstance(content, dict), "config", "a file of names and values")
     values = {name: value if isinstance(value, list) else [value] for name, value in content.items()}
     return [
         text for name, value in values.items() if value != [None] and value for text in (f"--{name}", *map(str, value))

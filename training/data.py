@@ -511,7 +511,7 @@ def decode_image(image: dict, index: int) -> Image.Image:
     try:
         return _DECODER.decode_example(image)
     except Exception as error:
-        path = f", {image['path']}" if image.get("path") else ""
+        path = f", {image['path']}" if image and image.get("path") else ""
         raise CorruptImageError(
             f"Image {index} of the data set cannot be read ({_first_line(error)}{path}). "
             "Repair or remove it, or go on without such images: --skip_corrupt."

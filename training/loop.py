@@ -250,7 +250,7 @@ def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer, schedul
     plugin, deepspeed = getattr(accelerator.state, "fsdp_plugin", None), accelerator.state.deepspeed_plugin
     if (plugin and plugin.fsdp_version != 2) or (deepspeed and deepspeed.zero_stage > 2):
         raise ValueError(
-            "Expected FSDP of version 2 or DeepSpeed up to ZeRO stage 2, as training/recipes/ configures them."
+            "Expected FSDP of version 2 or DeepSpeed up to ZeRO stage 2, as training/launch/ configures them."
         )
     if plugin and plugin.transformer_cls_names_to_wrap is None:
         try:

@@ -315,6 +315,13 @@ def read_values(argument_name: str, text: str) -> dict:
     return values
 
 
+def write_values(values: dict) -> str:
+    """What `read_values` reads."""
+    return ",".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()
+    )
+
+
 def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels: int, accelerator: Accelerator):
     """A function of logits and pixels: the divergence from the teacher's distribution, times temperature^2, or, if it
     is to be hard, the cross-entropy with the teacher's best class (DeiT)."""

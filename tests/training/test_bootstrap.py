@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from frugalvit import SparseFormerVisionModel, SparseFormerVisionModelWithProjection
-from frugalvit.modeling import teachers
+from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.training import bootstrap
 
 
@@ -32,7 +32,7 @@ def run(teacher, output_dir, *arguments, images=128, epochs=2):
         [
             *("--teacher", str(teacher), "--output_dir", str(output_dir)),
             *("--train_split", f"train[:{images}]", "--eval_split", "test[:64]"),
-            *("--batch_size", "32", "--config_overrides", SMALL),
+            *("--recipe", "paper", "--batch_size", "32", "--config_overrides", SMALL, "--no_compare"),
             *(("--epochs", str(epochs)) if epochs else ()),
             *arguments,
         ]
@@ -99,13 +99,13 @@ def test_aligns_tokens_on_request(teacher, tmp_path):
 
 
 def test_repeated_steps_ask_the_teacher_once(teacher, tmp_path, monkeypatch):
-    asked = []
+    asked, embed = [], Anatomy.embed
 
-    def embed(*arguments):
-        asked.append(torch.is_inference_mode_enabled() and len(arguments[1]))
-        return teachers.embed(*arguments)
+    def count(anatomy, pixel_values):
+        asked.append(torch.is_inference_mode_enabled() and len(pixel_values))
+        return embed(anatomy, pixel_values)
 
-    monkeypatch.setattr(bootstrap, "embed", embed)
+    monkeypatch.setattr(Anatomy, "embed", count)
     options = ("--token_loss_weight", "1", "--eval_batch_size", "64", "--learning_rate", "3e-3")
     once = run(teacher, tmp_path / "once", *options)
     assert asked.count(32) == 2 * 4
@@ -158,7 +158,8 @@ def test_the_ablations_choose_what_is_trained(teacher, arguments, trained_layers
     )
     model = AutoModelForImageClassification.from_pretrained(teacher)
     teacher_format = bootstrap.ImageFormat.from_processor(AutoImageProcessor.from_pretrained(teacher))
-    student = bootstrap.build_student(pair, model, teacher_format)
+    bootstrap.apply_recipe([pair], (224, 224))
+    student = bootstrap.build_student(pair, read_anatomy(model), teacher_format)
     bootstrap.freeze(student, pair, 3)
     trained = [
         number
@@ -326,7 +327,7 @@ def test_bootstraps_the_image_side_of_a_clip_from_images_alone(save, tmp_path):
     bootstrap.main(
         [
             *("--teacher", name, "--output_dir", str(tmp_path / "more"), *options, "--epochs", "1"),
-            *("--train_split", "train[:128]", "--eval_split", "test[:64]", "--batch_size", "32"),
+            *("--train_split", "train[:128]", "--eval_split", "test[:64]", "--batch_size", "32", "--no_compare"),
         ]
     )
     assert student_class.from_pretrained(tmp_path / "more").config.num_latent_tokens == 5

@@ -19,8 +19,7 @@ from frugalvit.training import train
 from frugalvit.training.data import SUBSET, load_images
 
 
-CONFIGURATIONS = {path.stem: path for path in Path(train.__file__).with_name("recipes").glob("*.yaml")}
-CONFIGURATIONS = {name: path for name, path in CONFIGURATIONS.items() if "num_processes" in path.read_text()}
+CONFIGURATIONS = {path.stem: path for path in Path(train.__file__).with_name("launch").glob("*.yaml")}
 VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=3,num_attention_heads=2,intermediate_size=64"
 # Images to train on that make no whole batch at the end, and images to evaluate on that have no even shares.
 SHARED = {"train_split": "train[:72]", "eval_split": "test[:51]", "eval_batch_size": 16, "epochs": 2, "batch_size": 16}

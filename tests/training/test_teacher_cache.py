@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from accelerate.state import AcceleratorState
 
-from frugalvit.modeling import teachers
+from frugalvit.modeling.hosts import Anatomy
 from frugalvit.training import bootstrap
 
 
@@ -16,13 +16,14 @@ SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_i
 @pytest.fixture
 def asked(monkeypatch):
     """Sizes of the training batches that the teacher was asked about; those of evaluation have 64 images."""
-    sizes = []
+    sizes, embed = [], Anatomy.embed
 
-    def embed(model, pixel_values):
-        sizes.extend([len(pixel_values)] * (len(pixel_values) != 64))
-        return teachers.embed(model, pixel_values)
+    def note(anatomy, pixel_values):
+        # Not those of two images, with which the reading is checked.
+        sizes.extend([len(pixel_values)] * (len(pixel_values) not in (2, 64)))
+        return embed(anatomy, pixel_values)
 
-    monkeypatch.setattr(bootstrap, "embed", embed)
+    monkeypatch.setattr(Anatomy, "embed", note)
     return sizes
 
 
@@ -31,7 +32,7 @@ def run(teacher, output_dir, *arguments, epochs=2):
         [
             *("--teacher", str(teacher), "--output_dir", str(output_dir), "--epochs", str(epochs)),
             *("--train_split", "train[:128]", "--eval_split", "test[:64]", "--eval_batch_size", "64"),
-            *("--batch_size", "32", "--config_overrides", SMALL, *arguments),
+            *("--recipe", "paper", "--batch_size", "32", "--config_overrides", SMALL, "--no_compare", *arguments),
         ]
     )
     AcceleratorState._reset_state(True)

@@ -246,11 +246,11 @@ def test_inserts_context_broadcast(tiny_run, tmp_path):
 def test_recipes_of_the_papers_can_be_read(recipe, tiny_run, tmp_path):
     """As they are, but for fewer and smaller images and layers."""
     content = recipe.read_text(encoding="utf-8")
-    assert f"--config training/recipes/{recipe.name}" in content
+    assert f"frugalvit train --config {recipe.stem} " in content
     overrides = re.search("config_overrides: (.*)", content)[1]
     small = {"dataset": "cifar10-subset", "mixed_precision": "no", "learning_rate": 1e-3}
     tiny = "image_size=32,patch_size=8,num_hidden_layers=1,resize_size=null"
-    results = tiny_run(config=recipe, config_overrides=f"{overrides},{tiny}", **small)
+    results = tiny_run(config=recipe.stem, config_overrides=f"{overrides},{tiny}", **small)
     read = results["arguments"]
     assert (read["cutmix"], read["erasing"], read["drop_path"]) == (1.0, 0.25, 0.2 if "base" in recipe.stem else 0.1)
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .modeling.context_broadcast import ContextBroadcast
+from ..modeling.context_broadcast import ContextBroadcast
 
 
 class Macs(NamedTuple):

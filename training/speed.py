@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @torch.inference_mode()
 def images_per_second(
-    models: Mapping[str, nn.Module], pixel_values: torch.Tensor, rounds: int = 20
+    models: Mapping[str, nn.Module], pixel_values: torch.Tensor, rounds: int = 20, limit: float = math.inf
 ) -> dict[str, float]:
     """Images per second of models on one batch, the median of interleaved rounds.
 
@@ -23,20 +23,25 @@ def images_per_second(
         models (mapping of `str` to `nn.Module`): Models in evaluation mode, on the batch's device.
         pixel_values (`torch.Tensor`): `(batch, channels, height, width)`.
         rounds (`int`, *optional*, defaults to 20): Timed passes of each model, after 2 that are not counted.
+        limit (`float`, *optional*): Seconds after which no further round begins; of 2 the second one counts.
 
     Returns:
         `dict[str, float]`: Images per second under the models' names.
     """
     seconds = {name: [] for name in models}
+    end = time.perf_counter() + limit
     for number in range(rounds + 2):
+        if number >= 2 and time.perf_counter() > end:
+            break
         for name, model in models.items():
             start = time.perf_counter()
             model(pixel_values)
             if pixel_values.device.type != "cpu":
                 torch.accelerator.synchronize()
-            if number >= 2:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: len(pixel_values) / statistics.median(times) for name, times in seconds.items()}
+            seconds[name].append(time.perf_counter() - start)
+    return {
+        name: len(pixel_values) / statistics.median(times[min(2, len(times) - 1) :]) for name, times in seconds.items()
+    }
 
 
 class MatrixProduct(nn.Module):

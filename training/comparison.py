@@ -1,0 +1,121 @@
+"""A SparseFormer beside its teacher: what they cost and how fast they are."""
+
+import functools
+
+import torch
+from torch import nn
+
+from ..modeling.hosts import Anatomy
+from .macs import count_macs
+from .speed import images_per_second
+
+
+# Seconds after which a comparison of speeds begins no further round.
+LIMIT = 3.0
+
+
+class ImageSide(nn.Module):
+    """What a teacher makes of images: its logits or, of a model without a classifier, its embedding."""
+
+    def __init__(self, teacher: Anatomy):
+        super().__init__()
+        run = teacher.run_classifier or teacher.run
+        # Not a module of this one besides: it may be the model itself.
+        self.source, self.run = teacher.source, lambda images: run(images)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.run(pixel_values)
+
+
+def describe_pair(
+    teacher: Anatomy, student: nn.Module, teacher_size: tuple[int, int], student_size: tuple[int, int]
+) -> list[dict[str, object]]:
+    """What teacher and student cost, in this order: `model`, `tokens` in the last block, [CLS] and registers counted,
+    `parameters` of what sees images, and `macs`, the multiply-accumulates of one image, attention's products counted;
+    `None` where they cannot be counted.
+
+    Args:
+        teacher (`Anatomy`): Of the teacher, which is frozen.
+        student (`nn.Module`): A SparseFormer.
+        teacher_size, student_size (pairs of `int`): Height and width of their images in pixels.
+    """
+    patches = 1
+    for pixels, native, count in zip(teacher_size, teacher.image_size, teacher.grid, strict=True):
+        patches *= pixels * count // native
+    parts = [*teacher.model.parameters()]
+    parts += teacher.classifier.parameters() if teacher.classifier is not None else ()
+    if teacher.projection is not None:
+        parts += [part for part in (teacher.projection.weight, teacher.projection.bias) if part is not None]
+    config = student.config
+    return [
+        {
+            "model": "teacher",
+            "tokens": teacher.num_prefix_tokens + patches,
+            "parameters": sum(part.numel() for part in set(parts)),
+            "macs": _count_macs(ImageSide(teacher), teacher_size),
+        },
+        {
+            "model": "student",
+            "tokens": config.num_prefix_tokens + config.num_latent_tokens,
+            "parameters": student.num_parameters(),
+            "macs": _count_macs(student, student_size),
+        },
+    ]
+
+
+def compare_speeds(
+    teacher: Anatomy,
+    student: nn.Module,
+    teacher_size: tuple[int, int],
+    student_size: tuple[int, int],
+    batch_sizes: tuple[int, ...] = (1, 32),
+) -> list[dict[str, float]]:
+    """Images per second of teacher and student, in this order, by batch size as `images/s, BATCH_SIZE`.
+
+    It takes seconds; of large models on a slow machine two passes of each batch.
+
+    Args:
+        teacher, student, teacher_size, student_size: As in `describe_pair`, on one device and in one dtype.
+        batch_sizes (`tuple[int, ...]`, *optional*, defaults to `(1, 32)`): Images at a time.
+    """
+    weight = teacher.blocks[0].attention.query.weight
+    contenders = {"teacher": (ImageSide(teacher).eval(), teacher_size), "student": (student.eval(), student_size)}
+    rows = [{} for _ in contenders]
+    for batch_size in batch_sizes:
+        calls = {}
+        for name, (model, size) in contenders.items():
+            images = torch.randn(batch_size, 3, *size, dtype=weight.dtype, device=weight.device)
+            calls[name] = functools.partial(_call, model, images)
+        speeds = images_per_second(calls, images, limit=LIMIT)
+        for row, name in zip(rows, contenders, strict=True):
+            row[f"images/s, {batch_size}"] = speeds[name]
+    return rows
+
+
+def _count_macs(model: nn.Module, size: tuple[int, int]) -> int | None:
+    try:
+        return count_macs(model, size).macs_with_attention
+    except RuntimeError:
+        # SigLIP 2 NaFlex reads the shapes of its images, and those that are counted with hold no numbers.
+        return None
+
+
+def _call(model: nn.Module, own_images: torch.Tensor, _):
+    """Each model has images of its own size."""
+    return model(own_images)
+
+
+def side_by_side(costs: list[dict], scores: list[dict], speeds: list[dict]) -> list[dict[str, object]]:
+    """Rows of a table: what `describe_pair` and `compare_speeds` return, and how good both are."""
+    rows = zip(costs, scores, speeds, strict=True)
+    return [{"model": cost["model"], **score, **cost, **speed} for cost, score, speed in rows]
+
+
+def slower_than_teacher(rows: list[dict[str, object]]) -> list[str]:
+    """At which batch sizes a student is not faster than its teacher, in words."""
+    teacher, student = rows
+    return [
+        f"{student[name] / teacher[name]:.2f} times its images/s in batches of {name.removeprefix('images/s, ')}"
+        for name in student
+        if name.startswith("images/s") and student[name] <= teacher[name]
+    ]
