@@ -18,7 +18,8 @@ from .training import bootstrap
 from .training.arguments import argument, check, parse_arguments
 from .training.data import SUBSET, decode_image, load_images
 from .training.files import whole_folder, write_json
-from .training.loading import load_image_classifier
+from .training.loading import choose_device, load_image_classifier
+from .training.precision import choose_mixed_precision
 
 
 # A focusing stage for images of 32 pixels: the paper's sampling points; half its iterations and mixed points, three
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     started = time.perf_counter()
 
     teacher_path = checkpoint_path("cifar10-vit")
-    bf16 = bfloat16_is_fast()
+    bf16 = choose_mixed_precision(choose_device()) == "bf16"
     epochs = arguments.epochs or (4 if bf16 else 3)
     print(f"Bootstrapping a SparseFormer from {teacher_path.name} on {arguments.images} images without labels.")
     bootstrap.main(
@@ -143,19 +144,3 @@ def token_count(model) -> int:
     pixel_values = torch.zeros(1, 3, 32, 32)
     with torch.inference_mode():
         return model.base_model(pixel_values).last_hidden_state.shape[1]
-
-
-def bfloat16_is_fast() -> bool:
-    """Whether this machine multiplies bfloat16 matrices at least twice as fast as float32 ones."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None:
-        return True
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.ones(512, 256, dtype=dtype), torch.ones(256, 768, dtype=dtype)
-        a @ b
-        start = time.perf_counter()
-        for _ in range(5):
-            a @ b
-        seconds[dtype] = time.perf_counter() - start
-    return seconds[torch.float32] > 2 * seconds[torch.bfloat16]

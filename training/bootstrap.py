@@ -42,6 +42,7 @@ from .data import load_splits, make_loaders
 from .loading import load_vision_model
 from .loop import TrainingState, fit, make_optimizer, parameter_groups, prepare, start_accelerator
 from .metrics import TopKAccuracy
+from .precision import hold_teacher
 from .teacher_cache import TeacherCache
 from .token_alignment import TokenAlignment
 from .train import parse_overrides
@@ -74,6 +75,7 @@ class StudentArguments:
         None, "The student's attention in training. Default: eager on CPUs, whose fused attention goes back slowly."
     )
     trust_remote_code: bool = argument(False, "Run code that comes with the teacher.")
+    compile_teacher: bool = argument(False, "Compile the teacher (torch.compile).")
 
     def __post_init__(self):
         for name in ("num_latent_tokens", "image_size"):
@@ -221,9 +223,13 @@ def main(argv: list[str] | None = None) -> int:
     align_tokens = TokenAlignment(student, teacher, teacher_format.size) if alignment.token_loss_weight else None
     outputs_asked_for = align_tokens.arguments if align_tokens else {"output_tokens": False}
 
+    hold_teacher(accelerator, teacher, classify_teacher)
+    # Not in evaluation, which asks about each batch once and ends with a smaller one.
+    embed_in_training = torch.compile(embed) if pair.compile_teacher else embed
+
     def ask_teacher(batch):
         with torch.inference_mode(), accelerator.autocast():
-            target = embed(teacher, batch.get("teacher_pixel_values", batch["pixel_values"])).float()
+            target = embed_in_training(teacher, batch.get("teacher_pixel_values", batch["pixel_values"])).float()
         # Out of inference mode, so that the loss may keep it for its gradient.
         return target.clone()
 

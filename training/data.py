@@ -277,21 +277,21 @@ class StreamedViewDataset(ViewDataset):
 
 
 class Collate:
-    """Samples of a view to a batch: pixels normalized, masks as they are, numbers int64, then `mix` applied."""
+    """Samples of a view to a batch: uint8 pixels and masks as they are, numbers int64, what `mix` draws, and in
+    `skipped` how many images were passed over, an `int`."""
 
-    def __init__(self, view: View, mix: Mix | None = None):
-        self.formats, self.mix = view.formats, mix
+    def __init__(self, mix: Mix | None = None):
+        self.mix = mix
 
-    def __call__(self, samples: list[dict | None]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[dict | None]) -> dict[str, torch.Tensor | int]:
         samples = self.replace_skipped(samples) if None in samples else samples
         batch = {}
         for name, first in samples[0].items():
             values = [sample[name] for sample in samples]
             batch[name] = torch.stack(values) if isinstance(first, torch.Tensor) else torch.tensor(values)
-            if name in self.formats:
-                batch[name] = self.formats[name].normalize(batch[name])
+        batch["skipped"] = int(batch["skipped"].sum())
         if self.mix:
-            self.mix(batch)
+            self.mix.draw(batch)
         return batch
 
     @staticmethod
@@ -302,6 +302,35 @@ class Collate:
             raise ValueError(f"None of {len(samples)} images of the stream in a row can be read.")
         following = samples + readable[:1]
         return [sample or next(filter(None, following[i:])) | {"skipped": 1} for i, sample in enumerate(samples)]
+
+
+class DeviceLoader:
+    """Batches of a DataLoader on the device: they travel as the DataLoader made them, pixels as uint8, and are
+    normalized and mixed there, and nothing waits for it. `epoch` and `index` stay where numbers are read, on the CPU.
+
+    Args:
+        accelerator (`Accelerator`): Shares batches out among processes and knows the device.
+        loader (`DataLoader`): Its `collate_fn` is a `Collate`.
+        view (`View`): Its `formats` normalize.
+        mix (`Mix`, *optional*): Applied to normalized batches.
+    """
+
+    def __init__(self, accelerator: Accelerator, loader: DataLoader, view: View, mix: Mix | None = None):
+        self.loader = accelerator.prepare_data_loader(loader, device_placement=False)
+        self.device, self.formats, self.mix = accelerator.device, view.formats, mix
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor | int]]:
+        for batch in self.loader:
+            for name in batch.keys() - {"skipped", "epoch", "index"}:
+                batch[name] = batch[name].to(self.device, non_blocking=True)
+            for name, image_format in self.formats.items():
+                batch[name] = image_format.normalize(batch[name])
+            if self.mix:
+                self.mix(batch)
+            yield batch
 
 
 class EpochSampler(Sampler):
@@ -439,25 +468,26 @@ class TrainingLoader:
         loader = DataLoader(
             dataset,
             batch_sampler=BatchSampler(self.sampler, share, drop_last=True),
-            collate_fn=Collate(view, mix),
+            collate_fn=Collate(mix),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=accelerator.device.type == "cuda",
             generator=torch.Generator(),  # its own, or every pass would draw from the model's random numbers
         )
-        self.loader = accelerator.prepare_data_loader(loader)
+        self.loader = DeviceLoader(accelerator, loader, view, mix)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[dict[str, torch.Tensor]]:
         """Batches of an epoch for this process, on its device, from optimizer step `start` on.
 
-        They hold what the view makes, `labels`, if there are any, `epoch` and `index`, and what `mix` adds.
+        They hold what the view makes, normalized, `labels`, if there are any, what `mix` adds, and on the CPU `epoch`
+        and `index`.
         """
         group = REPEATED_TOGETHER if self.repeats > 1 else 1
         done = start % (group * self.repeats)
         self.sampler.start_at(epoch, (start - done) // self.repeats * self.batch_size)
         parts, done = iter(self.loader), done * self.parts_of_step
         while batches := list(itertools.islice(parts, group * self.parts_of_step)):
-            skipped = [int(batch.pop("skipped").sum()) for batch in batches]
+            skipped = [batch.pop("skipped") for batch in batches]
             for repeat in range(self.repeats):
                 for batch, count in zip(batches, skipped, strict=True):
                     if done:
@@ -481,7 +511,7 @@ def evaluation_loader(
     batch_size: int = 256,
     num_workers: int = 0,
     skip_corrupt: bool = False,
-) -> DataLoader:
+) -> DeviceLoader:
     """All images once, in order, shared among processes; use `accelerator.gather_for_metrics` on what is computed."""
     if not len(images):
         raise ValueError("There are no images to evaluate on; check --eval_dataset and --eval_split.")
@@ -490,16 +520,17 @@ def evaluation_loader(
         ViewDataset(images, view, skip_corrupt=skip_corrupt),
         batch_size=-(-batch_size // processes) * processes,
         sampler=[(0, index) for index in range(len(images))],
-        collate_fn=Collate(view),
+        collate_fn=Collate(),
         num_workers=num_workers,
+        pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),
     )
-    return accelerator.prepare_data_loader(loader)
+    return DeviceLoader(accelerator, loader, view)
 
 
 def make_loaders(
     accelerator: Accelerator, data, run, train: tuple, evaluation: tuple, **options
-) -> tuple[TrainingLoader, DataLoader]:
+) -> tuple[TrainingLoader, DeviceLoader]:
     """The loaders of a recipe.
 
     Args:
