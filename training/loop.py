@@ -25,6 +25,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     ProjectConfiguration,
     broadcast_object_list,
+    parse_flag_from_env,
     set_seed,
 )
 from tqdm import tqdm
@@ -136,7 +137,8 @@ def automatic_precision(run: RunArguments) -> str:
     file = Path(run.output_dir) / "run.json"
     if file.is_file() and not run.overwrite:
         return json.loads(file.read_text(encoding="utf-8"))["arguments"]["mixed_precision"]
-    state = PartialState()
+    # As Accelerate asks for processes on CPUs, before it is told the precision.
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     chosen = [choose_mixed_precision(state.device) if state.is_main_process else None]
     return broadcast_object_list(chosen)[0]
 
@@ -485,10 +487,10 @@ def fit(
                 log(record)
                 progress.set_postfix(loss=f"{record['loss']:.3f}")
                 logged_at, logged_step = now, state.step
-                if not foretold:
-                    foretold = True
+                if not foretold and accelerator.is_main_process:
                     left = datetime.timedelta(seconds=round((total_steps - state.step) * loader.batch_size / speed))
-                    accelerator.print(f"{speed:.4g} images/s; {left} left, evaluation aside.")
+                    progress.write(f"{speed:.4g} images/s; {left} left, evaluation aside.")
+                foretold = True
             if saves or state.step == end:
                 if gradient_norm is not None and accelerator.mixed_precision != "fp16":
                     # What it has made of the weights shows in the next loss, after they were saved.

@@ -94,6 +94,8 @@ def finished(tmp_path_factory, teacher):
         {"name": "lost", "processes": 2, "fails": "worker killed", "ends": [1, 1], "options": {"num_workers": 1}},
         {"name": "raised", "processes": 2, "fails": "worker raises", "ends": [1, 1], "options": {"num_workers": 1}},
     ]
+    # The processes agree on one.
+    classifiers[-1]["options"]["mixed_precision"] = "auto"
     students = [
         {"name": "student-one", "processes": 1},
         {"name": "student-two", "processes": 2, "options": PARTS},
