@@ -64,7 +64,7 @@ def _read(tensor: FakeTensor) -> torch.Tensor:
     return real.fill_(tensor.dtype == torch.bool)
 
 
-_backward, _deepcopy = torch.Tensor.backward, torch.Tensor.__deepcopy__
+_backward, _grad, _deepcopy = torch.Tensor.backward, torch.autograd.grad, torch.Tensor.__deepcopy__
 
 
 def backward(loss: torch.Tensor, *args, **kwargs):
@@ -99,6 +99,14 @@ def backward(loss: torch.Tensor, *args, **kwargs):
                 uses[other] -= 1
                 if not uses[other]:
                     ready.append(other)
+
+
+def grad(loss: torch.Tensor, leaf: torch.Tensor) -> tuple[torch.Tensor]:
+    """`torch.autograd.grad` of one loss by one leaf."""
+    if not isinstance(loss, FakeTensor):
+        return _grad(loss, leaf)
+    backward(loss)
+    return (leaf.grad,)
 
 
 def _validated(gradient: torch.Tensor, metadata) -> torch.Tensor:
@@ -153,6 +161,7 @@ def fake_cuda():
         for name, value in values.items():
             stack.enter_context(mock.patch(name, lambda *args, value=value, **kwargs: value))
         stack.enter_context(mock.patch("torch.Tensor.backward", backward))
+        stack.enter_context(mock.patch("torch.autograd.grad", grad))
         stack.enter_context(mock.patch("torch.Tensor.__deepcopy__", deepcopy))
         stack.enter_context(mock.patch("torch.Tensor.pin_memory", lambda tensor, *args: tensor))
         stack.enter_context(mock.patch("torch.utils.swap_tensors", swap_tensors))
