@@ -190,12 +190,15 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
         padding_mode (`str`): What points outside the image read, "border" or "zeros".
 
     Returns:
-        `torch.Tensor`: `(batch, tokens, points, channels)`.
+        `torch.Tensor`: `(batch, tokens, points, channels)`; NaN at points that are NaN.
     """
     # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
-    grid = points.float().clamp(-2, 3) * 2 - 1
+    points = points.float().clamp(-2, 3)
+    # It lets NaN pass, which on CPUs addresses memory outside the map, and the backward pass writes there.
+    grid = points.nan_to_num() * 2 - 1
     sampled = F.grid_sample(features.float(), grid, padding_mode=padding_mode, align_corners=False)
-    return sampled.permute(0, 2, 3, 1)
+    # 0, or NaN where a coordinate is: a model that diverged must not look sound.
+    return sampled.permute(0, 2, 3, 1) + 0 * points.detach().sum(-1, keepdim=True)
 
 
 def encode_rois(rois: torch.Tensor, hidden_size: int) -> torch.Tensor:

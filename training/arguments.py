@@ -109,7 +109,11 @@ class RunArguments:
     eval_batch_size: int = argument(256, "Images of one evaluation step, over all processes.")
     gradient_accumulation_steps: int = argument(1, "Parts that a batch is computed in, to save memory.")
     seed: int = argument(0, "Of initialization, order and augmentation.")
-    mixed_precision: str = argument("no", "Arithmetic of the forward pass.", choices=["no", "bf16", "fp16"])
+    mixed_precision: str = argument(
+        "auto",
+        "Arithmetic of the forward pass. auto: bf16 where the machine is fast at it, measured on CPUs, else no.",
+        choices=["auto", "no", "bf16", "fp16"],
+    )
     compile: bool = argument(False, "Compile the model (torch.compile).")
     max_grad_norm: float = argument(1.0, "Clip the gradient to this norm; 0 does not.")
     logging_steps: int = argument(50, "Optimizer steps between lines of metrics.jsonl.")

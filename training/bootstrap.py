@@ -4,9 +4,9 @@
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2: the student inherits
 the teacher's blocks without the leading third, learns to focus from random weights, tunes the next third, keeps the
-rest frozen, and aligns its final embedding with the teacher's. For teachers of more than 96 pixels the defaults are the
-paper's; it names no optimizer, AdamW is our choice. Continued bootstrapping starts from `--student`, with more tokens
-or pixels. `recipes/` has a file for each student of the paper.
+rest frozen, and aligns its final embedding with the teacher's. For teachers of more than 96 pixels the defaults are
+the paper's; it names no optimizer, AdamW is our choice. Continued bootstrapping starts from `--student`, with more
+tokens or pixels. `recipes/` has a file for each student of the paper.
 """
 
 import json
@@ -48,6 +48,7 @@ from .files import write_json
 from .loading import load_vision_model
 from .loop import TrainingState, fit, make_optimizer, parameter_groups, prepare, start_accelerator
 from .metrics import TopKAccuracy
+from .precision import hold_teacher
 from .tables import format_table
 from .teacher_cache import TeacherCache
 from .token_alignment import TokenAlignment
@@ -129,6 +130,7 @@ class StudentArguments:
         None, "The student's attention in training. Default: eager on CPUs, whose fused attention goes back slowly."
     )
     trust_remote_code: bool = argument(False, "Run code that comes with the teacher.")
+    compile_teacher: bool = argument(False, "Compile the teacher (torch.compile).")
 
     def __post_init__(self):
         for name in ("num_latent_tokens", "image_size"):
@@ -294,11 +296,15 @@ def main(argv: list[str] | None = None) -> int:
     align_tokens = TokenAlignment(student, anatomy) if alignment.token_loss_weight else None
     outputs_asked_for = align_tokens.arguments if align_tokens else {"output_tokens": False}
 
+    hold_teacher(accelerator, teacher, classify_teacher)
+    # Not in evaluation, which asks about each batch once and ends with a smaller one.
+    embed_in_training = torch.compile(anatomy.embed) if pair.compile_teacher else anatomy.embed
+
     def ask_teacher(batch):
         images = batch.get("teacher_pixel_values", batch["pixel_values"])
         watch = anatomy.watch() if align_tokens else nullcontext()
         with torch.inference_mode(), accelerator.autocast(), watch as states:
-            target = anatomy.embed(images).float()
+            target = embed_in_training(images).float()
         batch["teacher_tokens"] = states
         # Out of inference mode, so that the loss may keep it for its gradient.
         return target.clone()

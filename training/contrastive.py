@@ -105,6 +105,7 @@ def main(argv: list[str] | None = None) -> int:
             random_seed(run.seed, epoch, index, CAPTION) % len(clip.sentences)
             for epoch, index in zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True)
         ]
+        chosen = torch.tensor(chosen).to(labels.device, non_blocking=True)
         outputs = model(input_ids=tokens[labels, chosen], pixel_values=batch["pixel_values"])
         targets = (labels[:, None] == labels).float()
         targets /= targets.sum(1, keepdim=True)

@@ -563,21 +563,21 @@ class StreamedViewDataset(ViewDataset):
 
 
 class Collate:
-    """Samples of a view to a batch: pixels normalized, masks as they are, numbers int64, then `mix` applied."""
+    """Samples of a view to a batch: uint8 pixels and masks as they are, numbers int64, what `mix` draws, and in
+    `skipped` how many images were passed over, an `int`."""
 
-    def __init__(self, view: View, mix: Mix | None = None):
-        self.formats, self.mix = view.formats, mix
+    def __init__(self, mix: Mix | None = None):
+        self.mix = mix
 
-    def __call__(self, samples: list[dict | None]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[dict | None]) -> dict[str, torch.Tensor | int]:
         samples = self.replace_skipped(samples) if None in samples else samples
         batch = {}
         for name, first in samples[0].items():
             values = [sample[name] for sample in samples]
             batch[name] = torch.stack(values) if isinstance(first, torch.Tensor) else torch.tensor(values)
-            if name in self.formats:
-                batch[name] = self.formats[name].normalize(batch[name])
+        batch["skipped"] = int(batch["skipped"].sum())
         if self.mix:
-            self.mix(batch)
+            self.mix.draw(batch)
         return batch
 
     @staticmethod
@@ -588,6 +588,41 @@ class Collate:
             raise ValueError(f"None of {len(samples)} images of the stream in a row can be read.")
         following = samples + readable[:1]
         return [sample or next(filter(None, following[i:])) | {"skipped": 1} for i, sample in enumerate(samples)]
+
+
+class DeviceLoader:
+    """Batches of a DataLoader on the device: they travel as the DataLoader made them, pixels as uint8, and are
+    normalized and mixed there, and nothing waits for it. `epoch` and `index` stay where numbers are read, on the CPU.
+
+    Args:
+        accelerator (`Accelerator`): Shares batches out among processes and knows the device.
+        loader (`DataLoader`): Its `collate_fn` is a `Collate`.
+        view (`View`): Its `formats` normalize.
+        mix (`Mix`, *optional*): Applied to normalized batches.
+        shared (`bool`): Whether batches are to be shared out; otherwise each process reads its own.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, loader: DataLoader, view: View, mix: Mix | None = None, shared: bool = True
+    ):
+        if shared:
+            self.loader = accelerator.prepare_data_loader(loader, device_placement=False)
+        else:
+            self.loader = prepare_data_loader(loader, num_processes=1, process_index=0, put_on_device=False)
+        self.device, self.formats, self.mix = accelerator.device, view.formats, mix
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor | int]]:
+        for batch in self.loader:
+            for name in batch.keys() - {"skipped", "epoch", "index"}:
+                batch[name] = batch[name].to(self.device, non_blocking=True)
+            for name, image_format in self.formats.items():
+                batch[name] = image_format.normalize(batch[name])
+            if self.mix:
+                self.mix(batch)
+            yield batch
 
 
 class EpochSampler(Sampler):
@@ -823,20 +858,13 @@ class TrainingLoader:
             batch_sampler=BatchSampler(
                 self.sampler, share // accelerator.num_processes if own else share, drop_last=True
             ),
-            collate_fn=Collate(view, mix),
+            collate_fn=Collate(mix),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=accelerator.device.type == "cuda",
             generator=torch.Generator(),  # its own, or every pass would draw from the model's random numbers
         )
-        if own:
-            # Accelerate has nothing to share out, only to bring to the device.
-            alone = {"num_processes": 1, "process_index": 0, "put_on_device": accelerator.device_placement}
-            self.loader = prepare_data_loader(
-                loader, accelerator.device, **alone, non_blocking=accelerator.non_blocking
-            )
-        else:
-            self.loader = accelerator.prepare_data_loader(loader)
+        self.loader = DeviceLoader(accelerator, loader, view, mix, shared=not own)
 
     def keep_in_checkpoints(self, accelerator: Accelerator):
         """Let Accelerate's checkpoints hold where each process is within the stream."""
@@ -855,7 +883,8 @@ class TrainingLoader:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[dict[str, torch.Tensor]]:
         """Batches of an epoch for this process, on its device, from optimizer step `start` on.
 
-        They hold what the view makes, `labels`, if there are any, `epoch` and `index`, and what `mix` adds.
+        They hold what the view makes, normalized, `labels`, if there are any, what `mix` adds, and on the CPU `epoch`
+        and `index`.
         """
         group = REPEATED_TOGETHER if self.repeats > 1 else 1
         done = start % (group * self.repeats)
@@ -863,7 +892,7 @@ class TrainingLoader:
         self.sampler.start_at(epoch, self.position)
         parts, done = iter(self.loader), done * self.parts_of_step
         while batches := list(itertools.islice(parts, group * self.parts_of_step)):
-            skipped = [int(batch.pop("skipped").sum()) for batch in batches]
+            skipped = [batch.pop("skipped") for batch in batches]
             for repeat in range(self.repeats):
                 for batch, count in zip(batches, skipped, strict=True):
                     if done:
@@ -888,7 +917,7 @@ def evaluation_loader(
     batch_size: int = 256,
     num_workers: int = 0,
     skip_corrupt: bool = False,
-) -> DataLoader:
+) -> DeviceLoader:
     """All images once, in order, shared among processes; use `accelerator.gather_for_metrics` on what is computed."""
     if not len(images):
         raise ValueError("There are no images to evaluate on; check --eval_dataset and --eval_split.")
@@ -897,16 +926,17 @@ def evaluation_loader(
         ViewDataset(images, view, skip_corrupt=skip_corrupt),
         batch_size=-(-batch_size // processes) * processes,
         sampler=[(0, index) for index in range(len(images))],
-        collate_fn=Collate(view),
+        collate_fn=Collate(),
         num_workers=num_workers,
+        pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),
     )
-    return accelerator.prepare_data_loader(loader)
+    return DeviceLoader(accelerator, loader, view)
 
 
 def make_loaders(
     accelerator: Accelerator, data, run, train: tuple, evaluation: tuple, **options
-) -> tuple[TrainingLoader, DataLoader | None]:
+) -> tuple[TrainingLoader, DeviceLoader | None]:
     """The loaders of a recipe, `None` where nothing is evaluated.
 
     Args:

@@ -46,6 +46,7 @@ from .data import class_names, load_splits, make_loaders
 from .loading import load_image_classifier, split_revision
 from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .metrics import evaluate_classifier
+from .precision import hold_teacher
 
 
 PROG = "frugalvit train"
@@ -326,6 +327,7 @@ def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels:
     """A function of logits and pixels: the divergence from the teacher's distribution, times temperature^2, or, if it
     is to be hard, the cross-entropy with the teacher's best class (DeiT)."""
     teacher, processor = load_image_classifier(recipe.distill_from, accelerator.device)
+    hold_teacher(accelerator, teacher)
     teacher_format = ImageFormat.from_processor(processor)
     if teacher.config.num_labels != num_labels:
         raise ValueError(

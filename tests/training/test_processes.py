@@ -23,7 +23,7 @@ CONFIGURATIONS = {path.stem: path for path in Path(train.__file__).with_name("la
 VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=3,num_attention_heads=2,intermediate_size=64"
 # Images to train on that make no whole batch at the end, and images to evaluate on that have no even shares.
 SHARED = {"train_split": "train[:72]", "eval_split": "test[:51]", "eval_batch_size": 16, "epochs": 2, "batch_size": 16}
-SHARED |= {"warmup_epochs": 1, "logging_steps": 1, "checkpointing_steps": 3}
+SHARED |= {"warmup_epochs": 1, "logging_steps": 1, "checkpointing_steps": 3, "mixed_precision": "no"}
 CLASSIFIER = {"config_overrides": VIT, "mixup": 0.8, "cutmix": 1}
 PARTS = {"gradient_accumulation_steps": 2}
 
@@ -111,6 +111,8 @@ def finished(tmp_path_factory, teacher):
         {"name": "lost", "processes": 2, "fails": "worker killed", "ends": [1, 1], "options": {"num_workers": 1}},
         {"name": "raised", "processes": 2, "fails": "worker raises", "ends": [1, 1], "options": {"num_workers": 1}},
     ]
+    # The processes agree on one.
+    classifiers[-1]["options"]["mixed_precision"] = "auto"
     students = [
         {"name": "student-one", "processes": 1},
         {"name": "student-two", "processes": 2, "options": PARTS},
