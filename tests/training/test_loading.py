@@ -18,6 +18,7 @@ from transformers import (
     DeiTForMaskedImageModeling,
     DeiTImageProcessor,
     DeiTModel,
+    Dinov2Backbone,
     Dinov2Model,
     DINOv3ViTImageProcessor,
     PreTrainedModel,
@@ -135,10 +136,18 @@ def test_what_the_embedding_does_not_read_may_be_there_or_not(saved, loaded, tmp
     assert type(model) is loaded
     assert not any(part in name for name, _ in model.named_parameters() for part in ("pooler", "decoder"))
     with torch.no_grad():
-        embeddings = [
-            read_anatomy(source).embed(PIXELS) for source in (model, getattr(saved, "vit", saved).base_model)
-        ]
-    torch.testing.assert_close(*embeddings, rtol=0, atol=1e-6)
+        found, expected = (read_anatomy(source).embed(PIXELS) for source in (model, saved.base_model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_a_backbone_is_its_base_model(tmp_path):
+    saved = make(Dinov2Backbone)
+    model, _ = load_vision_model(write(saved, tmp_path / "model"), "cpu")
+    assert type(model) is Dinov2Model
+    with torch.no_grad():
+        [expected] = saved(PIXELS).feature_maps
+        found = read_anatomy(model).patch_tokens(PIXELS).mT.view(expected.shape)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_a_mask_token_may_be_missing(tmp_path):
