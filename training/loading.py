@@ -159,8 +159,8 @@ def load_with_image_processor(
         files = ("preprocessor_config.json", "processor_config.json")
         if folder.is_dir() and not any((folder / file).exists() for file in files):
             raise ValueError(
-                f"{os.fspath(name)!r} does not say how its images are resized and normalized: it has no "
-                "preprocessor_config.json. Save the image processor of the model's family beside the weights."
+                f"Cannot load {os.fspath(name)!r} as {kind}: without a preprocessor_config.json it does not say how "
+                "its images are resized and normalized. Save the image processor of the model's family beside it."
             ) from error
         raise _cannot_load(name, kind, error) from error
 
