@@ -3,6 +3,7 @@ the CPU meets one of the device, and in a step nothing waits for the device."""
 
 import importlib
 import io
+import math
 import shlex
 
 import datasets
@@ -84,6 +85,13 @@ def run(device, tmp_path, monkeypatch):
 def test_recipe(recipe, options, run):
     steps = run(recipe, options)
     assert len(steps) == 1 and not any(steps), steps
+
+
+def test_the_first_loss_that_is_no_number_is_told_when_it_is_read(run, device):
+    """Both steps' losses are read after the second."""
+    device.number = math.nan
+    with pytest.raises(ValueError, match="The loss is nan at step 1, the first such, so training stopped. Lower "):
+        run("train", {"config_overrides": VIT})
 
 
 @pytest.mark.parametrize("options", [{"distill_kind": "soft"}, {"distill_kind": "hard", "mixed_precision": "no"}])
