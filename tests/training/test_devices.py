@@ -8,6 +8,7 @@ import shlex
 
 import datasets
 import pytest
+import torch
 from accelerate import Accelerator
 from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
@@ -71,6 +72,28 @@ def run(device, tmp_path, monkeypatch):
         return [after - before for before, after in zip(waits, waits[1:], strict=False)]
 
     return run
+
+
+def test_what_a_device_refuses(device):
+    """Tensors of the CPU, also as gradients; and that reading is seen."""
+
+    class Leaves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.cpu()
+
+    own, other = torch.ones(2, device="cuda", requires_grad=True), torch.ones(2)
+    with pytest.raises(FakeTensorDeviceMismatchError):
+        own + other
+    (own * other.to("cuda") * torch.tensor(3.0)).sum().backward()
+    assert own.grad.device == own.device and not device.waits
+    with pytest.raises(AssertionError, match="cpu"):
+        Leaves.apply(own).sum().backward()
+    assert device.waits.total() == 1 and own.sum().item() == 0 and device.waits.total() == 2
 
 
 @pytest.mark.parametrize(
@@ -211,7 +234,7 @@ def test_evaluating_segmentation(device, tmp_path, student):
     model = SparseFormerForSemanticSegmentation.from_pretrained(student, num_labels=3, ignore_mismatched_sizes=True)
     model.save_pretrained(tmp_path / "model")
     evaluate = ["evaluate", "segmentation", "--model", str(tmp_path / "model"), "--dataset", str(tmp_path)]
-    for options in ([], ["--window", "32", "--stride", "16", "--flip"]):
+    for options in (["--picture", str(tmp_path / "maps.png")], ["--window", "32", "--stride", "16", "--flip"]):
         assert not cli.main([*evaluate, "--split", "train", *options])
 
 
