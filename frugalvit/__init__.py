@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .modeling.context_broadcast_hosts import insert_context_broadcast as insert_context_broadcast
     from .modeling.context_broadcast_hosts import remove_context_broadcast as remove_context_broadcast
     from .modeling.generalized_convolution import GeneralizedConv2d as GeneralizedConv2d
+    from .modeling.hosts import read_anatomy as read_anatomy
+    from .modeling.hosts.anatomy import Anatomy as Anatomy
     from .modeling.initialization import impulse_init_ as impulse_init_
     from .modeling.initialization import initialize_attention_ as initialize_attention_
     from .modeling.initialization import mimetic_init_ as mimetic_init_

@@ -5,8 +5,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from .evaluation.classification import classification_accuracy
 from .modeling.hosts import read_anatomy
 from .pictures import save_figure
@@ -17,7 +15,8 @@ from .training.arguments import argument, check, parse_arguments
 from .training.comparison import compare_speeds, describe_pair, side_by_side
 from .training.data import SUBSET, decode_image, load_images
 from .training.files import whole_folder, write_json
-from .training.loading import load_image_classifier
+from .training.loading import choose_device, load_image_classifier
+from .training.precision import choose_mixed_precision
 from .training.tables import format_table
 
 
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     started = time.perf_counter()
 
     teacher_path = checkpoint_path("cifar10-vit")
-    bf16 = bfloat16_is_fast()
+    bf16 = choose_mixed_precision(choose_device()) == "bf16"
     epochs = arguments.epochs or (4 if bf16 else 3)
     print(f"Bootstrapping a SparseFormer from {teacher_path.name} on {arguments.images} images without labels.")
     bootstrap.main(
@@ -120,19 +119,3 @@ def claim(folder: Path):
     if folder.exists() and not interrupted and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--output_dir {folder} exists and is not an empty folder. Give another, or empty it.")
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def bfloat16_is_fast() -> bool:
-    """Whether this machine multiplies bfloat16 matrices at least twice as fast as float32 ones."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None:
-        return True
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.ones(512, 256, dtype=dtype), torch.ones(256, 768, dtype=dtype)
-        a @ b
-        start = time.perf_counter()
-        for _ in range(5):
-            a @ b
-        seconds[dtype] = time.perf_counter() - start
-    return seconds[torch.float32] > 2 * seconds[torch.bfloat16]

@@ -45,8 +45,9 @@ FAMILIES = {
 }
 
 FUNCTIONS = {
+    "Anatomy": "frugalvit.modeling.hosts.anatomy",
     "checkpoint_path": "frugalvit.resources",
-    "ContextBroadcast": "frugalvit.modeling.context_broadcast_hosts",
+    "ContextBroadcast": "frugalvit.modeling.context_broadcast",
     "count_context_broadcast": "frugalvit.training.macs",
     "count_macs": "frugalvit.training.macs",
     "from_open_clip": "frugalvit.modeling.open_clip_adapter",
@@ -58,6 +59,7 @@ FUNCTIONS = {
     "measure_attention": "frugalvit.attention",
     "mimetic_init_": "frugalvit.modeling.initialization",
     "OpenClipVisual": "frugalvit.modeling.open_clip_adapter",
+    "read_anatomy": "frugalvit.modeling.hosts",
     "remove_context_broadcast": "frugalvit.modeling.context_broadcast_hosts",
     "SparseFormerVisionTower": "frugalvit.modeling.llava_tower",
     "swap_vision_tower": "frugalvit.modeling.modeling_sparseformer_llava",

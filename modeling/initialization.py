@@ -21,7 +21,6 @@ from .impulse import (
     solve_closed_form,
     solve_pinv,
 )
-from .layers import interpolate_positions
 
 
 SOLVERS = ("closed_form", "adam", "pinv")
@@ -448,40 +447,3 @@ def _describe(index: int, layer: AttentionLayer, inputs: torch.Tensor, grid, off
 def _describe_unstructured(index: int, layer: AttentionLayer, vit: VisionTransformer) -> list[HeadReport]:
     inputs = _normalized(_tokens_of_positions(vit), layer)
     return _describe(index, layer, inputs, vit.grid, [(0, 0)] * layer.num_heads)
-
-
-@torch.no_grad()
-def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
-    """Give a ViT the positions for images of another size, in place: learned ones are interpolated bicubically, fixed
-    ones computed anew.
-
-    Args:
-        model (`nn.Module`): A Transformers ViT or DeiT, or a `ViTImpulseInit` model.
-        image_size (`int`): Height and width in pixels, a multiple of the patch size.
-
-    Returns:
-        The model; its configuration says the new size.
-
-    Raises:
-        ValueError: if the model is no such transformer, or its patches do not divide `image_size`.
-    """
-    embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
-    if not hasattr(embeddings, "position_embeddings") or not hasattr(embeddings, "interpolate_pos_encoding"):
-        raise ValueError(
-            f"Cannot resize the positions of {type(model).__name__}; expected a Transformers ViT or DeiT."
-        )
-    patches, positions = embeddings.patch_embeddings, embeddings.position_embeddings
-    if any(image_size % patch for patch in patches.patch_size):
-        raise ValueError(f"Images of {image_size} pixels do not divide into patches of {patches.patch_size}.")
-    grid = [image_size // patch for patch in patches.patch_size]
-    old = [image // patch for image, patch in zip(patches.image_size, patches.patch_size, strict=True)]
-    if hasattr(embeddings, "grid"):
-        embeddings.grid = tuple(grid)
-    if isinstance(positions, nn.Parameter):
-        embeddings.position_embeddings = nn.Parameter(interpolate_positions(positions, old, grid))
-    else:
-        embeddings.position_embeddings = embeddings.sincos_positions().to(positions)
-    patches.num_patches = grid[0] * grid[1]
-    embeddings.image_size = patches.image_size = (image_size, image_size)
-    model.config.image_size = image_size
-    return model

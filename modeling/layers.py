@@ -46,10 +46,11 @@ def rotary_table(
     Returns:
         pair of `torch.Tensor`: `(..., head_dim / 2)`, first the frequencies of y, then those of x.
     """
-    scale, shift = (torch.tensor(values, device=centers.device) for values in (scale, shift))
+    # Numbers of Python instead of tensors, which a device would wait for.
+    axes = zip(centers.float().unbind(-1), scale, shift, strict=True)
+    coordinates = torch.stack([center * factor + offset for center, factor, offset in axes], dim=-1)
     steps = torch.arange(head_dim // 4, device=centers.device, dtype=torch.float32) / (head_dim // 4)
-    angles = (centers.float() * scale + shift).unsqueeze(-1) * theta**-steps
-    angles = angles.flatten(-2)
+    angles = (coordinates.unsqueeze(-1) * theta**-steps).flatten(-2)
     return angles.cos(), angles.sin()
 
 

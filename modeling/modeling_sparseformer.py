@@ -190,12 +190,15 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
         padding_mode (`str`): What points outside the image read, "border" or "zeros".
 
     Returns:
-        `torch.Tensor`: `(batch, tokens, points, channels)`.
+        `torch.Tensor`: `(batch, tokens, points, channels)`; NaN at points that are NaN.
     """
     # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
-    grid = points.float().clamp(-2, 3) * 2 - 1
+    points = points.float().clamp(-2, 3)
+    # It lets NaN pass, which on CPUs addresses memory outside the map, and the backward pass writes there.
+    grid = points.nan_to_num() * 2 - 1
     sampled = F.grid_sample(features.float(), grid, padding_mode=padding_mode, align_corners=False)
-    return sampled.permute(0, 2, 3, 1)
+    # 0, or NaN where a coordinate is: a model that diverged must not look sound.
+    return sampled.permute(0, 2, 3, 1) + 0 * points.detach().sum(-1, keepdim=True)
 
 
 def encode_rois(rois: torch.Tensor, hidden_size: int) -> torch.Tensor:
@@ -810,15 +813,14 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
     def pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Tokens before the final LayerNorm, `(batch, tokens, hidden_size)`, to `(batch, hidden_size)`."""
         config, pooling = self.config, self.config.pooling
-        classes = int(config.use_cls_token) * config.num_class_tokens
         if pooling == "cls":
-            chosen = hidden_states[:, list(config.pooled_class_tokens or range(classes))]
-            return self.layernorm(chosen).flatten(1)
+            chosen = config.pooled_class_tokens or range(config.num_class_tokens)
+            return self.layernorm(torch.stack([hidden_states[:, index] for index in chosen], dim=1)).flatten(1)
         if pooling == "cls_and_latent_mean":
             hidden_states = self.layernorm(hidden_states)
             return torch.cat([hidden_states[:, 0], hidden_states[:, config.num_prefix_tokens :].mean(dim=1)], dim=1)
         if pooling == "class_mean":
-            pooled = hidden_states[:, :classes]
+            pooled = hidden_states[:, : config.num_class_tokens]
         elif pooling in ("latent_mean", "latent_attention"):
             pooled = hidden_states[:, config.num_prefix_tokens :]
         else:

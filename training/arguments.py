@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from .data import SUBSET, default_split
+from .data import NO_EVALUATION, SUBSET
 
 
 # What may change when a run is resumed: these alter neither the model nor what is measured.
@@ -60,14 +60,16 @@ class ImageArguments:
 
     dataset: list[str] = argument(
         [SUBSET],
-        "datasets hub id (@revision, too), image folder, parquet files (wildcards too) or folder of them, "
-        f"or {SUBSET}.",
+        "datasets hub id (@revision, too), folder of images (flat, in class folders, or with train/ and val/), "
+        f"parquet files (wildcards too) or folder of them, or {SUBSET}.",
     )
     dataset_config: str | None = argument(None, "Configuration of a hub data set that has several.")
     train_split: str = argument("train", "Split to train on; slices such as train[:1000] too.")
     eval_dataset: list[str] | None = argument(None, "Data set to evaluate on, if not another split of --dataset.")
     eval_split: str | None = argument(
-        None, 'Split to evaluate on. Default: "test", or "train", all of it, where --eval_dataset is given as files.'
+        None,
+        f'Split to evaluate on, or "{NO_EVALUATION}". Default: "test", else "validation"; else all of --eval_dataset, '
+        "or, without one, a tenth of the training images, at most 5,000, which is held back.",
     )
     image_column: str | None = argument(None, "Name of the image column, where types do not tell.")
     class_names: list[str] | None = argument(None, "Names of the labels 0, 1, …, where the data set has none.")
@@ -80,14 +82,14 @@ class ImageArguments:
         min(8, (os.cpu_count() or 1) - 1) if (os.cpu_count() or 1) > 2 else 0,
         "Processes that decode images, for every training process. They change nothing but speed.",
     )
+    # The images that are evaluated, for cards, noted when they are loaded; None for none.
+    evaluated: str | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
         check_at_least(self, 0, "num_workers")
         check_at_least(self, 1, "shuffle_buffer")
         if self.steps_per_epoch is not None:
             check_at_least(self, 1, "steps_per_epoch")
-        if self.eval_split is None:
-            self.eval_split = default_split(self.eval_dataset)
 
 
 @dataclass
@@ -107,7 +109,11 @@ class RunArguments:
     eval_batch_size: int = argument(256, "Images of one evaluation step, over all processes.")
     gradient_accumulation_steps: int = argument(1, "Parts that a batch is computed in, to save memory.")
     seed: int = argument(0, "Of initialization, order and augmentation.")
-    mixed_precision: str = argument("no", "Arithmetic of the forward pass.", choices=["no", "bf16", "fp16"])
+    mixed_precision: str = argument(
+        "auto",
+        "Arithmetic of the forward pass. auto: bf16 where the machine is fast at it, measured on CPUs, else no.",
+        choices=["auto", "no", "bf16", "fp16"],
+    )
     compile: bool = argument(False, "Compile the model (torch.compile).")
     max_grad_norm: float = argument(1.0, "Clip the gradient to this norm; 0 does not.")
     logging_steps: int = argument(50, "Optimizer steps between lines of metrics.jsonl.")

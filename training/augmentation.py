@@ -2,9 +2,10 @@
 
 Workers, processes and the batch that an image lands in change nothing, so a run resumes exactly and a later run can
 regenerate the very same views. Geometry and color are torchvision v2 transforms under a random state that is set for
-the sample and put back after it; pixels stay uint8 until a whole batch is normalized at once.
+the sample and put back after it; pixels stay uint8 until a whole batch is normalized at once, on the device.
 """
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -67,19 +68,30 @@ class ImageFormat:
     def from_processor(cls, processor) -> "ImageFormat":
         """What a Transformers image processor says, also one that wraps timm's settings.
 
+        Some leave the size open: SigLIP 2's for any shape (NaFlex) is taken for the largest square, one that does not
+        resize (C-RADIO's) for the size that it names. One that resizes to a larger square before the crop (DeiT's) is
+        taken for one that resizes the shorter side, as DeiT's authors do.
+
         Raises:
             ValueError: if it resizes in another way than to a size, or the shorter side before a center crop.
         """
         if (timm := getattr(processor, "data_config", None)) is not None:
-            size = tuple(timm["input_size"][1:])
+            size, mode = tuple(timm["input_size"][1:]), timm.get("crop_mode") or "center"
+            if mode not in ("center", "squash") or (mode == "center" and size[0] != size[1]):
+                raise ValueError(
+                    f"The model's images are resized to {size[0]} x {size[1]} by timm's crop_mode {mode!r}, which "
+                    "training does not follow; expected 'squash', or 'center' to a square."
+                )
             return cls(
                 size=size,
                 mean=tuple(timm["mean"]),
                 std=tuple(timm["std"]),
-                resample={"nearest": 0, "bilinear": 2, "bicubic": 3}[timm["interpolation"]],
-                resize=math.floor(min(size) / timm["crop_pct"]),
+                resample=_number_of_filter(timm["interpolation"]),
+                resize=math.floor(min(size) / timm["crop_pct"]) if mode == "center" else None,
             )
         size = dict(getattr(processor, "size", None) or {})
+        if patches := getattr(processor, "max_num_patches", None):
+            size = dict.fromkeys(("height", "width"), math.isqrt(patches) * processor.patch_size)
         crop = dict(processor.crop_size) if getattr(processor, "do_center_crop", None) else size
         shorter = size.get("shortest_edge")
         if crop is size and shorter is not None:
@@ -87,6 +99,9 @@ class ImageFormat:
             crop = {"height": shorter, "width": shorter}
             share = getattr(processor, "crop_pct", None)
             shorter = None if share and shorter >= 384 else int(shorter / (share or 1))
+        elif crop != size and shorter is None:
+            shorter = size.get("height")
+            crop = crop if shorter and shorter == size.get("width") else {}
         if not crop.keys() >= {"height", "width"}:
             raise ValueError(
                 f"{type(processor).__name__} resizes images in a way that training does not follow (size {size}); "
@@ -96,7 +111,7 @@ class ImageFormat:
             size=(crop["height"], crop["width"]),
             mean=_of_channels(processor.image_mean) if processor.do_normalize else (0.0, 0.0, 0.0),
             std=_of_channels(processor.image_std) if processor.do_normalize else (1.0, 1.0, 1.0),
-            resample=int(processor.resample),
+            resample=_number_of_filter(processor.resample),
             resize=shorter,
         )
 
@@ -112,8 +127,9 @@ class ImageFormat:
         return [round(255 * value) for value in self.mean]
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
-        """`(batch, channels, height, width)` uint8 to normalized float32."""
-        return pixels.float().mul_(1 / 255).sub_(_channels(self.mean)).div_(_channels(self.std))
+        """`(batch, channels, height, width)` uint8 to normalized float32, where the pixels are."""
+        mean, std = (_channels(tuple(values), pixels.device) for values in (self.mean, self.std))
+        return pixels.float().mul_(1 / 255).sub_(mean).div_(std)
 
     def convert(self, pixel_values: torch.Tensor, source: "ImageFormat") -> torch.Tensor:
         """Normalized images of another format in this one."""
@@ -122,9 +138,17 @@ class ImageFormat:
         if (source.mean, source.std) == (self.mean, self.std):
             return pixel_values
         mean, std, own_mean, own_std = (
-            _channels(values).to(pixel_values.device) for values in (source.mean, source.std, self.mean, self.std)
+            _channels(tuple(values), pixel_values.device) for values in (source.mean, source.std, self.mean, self.std)
         )
         return (pixel_values * std + (mean - own_mean)) / own_std
+
+
+def _number_of_filter(resample: int | str) -> int:
+    """PIL's number of an interpolation, which timm names."""
+    names = {"nearest": 0, "bilinear": 2, "bicubic": 3}
+    if (number := names.get(resample, resample)) not in names.values():
+        raise ValueError(f"The model's images are resized by {resample!r}; expected PIL's {names}, by name or number.")
+    return int(number)
 
 
 def _of_channels(values: float | Sequence[float]) -> tuple[float, ...]:
@@ -132,8 +156,11 @@ def _of_channels(values: float | Sequence[float]) -> tuple[float, ...]:
     return (values,) * 3 if isinstance(values, int | float) else tuple(values)
 
 
-def _channels(values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values).view(-1, 1, 1)
+# Kept, as copying numbers to an accelerator waits for it.
+@functools.cache
+@torch.inference_mode(False)
+def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
 class View:
@@ -289,7 +316,7 @@ class Mix:
     """Mixup (Zhang et al. 2018), CutMix (Yun et al. 2019) and label smoothing: adds `targets`, `(batch, labels)`.
 
     An image mixes with its neighbor in the epoch's order, by a weight that is a function of (seed, epoch, index). Both
-    are in the same process, as shares of a batch are even.
+    are in the same process, as shares of a batch are even. `draw` is for the workers, the call for the device.
 
     Args:
         num_labels (`int`): Number of classes.
@@ -310,33 +337,51 @@ class Mix:
         """Whether images mix at all."""
         return bool(self.mixup or self.cutmix)
 
+    def draw(self, batch: dict[str, torch.Tensor]):
+        """Note in a batch how its images mix: the share `kept`, `(batch,)`, that each keeps of itself, and the `box`,
+        `(batch, 4)` as top, bottom, left, right, that it takes from its neighbor; all zeros if it blends."""
+        if self.pairs:
+            keys = zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True)
+            size = batch["pixel_values"].shape[-2:]
+            kept, boxes = zip(*(self._draw(*key, *size) for key in keys), strict=True)
+            batch["kept"], batch["box"] = torch.tensor(kept), torch.tensor(boxes)
+
     def __call__(self, batch: dict[str, torch.Tensor]):
+        """Mix normalized images; takes what `draw` has noted, or draws."""
         targets = F.one_hot(batch["labels"], self.num_labels).float()
         targets = targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_labels
         if self.pairs:
-            pixels = batch["pixel_values"]
-            partner = torch.arange(len(pixels)) ^ 1
-            keys = zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True)
-            kept, boxes = zip(*(self._draw(*key, *pixels.shape[-2:]) for key in keys), strict=True)
-            kept, blended = torch.tensor(kept), torch.tensor([box is None for box in boxes])
-            share = torch.where(blended, kept, 1.0).view(-1, 1, 1, 1)
-            batch["pixel_values"] = torch.lerp(pixels[partner], pixels, share)
-            for i, box in enumerate(boxes):
-                if box is not None:
-                    batch["pixel_values"][(i, slice(None), *box)] = pixels[(i ^ 1, slice(None), *box)]
-            targets = torch.lerp(targets[partner], targets, kept[:, None])
+            if "kept" not in batch:
+                self.draw(batch)
+            pixels, kept, box = batch["pixel_values"], batch.pop("kept"), batch.pop("box")
+            # Each image's neighbor: pairs change places.
+            partners, of_partners = (of.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for of in (pixels, targets))
+            blends = (box == 0).all(1)
+            batch["pixel_values"] = torch.lerp(partners, pixels, torch.where(blends, kept, 1.0).view(-1, 1, 1, 1))
+            if self.cutmix:
+                inside = _inside(box, *pixels.shape[-2:])
+                batch["pixel_values"] = torch.where(inside, partners, batch["pixel_values"])
+            targets = torch.lerp(of_partners, targets, kept[:, None])
         batch["targets"] = targets
 
-    def _draw(self, epoch: int, index: int, height: int, width: int) -> tuple[float, tuple[slice, slice] | None]:
+    def _draw(self, epoch: int, index: int, height: int, width: int) -> tuple[float, tuple[int, int, int, int]]:
         """The share that an image keeps of itself, and the box that it takes from its neighbor if it cuts."""
         numbers = random.Random(random_seed(self.seed, epoch, index, MIX))
         if not self.cutmix or (self.mixup and numbers.random() < 0.5):
-            return numbers.betavariate(self.mixup, self.mixup), None
+            return numbers.betavariate(self.mixup, self.mixup), (0, 0, 0, 0)
         side = (1 - numbers.betavariate(self.cutmix, self.cutmix)) ** 0.5
         box = []
         for length in (height, width):
             center = numbers.random() * length
             low, high = (round(center + sign * side * length / 2) for sign in (-1, 1))
-            box.append(slice(max(low, 0), min(high, length)))
-        area = math.prod(part.stop - part.start for part in box)
-        return 1 - area / (height * width), tuple(box)
+            box += [max(low, 0), min(high, length)]
+        top, bottom, left, right = box
+        return 1 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right)
+
+
+def _inside(box: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Which pixels lie in each box, `(batch, 1, height, width)`."""
+    top, bottom, left, right = box[:, :, None].unbind(1)
+    rows, columns = (torch.arange(length, device=box.device) for length in (height, width))
+    rows, columns = (rows >= top) & (rows < bottom), (columns >= left) & (columns < right)
+    return (rows[:, :, None] & columns[:, None])[:, None]

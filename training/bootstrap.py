@@ -48,6 +48,7 @@ from .files import write_json
 from .loading import load_vision_model
 from .loop import TrainingState, fit, make_optimizer, parameter_groups, prepare, start_accelerator
 from .metrics import TopKAccuracy
+from .precision import hold_teacher
 from .tables import format_table
 from .teacher_cache import TeacherCache
 from .token_alignment import TokenAlignment
@@ -129,6 +130,7 @@ class StudentArguments:
         None, "The student's attention in training. Default: eager on CPUs, whose fused attention goes back slowly."
     )
     trust_remote_code: bool = argument(False, "Run code that comes with the teacher.")
+    compile_teacher: bool = argument(False, "Compile the teacher (torch.compile).")
 
     def __post_init__(self):
         for name in ("num_latent_tokens", "image_size"):
@@ -250,15 +252,13 @@ def main(argv: list[str] | None = None) -> int:
     student_format = format_of(student.config)
     tuned = freeze(student, pair, len(anatomy.blocks))
 
-    train_images, eval_images = load_splits(data)
+    train_images, eval_images = load_splits(data, learns_labels=alignment.label_loss_weight > 0)
     classify, classify_teacher = getattr(student, "classifier", None), anatomy.classifier
     if classify is None and (alignment.loss == "kl" or alignment.label_loss_weight):
         raise ValueError(
             f"--loss kl and --label_loss_weight compare classes, and {pair.teacher} is no classifier; align its "
             "embedding (--loss cosine)."
         )
-    if alignment.label_loss_weight and "label" not in train_images.features:
-        raise ValueError("--label_loss_weight needs labels, but the data set has none; leave it at 0.")
     view = BootstrapView(student_format, teacher_format, alignment.crop_scale, alignment.crop_ratio, alignment.flip)
     evaluation = (eval_images, PairedEvalView(student_format, teacher_format))
     loader, eval_loader = make_loaders(
@@ -280,7 +280,9 @@ def main(argv: list[str] | None = None) -> int:
     for line in introduce(costs, (teacher, student), sizes):
         accelerator.print(line)
     length = f"{run.epochs} x {loader.steps_per_epoch:,} x {run.batch_size:,}"
-    evaluated = "not evaluated" if eval_images is None else f"evaluated on {len(eval_images):,} images"
+    evaluated = (
+        "not evaluated" if eval_images is None else f"evaluated on {len(eval_images):,} images, {data.evaluated}"
+    )
     accelerator.print(f"Recipe {pair.recipe}; epochs x steps x images: {length}; {evaluated}.")
 
     optimizer, scheduler = build_optimizer(student, tuned, schedule, loader.steps_per_epoch, run.epochs)
@@ -296,11 +298,15 @@ def main(argv: list[str] | None = None) -> int:
     align_tokens = TokenAlignment(student, anatomy) if alignment.token_loss_weight else None
     outputs_asked_for = align_tokens.arguments if align_tokens else {"output_tokens": False}
 
+    hold_teacher(accelerator, teacher, classify_teacher)
+    # Not in evaluation, which asks about each batch once and ends with a smaller one.
+    embed_in_training = torch.compile(anatomy.embed) if pair.compile_teacher else anatomy.embed
+
     def ask_teacher(batch):
         images = batch.get("teacher_pixel_values", batch["pixel_values"])
         watch = anatomy.watch() if align_tokens else nullcontext()
         with torch.inference_mode(), accelerator.autocast(), watch as states:
-            target = anatomy.embed(images).float()
+            target = embed_in_training(images).float()
         batch["teacher_tokens"] = states
         # Out of inference mode, so that the loss may keep it for its gradient.
         return target.clone()
@@ -337,7 +343,8 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=lambda model: evaluate_student(accelerator, model, project, classify, anatomy, eval_loader, targets),
+        evaluate=eval_loader
+        and (lambda model: evaluate_student(accelerator, model, project, classify, anatomy, eval_loader, targets)),
         save=save,
         saved=student,
         metric="alignment",
@@ -534,13 +541,14 @@ def compare(
 ):
     """Measure the speeds of the teacher and of the student in a folder, print both side by side with what the best
     epoch's evaluation said and what they cost, and add that to `results.json`."""
-    dtype = teacher.blocks[0].attention.query.weight.dtype
+    weight = next(teacher.model.parameters())
+    dtype = weight.dtype
     teacher.source.to(dtype)
-    student = student_class.from_pretrained(folder).to(teacher.device, dtype)
+    student = student_class.from_pretrained(folder).to(weight.device, dtype)
     name = next((name for name in ("accuracy", "alignment") if name in state.best), None)
     scores = [{name: state.best.get(key)} if name else {} for key in (f"teacher_{name}", name)]
     rows = side_by_side(costs, scores, compare_speeds(teacher, student, *sizes))
-    print(f"Side by side, on {teacher.device.type} in {str(dtype).removeprefix('torch.')}:\n\n{format_table(rows)}\n")
+    print(f"Side by side, on {weight.device.type} in {str(dtype).removeprefix('torch.')}:\n\n{format_table(rows)}\n")
     if slow := slower_than_teacher(rows):
         print(
             f"Warning: the student is not faster than its teacher, {' and '.join(slow)}. Fewer tokens "
@@ -558,7 +566,9 @@ def describe(pair: StudentArguments, student: SparseFormerPreTrainedModel, label
     )
     if "accuracy" in state.best:
         return f"{text}: accuracy {state.best['accuracy']:.2%}, the teacher's is {state.best['teacher_accuracy']:.2%}."
-    return f"{text}: mean cosine with the teacher's embeddings {state.best['alignment']:.4f}."
+    if "alignment" in state.best:
+        return f"{text}: mean cosine with the teacher's embeddings {state.best['alignment']:.4f}."
+    return f"{text}, not evaluated."
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def write_card(
             task_type=pipeline_tag(model),
             dataset_type=dataset,
             dataset_name=dataset,
-            dataset_split=data.eval_split,
+            dataset_split=data.evaluated,
             metric_type=metric,
             metric_value=round(state.best[metric], 4),
         )
@@ -55,10 +55,11 @@ def write_card(
     )
     command = json.loads((Path(run.output_dir) / "run.json").read_text(encoding="utf-8"))["command"]
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    evaluated = f"the best on the split {data.evaluated} of {' '.join(data.eval_dataset or data.dataset)}"
     ModelCard(
         f"---\n{card.to_yaml()}\n---\n\n# {name}\n\n{summary}\n\n"
-        f"{parameters:,} parameters; epoch {state.epoch} of {run.epochs}, the best on the split {data.eval_split} of "
-        f"{' '.join(data.eval_dataset or data.dataset)}; seed {run.seed}.\n\n"
+        f"{parameters:,} parameters; epoch {state.epoch} of {run.epochs}, "
+        f"{'none was evaluated' if data.evaluated is None else evaluated}; seed {run.seed}.\n\n"
         f"```python\n{loading_example(model)}\n```\n\n"
         f"Made by\n\n```\n{command}\n```\n"
     ).save(folder / "README.md")

@@ -35,7 +35,7 @@ from .arguments import (
 )
 from .augmentation import CAPTION, EvalView, ImageFormat, SmallDataView, random_seed
 from .cards import write_card
-from .data import check_labels, class_names, load_splits, make_loaders
+from .data import class_names, load_splits, make_loaders
 from .loop import TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .metrics import TopKAccuracy
 from .train import read_values
@@ -76,13 +76,11 @@ def main(argv: list[str] | None = None) -> int:
     clip, data, optimization, run = arguments
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
 
-    train_images, eval_images = load_splits(data)
+    # What is said about them is made of their labels.
+    train_images, eval_images = load_splits(data, learns_labels=True)
     names = class_names(train_images)
-    if names is None:
-        raise ValueError("The training images have no labels, so there is nothing to say about them.")
-    for images, split in ((train_images, data.train_split), (eval_images, data.eval_split)):
-        if not data.streaming or images is eval_images:
-            check_labels(images, split)
+    if eval_images is not None and class_names(eval_images) is None:
+        raise ValueError("The evaluation images have no labels; choose others with --eval_dataset or --eval_split.")
     # `(classes, sentences)` texts and their tokens `(classes, sentences, length)`.
     texts = [[sentence.format(name) for sentence in clip.sentences] for name in names]
     tokenizer = word_tokenizer([text for row in texts for text in row])
@@ -107,6 +105,7 @@ def main(argv: list[str] | None = None) -> int:
             random_seed(run.seed, epoch, index, CAPTION) % len(clip.sentences)
             for epoch, index in zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True)
         ]
+        chosen = torch.tensor(chosen).to(labels.device, non_blocking=True)
         outputs = model(input_ids=tokens[labels, chosen], pixel_values=batch["pixel_values"])
         targets = (labels[:, None] == labels).float()
         targets /= targets.sum(1, keepdim=True)
@@ -117,10 +116,10 @@ def main(argv: list[str] | None = None) -> int:
         trained = accelerator.unwrap_model(model)
         trained.save_pretrained(folder, state_dict=weights)
         CLIPProcessor(image_processor, tokenizer).save_pretrained(folder)
-        summary = (
-            f"A CLIP trained on images of {' '.join(data.dataset)} and sentences about their classes: zero-shot "
-            f"accuracy {state.best['accuracy']:.2%}."
+        accuracy = (
+            f": zero-shot accuracy {state.best['accuracy']:.2%}" if "accuracy" in state.best else ", not evaluated"
         )
+        summary = f"A CLIP trained on images of {' '.join(data.dataset)} and sentences about their classes{accuracy}."
         write_card(folder, trained, summary, data, run, state)
 
     state = fit(
@@ -131,12 +130,11 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=lambda model: evaluate_zero_shot(accelerator, model, tokens, eval_loader),
+        evaluate=eval_loader and (lambda model: evaluate_zero_shot(accelerator, model, tokens, eval_loader)),
         save=save,
     )
-    accelerator.print(
-        f"Best zero-shot accuracy {state.best['accuracy']:.4f}, epoch {state.best['epoch']}. See {run.output_dir}."
-    )
+    accuracy = f"Best zero-shot accuracy {state.best['accuracy']:.4f}" if eval_loader else "Not evaluated"
+    accelerator.print(f"{accuracy}, epoch {state.best['epoch']}. See {run.output_dir}.")
     return 0
 
 

@@ -2,22 +2,47 @@
 
 import glob
 import itertools
+import json
 import os
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from importlib.resources import files
 from pathlib import Path
 
 import datasets
+import numpy as np
+import pyarrow.compute as pc
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.data_loader import prepare_data_loader
+from datasets.distributed import split_dataset_by_node
 from PIL import Image
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
-from .augmentation import ORDER, VIEW, Mix, View, random_seed, seeded
+from .augmentation import ORDER, SHUFFLE, VIEW, Mix, View, random_seed, seeded
+from .files import write_json
 from .loading import split_revision
 
 
 SUBSET = "cifar10-subset"
+# Splits that are there to evaluate on, the first choice first.
+EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
+# What `--eval_split` says for training without evaluation.
+NO_EVALUATION = "none"
+# Names of folders that hold a part of the images, as `datasets` has them; a year or number may follow.
+PART_FOLDERS = {
+    "train": re.compile(r"train(ing)?([-._ 0-9].*)?", re.IGNORECASE),
+    "validation": re.compile(r"(validation|valid|val|dev)([-._ 0-9].*)?", re.IGNORECASE),
+    "test": re.compile(r"(test(ing)?|eval|evaluation)([-._ 0-9].*)?", re.IGNORECASE),
+}
+METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+# Images that are held back to evaluate on, where there is no split for that: a share of them, and the most.
+HELD_BACK_SHARE, MOST_HELD_BACK = 0.1, 5_000
+# Shards of a stream for each process from which on one more or less for some does not matter.
+MANY_SHARDS = 100
 # Batches that are made before the first of them is repeated; each stays in memory until then.
 REPEATED_TOGETHER = 8
 
@@ -43,18 +68,21 @@ def load_images(
     image_column: str | None = None,
     label_column: str | None = None,
     class_names: list[str] | None = None,
+    default_names: list[str] | None = None,
     streaming: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Images and, where there are any, labels.
 
     Args:
         dataset (`str` or `list[str]`):
-            A hub id (owner/name@revision, too), a folder of images (one folder a class) or of parquet files, parquet
+            A hub id (owner/name@revision, too), a folder of images, see `find_parts`, or of parquet files, parquet
             files (several, or with wildcards), or `"cifar10-subset"`, which ships with frugalvit.
         split (`str`): Which part, slices such as `"train[:1000]"` included. Files given directly are "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
         image_column, label_column (`str`, *optional*): Their names, where the types do not tell.
-        class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, where the data set has none.
+        class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, where the data set has none, or the texts
+            that are its labels, in their order.
+        default_names (`list[str]`, *optional*): The same where neither `class_names` nor the data set say.
         streaming (`bool`): Read as training goes, without a copy on disk.
 
     Returns:
@@ -62,7 +90,7 @@ def load_images(
         `ClassLabel`, if there are labels.
 
     Raises:
-        ValueError: if there is no such data set, split or column.
+        ValueError: if there is no such data set, split or column, or a label is none of the classes.
     """
     loaded = load_table(dataset, split, name, streaming)
     if loaded.features is None:
@@ -72,24 +100,39 @@ def load_images(
     label = _find_column(
         features, label_column, lambda feature: isinstance(feature, datasets.ClassLabel), "label", dataset
     )
-    if label is None and "label" in features and _holds(features["label"], "int"):
+    # Which texts there are, a stream does not tell.
+    numbered = ("int",) if streaming and not class_names else ("int", "string")
+    if label is None and "label" in features and _holds(features["label"], *numbered):
         label = "label"
     if not (is_image(features[image]) or _holds(features[image], "binary", "string")):
         raise ValueError(f"The column {image!r} of {dataset!r} holds {features[image]}, expected images.")
-    if label and not (isinstance(features[label], datasets.ClassLabel) or _holds(features[label], "int", "uint")):
+    if label and not (
+        isinstance(features[label], datasets.ClassLabel) or _holds(features[label], "int", "uint", "string")
+    ):
         raise ValueError(f"The column {label!r} of {dataset!r} holds {features[label]}, expected class numbers.")
     columns = {image: "image"} | ({label: "label"} if label else {})
     # First of all, as renaming the columns of a stream reads it.
     loaded = loaded.cast_column(image, datasets.Image(decode=False)).select_columns(list(columns))
     loaded = loaded.rename_columns({old: new for old, new in columns.items() if old != new})
-    return _name_labels(loaded, class_names) if label else loaded
+    return _name_labels(loaded, class_names, default_names) if label else loaded
 
 
-def load_splits(data) -> tuple[datasets.Dataset | datasets.IterableDataset, datasets.Dataset]:
-    """The images to train on and those to evaluate on that `DataArguments` tell. The latter are never streamed.
+def load_splits(
+    data, learns_labels: bool = False
+) -> tuple[datasets.Dataset | datasets.IterableDataset, datasets.Dataset | None]:
+    """The images to train on and those to evaluate on that `DataArguments` tell, see `load_parts`.
+
+    Labels of -1, as in ImageNet's test split, or none at all are no labels: images to evaluate on of which some lack
+    theirs (of a recipe that learns from labels, all) count as unlabeled, which is printed.
+
+    Args:
+        data (`DataArguments`): What the command line says; `data.evaluated` is filled.
+        learns_labels (`bool`, *optional*, defaults to `False`): Whether the recipe learns from the labels, which then
+            have to be there, and of all classes that are evaluated. Of a stream that is not known.
 
     Raises:
-        ValueError: as `load_images`, and if the two have different classes.
+        ValueError: as `load_images` and `load_parts`; if the two have different classes; or, of a recipe that learns
+            from labels, if some lack.
     """
     options = {
         "name": data.dataset_config,
@@ -97,15 +140,123 @@ def load_splits(data) -> tuple[datasets.Dataset | datasets.IterableDataset, data
         "label_column": data.label_column,
         "class_names": data.class_names,
     }
-    train = load_images(data.dataset, data.train_split, streaming=data.streaming, **options)
-    evaluation = load_images(data.eval_dataset or data.dataset, data.eval_split, **options)
-    names, eval_names = class_names(train), class_names(evaluation)
-    if names and eval_names and names != eval_names:
+    # What the training images' classes are called, for others that have numbers or texts alone.
+    names = None
+
+    def load(dataset: list[str], split: str, streaming: bool = False):
+        nonlocal names
+        images = load_images(dataset, split, default_names=names, streaming=streaming, **options)
+        names = names or class_names(images)
+        return images
+
+    train, evaluation = load_parts(data, load, lambda dataset: split_names(dataset, data.dataset_config))
+    names, labeled = class_names(train), not data.streaming and "label" in train.features
+    if learns_labels:
+        if names is None:
+            raise ValueError(
+                f"{' '.join(data.dataset)} has no labels to train with. Name their column by --label_column."
+            )
+        if labeled:
+            check_labels(train, data.train_split)
+    elif labeled and (label_numbers(train) < 0).any():
+        train, labeled = train.remove_columns("label"), False
+    if evaluation is None or "label" not in evaluation.features:
+        return train, evaluation
+
+    unlabeled = label_numbers(evaluation) < 0
+    if unlabeled.any() and (unlabeled.all() or not learns_labels):
+        count = "The" if unlabeled.all() else f"{unlabeled.sum():,} of {len(unlabeled):,}"
+        PartialState().print(f"{count} images of the split {data.evaluated!r} have no labels; it counts as unlabeled.")
+        return train, evaluation.remove_columns("label")
+    check_labels(evaluation, data.evaluated)
+    eval_names = class_names(evaluation)
+    if names and names != eval_names:
         raise ValueError(
             f"The training images have the classes {_short(names)}, the evaluation images {_short(eval_names)}; "
             "expected the same. Name them with --class_names if the data sets do not."
         )
+    lacking = np.setdiff1d(label_numbers(evaluation), label_numbers(train)) if labeled else ()
+    if len(lacking):
+        message = (
+            f"Among the training images ({data.train_split}) there are none of {len(lacking)} classes that are "
+            f"evaluated: {_short([eval_names[label] for label in lacking])}."
+        )
+        if learns_labels:
+            raise ValueError(
+                f"{message} Are the images sorted by class, so that a slice has only some? Without --eval_split, a "
+                "part of each class is held back where there is no split for evaluation."
+            )
+        PartialState().print(message)
     return train, evaluation
+
+
+def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
+    """The images to train on, and those to evaluate on or `None`, which are never streamed.
+
+    Without `--eval_split`, the latter are the first of `EVALUATION_SPLITS` that is there, if possible one with labels;
+    the images of an `--eval_dataset` without such a split; or else a part of the training images that is held back,
+    see `hold_back`, which is printed.
+
+    Args:
+        data (`ImageArguments`): What the command line says; `data.evaluated` is filled.
+        load: Takes data set, split, and `streaming` as a keyword, to images.
+        names_of_splits: Takes a data set to the names of its splits.
+
+    Raises:
+        ValueError: as what is called, and if nothing can be held back.
+    """
+    train = load(data.dataset, data.train_split, streaming=data.streaming)
+    source, data.evaluated = data.eval_dataset or data.dataset, data.eval_split
+    if data.eval_split == NO_EVALUATION:
+        data.evaluated = None
+        PartialState().print("There is no evaluation: the model of the last epoch is kept.")
+        return train, None
+    if data.eval_split is not None:
+        return train, load(source, data.eval_split)
+    splits = names_of_splits(source)
+    usual = evaluation_splits(splits) or (splits if data.eval_dataset else [])
+    if not data.eval_dataset:
+        usual = [split for split in usual if split not in _names_in(data.train_split)]
+    if usual:
+        evaluation, data.evaluated = load_first_labeled(usual, lambda split: load(source, split))
+        return train, evaluation
+    if data.streaming:
+        raise ValueError(
+            f"{' '.join(source)} has no split to evaluate on, and nothing can be held back from a stream. Give "
+            f"--eval_split (of {', '.join(splits)}), --eval_dataset, or go without: --eval_split {NO_EVALUATION}."
+        )
+    train, evaluation = hold_back(train)
+    data.evaluated = f"{data.train_split} ({len(evaluation):,} images held back)"
+    total = len(train) + len(evaluation)
+    PartialState().print(
+        f"{' '.join(source)} has no split to evaluate on: {len(evaluation):,} of {total:,} images of "
+        f"{data.train_split} are held back for that, the same in every run. To choose: --eval_split, --eval_dataset."
+    )
+    return train, evaluation
+
+
+def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Images to train on and images to evaluate on: a tenth, at most 5,000, of each class its share, chosen at random
+    but always the same. The only image of a class stays with training.
+
+    Raises:
+        ValueError: if there are too few.
+    """
+    generator = torch.Generator().manual_seed(random_seed(len(images), ORDER))
+    order = torch.randperm(len(images), generator=generator).numpy()
+    if "label" in images.features:
+        _, classes, sizes = np.unique(label_numbers(images)[order], return_inverse=True, return_counts=True)
+        by_class = np.argsort(classes, kind="stable")
+        order = order[by_class[sizes[classes[by_class]] > 1]]
+    if len(order) < 2:
+        raise ValueError(
+            f"{len(images)} images are too few to hold some back to evaluate on. Give --eval_dataset, or go without "
+            f"evaluation: --eval_split {NO_EVALUATION}."
+        )
+    count = min(max(int(HELD_BACK_SHARE * len(order)), 1), MOST_HELD_BACK)
+    # In even steps through the classes, one after the other.
+    held_back = np.sort(order[((np.arange(count) + 0.5) * len(order) / count).astype(int)])
+    return images.select(np.setdiff1d(np.arange(len(images)), held_back)), images.select(held_back)
 
 
 def class_names(images) -> list[str] | None:
@@ -113,44 +264,165 @@ def class_names(images) -> list[str] | None:
     return list(images.features["label"].names) if "label" in images.features else None
 
 
-def default_split(dataset: str | list[str] | None) -> str:
-    """The split to evaluate on where none is named: files that are given directly have "train" alone."""
-    paths = [dataset] if isinstance(dataset, str) else dataset
-    return "train" if paths and all(path.endswith(".parquet") for path in paths) else "test"
+def label_numbers(images: datasets.Dataset) -> np.ndarray:
+    """The labels of all images, `(images,)` int64, -1 where there is none."""
+    if not len(images):
+        return np.zeros(0, dtype=np.int64)
+    column = images.select_columns("label").with_format("arrow")[:]["label"]
+    return pc.fill_null(column, -1).to_numpy().astype(np.int64)
+
+
+def load_first_labeled(splits: list[str], load: Callable) -> tuple[datasets.Dataset, str]:
+    """The images of the first split that has labels or masks, or if none has them of the first, and which it is."""
+    first = None
+    for split in splits:
+        images = load(split)
+        if "mask" in images.features or ("label" in images.features and (label_numbers(images) >= 0).any()):
+            return images, split
+        first = first or (images, split)
+    return first
+
+
+def default_split(dataset: str | list[str], name: str | None = None) -> str:
+    """The split to evaluate on where none is named: the first of `EVALUATION_SPLITS` that the data set has, or else
+    "train", all of it."""
+    return next(iter(evaluation_splits(split_names(dataset, name))), "train")
+
+
+def evaluation_splits(splits: list[str]) -> list[str]:
+    """Those of a data set's splits that are there to evaluate on, the first choice first."""
+    return [split for split in EVALUATION_SPLITS if split in splits]
+
+
+def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
+    """The splits of a data set. Arguments and errors as in `load_images`."""
+    source = _find(dataset, name)
+    if "data_files" in source:
+        return list(source["data_files"])
+    with _one_error(dataset):
+        return datasets.get_dataset_split_names(source.pop("path"), config_name=source.pop("name", None), **source)
 
 
 def load_table(
     dataset: str | list[str], split: str, name: str | None = None, streaming: bool = False
 ) -> datasets.Dataset | datasets.IterableDataset:
     """A data set with all its columns. Arguments and errors as in `load_images`."""
+    source = _find(dataset, name)
+    if source["path"] == "imagefolder" and "data_files" in source:
+        source |= _part_of_folder(dataset, split, source["data_files"])
+    with _one_error(dataset, split):
+        return datasets.load_dataset(**source, split=split, streaming=streaming)
+
+
+def _find(dataset: str | list[str], name: str | None) -> dict:
+    """What `datasets.load_dataset` takes for a data set: its folders or files by split, if they tell."""
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
     path = Path(paths[0])
     hub_id, revision = split_revision(paths[0])
     if paths == [SUBSET]:
         folder = files(__package__) / "cifar10"
-        source = {
+        return {
             "path": "parquet",
             "data_files": {part: str(folder / f"{part}.parquet") for part in ("train", "test")},
         }
-    elif all(path.endswith(".parquet") for path in paths):
-        source = {"path": "parquet", "data_files": [file for path in paths for file in _matching(path)]}
-    elif len(paths) > 1:
+    if all(path.endswith(".parquet") for path in paths):
+        return {"path": "parquet", "data_files": {"train": [file for path in paths for file in _matching(path)]}}
+    if len(paths) > 1:
         raise ValueError(f"Several data sets, {', '.join(paths)}; expected one, or several parquet files.")
-    elif path.is_dir():
-        parquet = next(path.rglob("*.parquet"), None)
-        source = {"path": "parquet" if parquet else "imagefolder", "data_dir": str(path)}
-    elif path.exists() or paths[0].startswith((".", "~", os.sep)) or hub_id.count("/") > 1:
+    if path.is_dir():
+        if any(file.name not in METADATA_FILES for file in path.rglob("*.parquet")):
+            return {"path": "parquet", "data_dir": str(path)}
+        if any(path.glob("*.zip")):
+            return {"path": "imagefolder", "data_dir": str(path)}
+        return {"path": "imagefolder", "data_files": find_parts(path)}
+    if path.exists() or paths[0].startswith((".", "~", os.sep)) or hub_id.count("/") > 1:
         raise ValueError(f"{paths[0]!r} is no data set; {_EXPECTED}.")
-    else:
-        source = {"path": hub_id, "name": name, **revision}
+    return {"path": hub_id, "name": name, **revision}
+
+
+def find_parts(folder: str | Path) -> dict[str, list[str]]:
+    """The folders that a folder of images consists of, by split.
+
+    These are the topmost folders that are called like a part (`train`, `val`, `validation`, `test`, …), as ImageNet
+    has them. Without such folders all of it is "train". In a part, images lie in one folder a class; or flat, without
+    labels; or a `metadata.csv` (`file_name,label`) names them. Names of files say nothing.
+
+    Raises:
+        ValueError: if a `metadata.csv` is beside the parts rather than in them.
+    """
+    level = [Path(folder)]
+    while level:
+        parts, below = defaultdict(list), []
+        for parent in level:
+            children = _subfolders(parent)
+            named = {child: split for child in children if (split := _part_called(child.name))}
+            # A class may be called so, too.
+            if len(named) > 1 or len(named) == len(children) or any(map(_subfolders, named)):
+                for child, split in named.items():
+                    parts[split].append(str(child))
+                metadata = [name for name in METADATA_FILES if (parent / name).is_file()]
+                if named and metadata:
+                    raise ValueError(
+                        f"{parent / metadata[0]} is beside the parts {', '.join(child.name for child in named)}; "
+                        "expected one of its own in each of them."
+                    )
+            if not _has_images(parent):
+                below += children
+        if parts:
+            return {split: parts[split] for split in PART_FOLDERS if split in parts}
+        level = below
+    return {"train": [str(folder)]}
+
+
+def _part_called(name: str) -> str | None:
+    return next((split for split, pattern in PART_FOLDERS.items() if pattern.fullmatch(name)), None)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _has_images(folder: Path) -> bool:
+    return any(path.suffix.lower() in Image.registered_extensions() for path in folder.iterdir())
+
+
+def _part_of_folder(dataset, split: str, parts: dict[str, list[str]]) -> dict:
+    """What `datasets` is to read for a split of a folder of images.
+
+    It takes the names of folders for labels, in flat parts their own: parts with and without classes go apart.
+    """
+    named = _names_in(split)
+    if unknown := [name for name in named if name not in parts]:
+        raise ValueError(f"Cannot load the split {unknown[0]!r} of {dataset!r}: it has {', '.join(parts)}.")
+    flat = {name: not any(map(_subfolders, map(Path, folders))) for name, folders in parts.items()}
+    if len({flat[name] for name in named}) > 1:
+        raise ValueError(f"Cannot load {split!r} of {dataset!r}: only some of these parts have classes.")
+    data_files = {
+        name: [f"{glob.escape(folder)}/**" for folder in folders]
+        for name, folders in parts.items()
+        if flat[name] == flat[named[0]]
+    }
+    return {"data_files": data_files, "drop_labels": True if flat[named[0]] else None}
+
+
+def _names_in(split: str) -> list[str]:
+    """The splits that a text such as `"train[:50%]+test"` names."""
+    return [part.partition("[")[0].strip() for part in split.split("+")]
+
+
+@contextmanager
+def _one_error(dataset, split: str | None = None):
+    """One clear error for what `datasets` raises when it loads a data set."""
+    given = dataset if isinstance(dataset, str) else dataset[0]
+    part = f"the split {split!r} of " if split else ""
     try:
-        return datasets.load_dataset(**source, split=split, streaming=streaming)
+        yield
     except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"Cannot read the data set {paths[0]!r}: {_first_line(error.__cause__ or error)}") from error
+        raise ValueError(f"Cannot read the data set {given!r}: {_first_line(error.__cause__ or error)}") from error
     except (datasets.exceptions.DatasetsError, OSError) as error:
-        raise ValueError(f"Cannot load the data set {paths[0]!r} ({_first_line(error)}); {_EXPECTED}.") from error
+        raise ValueError(f"Cannot load the data set {given!r} ({_first_line(error)}); {_EXPECTED}.") from error
     except ValueError as error:
-        raise ValueError(f"Cannot load the split {split!r} of {paths[0]!r}: {_first_line(error)}") from error
+        raise ValueError(f"Cannot load {part}{given!r}: {_first_line(error)}") from error
 
 
 _EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
@@ -194,23 +466,37 @@ def _find_column(features, given: str | None, fits, what: str, dataset) -> str |
     return found[0] if found else None
 
 
-def _name_labels(loaded, names: list[str] | None):
-    if names is None:
-        if isinstance(loaded.features["label"], datasets.ClassLabel):
-            return loaded
-        if isinstance(loaded, datasets.IterableDataset):
+def _name_labels(loaded, names: list[str] | None, default_names: list[str] | None):
+    """The labels as a `ClassLabel`."""
+    feature, streams = loaded.features["label"], isinstance(loaded, datasets.IterableDataset)
+    if names is None and isinstance(feature, datasets.ClassLabel):
+        return loaded
+    given, names = "--class_names" if names else "classes of the training images", names or default_names
+    if streams:
+        if names is None:
             raise ValueError("The stream's labels have no names; give them with --class_names.")
-        names = [str(label) for label in range(max(loaded["label"], default=-1) + 1)]
-    elif not isinstance(loaded, datasets.IterableDataset) and max(loaded["label"], default=0) >= len(names):
-        raise ValueError(f"{len(names)} --class_names do not fit the labels, which go up to {max(loaded['label'])}.")
+    elif _holds(feature, "string"):
+        found = sorted(filter(None, loaded.unique("label")))
+        names = names or found
+        if unknown := [label for label in found if label not in names]:
+            raise ValueError(f"The labels {_short(unknown)} are none of the classes {_short(names)}.")
+    else:
+        highest = label_numbers(loaded).max(initial=-1)
+        names = names or [str(label) for label in range(highest + 1)]
+        if highest >= len(names):
+            raise ValueError(f"{len(names)} {given} do not fit the labels, which go up to {highest}.")
+    if feature == datasets.Value("large_string"):
+        # `datasets` 5.1 makes class numbers of these alone.
+        loaded = loaded.cast_column("label", datasets.Value("string"))
     return loaded.cast_column("label", datasets.ClassLabel(names=names))
 
 
 def check_labels(images: datasets.Dataset, split: str):
     """Raise a ValueError if an image has no label: the test splits of some data sets keep theirs secret."""
-    missing = next((index for index, label in enumerate(images["label"]) if label is None or label < 0), None)
-    if missing is not None:
-        raise ValueError(f"Image {missing} of the split {split!r} has no label; choose another split.")
+    missing = np.flatnonzero(label_numbers(images) < 0)
+    if len(missing):
+        others = f", as {len(missing) - 1:,} others of {len(images):,}" if len(missing) > 1 else ""
+        raise ValueError(f"Image {missing[0]} of the split {split!r} has no label{others}; choose another split.")
 
 
 _DECODER = datasets.Image(mode="RGB")
@@ -277,21 +563,21 @@ class StreamedViewDataset(ViewDataset):
 
 
 class Collate:
-    """Samples of a view to a batch: pixels normalized, masks as they are, numbers int64, then `mix` applied."""
+    """Samples of a view to a batch: uint8 pixels and masks as they are, numbers int64, what `mix` draws, and in
+    `skipped` how many images were passed over, an `int`."""
 
-    def __init__(self, view: View, mix: Mix | None = None):
-        self.formats, self.mix = view.formats, mix
+    def __init__(self, mix: Mix | None = None):
+        self.mix = mix
 
-    def __call__(self, samples: list[dict | None]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[dict | None]) -> dict[str, torch.Tensor | int]:
         samples = self.replace_skipped(samples) if None in samples else samples
         batch = {}
         for name, first in samples[0].items():
             values = [sample[name] for sample in samples]
             batch[name] = torch.stack(values) if isinstance(first, torch.Tensor) else torch.tensor(values)
-            if name in self.formats:
-                batch[name] = self.formats[name].normalize(batch[name])
+        batch["skipped"] = int(batch["skipped"].sum())
         if self.mix:
-            self.mix(batch)
+            self.mix.draw(batch)
         return batch
 
     @staticmethod
@@ -302,6 +588,41 @@ class Collate:
             raise ValueError(f"None of {len(samples)} images of the stream in a row can be read.")
         following = samples + readable[:1]
         return [sample or next(filter(None, following[i:])) | {"skipped": 1} for i, sample in enumerate(samples)]
+
+
+class DeviceLoader:
+    """Batches of a DataLoader on the device: they travel as the DataLoader made them, pixels as uint8, and are
+    normalized and mixed there, and nothing waits for it. `epoch` and `index` stay where numbers are read, on the CPU.
+
+    Args:
+        accelerator (`Accelerator`): Shares batches out among processes and knows the device.
+        loader (`DataLoader`): Its `collate_fn` is a `Collate`.
+        view (`View`): Its `formats` normalize.
+        mix (`Mix`, *optional*): Applied to normalized batches.
+        shared (`bool`): Whether batches are to be shared out; otherwise each process reads its own.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, loader: DataLoader, view: View, mix: Mix | None = None, shared: bool = True
+    ):
+        if shared:
+            self.loader = accelerator.prepare_data_loader(loader, device_placement=False)
+        else:
+            self.loader = prepare_data_loader(loader, num_processes=1, process_index=0, put_on_device=False)
+        self.device, self.formats, self.mix = accelerator.device, view.formats, mix
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor | int]]:
+        for batch in self.loader:
+            for name in batch.keys() - {"skipped", "epoch", "index"}:
+                batch[name] = batch[name].to(self.device, non_blocking=True)
+            for name, image_format in self.formats.items():
+                batch[name] = image_format.normalize(batch[name])
+            if self.mix:
+                self.mix(batch)
+            yield batch
 
 
 class EpochSampler(Sampler):
@@ -342,35 +663,128 @@ class EpochSampler(Sampler):
 
 
 class StreamSampler(EpochSampler):
-    """Keys (epoch, position, record) of `length` images of a stream, begun anew when it ends.
+    """Keys (epoch, index, record) of the images of a stream that one process takes, begun anew when it ends.
 
-    It reads and the data set decodes, so that one process reads a stream once whatever its number of workers.
+    It reads and the data set decodes, so that a process reads its shards once, in the same order whatever its number
+    of workers. A thread reads a block of `buffer_size` images ahead. The shards are shuffled by `datasets`, the blocks
+    here: what is in a shuffle buffer of `datasets` is lost where its `state_dict` goes on. That state is noted before
+    each block, so that going on within an epoch reads no more than a block again; without such a note (of a run with
+    as many processes) the epoch is read from its beginning.
+
+    Args:
+        images (`datasets.IterableDataset`): The shards that this process reads.
+        buffer_size (`int`): Images of a block.
+        length (`int`): Images of an epoch, over all processes.
+        seed (`int`): Of the order.
+        process, processes (`int`): Which of how many share out the shards.
     """
 
-    def __init__(self, images: datasets.IterableDataset, buffer_size: int, length: int, seed: int):
-        super().__init__(0, length, seed)
-        self.images, self.buffer_size = images, buffer_size
+    def __init__(
+        self,
+        images: datasets.IterableDataset,
+        buffer_size: int,
+        length: int,
+        seed: int,
+        process: int = 0,
+        processes: int = 1,
+    ):
+        super().__init__(0, length // processes, seed)
+        self.images, self.buffer_size, self.process, self.processes = images, buffer_size, process, processes
+        # What is needed to read on from a block: its position, how often the stream has begun anew, and its state.
+        self.notes: list[dict] = []
 
-    def __iter__(self):
-        records = itertools.islice(self.read(), self.position, self.length)
-        return ((self.epoch, position, record) for position, record in enumerate(records, self.position))
+    def start_at(self, epoch: int, position: int):
+        notes = self.notes if epoch == self.epoch else []
+        super().start_at(epoch, position // self.processes)
+        self.notes = [note for note in notes if note["position"] <= self.position]
 
-    def read(self) -> Iterator[dict]:
-        for repeat in itertools.count():
+    def state_dict(self, position: int) -> dict:
+        """What `start_at` needs to be quick at this position of the epoch or later ones."""
+        position //= self.processes
+        later = [note["position"] > position for note in self.notes]
+        first = max(later.index(True) if True in later else len(later), 1) - 1
+        return {"processes": self.processes, "epoch": self.epoch, "notes": self.notes[first:]}
+
+    def load_state_dict(self, state: dict):
+        if state["processes"] == self.processes:
+            self.epoch, self.notes = state["epoch"], state["notes"]
+
+    def __iter__(self) -> Iterator[tuple]:
+        start, blocks = self.position, self.read_blocks(self.notes)
+        with ThreadPoolExecutor(1) as reader:
+            position, ahead = 0, reader.submit(next, blocks)
+            while position < self.length:
+                position, records = ahead.result()
+                if position + len(records) < self.length:
+                    ahead = reader.submit(next, blocks)
+                for record in records:
+                    if position >= start:
+                        yield self.epoch, position * self.processes + self.process, record
+                    position += 1
+
+    def read_blocks(self, notes: list[dict]) -> Iterator[tuple[int, list[dict]]]:
+        """Positions and records of the blocks of the epoch, from the last noted one on; adds notes."""
+        note = notes.pop() if notes else {"position": 0, "repeat": 0, "state": None}
+        position, repeat, state = note["position"], note["repeat"], note["state"]
+        while position < self.length:
+            # For its shards: a buffer of one shuffles nothing, and nothing in it is lost.
             seed = random_seed(self.seed, self.epoch, repeat, ORDER)
-            records = iter(self.images.shuffle(seed=seed, buffer_size=self.buffer_size))
-            first = next(records, None)
-            if first is None:
+            images = self.images.shuffle(seed=seed, buffer_size=1)
+            if goes_on := state is not None:
+                images.load_state_dict(state)
+            records, found = iter(images), goes_on
+            while position < self.length:
+                with _quiet_datasets() if goes_on else nullcontext():
+                    block = list(itertools.islice(records, min(self.buffer_size, self.length - position)))
+                if not block:
+                    break
+                notes.append({"position": position, "repeat": repeat, "state": state})
+                state, goes_on, found = images.state_dict(), False, True
+                generator = torch.Generator().manual_seed(random_seed(self.seed, self.epoch, position, SHUFFLE))
+                yield position, [block[i] for i in torch.randperm(len(block), generator=generator).tolist()]
+                position += len(block)
+            if not found:
                 raise ValueError("The stream has no images.")
-            yield first
-            yield from records
+            repeat, state = repeat + 1, None
+
+
+@contextmanager
+def _quiet_datasets():
+    """Without the warning that a shuffle buffer is lost."""
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+
+
+def own_shards(images: datasets.IterableDataset, accelerator: Accelerator) -> datasets.IterableDataset | None:
+    """The shards of a stream that this process reads, or `None` where these cannot be shared out evenly."""
+    processes = accelerator.num_processes
+    if images.num_shards % processes:
+        images = images.reshard()
+    if images.num_shards % processes and images.num_shards < MANY_SHARDS * processes:
+        accelerator.print(
+            f"{processes} processes cannot share out the {images.num_shards} shards of the stream evenly: each reads "
+            "all of it."
+        )
+        return None
+    return split_dataset_by_node(images, accelerator.process_index, processes, strategy="shards")
 
 
 class TrainingLoader:
-    """Batches of a training run, the same whatever the number of processes and workers.
+    """Batches of a training run, the same whatever the number of workers and, unless streamed, of processes.
+
+    Of a stream, each process reads shards of its own: files or, where these cannot be shared out evenly, row groups of
+    parquet files. If all have as many images, every image comes once before any comes again; a process whose shards
+    hold fewer than others' begins anew earlier. Where even row groups cannot be shared out, all processes read
+    everything, and the batches are those of a single process. A run that goes on with as many processes sees the
+    images that it would have seen.
 
     Args:
-        accelerator (`Accelerator`): With `split_batches`; each process gets its share of every batch.
+        accelerator (`Accelerator`): With `split_batches`; each process gets its share of every batch. What a stream
+            needs to go on is in its checkpoints.
         images: What `load_images` returns.
         view (`View`): What is shown of an image.
         batch_size (`int`): Images of one optimizer step, over all processes and accumulation steps.
@@ -429,35 +843,56 @@ class TrainingLoader:
         self.batch_size, self.steps_per_epoch, self.skipped = batch_size, steps_per_epoch * repeats, 0
         self.repeats, self.parts_of_step = repeats, accelerator.gradient_accumulation_steps
         length = steps_per_epoch * batch_size
+        share = batch_size // accelerator.gradient_accumulation_steps
+        own = own_shards(images, accelerator) if streams else None
         if streams:
+            rank = {"process": accelerator.process_index, "processes": accelerator.num_processes} if own else {}
             dataset = StreamedViewDataset(images, view, seed, skip_corrupt)
-            self.sampler = StreamSampler(images, shuffle_buffer, length, seed)
+            self.sampler = StreamSampler(own or images, shuffle_buffer, length, seed, **rank)
+            self.keep_in_checkpoints(accelerator)
         else:
             dataset = ViewDataset(images, view, seed, skip_corrupt)
             self.sampler = EpochSampler(len(images), length, seed, repeated_augmentation, view_epochs)
-        share = batch_size // accelerator.gradient_accumulation_steps
         loader = DataLoader(
             dataset,
-            batch_sampler=BatchSampler(self.sampler, share, drop_last=True),
-            collate_fn=Collate(view, mix),
+            batch_sampler=BatchSampler(
+                self.sampler, share // accelerator.num_processes if own else share, drop_last=True
+            ),
+            collate_fn=Collate(mix),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=accelerator.device.type == "cuda",
             generator=torch.Generator(),  # its own, or every pass would draw from the model's random numbers
         )
-        self.loader = accelerator.prepare_data_loader(loader)
+        self.loader = DeviceLoader(accelerator, loader, view, mix, shared=not own)
+
+    def keep_in_checkpoints(self, accelerator: Accelerator):
+        """Let Accelerate's checkpoints hold where each process is within the stream."""
+        name = f"stream_{accelerator.process_index}.json"
+
+        def save(models, weights, folder: str):
+            write_json(Path(folder) / name, self.sampler.state_dict(self.position))
+
+        def load(models, folder: str):
+            if (file := Path(folder) / name).is_file():
+                self.sampler.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[dict[str, torch.Tensor]]:
         """Batches of an epoch for this process, on its device, from optimizer step `start` on.
 
-        They hold what the view makes, `labels`, if there are any, `epoch` and `index`, and what `mix` adds.
+        They hold what the view makes, normalized, `labels`, if there are any, what `mix` adds, and on the CPU `epoch`
+        and `index`.
         """
         group = REPEATED_TOGETHER if self.repeats > 1 else 1
         done = start % (group * self.repeats)
-        self.sampler.start_at(epoch, (start - done) // self.repeats * self.batch_size)
+        self.position = (start - done) // self.repeats * self.batch_size
+        self.sampler.start_at(epoch, self.position)
         parts, done = iter(self.loader), done * self.parts_of_step
         while batches := list(itertools.islice(parts, group * self.parts_of_step)):
-            skipped = [int(batch.pop("skipped").sum()) for batch in batches]
+            skipped = [batch.pop("skipped") for batch in batches]
             for repeat in range(self.repeats):
                 for batch, count in zip(batches, skipped, strict=True):
                     if done:
@@ -465,6 +900,7 @@ class TrainingLoader:
                         continue
                     self.skipped += count if repeat == 0 else 0
                     yield batch
+            self.position += group * self.batch_size
 
     def take_skipped(self, accelerator: Accelerator) -> int:
         """Images skipped since the last call, over all processes."""
@@ -481,7 +917,7 @@ def evaluation_loader(
     batch_size: int = 256,
     num_workers: int = 0,
     skip_corrupt: bool = False,
-) -> DataLoader:
+) -> DeviceLoader:
     """All images once, in order, shared among processes; use `accelerator.gather_for_metrics` on what is computed."""
     if not len(images):
         raise ValueError("There are no images to evaluate on; check --eval_dataset and --eval_split.")
@@ -490,22 +926,23 @@ def evaluation_loader(
         ViewDataset(images, view, skip_corrupt=skip_corrupt),
         batch_size=-(-batch_size // processes) * processes,
         sampler=[(0, index) for index in range(len(images))],
-        collate_fn=Collate(view),
+        collate_fn=Collate(),
         num_workers=num_workers,
+        pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),
     )
-    return accelerator.prepare_data_loader(loader)
+    return DeviceLoader(accelerator, loader, view)
 
 
 def make_loaders(
     accelerator: Accelerator, data, run, train: tuple, evaluation: tuple, **options
-) -> tuple[TrainingLoader, DataLoader]:
-    """The loaders of a recipe.
+) -> tuple[TrainingLoader, DeviceLoader | None]:
+    """The loaders of a recipe, `None` where nothing is evaluated.
 
     Args:
         accelerator (`Accelerator`): As in `TrainingLoader`.
         data (`DataArguments`), run (`RunArguments`): What the command line says.
-        train, evaluation (pairs of images and `View`): What is shown of which images.
+        train, evaluation (pairs of images and `View`): What is shown of which images, `None` for no images.
         options: Of the `TrainingLoader`, besides those that the arguments tell.
     """
     shared = {"num_workers": data.num_workers, "skip_corrupt": data.skip_corrupt}
@@ -519,4 +956,6 @@ def make_loaders(
         **shared,
         **options,
     )
+    if evaluation[0] is None:
+        return training_loader, None
     return training_loader, evaluation_loader(accelerator, *evaluation, batch_size=run.eval_batch_size, **shared)

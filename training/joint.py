@@ -33,7 +33,7 @@ from .arguments import (
 )
 from .augmentation import EvalView, ImageFormat, SmallDataView
 from .cards import write_card
-from .data import check_labels, class_names, load_splits, make_loaders
+from .data import class_names, load_splits, make_loaders
 from .files import whole_folder
 from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .metrics import TopKAccuracy
@@ -111,13 +111,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments, data, recipe, optimization, run = all_arguments
     accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
 
-    train_images, eval_images = load_splits(data)
+    train_images, eval_images = load_splits(data, learns_labels=True)
     names = class_names(train_images)
-    if names is None:
-        raise ValueError(f"{' '.join(data.dataset)} has no labels to train with. Name their column by --label_column.")
-    for images, split in ((train_images, data.train_split), (eval_images, data.eval_split)):
-        if not data.streaming or images is eval_images:
-            check_labels(images, split)
+    if eval_images is not None and class_names(eval_images) is None:
+        raise ValueError("The evaluation images have no labels; choose others with --eval_dataset or --eval_split.")
 
     model = build_twins(arguments, names)
     if run.compile:
@@ -161,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         compute_loss=lambda model, batch: (
             model(pixel_values=batch["pixel_values"], labels=batch["labels"], hint_share=hint_share).loss
         ),
-        evaluate=lambda model: evaluate_twins(accelerator, model, eval_loader),
+        evaluate=eval_loader and (lambda model: evaluate_twins(accelerator, model, eval_loader)),
         save=save,
         before_epoch=before_epoch,
         clipped=lambda model: accelerator.unwrap_model(model).vit,
@@ -169,9 +166,12 @@ def main(argv: list[str] | None = None) -> int:
     if accelerator.is_main_process:
         for name, accuracy in (("vit", "accuracy"), ("agent", "agent_accuracy")):
             save_alone(name, accuracy, processor, data, run, state)
+    result = "Not evaluated"
+    if eval_loader:
+        result = f"Best accuracy {state.best['accuracy']:.4f}, its agent's {state.best['agent_accuracy']:.4f}"
     accelerator.print(
-        f"Best accuracy {state.best['accuracy']:.4f}, its agent's {state.best['agent_accuracy']:.4f}, epoch "
-        f"{state.best['epoch']}. See {run.output_dir}; the ViT alone is in {Path(run.output_dir) / 'vit'}."
+        f"{result}, epoch {state.best['epoch']}. See {run.output_dir}; the ViT alone is in "
+        f"{Path(run.output_dir) / 'vit'}."
     )
     return 0
 
@@ -223,16 +223,16 @@ def evaluate_twins(accelerator: Accelerator, model, loader) -> dict[str, float]:
 
 
 def accuracies(data: DataArguments, best: dict[str, float]) -> str:
-    return (
-        f"trained together on {' '.join(data.dataset)}: accuracy {best['accuracy']:.2%} and "
-        f"{best['agent_accuracy']:.2%}."
-    )
+    together = f"trained together on {' '.join(data.dataset)}"
+    if "accuracy" not in best:
+        return f"{together}, not evaluated."
+    return f"{together}: accuracy {best['accuracy']:.2%} and {best['agent_accuracy']:.2%}."
 
 
 def save_alone(name: str, accuracy: str, processor, data: DataArguments, run: RunArguments, state: TrainingState):
     """Write one of the two, as it was in the best epoch, to a folder of its own within the run's."""
     model = getattr(BootstrappedViTForImageClassification.from_pretrained(run.output_dir), name)
-    alone = dataclasses.replace(state, best={"accuracy": state.best[accuracy]})
+    alone = dataclasses.replace(state, best={"accuracy": state.best[accuracy]} if accuracy in state.best else {})
     with whole_folder(Path(run.output_dir) / name, overwrite=True) as folder:
         model.save_pretrained(folder)
         processor.save_pretrained(folder)

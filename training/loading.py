@@ -1,5 +1,6 @@
 """Models for the commands: loaded whole or refused, on the device that is there."""
 
+import inspect
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -9,11 +10,16 @@ import torch
 import transformers
 from torch import nn
 from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
     AutoConfig,
     AutoImageProcessor,
+    AutoModel,
     AutoModelForImageClassification,
     PreTrainedConfig,
     PreTrainedModel,
+    TimmWrapperForImageClassification,
+    TimmWrapperModel,
 )
 from transformers.utils import logging
 
@@ -22,6 +28,8 @@ from ..modeling.open_clip_adapter import open_clip_image_processor
 
 
 OPEN_CLIP = "open_clip:"
+# Parts that no embedding of images reads: what pretraining needs, and an extra layer after [CLS].
+_UNREAD = frozenset({"pooler", "decoder", "mask_token"})
 
 
 def choose_device(name: str | None = None) -> torch.device:
@@ -85,10 +93,14 @@ def load_vision_model(
     """Load a vision transformer to bootstrap from or a SparseFormer to go on with, for inference, in float32, and its
     image processor.
 
+    What pretraining alone needs (a decoder, a mask token) and a pooler after [CLS] are left out: weights of these may
+    be missing or left over.
+
     Args:
-        name (`str` or `os.PathLike`): A folder that `save_pretrained` wrote or a hub id, of an image classifier, a
-            CLIP, a SigLIP or a SparseFormer; or `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID`,
-            `open_clip:local-dir:FOLDER`, as open_clip names its models.
+        name (`str` or `os.PathLike`): A folder that `save_pretrained` or timm wrote or a hub id, of a vision
+            transformer with or without classifier, a CLIP, a SigLIP or a SparseFormer; or
+            `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID`, `open_clip:local-dir:FOLDER`, as open_clip names its
+            models.
         device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
 
@@ -100,16 +112,30 @@ def load_vision_model(
     """
     if os.fspath(name).startswith(OPEN_CLIP):
         return _load_open_clip(os.fspath(name).removeprefix(OPEN_CLIP), device)
-    return load_with_image_processor(name, device, trust_remote_code, "a vision transformer", _vision_class)
+    return load_with_image_processor(
+        name, device, trust_remote_code, "a vision transformer", _vision_class, unread=_UNREAD
+    )
 
 
-def _vision_class(config) -> type:
-    """The class that a configuration was saved with, if Transformers or this package has it; else a classifier."""
-    for architecture in config.architectures or ():
+def _vision_class(config: PreTrainedConfig) -> type:
+    """The class that a configuration was saved with, if Transformers or this package has it, or the base model where
+    that was for pretraining; else a classifier where there is one for such a configuration."""
+    architectures = config.architectures or ()
+    if config.model_type == "timm_wrapper":
+        # timm's own folders name no class.
+        headless = "TimmWrapperModel" in architectures or not config.num_labels
+        return TimmWrapperModel if headless else TimmWrapperForImageClassification
+    for architecture in architectures:
+        if architecture.endswith(("ForPreTraining", "ForMaskedImageModeling")):
+            break
         for module in (modeling_sparseformer, transformers):
             if hasattr(module, architecture) and not architecture.endswith("ForImageClassification"):
                 return getattr(module, architecture)
-    return AutoModelForImageClassification
+    else:
+        remote = getattr(config, "auto_map", None) or {}
+        if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING or "AutoModelForImageClassification" in remote:
+            return AutoModelForImageClassification
+    return MODEL_MAPPING.get(type(config), AutoModel)
 
 
 def load_with_image_processor(
@@ -118,15 +144,24 @@ def load_with_image_processor(
     trust_remote_code: bool,
     kind: str,
     choose_class: Callable[[PreTrainedConfig], type],
+    unread: frozenset[str] = frozenset(),
 ) -> tuple[PreTrainedModel, object]:
     """`load_pretrained` and the model's image processor."""
-    model = load_pretrained(name, device, trust_remote_code, kind, choose_class)
+    model = load_pretrained(name, device, trust_remote_code, kind, choose_class, unread)
+    hub_id, revision = split_revision(name)
+    folder = Path(hub_id).expanduser()
     try:
         with _quiet_transformers():
-            hub_id, revision = split_revision(name)
+            hub_id = str(folder) if folder.is_dir() else hub_id
             return model, AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
     # As many ways to fail as there are for models.
     except Exception as error:
+        files = ("preprocessor_config.json", "processor_config.json")
+        if folder.is_dir() and not any((folder / file).exists() for file in files):
+            raise ValueError(
+                f"{os.fspath(name)!r} does not say how its images are resized and normalized: it has no "
+                "preprocessor_config.json. Save the image processor of the model's family beside the weights."
+            ) from error
         raise _cannot_load(name, kind, error) from error
 
 
@@ -136,6 +171,7 @@ def load_pretrained(
     trust_remote_code: bool,
     kind: str,
     choose_class: Callable[[PreTrainedConfig], type],
+    unread: frozenset[str] = frozenset(),
 ) -> PreTrainedModel:
     """Load a model of Transformers or of this package for inference, in float32, whole or not at all.
 
@@ -145,6 +181,8 @@ def load_pretrained(
         trust_remote_code (`bool`): Run code that comes with the model.
         kind (`str`): What it should be, with its article, for messages.
         choose_class (`Callable`): The class to load it with, given its configuration.
+        unread (`frozenset[str]`, *optional*): Parts, by name, that are not used: their weights may be missing or left
+            over, and a pooler is left out where it can be.
 
     Raises:
         ValueError: if there is no such model, it is of another kind, or weights are missing or left over.
@@ -165,14 +203,18 @@ def load_pretrained(
     device = choose_device(None if device is None else str(device))
     try:
         with _quiet_transformers():
-            model_class = choose_class(
-                AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
-            )
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
+            model_class = choose_class(config)
             # Classes of Transformers and of this package take no code from elsewhere.
             remote = {"trust_remote_code": trust_remote_code} if model_class.__name__.startswith("Auto") else {}
-            model, report = model_class.from_pretrained(
-                name, dtype=torch.float32, output_loading_info=True, **remote, **revision
-            )
+            # Other shapes are refused below, by name.
+            options = {"ignore_mismatched_sizes": True, **remote, **revision}
+            if "pooler" in unread and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
+                options["add_pooling_layer"] = False
+            if model_args := getattr(config, "model_args", None):
+                # timm notes the number of classes there, too; Transformers' wrapper would pass it twice.
+                options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
+            model, report = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **options)
     # Weights, configurations and remote code fail in more ways than can be listed.
     except Exception as error:
         raise _cannot_load(given, kind, error) from error
@@ -182,8 +224,8 @@ def load_pretrained(
         ("does not know", report["unexpected_keys"]),
         ("has other shapes of", mismatched),
     ):
+        keys = sorted(key for key in keys if unread.isdisjoint(key.split(".")))
         if keys:
-            keys = sorted(keys)
             names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
             part = "model class" if problem == "does not know" else "checkpoint"
             raise ValueError(

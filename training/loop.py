@@ -1,6 +1,7 @@
 """The loop that recipes share: steps, evaluation, checkpoints that resume bit-exactly, the best model kept."""
 
 import dataclasses
+import datetime
 import functools
 import importlib.metadata
 import json
@@ -18,14 +19,22 @@ from pathlib import Path
 
 import torch
 import transformers
-from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration, set_seed
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    broadcast_object_list,
+    parse_flag_from_env,
+    set_seed,
+)
 from tqdm import tqdm
 
 from .arguments import RESUMABLE, OptimizerArguments, RunArguments
 from .data import TrainingLoader
 from .files import write_json, write_text
 from .muon import Muon, split_matrices
+from .precision import choose_mixed_precision, describe_device
 
 
 OPTIMIZERS = ("adamw", "muon", "sam")
@@ -62,12 +71,13 @@ class TrainingState:
 
 
 def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, arguments: list) -> Accelerator:
-    """Start Accelerate, refuse an output folder that holds something else than the same run, and seed everything.
+    """Start Accelerate, refuse an output folder that holds something else than the same run, seed everything, and say
+    what the run computes on.
 
     Nothing is written before `fit`.
 
     Args:
-        run (`RunArguments`): One of `arguments`; its `record` is filled.
+        run (`RunArguments`): One of `arguments`; its `record` is filled, and its `mixed_precision` chosen.
         prog (`str`): The command, for example `"frugalvit train"`.
         argv (`list[str]`, *optional*): Its arguments; those of the process if not given.
         arguments (`list`): All dataclasses of arguments.
@@ -75,6 +85,8 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
     Raises:
         ValueError: if the folder is taken, or Accelerate is configured for what recipes cannot do, or not at all.
     """
+    if run.mixed_precision == "auto":
+        run.mixed_precision = automatic_precision(run)
     accelerator = Accelerator(
         mixed_precision=run.mixed_precision,
         # Batches are read ahead; their last one is no sign that the last step has come.
@@ -110,9 +122,25 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
         # DeepSpeed clips by itself.
         deepspeed.deepspeed_config["gradient_clipping"] = run.max_grad_norm
     set_seed(run.seed)
+    if accelerator.device.type == "cuda":
+        # TF32 for what stays float32.
+        torch.set_float32_matmul_precision("high")
     # Saving a model would draw its own bar through that of the epochs.
     transformers.utils.logging.disable_progress_bar()
+    accelerator.print(f"{prog} on {describe_device(accelerator)}.")
     return accelerator
+
+
+def automatic_precision(run: RunArguments) -> str:
+    """The precision that the run in the output folder began with, or the one that the main process' device is fast
+    at."""
+    file = Path(run.output_dir) / "run.json"
+    if file.is_file() and not run.overwrite:
+        return json.loads(file.read_text(encoding="utf-8"))["arguments"]["mixed_precision"]
+    # As Accelerate asks for processes on CPUs, before it is told the precision.
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    chosen = [choose_mixed_precision(state.device) if state.is_main_process else None]
+    return broadcast_object_list(chosen)[0]
 
 
 def check_output_folder(folder: Path, run: RunArguments, arguments: list):
@@ -329,7 +357,7 @@ def fit(
     scheduler,
     loader: TrainingLoader,
     compute_loss: Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor],
-    evaluate: Callable[[torch.nn.Module], dict[str, float]],
+    evaluate: Callable[[torch.nn.Module], dict[str, float]] | None,
     save: Callable[[Path, TrainingState, dict[str, torch.Tensor]], None],
     saved: torch.nn.Module | None = None,
     metric: str = "accuracy",
@@ -344,7 +372,7 @@ def fit(
         model, optimizer, scheduler: What `prepare` returns; the scheduler steps with the optimizer.
         loader (`TrainingLoader`): Gives the batches.
         compute_loss: Takes model and batch to the mean loss over this process' share.
-        evaluate: Takes the model to numbers, after every epoch.
+        evaluate (*optional*): Takes the model to numbers, after every epoch; without it, the last one is best.
         save: Writes a complete model repository, with its card, into a folder, given the weights; called on the main
             process after an epoch that is the best so far.
         saved (*optional*): What the weights are those of, if not of `model` alone.
@@ -354,10 +382,12 @@ def fit(
 
     Returns:
         The final `TrainingState`. The folder has the best model, `metrics.jsonl`, `results.json`, `checkpoints/`.
+        `metrics.jsonl` grows as the run goes: every `logging_steps` a record of the mean loss since the last one, the
+        speed since then, the highest learning rate and the norm of the step's gradient, before it was clipped.
 
     Raises:
-        ValueError: if the loss is not finite; the last checkpoint stays. Or if the optimizer cannot do what `run` asks
-            for.
+        ValueError: if the loss, or the gradient before a checkpoint, is not finite; the last checkpoint stays. Or if
+            the optimizer cannot do what `run` asks for.
     """
     folder = Path(run.output_dir)
     checkpoints = Checkpoints(accelerator, folder / "checkpoints")
@@ -372,37 +402,59 @@ def fit(
     accelerator.init_trackers("frugalvit", {k: v for k, v in values if isinstance(v, int | float | str)})
     set_seed(run.seed, device_specific=True)
     state = checkpoints.resume()
+    metrics = folder / "metrics.jsonl"
+    if accelerator.is_main_process:
+        # What a run that was killed logged after its last checkpoint is logged again.
+        write_text(metrics, "".join(json.dumps(record) + "\n" for record in state.log))
 
     # Sharpness-aware minimization computes the gradient once more, where the first one has led.
     steps_twice = type(optimizer.optimizer).__name__ == "SAM"
     if steps_twice and (run.gradient_accumulation_steps > 1 or run.mixed_precision == "fp16"):
         raise ValueError("--optimizer sam needs --gradient_accumulation_steps 1 and --mixed_precision no or bf16.")
 
+    def log(record: dict):
+        state.log.append(record)
+        accelerator.log({name: value for name, value in record.items() if name != "step"}, step=state.step)
+        if accelerator.is_main_process:
+            with metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
     def backward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        nonlocal gradient_norm
         loss = compute_loss(model, batch)
         accelerator.backward(loss)
-        if accelerator.sync_gradients and run.max_grad_norm:
-            accelerator.clip_grad_norm_((clipped(model) if clipped else model).parameters(), run.max_grad_norm)
+        # Where the gradient is not clipped, its norm is computed for those who read it alone.
+        if accelerator.sync_gradients and (run.max_grad_norm or reads(state.step + 1)):
+            parameters = (clipped(model) if clipped else model).parameters()
+            gradient_norm = accelerator.clip_grad_norm_(parameters, run.max_grad_norm or math.inf)
         return loss
+
+    def reads(step: int) -> bool:
+        """Whether numbers are read off the device after this step; reading makes an accelerator wait."""
+        return not all(step % every for every in (run.logging_steps, run.checkpointing_steps, loader.steps_per_epoch))
 
     if clipped and accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError("This recipe clips the gradient of a part of its model, which DeepSpeed cannot.")
 
     unread: list[torch.Tensor] = []
+    gradient_norm: torch.Tensor | float | None = None
+    total_steps = run.epochs * loader.steps_per_epoch
     progress = tqdm(
-        total=run.epochs * loader.steps_per_epoch * loader.batch_size,
+        total=total_steps * loader.batch_size,
         initial=state.step * loader.batch_size,
         unit="img",
         unit_scale=True,
         mininterval=0.2 if sys.stderr.isatty() else 30,
         disable=not accelerator.is_main_process,
     )
+    foretold = False
     for epoch in range(state.epoch, run.epochs):
         if before_epoch:
             before_epoch(epoch)
         model.train()
         progress.set_description(f"epoch {epoch + 1}/{run.epochs}")
         end, started = (epoch + 1) * loader.steps_per_epoch, time.perf_counter()
+        logged_at, logged_step = started, state.step
         for batch in loader.epoch(epoch, loader.steps_per_epoch - (end - state.step)):
             learning_rate = max(scheduler.get_last_lr())
             with accelerator.accumulate(model):
@@ -417,21 +469,39 @@ def fit(
             progress.update(loader.batch_size)
 
             logs, saves = state.step % run.logging_steps == 0, state.step % run.checkpointing_steps == 0
-            # Reading a loss makes an accelerator wait; a CPU has it anyway.
-            if logs or saves or state.step == end or accelerator.device.type == "cpu":
+            # A CPU has its numbers anyway.
+            if reads(state.step) or accelerator.device.type == "cpu":
                 state.losses += read_losses(accelerator, unread, state.step, checkpoints)
             if logs:
-                recent = state.losses[-run.logging_steps :]
-                record = {"step": state.step, "loss": sum(recent) / len(recent), "learning_rate": learning_rate}
-                state.log.append(record)
-                accelerator.log(record, step=state.step)
+                recent, now = state.losses[-run.logging_steps :], time.perf_counter()
+                speed = (state.step - logged_step) * loader.batch_size / (now - logged_at)
+                norm = math.nan if gradient_norm is None else float(gradient_norm)
+                record = {
+                    "step": state.step,
+                    "loss": sum(recent) / len(recent),
+                    "learning_rate": learning_rate,
+                    # DeepSpeed may not tell it, and the first scales of fp16 are too large.
+                    **({"gradient_norm": norm} if math.isfinite(norm) else {}),
+                    "images_per_second": speed,
+                }
+                log(record)
                 progress.set_postfix(loss=f"{record['loss']:.3f}")
+                logged_at, logged_step = now, state.step
+                if not foretold and accelerator.is_main_process:
+                    left = datetime.timedelta(seconds=round((total_steps - state.step) * loader.batch_size / speed))
+                    progress.write(f"{speed:.4g} images/s; {left} left, evaluation aside.")
+                foretold = True
             if saves or state.step == end:
-                state.seconds += time.perf_counter() - started
+                if gradient_norm is not None and accelerator.mixed_precision != "fp16":
+                    # What it has made of the weights shows in the next loss, after they were saved.
+                    check_finite("gradient's norm", float(gradient_norm), state.step, checkpoints)
+                paused = time.perf_counter()
+                state.seconds += paused - started
                 state.skipped += loader.take_skipped(accelerator)
                 if state.step < end:
                     checkpoints.save(state)
                 started = time.perf_counter()
+                logged_at += started - paused
 
         record = {
             "epoch": epoch + 1,
@@ -439,11 +509,10 @@ def fit(
             "train_loss": sum(state.losses) / len(state.losses),
             "images_per_second": len(state.losses) * loader.batch_size / state.seconds,
             **({"skipped": state.skipped} if state.skipped else {}),
-            **evaluate(model),
+            **(evaluate(model) if evaluate else {}),
         }
-        is_best = state.best is None or record[metric] > state.best[metric]
-        state = TrainingState(epoch + 1, state.step, record if is_best else state.best, [*state.log, record])
-        accelerator.log({name: value for name, value in record.items() if name != "step"}, step=state.step)
+        is_best = evaluate is None or state.best is None or record[metric] > state.best[metric]
+        state = TrainingState(epoch + 1, state.step, record if is_best else state.best, state.log)
         # Where each process has a part of the weights, all of them gather the whole.
         weights = accelerator.get_state_dict(model if saved is None else saved) if is_best else None
         if accelerator.is_main_process:
@@ -451,7 +520,7 @@ def fit(
             if is_best:
                 with ordinary_class(accelerator.unwrap_model(model)):
                     replace_files(folder, lambda aside, state=state, weights=weights: save(aside, state, weights))
-            write_text(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in state.log))
+        log(record)
         checkpoints.save(state)
 
     progress.close()
@@ -467,16 +536,22 @@ def read_losses(
     """Take the losses up to `step` off the device, as means over processes and accumulation steps.
 
     Raises:
-        ValueError: if one is not finite.
+        ValueError: if one is not finite; it names the step of the first.
     """
     losses = torch.stack(unread).view(-1, accelerator.gradient_accumulation_steps).mean(1)
     losses = accelerator.reduce(losses, reduction="mean").tolist()
     unread.clear()
     for at, loss in enumerate(losses, step - len(losses) + 1):
-        if not math.isfinite(loss):
-            kept = checkpoints.all()
-            raise ValueError(
-                f"The loss is {loss} at step {at}, so training stopped. Lower --learning_rate or warm up longer. "
-                + (f"The checkpoint {kept[-1]} is kept." if kept else "There is no checkpoint yet.")
-            )
+        check_finite("loss", loss, at, checkpoints)
     return losses
+
+
+def check_finite(what: str, value: float, step: int, checkpoints: Checkpoints):
+    """Raise a ValueError if a number of a step is not finite."""
+    if math.isfinite(value):
+        return
+    kept = checkpoints.all()
+    raise ValueError(
+        f"The {what} is {value} at step {step}, the first such, so training stopped. Lower --learning_rate or warm "
+        f"up longer. {f'The checkpoint {kept[-1]} is kept.' if kept else 'There is no checkpoint yet.'}"
+    )

@@ -14,11 +14,32 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 from .augmentation import ImageFormat, View
-from .data import CorruptImageError, ImageError, is_image, load_table
+from .data import CorruptImageError, ImageError, is_image, load_parts, load_table, split_names
 
 
 IGNORED = 255
 MASK_FOLDERS = ("annotations", "masks", "labels")
+
+
+def load_masked_splits(data) -> tuple[datasets.Dataset | datasets.IterableDataset, datasets.Dataset | None]:
+    """The images to train on and those to evaluate on, see `load_parts`, that `MaskedImageArguments` tell.
+
+    Raises:
+        ValueError: as `load_masked_images`, and if nothing can be held back.
+    """
+    options = {"name": data.dataset_config, "image_column": data.image_column, "mask_column": data.mask_column}
+
+    def load(dataset: list[str], split: str, streaming: bool = False):
+        return load_masked_images(dataset, split, streaming=streaming, **options)
+
+    return load_parts(data, load, lambda dataset: masked_split_names(dataset, data.dataset_config))
+
+
+def masked_split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
+    """The splits of a data set. Arguments and errors as in `load_masked_images`."""
+    paths = [dataset] if isinstance(dataset, str) else list(dataset)
+    images = Path(paths[0]) / "images"
+    return _pair_splits(images) if len(paths) == 1 and images.is_dir() else split_names(dataset, name)
 
 
 def load_masked_images(
@@ -81,13 +102,17 @@ def load_masked_images(
     return table
 
 
+def _pair_splits(images: Path) -> list[str]:
+    return sorted(path.name for path in images.iterdir() if path.is_dir()) or ["train"]
+
+
 def _load_pairs(folder: Path, split: str) -> datasets.Dataset:
     roots = [folder / name for name in MASK_FOLDERS if (folder / name).is_dir()]
     if not roots:
         raise ValueError(f"{folder} has images, but none of the folders {', '.join(MASK_FOLDERS)} for their masks.")
     images, masks = folder / "images", roots[0]
     part = split.partition("[")[0]
-    parts = sorted(path.name for path in images.iterdir() if path.is_dir()) or ["train"]
+    parts = _pair_splits(images)
     if part not in parts:
         raise ValueError(f"{folder} has no split {part!r}; it has {', '.join(parts)}.")
     if (images / part).is_dir():

@@ -38,7 +38,7 @@ from .cards import write_card
 from .data import make_loaders
 from .loading import split_revision
 from .loop import TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
-from .masks import IGNORED, MaskReader, SegmentationEvalView, SegmentationView, load_masked_images
+from .masks import IGNORED, MaskReader, SegmentationEvalView, SegmentationView, load_masked_splits
 from .metrics import evaluate_segmenter
 from .train import check_loading, parse_overrides, set_drop_path
 
@@ -153,13 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     segmenter, data, augmentation, optimization, run = all_arguments
     accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
 
-    options = {
-        "name": data.dataset_config,
-        "image_column": data.image_column,
-        "mask_column": data.mask_column,
-    }
-    train_images = load_masked_images(data.dataset, data.train_split, streaming=data.streaming, **options)
-    eval_images = load_masked_images(data.eval_dataset or data.dataset, data.eval_split, **options)
+    train_images, eval_images = load_masked_splits(data)
     model, processor = build_model(segmenter, data)
     num_labels = model.config.num_labels
     if run.compile:
@@ -197,10 +191,12 @@ def main(argv: list[str] | None = None) -> int:
         trained = accelerator.unwrap_model(model)
         trained.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
-        summary = (
-            f"A {trained.config.model_type} for semantic segmentation trained on {' '.join(data.dataset)}: mean IoU "
-            f"{state.best['mean_iou']:.2%}, measured at {' x '.join(map(str, segmenter.size))} pixels."
-        )
+        summary = f"A {trained.config.model_type} for semantic segmentation trained on {' '.join(data.dataset)}"
+        if "mean_iou" in state.best:
+            size = " x ".join(map(str, segmenter.size))
+            summary += f": mean IoU {state.best['mean_iou']:.2%}, measured at {size} pixels."
+        else:
+            summary += ", not evaluated."
         write_card(folder, trained, summary, data, run, state, segmenter.model, metric="mean_iou")
 
     state = fit(
@@ -211,13 +207,12 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=lambda model: evaluate_segmenter(accelerator, model, eval_loader, num_labels),
+        evaluate=eval_loader and (lambda model: evaluate_segmenter(accelerator, model, eval_loader, num_labels)),
         save=save,
         metric="mean_iou",
     )
-    accelerator.print(
-        f"Best mean IoU {state.best['mean_iou']:.4f}, epoch {state.best['epoch']}. See {run.output_dir}."
-    )
+    mean_iou = f"Best mean IoU {state.best['mean_iou']:.4f}" if eval_loader else "Not evaluated"
+    accelerator.print(f"{mean_iou}, epoch {state.best['epoch']}. See {run.output_dir}.")
     return 0
 
 

@@ -94,13 +94,13 @@ class TeacherCache:
         """Embeddings of a batch of views, `(batch, width)` in float32.
 
         Args:
-            index (`torch.Tensor`): The images' numbers, `(batch,)`.
+            index (`torch.Tensor`): The images' numbers, `(batch,)`, on the CPU.
             embed: Computes the embeddings; called if any of them is not known.
         """
-        rows = index.cpu().numpy()
+        rows = index.numpy()
         found = self.embeddings[rows]
         if (self.checksums[rows] == row_checksums(found)).all():
-            return torch.from_numpy(found).to(index.device)
+            return torch.from_numpy(found).to(self.accelerator.device, non_blocking=True)
         computed = embed().float()
         values = computed.cpu().numpy()
         self.embeddings[rows], self.checksums[rows] = values, row_checksums(values)

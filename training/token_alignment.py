@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..modeling.hosts import Anatomy
+from ..modeling.modeling_sparseformer import sample_features
 
 
 # Points on each side of a token's RoI at which the teacher's tokens are read and averaged.
@@ -53,11 +54,11 @@ class TokenAlignment:
         steps = (torch.arange(POINTS, device=rois.device) + 0.5) / POINTS
         y, x = torch.meshgrid(steps, steps, indexing="ij")
         low, high = rois[..., None, :2], rois[..., None, 2:]
-        points = (low + torch.stack([x, y], dim=-1).flatten(0, 1) * (high - low)).clamp(0, 1) * 2 - 1
+        points = low + torch.stack([x, y], dim=-1).flatten(0, 1) * (high - low)
         # Interpolating one-hot maps gives the shares for all depths and channels at once.
         patches = self.grid[0] * self.grid[1]
         one_hot = torch.eye(patches, device=rois.device).view(1, patches, *self.grid).expand(len(rois), -1, -1, -1)
-        return F.grid_sample(one_hot, points, padding_mode="border", align_corners=False).mean(-1).mT
+        return sample_features(one_hot, points, padding_mode="border").mean(2)
 
 
 def _normalize(tokens: torch.Tensor) -> torch.Tensor:

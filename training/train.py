@@ -27,8 +27,9 @@ from transformers import (
 from ..configuration.configuration_base import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from ..modeling.context_broadcast_hosts import insert_context_broadcast
+from ..modeling.hosts.transformers import resize_positions_
 from ..modeling.hub import image_processor_config
-from ..modeling.initialization import INITIALIZATIONS, initialize_attention_, resize_positions_
+from ..modeling.initialization import INITIALIZATIONS, initialize_attention_
 from ..modeling.modeling_bootstrapped_vit import divergence
 from .arguments import (
     DataArguments,
@@ -43,10 +44,11 @@ from .arguments import (
 )
 from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .cards import write_card
-from .data import CorruptImageError, check_labels, class_names, decode_image, load_splits, make_loaders
+from .data import CorruptImageError, class_names, decode_image, load_splits, make_loaders
 from .loading import load_image_classifier, split_revision
 from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .metrics import evaluate_classifier
+from .precision import hold_teacher
 
 
 PROG = "frugalvit train"
@@ -146,15 +148,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments, data, recipe, optimization, run = all_arguments
     accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
 
-    train_images, eval_images = load_splits(data)
+    train_images, eval_images = load_splits(data, learns_labels=True)
     names = class_names(train_images)
-    if names is None:
-        raise ValueError(f"{' '.join(data.dataset)} has no labels to train with. Name their column by --label_column.")
-    if class_names(eval_images) is None:
+    if eval_images is not None and class_names(eval_images) is None:
         raise ValueError("The evaluation images have no labels; choose others with --eval_dataset or --eval_split.")
-    check_labels(eval_images, data.eval_split)
-    if not data.streaming:
-        check_labels(train_images, data.train_split)
 
     if not (arguments.model or arguments.model_type or arguments.config_overrides):
         pixels = arguments.image_size or typical_pixels(train_images)
@@ -209,8 +206,8 @@ def main(argv: list[str] | None = None) -> int:
         trained = accelerator.unwrap_model(model)
         trained.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
-        accuracy = f"{state.best['accuracy']:.2%}"
-        summary = f"A {trained.config.model_type} classifier trained on {' '.join(data.dataset)}: accuracy {accuracy}."
+        accuracy = f": accuracy {state.best['accuracy']:.2%}" if "accuracy" in state.best else ", not evaluated"
+        summary = f"A {trained.config.model_type} classifier trained on {' '.join(data.dataset)}{accuracy}."
         write_card(folder, trained, summary, data, run, state, arguments.model)
 
     state = fit(
@@ -221,12 +218,11 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=lambda model: evaluate_classifier(accelerator, model, eval_loader),
+        evaluate=eval_loader and (lambda model: evaluate_classifier(accelerator, model, eval_loader)),
         save=save,
     )
-    accelerator.print(
-        f"Best accuracy {state.best['accuracy']:.4f}, epoch {state.best['epoch']}. See {run.output_dir}."
-    )
+    accuracy = f"Best accuracy {state.best['accuracy']:.4f}" if eval_loader else "Not evaluated"
+    accelerator.print(f"{accuracy}, epoch {state.best['epoch']}. See {run.output_dir}.")
     return 0
 
 
@@ -391,6 +387,7 @@ def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels:
     """A function of logits and pixels: the divergence from the teacher's distribution, times temperature^2, or, if it
     is to be hard, the cross-entropy with the teacher's best class (DeiT)."""
     teacher, processor = load_image_classifier(recipe.distill_from, accelerator.device)
+    hold_teacher(accelerator, teacher)
     teacher_format = ImageFormat.from_processor(processor)
     if teacher.config.num_labels != num_labels:
         raise ValueError(

@@ -8,7 +8,15 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from ..training.data import SUBSET, CorruptImageError, decode_image, default_split, load_images
+from ..training.data import (
+    SUBSET,
+    CorruptImageError,
+    decode_image,
+    evaluation_splits,
+    load_first_labeled,
+    load_images,
+    split_names,
+)
 
 
 def positive(text: str) -> int:
@@ -28,7 +36,7 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"datasets hub id, image folder, parquet files or folder of them, or {SUBSET} (default)",
     )
     parser.add_argument("--dataset-config", "--dataset_config", help="configuration of a hub data set with several")
-    parser.add_argument("--split", help="default: test; files given directly are one part, train")
+    parser.add_argument("--split", help="default: test, else validation, else all, train")
     parser.add_argument("--image-column", "--image_column", help="where types do not tell")
     parser.add_argument("--label-column", "--label_column", help="where types do not tell")
     parser.add_argument("--limit", type=positive, help="take only the first images")
@@ -53,13 +61,16 @@ def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) ->
 
 def read_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, str]:
     """The images that the arguments name, and their split."""
-    split = arguments.split or default_split(arguments.dataset)
-    images = load_images(
-        arguments.dataset,
-        split,
-        name=arguments.dataset_config,
-        image_column=arguments.image_column,
-        label_column=arguments.label_column,
+    options = {
+        "name": arguments.dataset_config,
+        "image_column": arguments.image_column,
+        "label_column": arguments.label_column,
+    }
+    splits = (
+        [arguments.split] if arguments.split else evaluation_splits(split_names(arguments.dataset, options["name"]))
+    )
+    images, split = load_first_labeled(
+        splits or ["train"], lambda split: load_images(arguments.dataset, split, **options)
     )
     return take_first(images, arguments.limit), split
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
 
 from ..pictures import check_picture_path, draw_segmentation, save_figure
 from ..training.augmentation import ImageFormat
-from ..training.data import CorruptImageError, decode_image, default_split
+from ..training.data import CorruptImageError, decode_image, evaluation_splits
 from ..training.loading import load_with_image_processor
-from ..training.masks import MaskReader, load_masked_images
+from ..training.masks import MaskReader, load_masked_images, masked_split_names
 from ..training.metrics import SegmentationScores
 from .images import add_loop_arguments, positive, take_first
 
@@ -35,7 +35,7 @@ def add_parser(tasks) -> None:
         help="datasets hub id, parquet files or folder of them, or a folder with images/ and annotations/",
     )
     parser.add_argument("--dataset-config", "--dataset_config", help="configuration of a hub data set with several")
-    parser.add_argument("--split", help="default: test; files given directly are one part, train")
+    parser.add_argument("--split", help="default: test, else validation, else all, train")
     parser.add_argument("--image-column", "--image_column", help="where names and types do not tell")
     parser.add_argument("--mask-column", "--mask_column", help="where there are several")
     parser.add_argument(
@@ -71,7 +71,9 @@ def add_parser(tasks) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     if arguments.picture:
         check_picture_path(arguments.picture)
-    split = arguments.split or default_split(arguments.dataset)
+    split = arguments.split or next(
+        iter(evaluation_splits(masked_split_names(arguments.dataset, arguments.dataset_config))), "train"
+    )
     images = load_masked_images(
         arguments.dataset,
         split,

@@ -111,6 +111,26 @@ class TestStudents:
         loaded = type(student).from_pretrained(tmp_path)
         torch.testing.assert_close(loaded(images)[0], outputs[0], rtol=0, atol=0)
 
+    @pytest.mark.parametrize("name", ["dinov3-gated", "aimv2", "radio", "timm-pe-core", "timm-query-key-norm"])
+    def test_a_student_compiles_and_exports_whole(self, name):
+        student = make_student(read_anatomy(KINDS[name].make()))
+        images = torch.randn(2, 3, 32, 32)
+        with torch.no_grad():
+            expected = student(images)[0]
+            torch._dynamo.reset()
+            compiled = torch.compile(student, backend="eager", fullgraph=True)
+            torch.testing.assert_close(compiled(images)[0], expected)
+            exported = torch.export.export(student, (images,))
+            torch.testing.assert_close(exported.module()(images)[0], expected)
+
+    @pytest.mark.parametrize("name", ["dinov3", "radio", "timm-eva02-clip"])
+    def test_a_last_block_for_class_tokens_alone_computes_the_same(self, name):
+        student = frugalvit.SparseFormerModel.from_teacher(KINDS[name].make(), **TINY_FOCUS)
+        images = torch.randn(2, 3, 32, 32)
+        outputs = student(images, output_tokens=False)
+        torch.testing.assert_close(outputs.pooler_output, student(images).pooler_output)
+        assert outputs.last_hidden_state.shape[1] == student.config.num_class_tokens
+
     def test_tokens_align_with_the_teachers(self, anatomy):
         student = make_student(anatomy)
         alignment = TokenAlignment(student, anatomy)

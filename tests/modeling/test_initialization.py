@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel
+from frugalvit.modeling.hosts.transformers import resize_positions_
 from frugalvit.modeling.impulse import (
     attention_map,
     draw_offsets,
@@ -35,7 +36,6 @@ from frugalvit.modeling.initialization import (
     kaiming_uniform_init_,
     mimetic_init_,
     read_vision_transformer,
-    resize_positions_,
     trunc_normal_init_,
 )
 

@@ -1,6 +1,10 @@
 """What SparseFormers alone do: RoIs and focusing states, narrow heads, variants of both generations, token counts."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -333,3 +337,20 @@ def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, 
         if not name.endswith("k_proj.bias"):
             tolerance = 1e-3 * gradient.abs().max().item()
             torch.testing.assert_close(gradient, first[name] + second[name], atol=tolerance, rtol=0, msg=name)
+
+
+def test_a_model_that_diverged_says_so_and_does_not_end_the_process():
+    """Coordinates that are no numbers address memory outside the map in grid_sample's backward pass on CPUs."""
+    program = Path(__file__).with_name("diverged.py")
+    process = subprocess.run(
+        [sys.executable, program],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    *models, border, zeros = process.stdout.splitlines()
+    assert len(models) == 12 and all(line.endswith(" nan") for line in models)
+    for line in (border, zeros):
+        assert line.endswith(" [[0, 1, 2], [1, 4, 3]] 2")

@@ -27,6 +27,12 @@ def fresh_accelerator():
     AcceleratorState._reset_state(True)
 
 
+@pytest.fixture(autouse=True)
+def slow_bfloat16(monkeypatch):
+    """The same arithmetic on every machine."""
+    monkeypatch.setattr("frugalvit.training.precision.bfloat16_is_fast", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def class_names():
     """Of the embedded images."""

@@ -3,7 +3,8 @@ does, but imports once for all of them.
 
 JOBS is a JSON file with a list of jobs: `recipe`, `arguments`, how many `processes` run it, and the exit codes `ends`
 that they should have. `environment` is theirs; with FSDP in it, the model is sharded. What process RANK says on
-standard error goes to the file `log` with `.RANK` added. `stops` ends each after so many optimizer steps. `fails` is
+standard error goes to the file `log` with `.RANK` added, and the epoch and labels of its batches, if these are to be
+`listed`, go to one with `.RANK.batches`. `stops` ends each after so many optimizer steps. `fails` is
 what happens to process 1 after one step, `killed`, or to those of its DataLoader, `worker killed`, `worker raises`.
 """
 
@@ -23,6 +24,7 @@ from accelerate.utils import DistributedType
 from frugalvit.training import bootstrap, train  # noqa: F401 (likewise)
 from frugalvit.training.arguments import run_as_program
 from frugalvit.training.augmentation import SmallDataView
+from frugalvit.training.data import TrainingLoader
 from frugalvit.training.loop import TrainingState
 
 
@@ -57,6 +59,18 @@ def after_steps(steps: int, act):
     TrainingState.__setattr__ = count
 
 
+def list_batches(path: str):
+    epoch = TrainingLoader.epoch
+
+    def listed(self, number, start=0):
+        for batch in epoch(self, number, start):
+            with open(path, "a") as file:
+                print(number, *batch["labels"].tolist(), file=file)
+            yield batch
+
+    TrainingLoader.epoch = listed
+
+
 def stop():
     raise ValueError("It was to stop.")
 
@@ -73,6 +87,8 @@ def run(job: dict, rank: int, port: int):
     os.environ |= job.get("environment", {})
     if "ACCELERATE_USE_FSDP" in os.environ:
         allow_fsdp_on_cpu()
+    if job.get("listed"):
+        list_batches(f"{job['log']}.{rank}.batches")
     if job.get("stops"):
         after_steps(job["stops"], stop)
     if rank == 1 and "fails" in job:

@@ -1,6 +1,8 @@
 """Images from every source; batches that depend neither on workers nor on where a run goes on; bad images."""
 
 import itertools
+import json
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -17,6 +19,7 @@ from frugalvit.training.augmentation import EvalView, ImageFormat, Mix, SmallDat
 from frugalvit.training.data import (
     SUBSET,
     CorruptImageError,
+    StreamSampler,
     TrainingLoader,
     class_names,
     decode_image,
@@ -24,6 +27,7 @@ from frugalvit.training.data import (
     load_images,
     load_splits,
     load_table,
+    own_shards,
 )
 
 
@@ -269,6 +273,55 @@ def test_a_stream_is_shuffled_and_begins_anew(write_parquet):
     assert torch.equal(
         loader.sampler.images.features["label"].encode_example("odd") + torch.tensor(0), torch.tensor(1)
     )
+
+
+def test_a_stream_goes_on_from_its_notes(write_parquet):
+    """Within an epoch in which it begins anew, with no more than a block read again, and one image a file ahead."""
+    files = [write_parquet(f"{count}.parquet", count) for count in (3, 5, 8, 9)]
+    images = load_images(files, streaming=True)
+    read = []
+
+    def count(record):
+        read.append(record)
+        return record
+
+    def sampler(process, processes):
+        own = own_shards(images, SimpleNamespace(num_processes=processes, process_index=process))
+        return StreamSampler(own.map(count, features=own.features), 4, 50, 7, process, processes)
+
+    for process, processes in ((0, 1), (0, 2), (1, 2)):
+        whole = sampler(process, processes)
+        whole.start_at(3, 0)
+        expected = list(whole)
+        assert [index for _, index, _ in expected] == list(range(process, 50, processes))
+        for position in (0, 3, 4, 13, 24):
+            again = sampler(process, processes)
+            again.load_state_dict(json.loads(json.dumps(whole.state_dict(position * processes))))
+            again.start_at(3, position * processes)
+            read.clear()
+            assert list(again) == expected[position:]
+            assert len(read) < len(expected) - position + 4 + len(files)
+        # Another epoch has other notes, and other processes have other shards.
+        again.start_at(4, 0)
+        assert not again.notes and list(again) != expected
+        other = sampler(0, 4)
+        other.load_state_dict(whole.state_dict(20))
+        assert not other.notes
+
+
+def test_shards_are_shared_out_if_evenly(write_parquet, tmp_path, capsys):
+    def shards(processes):
+        ranks = [{"num_processes": processes, "process_index": rank} for rank in range(processes)]
+        return [own_shards(images, SimpleNamespace(**rank, print=print)) for rank in ranks]
+
+    files = [write_parquet(f"{index}.parquet", 6) for index in range(3)]
+    images = load_images(files, streaming=True)
+    assert [len(list(own)) for own in shards(3)] == [6, 6, 6] and shards(2) == [None, None]
+    assert "2 processes cannot share out the 3 shards of the stream evenly" in capsys.readouterr().out
+    # Files of several row groups are shared out by these.
+    pq.write_table(pq.read_table(files[0]), tmp_path / "groups.parquet", row_group_size=3)
+    images = load_images([str(tmp_path / "groups.parquet")], streaming=True)
+    assert images.num_shards == 1 and [len(list(own)) for own in shards(2)] == [3, 3]
 
 
 def test_streams_need_a_length_and_names(write_parquet, tmp_path):

@@ -1,13 +1,46 @@
-"""Where models come from."""
+"""Where models come from, whole or not at all, and the images that they take."""
 
+import json
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
+import timm
 import torch
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from timm.models._hub import save_for_hf
+from transformers import (
+    BitImageProcessor,
+    CLIPImageProcessor,
+    CLIPVisionModel,
+    DeiTForMaskedImageModeling,
+    DeiTImageProcessor,
+    DeiTModel,
+    Dinov2Model,
+    DINOv3ViTImageProcessor,
+    PreTrainedModel,
+    RadioModel,
+    Siglip2ImageProcessor,
+    SiglipImageProcessor,
+    TimmWrapperConfig,
+    TimmWrapperForImageClassification,
+    TimmWrapperImageProcessor,
+    TimmWrapperModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTForMaskedImageModeling,
+    ViTImageProcessor,
+    ViTMAEForPreTraining,
+    ViTMAEModel,
+    ViTModel,
+)
 
 from frugalvit.evaluation.two_towers import load_two_towers
 from frugalvit.info import describe
+from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.training.augmentation import EvalView, ImageFormat
 from frugalvit.training.loading import load_image_classifier, load_vision_model, split_revision
 
 
@@ -54,3 +87,239 @@ def test_revisions_that_are_none(cached, tmp_path):
     shutil.copytree(tmp_path / "models--someone--model" / "snapshots" / COMMITS["v1"], tmp_path / "mine@home")
     assert split_revision(tmp_path / "mine@home") == (str(tmp_path / "mine@home"), {})
     assert load_image_classifier(tmp_path / "mine@home", "cpu")[0].config.num_labels == 2
+
+
+TINY = {"num_hidden_layers": 2, "image_size": 32, "patch_size": 8, "hidden_size": 32, "num_attention_heads": 2}
+
+
+def make(model_class: type[PreTrainedModel], **options) -> PreTrainedModel:
+    fields = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
+    fields = TINY | (fields if model_class is ViTMAEForPreTraining else {"encoder_stride": 8})
+    torch.manual_seed(0)
+    return model_class(model_class.config_class(**fields), **options).eval()
+
+
+def write(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+def edit_weights(folder: Path, edit):
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def edit_config(folder: Path, **changes):
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | changes
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (make(ViTModel), ViTModel),
+        (make(ViTModel, add_pooling_layer=False), ViTModel),
+        (make(ViTForMaskedImageModeling), ViTModel),
+        (make(DeiTForMaskedImageModeling), DeiTModel),
+        (make(ViTMAEForPreTraining), ViTMAEModel),
+    ],
+    ids=["with pooler", "without pooler", "masked image modeling", "DeiT's", "MAE"],
+)
+def test_what_the_embedding_does_not_read_may_be_there_or_not(saved, loaded, tmp_path):
+    model, _ = load_vision_model(write(saved, tmp_path / "model"), "cpu")
+    assert type(model) is loaded
+    assert not any(part in name for name, _ in model.named_parameters() for part in ("pooler", "decoder"))
+    with torch.no_grad():
+        embeddings = [
+            read_anatomy(source).embed(PIXELS) for source in (model, getattr(saved, "vit", saved).base_model)
+        ]
+    torch.testing.assert_close(*embeddings, rtol=0, atol=1e-6)
+
+
+def test_a_mask_token_may_be_missing(tmp_path):
+    folder = write(make(Dinov2Model), tmp_path / "model")
+    edit_weights(folder, lambda weights: weights.pop("embeddings.mask_token"))
+    assert type(load_vision_model(folder, "cpu")[0]) is Dinov2Model
+
+
+@pytest.mark.parametrize("model_class", [RadioModel, CLIPVisionModel, ViTForImageClassification])
+def test_a_folder_that_names_no_class(model_class, tmp_path):
+    """Its class follows from the configuration; where a classifier could be meant, it is."""
+    folder = write(make(model_class), tmp_path / "model")
+    edit_config(folder, architectures=None)
+    assert type(load_vision_model(folder, "cpu")[0]) is model_class
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda weights: weights.pop("layernorm.bias"), "checkpoint lacks layernorm.bias. Save it again"),
+        (
+            lambda weights: weights.update({"embeddings.scale": torch.ones(2)}),
+            "model class does not know embeddings.scale. Save it again",
+        ),
+        (
+            lambda weights: weights.update({"layernorm.bias": torch.ones(2)}),
+            "checkpoint has other shapes of layernorm.bias. Save it again",
+        ),
+    ],
+    ids=["missing", "left over", "of another shape"],
+)
+def test_weights_that_the_embedding_reads_must_be_there(edit, message, tmp_path):
+    folder = write(make(ViTModel), tmp_path / "model")
+    edit_weights(folder, edit)
+    with pytest.raises(ValueError, match=f"is no complete ViTModel: its {message}"):
+        load_vision_model(folder, "cpu")
+
+
+def write_timm(folder: Path, num_classes: int, architecture: str = "vit_tiny_patch16_224") -> torch.nn.Module:
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    torch.manual_seed(0)
+    model = timm.create_model(architecture, num_classes=num_classes, **sizes).eval()
+    images = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "crop_pct": 0.8}
+    save_for_hf(model, folder, model_args=sizes, data_config=images, safe_serialization=True)
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3"])
+@pytest.mark.parametrize("num_classes", [0, 3])
+@pytest.mark.parametrize("place", ["folder", "hub"])
+def test_timms_folders(architecture, num_classes, place, tmp_path, monkeypatch):
+    folder = tmp_path / "models--someone--model" / "snapshots" / COMMITS["main"]
+    expected = write_timm(folder, num_classes, architecture)
+    if place == "hub":
+        (tmp_path / "models--someone--model" / "refs").mkdir()
+        (tmp_path / "models--someone--model" / "refs" / "main").write_text(COMMITS["main"])
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    name = folder if place == "folder" else "someone/model"
+    model, processor = load_vision_model(name, "cpu")
+    assert type(model) is (TimmWrapperForImageClassification if num_classes else TimmWrapperModel)
+    with torch.no_grad():
+        torch.testing.assert_close(model.timm_model(PIXELS), expected(PIXELS), rtol=0, atol=0)
+    image_format = ImageFormat.from_processor(processor)
+    assert (image_format.size, image_format.resize, image_format.mean) == ((32, 32), 40, (0.5, 0.4, 0.3))
+    if num_classes:
+        classifier, _ = load_image_classifier(name, "cpu")
+        with torch.no_grad():
+            torch.testing.assert_close(classifier(PIXELS).logits, expected(PIXELS), rtol=0, atol=0)
+
+
+def test_a_headless_timm_model_saved_by_transformers(tmp_path):
+    """It is noted with the classes of what it was made from."""
+    write_timm(tmp_path / "timm", 3)
+    config = TimmWrapperConfig.from_pretrained(tmp_path / "timm")
+    config.model_args.pop("num_classes", None)
+    TimmWrapperModel(config).save_pretrained(tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))["num_classes"] == 3
+    assert type(load_vision_model(tmp_path / "model", "cpu")[0]) is TimmWrapperModel
+
+
+def test_incomplete_timm_folders_are_refused(tmp_path):
+    write_timm(tmp_path, 3)
+    edit_weights(tmp_path, lambda weights: weights.pop("norm.weight"))
+    with pytest.raises(ValueError, match="checkpoint lacks timm_model.norm.weight"):
+        load_vision_model(tmp_path, "cpu")
+
+
+def test_a_folder_that_does_not_say_how_images_are_prepared(tmp_path):
+    make(ViTModel).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="does not say how its images .* it has no preprocessor_config.json. Save"):
+        load_vision_model(tmp_path, "cpu")
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ValueError, match="^Cannot load .* as a vision transformer: "):
+        load_vision_model(tmp_path, "cpu")
+
+
+def photograph(width: int, height: int) -> Image.Image:
+    """Edges, smooth colors and noise."""
+    y, x = np.mgrid[0:height, 0:width]
+    waves = [128 + 60 * np.sin(x / 17 + y / 31), 128 + 80 * np.cos(x / 23 - y / 13), 120 + 70 * np.sin((x + y) / 9)]
+    tiles = ((x // 14 + y // 11) % 2) * 40
+    noise = np.random.default_rng(0).normal(0, 8, (height, width, 3))
+    return Image.fromarray((np.stack(waves, axis=2) + tiles[..., None] + noise).clip(0, 255).astype(np.uint8))
+
+
+def square(side: int) -> dict[str, int]:
+    return {"height": side, "width": side}
+
+
+def timm_processor(**settings) -> TimmWrapperImageProcessor:
+    return TimmWrapperImageProcessor(
+        {"input_size": [3, 64, 64], "mean": [0.5, 0.4, 0.3], "std": [0.2] * 3, **settings}
+    )
+
+
+C_RADIO = {"do_center_crop": False, "do_normalize": False}
+PROCESSORS = {
+    "DINOv2": (BitImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
+    # Resizes numbers that are not rounded.
+    "DINOv3": (DINOv3ViTImageProcessor(size=square(64)), 1),
+    "SigLIP": (SiglipImageProcessor(size=square(64)), 0),
+    "AIMv2": (CLIPImageProcessor(size={"shortest_edge": 64}, crop_size=square(64)), 0),
+    "I-JEPA": (ViTImageProcessor(size=square(64)), 0),
+    "Pixio": (BitImageProcessor(size=square(64), do_center_crop=False), 0),
+    "DeiT, its own size": (DeiTImageProcessor(size=square(64), crop_size=square(64)), 0),
+    "C-RADIO, with a size": (CLIPImageProcessor(size=square(64), **C_RADIO), 0),
+    # Resize by PIL, which rounds otherwise than torchvision.
+    "timm": (timm_processor(interpolation="bicubic", crop_pct=64 / 72), 1),
+    "timm, bilinear": (timm_processor(interpolation="bilinear", crop_pct=1.0), 1),
+    "timm, squashed": (timm_processor(interpolation="bicubic", crop_pct=1.0, crop_mode="squash"), 1),
+}
+
+
+def assert_prepared_alike(processor, image: Image.Image, levels: float = 0):
+    """Evaluation's pixels are the image processor's, up to so many of 255 levels."""
+    image_format = ImageFormat.from_processor(processor)
+    pixels = image_format.normalize(EvalView(image_format)(image)["pixel_values"][None])
+    expected = processor(image, return_tensors="pt")["pixel_values"]
+    if expected.ndim == 3:
+        # Patches in row order, their pixels before their channels; none where the image has fewer.
+        rows, size = image_format.size[0] // processor.patch_size, processor.patch_size
+        expected = expected[:, : rows * rows].view(1, rows, rows, size, size, 3)
+        expected = expected.permute(0, 5, 1, 3, 2, 4).reshape(pixels.shape)
+    within = levels / 255 / min(image_format.std) + 1e-5
+    torch.testing.assert_close(pixels, expected, rtol=0, atol=within)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_evaluation_is_what_each_familys_processor_does(name):
+    assert_prepared_alike(PROCESSORS[name][0], photograph(160, 120), PROCESSORS[name][1])
+
+
+@pytest.mark.parametrize(
+    ("processor", "side"),
+    [
+        (DeiTImageProcessor(size=square(72), crop_size=square(64)), 120),
+        (Siglip2ImageProcessor(patch_size=8, max_num_patches=64), 120),
+        (Siglip2ImageProcessor(patch_size=8, max_num_patches=70), 120),
+        (CLIPImageProcessor(size={"shortest_edge": 64}, do_resize=False, **C_RADIO), 64),
+    ],
+    ids=["DeiT", "NaFlex", "NaFlex, patches left", "C-RADIO"],
+)
+def test_processors_that_leave_the_shape_open_are_followed_on_squares(processor, side):
+    assert ImageFormat.from_processor(processor).size == (64, 64)
+    assert_prepared_alike(processor, photograph(side, side))
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (timm_processor(crop_mode="border"), "by timm's crop_mode 'border', which training does not follow"),
+        (timm_processor(input_size=[3, 64, 32]), "resized to 64 x 32 by timm's crop_mode 'center'"),
+        (timm_processor(interpolation="lanczos"), "resized by 'lanczos'; expected PIL's"),
+        (ViTImageProcessor(size=square(64), resample=1), "resized by 1; expected PIL's"),
+        (
+            DeiTImageProcessor(size={"height": 72, "width": 80}, crop_size=square(64)),
+            "DeiTImageProcessor resizes images in a way that training does not follow",
+        ),
+    ],
+)
+def test_processors_that_cannot_be_followed(processor, message):
+    with pytest.raises(ValueError, match=message):
+        ImageFormat.from_processor(processor)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import yaml
@@ -22,7 +23,7 @@ CONFIGURATIONS = {path.stem: path for path in Path(train.__file__).with_name("la
 VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=3,num_attention_heads=2,intermediate_size=64"
 # Images to train on that make no whole batch at the end, and images to evaluate on that have no even shares.
 SHARED = {"train_split": "train[:72]", "eval_split": "test[:51]", "eval_batch_size": 16, "epochs": 2, "batch_size": 16}
-SHARED |= {"warmup_epochs": 1, "logging_steps": 1, "checkpointing_steps": 3}
+SHARED |= {"warmup_epochs": 1, "logging_steps": 1, "checkpointing_steps": 3, "mixed_precision": "no"}
 CLASSIFIER = {"config_overrides": VIT, "mixup": 0.8, "cutmix": 1}
 PARTS = {"gradient_accumulation_steps": 2}
 
@@ -82,6 +83,20 @@ def finished(tmp_path_factory, teacher):
     stream = {"dataset": folder / "train.parquet", "eval_dataset": folder / "eval.parquet", "eval_split": "train"}
     stream |= {"train_split": "train", "streaming": True, "steps_per_epoch": 4, "shuffle_buffer": 20}
     sharded = {"name": "sharded", "processes": 2, "options": stream | PARTS, "environment": fsdp()}
+    # Four shards of 12 images, each with a label of its own.
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=48)})
+    numbered = load_images(SUBSET, "train[:48]").remove_columns("label").add_column("label", range(48)).cast(features)
+    for shard in range(4):
+        numbered.shard(4, shard, contiguous=True).to_parquet(folder / f"shard-{shard}.parquet")
+    shards = {"dataset": folder / "shard-*.parquet", "eval_dataset": folder / "shard-*.parquet"}
+    shards |= {
+        "train_split": "train",
+        "eval_split": "train",
+        "streaming": True,
+        "steps_per_epoch": 6,
+        "batch_size": 8,
+        "shuffle_buffer": 5,
+    }
     classifiers = [
         {"name": "one", "processes": 1},
         {"name": "four", "processes": 4, "options": PARTS},
@@ -89,10 +104,15 @@ def finished(tmp_path_factory, teacher):
         # They end in the second epoch, after a checkpoint within it, and go on.
         {**sharded, "stops": 7},
         sharded,
+        {"name": "shards", "processes": 2, "options": shards, "listed": True},
+        {"name": "shards-again", "processes": 2, "options": shards, "listed": True, "stops": 10},
+        {"name": "shards-again", "processes": 2, "options": shards | {"num_workers": 1}, "listed": True},
         {"name": "killed", "processes": 2, "fails": "killed", "ends": [1, -9]},
         {"name": "lost", "processes": 2, "fails": "worker killed", "ends": [1, 1], "options": {"num_workers": 1}},
         {"name": "raised", "processes": 2, "fails": "worker raises", "ends": [1, 1], "options": {"num_workers": 1}},
     ]
+    # The processes agree on one.
+    classifiers[-1]["options"]["mixed_precision"] = "auto"
     students = [
         {"name": "student-one", "processes": 1},
         {"name": "student-two", "processes": 2, "options": PARTS},
@@ -112,6 +132,36 @@ def test_a_classifier(finished):
     assert (checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp").is_file()
     for name, expected in (("four", "one"), ("sharded", "stream")):
         assert_same_run(finished / name, finished / expected)
+
+
+def test_each_reads_its_own_shards(finished):
+    """Every image once an epoch, none twice; and what goes on within an epoch sees what it would have seen."""
+
+    def listed(name: str, rank: int) -> list[list[int]]:
+        lines = (finished / f"{name}.log.{rank}.batches").read_text().splitlines()
+        return [[int(number) for number in line.split()] for line in lines]
+
+    epochs = []
+    for epoch in range(2):
+        seen = [
+            [label for number, *labels in listed("shards", rank) if number == epoch for label in labels]
+            for rank in (0, 1)
+        ]
+        assert sorted(seen[0] + seen[1]) == list(range(48))
+        files = [{label // 12 for label in labels} for labels in seen]
+        assert len(files[0]) == len(files[1]) == 2 and not files[0] & files[1]
+        epochs.append(seen)
+    assert epochs[0] != epochs[1]
+    for rank in (0, 1):
+        whole, again = listed("shards", rank), listed("shards-again", rank)
+        # It stopped in the 11th step, after the checkpoint of the 9th.
+        assert len(whole) == 12 and len(again) == 11 + 3
+        assert again[:11] == whole[:11] and again[11:] == whole[9:]
+        file = finished / "shards-again" / "checkpoints" / "step-00000009" / f"stream_{rank}.json"
+        positions = {note["position"] for note in json.loads(file.read_text())["notes"]}
+        # 3 batches of 4 are done: the block of 5 with the next image is noted, earlier ones are no longer.
+        assert 10 in positions and 0 not in positions
+    assert log(finished / "shards-again") == log(finished / "shards")
 
 
 def test_a_bootstrapped_student(finished):

@@ -78,3 +78,11 @@ def test_a_student_deeper_than_its_teacher():
     )
     with pytest.raises(ValueError, match="student has 3 blocks and the teacher 2; .* Leave --token_loss_weight at 0"):
         TokenAlignment(student, read_anatomy(shallow))
+
+
+def test_rois_that_are_no_numbers_hold_nothing():
+    student, teacher = make_pair(transformers_vit)
+    rois = torch.rand(2, 5, 4)
+    rois[1, 3, 0] = torch.nan
+    shares = TokenAlignment(student, read_anatomy(teacher))._shares(rois)
+    assert shares.isnan().any(-1).nonzero().tolist() == [[1, 3]]

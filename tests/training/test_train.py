@@ -80,6 +80,7 @@ def test_two_processes_have_the_losses_of_one(tiny_run, tmp_path):
         "eval_batch_size": 16,
         "mixup": 0.8,
         "cutmix": 1,
+        "mixed_precision": "no",
     }
     one = tiny_run(name="one", **options)
     arguments = shlex.split(one["command"].replace(str(tmp_path / "one"), str(tmp_path / "two")))[2:]

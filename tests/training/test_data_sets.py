@@ -1,0 +1,360 @@
+"""Folders and files as people have them: their parts found, some images held back, labels that are none."""
+
+import argparse
+import gc
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageClassification
+
+from frugalvit.evaluation.images import read_images
+from frugalvit.training import bootstrap, joint
+from frugalvit.training.arguments import DataArguments
+from frugalvit.training.data import (
+    class_names,
+    decode_image,
+    default_split,
+    find_parts,
+    hold_back,
+    label_numbers,
+    load_images,
+    load_splits,
+)
+from frugalvit.training.masks import load_masked_splits
+from frugalvit.training.segment import MaskedImageArguments
+
+
+# `datasets` leaves the files open that it looks into for their columns; they are closed, with a warning, as garbage.
+LEFT_OPEN = pytest.mark.filterwarnings("ignore:.*metadata.csv:pytest.PytestUnraisableExceptionWarning")
+SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
+VIT = "image_size=32,patch_size=16,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+
+
+@pytest.fixture(autouse=True)
+def garbage_of_its_own():
+    yield
+    gc.collect()
+
+
+def draw(folder: Path, count: int, start: int = 0, name: str = "{}.png"):
+    """Images whose color tells their number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(start, start + count):
+        Image.new("RGB", (32, 32), (index, 0, 0)).save(folder / name.format(index))
+
+
+def draw_classes(folder: Path, count: int, classes=("cat", "dog"), start: int = 0):
+    for label, name in enumerate(classes):
+        draw(folder / name, count, start + label * count)
+
+
+def write_metadata(folder: Path, count: int, **columns):
+    names = ",".join(["file_name", *columns])
+    rows = [",".join([f"{index}.png", *(str(values[index]) for values in columns.values())]) for index in range(count)]
+    (folder / "metadata.csv").write_text("\n".join([names, *rows]) + "\n")
+
+
+def flat(folder):
+    # Names of files say nothing, whatever they are.
+    draw(folder, 10)
+    draw(folder, 10, 10, "image_test_{}.png")
+
+
+def classes(folder):
+    draw_classes(folder, 20)
+
+
+def class_called_train(folder):
+    draw_classes(folder, 20, ("bus", "train"))
+
+
+def imagenet(folder):
+    """Its test images have no labels."""
+    draw_classes(folder / "train", 10)
+    draw_classes(folder / "val", 5, start=50)
+    draw(folder / "test", 4, 100)
+    (folder / "devkit").mkdir()
+
+
+def imagenet_as_extracted(folder):
+    draw_classes(folder / "ILSVRC" / "train", 10)
+    draw(folder / "ILSVRC" / "val", 5, 50)
+
+
+def validation(folder):
+    draw_classes(folder / "train", 10)
+    draw_classes(folder / "validation", 5, start=50)
+
+
+def fewer_classes(folder):
+    draw_classes(folder / "train", 10, ("ant", "cat", "dog"))
+    draw_classes(folder / "val", 5, ("cat", "dog"), start=50)
+
+
+def validation_and_test(folder):
+    validation(folder)
+    draw_classes(folder / "test", 4, start=100)
+
+
+def flat_parts(folder):
+    draw(folder / "train2017", 10)
+    draw(folder / "val2017", 5, 50)
+
+
+def metadata(folder):
+    draw(folder, 20)
+    write_metadata(folder, 20, label=["dog", "cat"] * 10)
+
+
+def metadata_in_parts(folder):
+    for part, labels in (("train", ["owl", "cat", "dog"] * 4), ("val", ["dog", "owl"] * 3)):
+        draw(folder / part, len(labels))
+        write_metadata(folder / part, len(labels), label=labels)
+
+
+def numbers_in_parts(folder):
+    for part, labels in (("train", [0, 1, 2] * 4), ("val", [1, 0] * 3)):
+        draw(folder / part, len(labels))
+        write_metadata(folder / part, len(labels), label=labels)
+
+
+def parquet(folder, parts=("train",)):
+    draw_classes(folder / "images", 10)
+    images = datasets.load_dataset("imagefolder", data_dir=str(folder / "images"), split="train")
+    (folder / "table").mkdir()
+    for part in parts:
+        images.to_parquet(folder / "table" / f"{part}-00000-of-00001.parquet")
+    return folder / "table"
+
+
+def parquet_with_test(folder):
+    return parquet(folder, ("train", "test"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "trained", "evaluated", "split", "names"),
+    [
+        (flat, 18, 2, "train (2 images held back)", None),
+        (classes, 36, 4, "train (4 images held back)", ["cat", "dog"]),
+        (class_called_train, 36, 4, "train (4 images held back)", ["bus", "train"]),
+        (imagenet, 20, 10, "validation", ["cat", "dog"]),
+        (imagenet_as_extracted, 20, 5, "validation", ["cat", "dog"]),
+        (validation, 20, 10, "validation", ["cat", "dog"]),
+        (fewer_classes, 30, 10, "validation", ["ant", "cat", "dog"]),
+        (validation_and_test, 20, 8, "test", ["cat", "dog"]),
+        (flat_parts, 10, 5, "validation", None),
+        pytest.param(metadata, 18, 2, "train (2 images held back)", ["cat", "dog"], marks=LEFT_OPEN),
+        pytest.param(metadata_in_parts, 12, 6, "validation", ["cat", "dog", "owl"], marks=LEFT_OPEN),
+        pytest.param(numbers_in_parts, 12, 6, "validation", ["0", "1", "2"], marks=LEFT_OPEN),
+        (parquet, 18, 2, "train (2 images held back)", ["cat", "dog"]),
+        (parquet_with_test, 20, 20, "test", ["cat", "dog"]),
+    ],
+)
+def test_what_people_have(layout, trained, evaluated, split, names, tmp_path, capsys):
+    folder = str(layout(tmp_path) or tmp_path)
+    data = DataArguments(dataset=[folder])
+    train, evaluation = load_splits(data)
+    assert (len(train), len(evaluation), data.evaluated) == (trained, evaluated, split)
+    assert class_names(train) == names
+    assert ("held back" in split) == ("are held back" in capsys.readouterr().out)
+    if "label" in evaluation.features:
+        assert class_names(evaluation) == names
+        counts = np.bincount(label_numbers(evaluation))
+        assert len(set(counts[counts > 0])) == 1
+    if layout in (classes, imagenet, validation):
+        # An image lies in the folder of its class.
+        for images in (train, evaluation):
+            for record in images:
+                assert Path(record["image"]["path"]).parent.name == names[record["label"]]
+    shown = [{number(images, index) for index in range(len(images))} for images in (train, evaluation)]
+    assert layout in (parquet_with_test, metadata_in_parts, numbers_in_parts) or not shown[0] & shown[1]
+
+
+def number(images, index):
+    return np.asarray(decode_image(images[index]["image"], index))[0, 0, 0]
+
+
+def test_parts_are_folders_with_their_names(tmp_path):
+    for name in ("train", "val", "Test_2"):
+        draw(tmp_path / "a[b]*" / "data" / name, 2)
+    parts = find_parts(tmp_path / "a[b]*")
+    assert {split: [Path(path).name for path in paths] for split, paths in parts.items()} == {
+        "train": ["train"],
+        "validation": ["val"],
+        "test": ["Test_2"],
+    }
+    assert len(load_images(str(tmp_path / "a[b]*"), "train+validation")) == 4
+    with pytest.raises(ValueError, match=r"Cannot load the split 'val' of .*: it has train, validation, test\."):
+        load_images(str(tmp_path / "a[b]*"), "val")
+    imagenet(tmp_path / "imagenet")
+    with pytest.raises(ValueError, match="only some of these parts have classes"):
+        load_images(str(tmp_path / "imagenet"), "train+test")
+    flat_parts(tmp_path / "flat")
+    write_metadata(tmp_path / "flat", 2, label=[0, 1])
+    with pytest.raises(
+        ValueError, match="metadata.csv is beside the parts train2017, val2017; expected one of its own"
+    ):
+        find_parts(tmp_path / "flat")
+
+
+def test_the_same_share_of_each_class_is_held_back(write_parquet):
+    labels = [0] * 500 + [1] * 300 + [2] * 199 + [3]
+    features = datasets.Features({"number": datasets.Value("int64"), "label": datasets.ClassLabel(num_classes=4)})
+    images = datasets.Dataset.from_dict({"number": range(1000), "label": labels}, features)
+    train, evaluation = hold_back(images)
+    assert np.bincount(evaluation["label"]).tolist() in ([50, 30, 19], [49, 30, 20], [50, 29, 20])
+    assert sorted([*train["number"], *evaluation["number"]]) == list(range(1000))
+    # At random, but in every run alike.
+    gaps = np.diff(evaluation["number"])
+    assert len(set(gaps)) > 10 and hold_back(images)[1]["number"][:] == evaluation["number"][:]
+    many = datasets.Dataset.from_dict({"number": range(60_000)})
+    assert [len(part) for part in hold_back(many)] == [55_000, 5_000]
+    for few in (many.select([0]), images.select([0, 500, 999])):
+        with pytest.raises(ValueError, match="too few to hold some back .* --eval_split none"):
+            hold_back(few)
+
+
+def test_evaluated_classes_are_trained(tmp_path, tiny_run, capsys):
+    names = [f"class-{index}" for index in range(10)]
+    draw_classes(tmp_path / "images", 5, names)
+    sorted_by_class = {"train_split": "train[:80%]", "eval_split": "train[80%:]", "batch_size": 8}
+    message = r"none of 2 classes that are evaluated: class-8, class-9 \(2\)"
+    with pytest.raises(ValueError, match=rf"\(train\[:80%\]\) there are {message}.*sorted by class"):
+        tiny_run(dataset=tmp_path / "images", **sorted_by_class)
+    # What is learned without labels is evaluated on any.
+    train, evaluation = load_splits(
+        DataArguments(dataset=[str(tmp_path / "images")], train_split="train[:80%]", eval_split="train[80%:]")
+    )
+    assert (len(train), len(evaluation)) == (40, 10) and "none of 2 classes" in capsys.readouterr().out
+    results = tiny_run(
+        *("--config_overrides", VIT),
+        **{"dataset": tmp_path / "images", "train_split": None, "eval_split": None, "batch_size": 8, "epochs": 1},
+    )
+    assert results["best"]["step"] == 5
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "the best on the split train (5 images held back) of" in card
+
+
+def test_labels_of_minus_one_are_none(tmp_path, write_parquet, tiny_run, capsys):
+    def write(name, labels, folder="unlabeled"):
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["even", "odd"])})
+        images = load_images(write_parquet(count=len(labels))).remove_columns("label")
+        (tmp_path / folder).mkdir(exist_ok=True)
+        file = tmp_path / folder / f"{name}-00000-of-00001.parquet"
+        images.add_column("label", labels).cast(features).to_parquet(file)
+        return str(file)
+
+    secret = write("test", [-1] * 6)
+    labeled, some = write("train", [0, 1] * 12), write("some", [0, -1, 1, None], "other")
+    plain = {"train_split": None, "eval_split": None}
+    data = DataArguments(dataset=[labeled], eval_dataset=[secret])
+    train, evaluation = load_splits(data)
+    assert "label" in train.features and "label" not in evaluation.features and len(evaluation) == 6
+    assert "The images of the split 'train' have no labels" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="The evaluation images have no labels"):
+        tiny_run(dataset=labeled, eval_dataset=secret, **plain)
+    # Some are a mistake where they are to be learned from, and otherwise as good as none.
+    with pytest.raises(
+        ValueError, match="Image 1 of the split 'train' has no label, as 1 others of 4; choose another"
+    ):
+        tiny_run(dataset=labeled, eval_dataset=some, **plain)
+    with pytest.raises(ValueError, match="Image 0 of the split 'train' has no label, as 5 others of 6"):
+        tiny_run(dataset=secret, eval_dataset=labeled, **plain)
+    train, evaluation = load_splits(DataArguments(dataset=[some], eval_dataset=[some]))
+    assert "label" not in train.features and "label" not in evaluation.features
+    # By default the labels count: of two splits, the one that has them.
+    assert default_split(str(tmp_path / "unlabeled")) == "test"
+    write("validation", [0, 1] * 3)
+    load_splits(data := DataArguments(dataset=[str(tmp_path / "unlabeled")]))
+    assert data.evaluated == "validation"
+    arguments = {"dataset": [str(tmp_path / "unlabeled")], "split": None, "limit": None}
+    options = dict.fromkeys(("dataset_config", "image_column", "label_column"))
+    assert read_images(argparse.Namespace(**arguments, **options))[1] == "validation"
+
+
+@LEFT_OPEN
+def test_labels_that_are_texts(tmp_path):
+    draw(tmp_path, 4)
+    write_metadata(tmp_path, 4, label=["b", "a", "c", "a"], kind=["x", "y", "x", "y"])
+    assert load_images(str(tmp_path))["label"][:] == [1, 0, 2, 0]
+    images = load_images(str(tmp_path), label_column="kind")
+    assert class_names(images) == ["x", "y"] and images["label"][:] == [0, 1, 0, 1]
+    assert load_images(str(tmp_path), class_names=["c", "b", "a"])["label"][:] == [1, 2, 0, 2]
+    with pytest.raises(ValueError, match=r"The labels c \(1\) are none of the classes a, b \(2\)"):
+        load_images(str(tmp_path), class_names=["a", "b"])
+
+
+def test_masks_are_held_back_or_found(tmp_path):
+    draw(tmp_path / "flat" / "images", 20)
+    draw(tmp_path / "flat" / "masks", 20)
+    for part in ("train", "val"):
+        for kind in ("images", "annotations"):
+            draw(tmp_path / "parts" / kind / part, 3)
+    for folder, counts, split in (
+        ("flat", (18, 2), "train (2 images held back)"),
+        ("parts", (3, 3), "val"),
+    ):
+        data = MaskedImageArguments(dataset=[str(tmp_path / folder)])
+        assert tuple(map(len, load_masked_splits(data))) == counts and data.evaluated == split
+    data = MaskedImageArguments(dataset=[str(tmp_path / "flat")], eval_split="none")
+    assert load_masked_splits(data)[1] is None and data.evaluated is None
+
+
+def test_nothing_is_held_back_from_a_stream(write_parquet):
+    with pytest.raises(ValueError, match=r"nothing can be held back from a stream. Give --eval_split \(of train\)"):
+        load_splits(DataArguments(dataset=[write_parquet()], streaming=True, steps_per_epoch=1))
+
+
+@pytest.mark.parametrize(("layout", "measured"), [(flat, {"alignment"}), (validation, {"alignment", "accuracy"})])
+def test_bootstraps_on_folders(layout, measured, teacher, tmp_path, capsys):
+    """The README's command."""
+    layout(tmp_path / "images")
+    options = [
+        *("--teacher", str(teacher), "--dataset", str(tmp_path / "images"), "--output_dir", str(tmp_path / "out")),
+        *("--config_overrides", SMALL, "--batch_size", "6", "--epochs", "1"),
+    ]
+    if layout is validation:
+        options += ["--class_names", *"abcdefghij"]
+    bootstrap.main(options)
+    best = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["best"]
+    assert best["step"] == 3 and measured <= best.keys() and ("accuracy" in best) == ("accuracy" in measured)
+    assert ("2 of 20 images of train are held back" in capsys.readouterr().out) == (layout is flat)
+
+
+@pytest.mark.parametrize("recipe", ["train", "bootstrap", "joint"])
+def test_without_evaluation_the_last_epoch_is_kept(recipe, teacher, tmp_path, tiny_run):
+    out = tmp_path / "out"
+    if recipe == "train":
+        tiny_run(eval_split="none")
+    elif recipe == "bootstrap":
+        bootstrap.main(
+            [
+                *("--teacher", str(teacher), "--output_dir", str(out), "--config_overrides", SMALL),
+                *("--train_split", "train[:64]", "--eval_split", "none", "--batch_size", "16", "--epochs", "2"),
+            ]
+        )
+    else:
+        sizes = "hidden_size=36,num_hidden_layers=2,intermediate_size=48,patch_size=8"
+        joint.main(
+            [
+                *("--output_dir", str(out), "--vit", f"{sizes},image_size=32", "--agent", sizes),
+                *("--train_split", "train[:64]", "--eval_split", "none", "--batch_size", "16", "--epochs", "2"),
+            ]
+        )
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert results["best"] == results["epochs"][-1] and results["best"]["epoch"] == 2
+    assert not {"accuracy", "alignment"} & results["best"].keys()
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "epoch 2 of 2, none was evaluated" in card and "not evaluated" in card
+    assert "accuracy" not in card and "model-index" not in card
+    last = load_file(out / "checkpoints" / "step-00000008" / "model.safetensors")
+    kept = AutoModelForImageClassification.from_pretrained(out).state_dict()
+    # Of a student, the base model alone is in checkpoints.
+    prefix = "sparseformer." if recipe == "bootstrap" else ""
+    assert all(torch.equal(kept[prefix + name], weight) for name, weight in last.items())

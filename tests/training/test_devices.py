@@ -1,0 +1,215 @@
+"""Recipes and commands on an accelerator, which none of the machines that run the tests needs to have: no tensor of
+the CPU meets one of the device, and in a step nothing waits for the device."""
+
+import importlib
+import io
+import shlex
+
+import datasets
+import pytest
+from accelerate import Accelerator
+from PIL import Image
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+from transformers import AutoModelForImageClassification
+
+from fake_cuda import fake_cuda
+from frugalvit import (
+    SparseFormerForImageClassification,
+    SparseFormerForSemanticSegmentation,
+    checkpoint_path,
+    cli,
+    demo,
+)
+from frugalvit.training import loop
+from frugalvit.training.data import TrainingLoader
+from frugalvit.training.loading import load_image_classifier
+
+
+VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
+SIZES = "hidden_size=36,num_hidden_layers=2,intermediate_size=48,patch_size=8"
+TOWER = "num_hidden_layers=2,num_attention_heads=2,hidden_size=32,intermediate_size=64"
+
+
+@pytest.fixture
+def device():
+    with fake_cuda() as mode:
+        yield mode
+
+
+@pytest.fixture
+def run(device, tmp_path, monkeypatch):
+    """Runs a recipe for two steps an epoch, and its evaluation, and returns where each step but the last waited."""
+
+    def read_weights(self, model):
+        return {name: value.cpu() for name, value in model.state_dict().items()}
+
+    # A fake tensor has nothing to write.
+    monkeypatch.setattr(loop.Checkpoints, "save", lambda self, state: None)
+    monkeypatch.setattr(Accelerator, "get_state_dict", read_weights)
+    waits, epoch = [], TrainingLoader.epoch
+
+    def watched(self, *position):
+        for batch in epoch(self, *position):
+            waits.append(device.waits.copy())
+            yield batch
+
+    monkeypatch.setattr(TrainingLoader, "epoch", watched)
+
+    def run(recipe, options):
+        options = {
+            "output_dir": tmp_path / "out",
+            "train_split": "train[:32]",
+            "eval_split": "test[:16]",
+            "epochs": 1,
+            "batch_size": 16,
+            "logging_steps": 2,
+        } | options
+        texts = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
+        assert not importlib.import_module(f"frugalvit.training.{recipe}").main(texts)
+        return [after - before for before, after in zip(waits, waits[1:], strict=False)]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("train", {"config_overrides": VIT, "mixup": 0.8, "cutmix": 1}),
+        ("train", {"config_overrides": VIT, "optimizer": "muon", "mixed_precision": "no"}),
+        ("joint", {"vit": f"{SIZES},image_size=32", "agent": SIZES}),
+        ("contrastive", {"vision": f"{TOWER},image_size=32,patch_size=8", "text": TOWER, "projection_dim": 16}),
+    ],
+)
+def test_recipe(recipe, options, run):
+    steps = run(recipe, options)
+    assert len(steps) == 1 and not any(steps), steps
+
+
+@pytest.mark.parametrize("options", [{"distill_kind": "soft"}, {"distill_kind": "hard", "mixed_precision": "no"}])
+def test_distilling(options, run, teacher):
+    steps = run("train", {"config_overrides": VIT, "distill_from": teacher} | options)
+    assert len(steps) == 1 and not any(steps), steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer": "muon", "mixed_precision": "no"},
+        {"loss": "kl", "label_loss_weight": 0.5, "token_loss_weight": 1},
+    ],
+)
+@pytest.mark.parametrize(
+    "new",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.xfail(
+                raises=FakeTensorDeviceMismatchError, reason="check_inherited_block feeds a teacher tokens of the CPU"
+            ),
+        ),
+    ],
+)
+def test_bootstrap(new, options, run, teacher, student):
+    options = ({"config_overrides": SMALL} if new else {"student": student}) | options
+    steps = run("bootstrap", {"teacher": teacher} | options)
+    assert len(steps) == 1 and not any(steps), steps
+
+
+def test_a_teacher_that_is_known(run, teacher, student, tmp_path):
+    """Where the first epoch has noted what the teacher makes of views, the second does not wait for it."""
+    options = {"teacher": teacher, "student": student, "teacher_cache": tmp_path / "cache", "view_epochs": 1}
+    steps = run("bootstrap", options | {"epochs": 2, "logging_steps": 4})
+    assert [bool(waits) for waits in steps] == [True, True, False], steps
+
+
+@pytest.mark.parametrize(
+    "model", [None, {"model_type": "segformer", "config_overrides": "hidden_sizes=[8,16,24,32],depths=[1,1,1,1]"}]
+)
+def test_segment(model, run, student, tmp_path):
+    for folder in ("images", "masks"):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+    for index in range(32):
+        Image.new("RGB", (40, 48), (index, 0, 0)).save(tmp_path / "data" / "images" / f"{index}.png")
+        Image.new("L", (40, 48), index % 3).save(tmp_path / "data" / "masks" / f"{index}.png")
+    options = {"dataset": tmp_path / "data", "num_labels": 3, "image_size": 32, "warmup_steps": 1}
+    # Masks that are all of one class are drawn anew for long.
+    options |= {"train_split": "train", "eval_split": "train[:16]", "max_share": 1}
+    model = model or {"model": student, "num_latent_tokens": 9}
+    steps = run("segment", options | model)
+    assert len(steps) == 1 and not any(steps), steps
+
+
+@pytest.fixture(scope="module")
+def student(teacher, tmp_path_factory):
+    """A folder with a SparseFormer that has the teacher's blocks, made on the CPU."""
+    folder = tmp_path_factory.mktemp("student")
+    values = {name: int(value) for name, value in (pair.split("=") for pair in SMALL.split(","))}
+    model = SparseFormerForImageClassification.from_teacher(
+        AutoModelForImageClassification.from_pretrained(teacher), image_std=[0.25] * 3, resample=2, **values
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with an image, one with captions, and a question about it."""
+    folder, buffer = tmp_path_factory.mktemp("files"), io.BytesIO()
+    Image.new("RGB", (32, 32), (90, 60, 30)).save(folder / "image.png")
+    Image.new("RGB", (32, 32), (90, 60, 30)).save(buffer, "PNG")
+    image, text = {"bytes": buffer.getvalue(), "path": None}, datasets.Value("string")
+    captions = {"image": [image] * 3, "captions": [["a frog", "a dog"]] * 3}
+    features = datasets.Features({"image": datasets.Image(), "captions": datasets.List(text)})
+    datasets.Dataset.from_dict(captions, features).to_parquet(folder / "captions.parquet")
+    rows = {"image": [image, None], "question": ["what ?"] * 2, "choices": [["frog", "dog"]] * 2, "answer": [0, 1]}
+    kinds = {"question": text, "choices": datasets.List(text), "answer": datasets.Value("int8")}
+    features = datasets.Features({"image": datasets.Image()} | kinds)
+    datasets.Dataset.from_dict(rows, features).to_parquet(folder / "questions.parquet")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "predict {files}/image.png --model {cifar10-sparseformer} --rois {out}/rois.png",
+        "info {cifar10-sparseformer}",
+        "benchmark {cifar10-vit} {cifar10-sparseformer} --rounds 1 --batch-size 8 --dtype bfloat16",
+        "attention {cifar10-vit} --images 4 --initialization impulse --picture {out}/attention.png",
+        "attention {cifar10-sparseformer} --image {files}/image.png --picture {out}/attention.png",
+        "features {cifar10-vit-bootstrapped} --image {files}/image.png --picture {out}/features.png",
+        "evaluate classification --model {cifar10-sparseformer} --limit 4",
+        "evaluate classification --model {cifar10-vit} --limit 4 --attack fgsm",
+        "evaluate classification --model {cifar10-vit} --limit 4 --occlude center",
+        "evaluate zero-shot --model {cifar10-sparseformer-clip} --limit 4 --templates simple",
+        "evaluate retrieval --model {cifar10-sparseformer-clip} --dataset {files}/captions.parquet",
+        "evaluate scienceqa --model {cifar10-sparseformer-llava} --dataset {files}/questions.parquet",
+    ],
+    ids=lambda command: " ".join(command.split()[:2]),
+)
+def test_command(command, device, files, tmp_path):
+    shipped = {folder.name: folder for folder in checkpoint_path("cifar10-vit").parent.iterdir()}
+    assert not cli.main(shlex.split(command.format(files=files, out=tmp_path, **shipped)))
+
+
+def test_evaluating_segmentation(device, tmp_path, student):
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+    for index in range(3):
+        Image.new("RGB", (40, 48), (index, 0, 0)).save(tmp_path / "images" / f"{index}.png")
+        Image.new("L", (40, 48), index).save(tmp_path / "masks" / f"{index}.png")
+    model = SparseFormerForSemanticSegmentation.from_pretrained(student, num_labels=3, ignore_mismatched_sizes=True)
+    model.save_pretrained(tmp_path / "model")
+    evaluate = ["evaluate", "segmentation", "--model", str(tmp_path / "model"), "--dataset", str(tmp_path)]
+    for options in ([], ["--window", "32", "--stride", "16", "--flip"]):
+        assert not cli.main([*evaluate, "--split", "train", *options])
+
+
+@pytest.mark.parametrize("name", ["cifar10-sparseformer", "cifar10-vit-bootstrapped", "cifar10-vit-context-broadcast"])
+def test_demo(name, device):
+    model, image_processor = load_image_classifier(checkpoint_path(name))
+    assert model.device.type == "cuda"
+    labels, *figures = demo.look(model, image_processor, Image.new("RGB", (32, 32), (90, 60, 30)), name)
+    assert labels and any(figures)

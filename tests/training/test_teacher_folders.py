@@ -1,0 +1,360 @@
+"""Every kind of vision transformer as people have it, as a folder of its own library's, is a teacher on the command
+line, and what comes out predicts where frugalvit is not installed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import numpy as np
+import open_clip
+import pytest
+import timm
+import torch
+import transformers
+from accelerate.state import AcceleratorState
+from PIL import Image
+from processes import run_without_frugalvit
+from safetensors.torch import load_file, save_file
+from timm.models import register_model
+from timm.models._hub import save_for_hf
+from torch import nn
+from transformers import AutoImageProcessor
+from vision_transformers import KINDS, randomize
+
+import frugalvit
+from frugalvit import (
+    SparseFormerForImageClassification,
+    SparseFormerVisionModel,
+    SparseFormerVisionModelWithProjection,
+    cli,
+)
+from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.training import bootstrap
+from frugalvit.training.augmentation import EvalView
+
+
+# Of a student, where its teacher does not say.
+SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=1,mixing_hidden_size=8"
+
+
+def square(side: int) -> dict[str, int]:
+    return {"height": side, "width": side}
+
+
+# What the families' published folders have for an image processor, at their size: by the beginning of a kind's name,
+# the longest counts.
+SHORTER_SIDE = {"size": {"shortest_edge": 36}, "crop_size": square(32)}
+AS_THEY_ARE = {"size": {"shortest_edge": 32}, "do_resize": False, "do_center_crop": False}
+PROCESSORS = {
+    "vit": ("ViTImageProcessor", {"size": square(32)}),
+    "vit-rectangle": ("ViTImageProcessor", {"size": {"height": 24, "width": 32}}),
+    "deit": ("DeiTImageProcessor", {"size": square(36), "crop_size": square(32)}),
+    "dinov2": ("BitImageProcessor", SHORTER_SIDE),
+    "dinov3": ("DINOv3ViTImageProcessor", {"size": square(32)}),
+    "clip": ("CLIPImageProcessor", SHORTER_SIDE | {"size": {"shortest_edge": 32}}),
+    "siglip": ("SiglipImageProcessor", {"size": square(32)}),
+    "siglip2": ("Siglip2ImageProcessor", {"patch_size": 4, "max_num_patches": 64}),
+    "aimv2": ("CLIPImageProcessor", SHORTER_SIDE),
+    "aimv2-native": ("CLIPImageProcessor", AS_THEY_ARE),
+    "ijepa": ("ViTImageProcessor", {"size": square(32)}),
+    "pixio": ("BitImageProcessor", {"size": square(32), "do_center_crop": False}),
+    "radio": ("CLIPImageProcessor", AS_THEY_ARE | {"do_normalize": False}),
+}
+
+
+def save_transformers(kind: str, folder: Path) -> str:
+    KINDS[kind].make().save_pretrained(folder)
+    name, options = PROCESSORS[max((key for key in PROCESSORS if kind.startswith(key)), key=len)]
+    getattr(transformers, name)(**options).save_pretrained(folder)
+    return str(folder)
+
+
+# Architectures of timm, small.
+SIZES = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 5}
+TIMM = {
+    "timm-vit": ("vit_tiny_patch16_224", {}),
+    "timm-without-head": ("vit_tiny_patch16_224", {"num_classes": 0}),
+    "timm-without-pooling": ("vit_tiny_patch16_224", {"num_classes": 0, "global_pool": ""}),
+    "timm-mean-pooled": ("vit_tiny_patch16_224", {"global_pool": "avg"}),
+    "timm-mean-pooled-without-class-token": (
+        "vit_tiny_patch16_224",
+        {"global_pool": "avg", "class_token": False},
+    ),
+    "timm-registers": ("vit_small_patch14_reg4_dinov2", {"init_values": 0.5}),
+    "timm-registers-mean-pooled": ("vit_medium_patch16_reg4_gap_256", {}),
+    "timm-query-key-norm": ("vit_tiny_patch16_224", {"qk_norm": True}),
+    "timm-attention-and-mlp-norm": ("vit_tiny_patch16_224", {"scale_attn_norm": True, "scale_mlp_norm": True}),
+    "timm-swiglu": ("vit_giant_patch14_dinov2", {"mlp_ratio": 4}),
+    "timm-clip": ("vit_base_patch16_clip_224", {}),
+    "timm-siglip": ("vit_base_patch16_siglip_224", {"num_classes": 0}),
+    "timm-aimv2": ("aimv2_large_patch14_224", {"mlp_ratio": 4}),
+    # Its convolutions have one width.
+    "timm-mobileclip-b": (
+        "vit_base_mci_224",
+        {"img_size": 64, "patch_size": 1, "embed_dim": 768, "num_heads": 12, "depth": 2},
+    ),
+    "timm-eva02": ("eva02_base_patch14_224", {"mlp_ratio": 2}),
+    "timm-eva02-packed": ("eva02_tiny_patch14_224", {"mlp_ratio": 2}),
+    "timm-eva02-clip": ("eva02_base_patch16_clip_224", {"mlp_ratio": 2}),
+    "timm-pe-core": ("vit_pe_core_tiny_patch16_384", {}),
+    "timm-dinov3": ("vit_small_patch16_dinov3", {}),
+    "timm-dinov3-gated": ("vit_small_plus_patch16_dinov3", {"num_classes": 0}),
+}
+
+
+def save_timm(kind: str, folder: Path) -> str:
+    """As timm saves and pushes its models."""
+    architecture, arguments = TIMM[kind]
+    arguments = SIZES | arguments
+    size = arguments["img_size"]
+    model = randomize(timm.create_model(architecture, **arguments))
+    images = {"input_size": (3, size, size), "interpolation": "bicubic", "crop_pct": 0.9}
+    save_for_hf(model, folder, model_args=arguments, data_config=images, safe_serialization=True)
+    return str(folder)
+
+
+def small_trunk(name: str) -> str:
+    """Another name, in timm's registry, for an architecture made small: open_clip asks for trunks by name alone."""
+
+    def create(pretrained=False, **arguments):
+        return timm.create_model(name, **{**SIZES, **arguments})
+
+    create.__name__ = f"small_{name}"
+    if not timm.is_model(create.__name__):
+        register_model(create)
+    return create.__name__
+
+
+TEXT = {"context_length": 8, "vocab_size": 50, "width": 16, "heads": 2, "layers": 1}
+TOWER = {"image_size": 32, "patch_size": 4, "width": 48, "layers": 3, "head_width": 12, "mlp_ratio": 2}
+OPEN_CLIP = {
+    "open_clip": lambda: TOWER,
+    "open_clip-layer-scale": lambda: {**TOWER, "ls_init_value": 0.5},
+    "open_clip-mean-pooled": lambda: {**TOWER, "pool_type": "avg", "final_ln_after_pool": True, "no_ln_pre": True},
+    "open_clip-timm": lambda: {
+        "timm_model_name": small_trunk("vit_base_patch16_224"),
+        "timm_pool": "",
+        "timm_proj": "linear",
+        "image_size": 32,
+    },
+    "open_clip-timm-siglip": lambda: {
+        "timm_model_name": small_trunk("vit_base_patch16_siglip_224"),
+        "timm_pool": "map",
+        "timm_proj": "none",
+        "image_size": 32,
+    },
+    "open_clip-timm-eva02": lambda: {
+        "timm_model_name": small_trunk("eva02_base_patch16_clip_224"),
+        "timm_pool": "token",
+        "timm_proj": "",
+        "image_size": 32,
+    },
+}
+
+
+def write_open_clip(folder: Path, model_config: dict, model: nn.Module) -> str:
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
+    preprocessing = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic"}
+    config = json.dumps({"model_cfg": model_config, "preprocess_cfg": preprocessing})
+    (folder / "open_clip_config.json").write_text(config, encoding="utf-8")
+    return f"open_clip:local-dir:{folder}"
+
+
+def save_open_clip(kind: str, folder: Path) -> str:
+    vision = OPEN_CLIP[kind]()
+    config = {"embed_dim": 24, "vision_cfg": vision, "text_cfg": TEXT, "custom_text": "timm_pool" in vision}
+    return write_open_clip(folder, config, KINDS[kind].make())
+
+
+def save(kind: str, folder: Path) -> str:
+    """Save a small model as its own library does; returns what --teacher is to be given."""
+    writers: dict[str, Callable[[str, Path], str]] = {"timm": save_timm, "open_clip": save_open_clip}
+    return writers.get(kind.partition("-")[0], save_transformers)(kind, folder)
+
+
+# A tower alone has no folder.
+FOLDERS = [kind for kind in KINDS if kind != "open_clip-tower"]
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory) -> str:
+    """A data set of eight unlabelled images of smooth colors, wider than high."""
+    y, x = np.mgrid[0:40, 0:48]
+    images = []
+    for number in range(1, 9):
+        waves = [128 + 100 * np.sin(number * (x + 2 * channel * y) / 30) for channel in range(3)]
+        images.append(Image.fromarray(np.stack(waves, axis=2).astype(np.uint8)))
+    file = tmp_path_factory.mktemp("photographs") / "images.parquet"
+    features = datasets.Features({"image": datasets.Image()})
+    datasets.Dataset.from_dict({"image": images}, features).to_parquet(file)
+    return str(file)
+
+
+def arguments_for(teacher: str, photographs: str, output_dir: Path) -> list[str]:
+    """Two steps of bootstrapping."""
+    paths = ["--teacher", teacher, "--dataset", photographs, "--output_dir", str(output_dir)]
+    return [
+        *paths,
+        *("--eval_dataset", photographs, "--batch_size", "4", "--epochs", "1", "--warmup_epochs", "0"),
+        *("--learning_rate", "1e-3", "--config_overrides", SMALL),
+    ]
+
+
+@pytest.fixture(scope="module")
+def student_of(tmp_path_factory, photographs) -> Callable[[str], Path]:
+    """Bootstraps a student from a kind's folder, once."""
+    root, students = tmp_path_factory.mktemp("folders"), {}
+
+    def find(kind: str) -> Path:
+        if kind not in students:
+            (root / kind).mkdir()
+            teacher = save(kind, root / kind / "teacher")
+            # All have one name: Transformers imports the code of folders by name and content, here once.
+            students[kind] = root / kind / "student"
+            assert bootstrap.main(arguments_for(teacher, photographs, students[kind])) == 0
+            AcceleratorState._reset_state(True)
+        return students[kind]
+
+    return find
+
+
+def load_student(folder: Path):
+    [architecture] = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    return getattr(frugalvit, architecture).from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_is_a_teacher(kind, student_of, photographs):
+    folder = student_of(kind)
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    [epoch] = results["epochs"]
+    assert epoch["step"] == 2 and 0 < epoch["train_loss"] < 2 and -1 < epoch["alignment"] < 1
+    student, anatomy = load_student(folder), read_anatomy(KINDS[kind].make())
+    # Of the class that continues what the teacher is used for.
+    if anatomy.classifier is not None:
+        assert type(student) is SparseFormerForImageClassification
+    elif anatomy.projection is not None:
+        assert type(student) is SparseFormerVisionModelWithProjection
+    else:
+        assert type(student) is SparseFormerVisionModel
+    assert student.config.num_register_tokens == anatomy.num_register_tokens
+    assert student.config.pooling == anatomy.pooling
+    # Its own image processor prepares what it was trained on.
+    [image, *_] = datasets.Dataset.from_parquet(photographs)["image"]
+    student_format = bootstrap.format_of(student.config)
+    pixels = student_format.normalize(EvalView(student_format)(image)["pixel_values"][None])
+    expected = AutoImageProcessor.from_pretrained(folder)(image, return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(pixels, expected, rtol=0, atol=1e-5)
+    assert student_format.size == ((24, 32) if kind == "vit-rectangle" else anatomy.image_size)
+
+
+def test_students_predict_where_frugalvit_is_not_installed(student_of, tmp_path):
+    jobs, expected = {}, {}
+    for kind in FOLDERS:
+        folder = student_of(kind)
+        student = load_student(folder)
+        inputs = torch.randn(2, 3, *bootstrap.format_of(student.config).size)
+        with torch.no_grad():
+            outputs = student(inputs)
+        name = next(name for name in ("logits", "image_embeds", "last_hidden_state") if name in outputs)
+        expected[kind] = outputs[name]
+        save_file({"pixel_values": inputs}, tmp_path / f"{kind}.safetensors")
+        classifies = isinstance(student, SparseFormerForImageClassification)
+        loader = "AutoModelForImageClassification" if classifies else f"modeling_sparseformer.{type(student).__name__}"
+        jobs[kind] = {"source": str(folder), "loader": loader, "inputs": str(tmp_path / f"{kind}.safetensors")}
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+    run_without_frugalvit(tmp_path, "load", tmp_path / "jobs.json", tmp_path / "results")
+    found = load_file(tmp_path / "results" / "outputs.safetensors")
+    report = json.loads((tmp_path / "results" / "report.json").read_text(encoding="utf-8"))
+    for kind in FOLDERS:
+        assert report[kind]["module"].startswith("transformers_modules."), kind
+        assert report[kind]["pipeline_computes_the_same"], kind
+        within = 1e-5 * expected[kind].abs().max().item()
+        torch.testing.assert_close(found[kind], expected[kind], rtol=0, atol=within, msg=lambda m, k=kind: f"{k}: {m}")
+
+
+IMAGES = {"image_size": 32, "num_labels": 3}
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+HIERA = {"embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2], "num_query_pool": 1, "masked_unit_size": [4, 4]}
+HIERA |= {"image_size": [32, 32], "patch_size": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1]}
+
+
+def classifier(family: str, **fields) -> Callable[[Path], str]:
+    """Saves one of Transformers' classifiers."""
+
+    def save(folder: Path) -> str:
+        config = getattr(transformers, f"{family}Config")(**IMAGES | fields)
+        getattr(transformers, f"{family}ForImageClassification")(config).save_pretrained(folder)
+        transformers.ViTImageProcessor(size=square(32)).save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+def of_timm(architecture: str, **arguments) -> Callable[[Path], str]:
+    def save(folder: Path) -> str:
+        model = timm.create_model(architecture, num_classes=3, **arguments)
+        save_for_hf(model, folder, model_args=arguments, safe_serialization=True)
+        return str(folder)
+
+    return save
+
+
+def mobileclip_s(folder: Path) -> str:
+    vision = {"timm_model_name": "fastvit_mci0", "timm_pool": "avg", "timm_proj": None, "image_size": 64}
+    model = {"embed_dim": 24, "vision_cfg": vision, "text_cfg": TEXT, "custom_text": True}
+    return write_open_clip(folder, model, open_clip.CustomTextCLIP(24, vision, TEXT))
+
+
+PLAIN_TIMM = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+WINDOWS = {"depths": [1, 1], "num_heads": [1, 2], "embed_dim": 16}
+HIERARCHICAL = "it is hierarchical, with fewer tokens from stage to stage"
+HIERARCHICAL_TIMM = "it is hierarchical or hybrid, with fewer positions from stage to stage"
+RELATIVE = "it adds relative position biases to its attention"
+REFUSED = {
+    "Swin": (classifier("Swin", patch_size=2, window_size=2, **WINDOWS), "SwinModel", HIERARCHICAL),
+    "Hiera": (classifier("Hiera", **HIERA), "HieraModel", HIERARCHICAL),
+    "ConvNeXt": (
+        classifier("ConvNext", hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1]),
+        "ConvNextModel",
+        HIERARCHICAL,
+    ),
+    "ResNet": (
+        classifier("ResNet", embedding_size=8, hidden_sizes=[8], depths=[1]),
+        "ResNetModel",
+        "it has no list of transformer blocks after an embedding of patches",
+    ),
+    "BEiT": (classifier("Beit", patch_size=8, use_relative_position_bias=True, **TINY), "BeitModel", RELATIVE),
+    "timm's Swin": (
+        of_timm("swin_tiny_patch4_window7_224", img_size=32, window_size=4, **WINDOWS),
+        "SwinTransformer",
+        HIERARCHICAL_TIMM,
+    ),
+    "timm's ResNet": (of_timm("resnet10t"), "ResNet", HIERARCHICAL_TIMM),
+    "timm's CaiT": (
+        of_timm("cait_xxs24_224", **PLAIN_TIMM),
+        "Cait",
+        "it mixes attention heads with each other (talking heads)",
+    ),
+    "timm's BEiT": (of_timm("beit_base_patch16_224", **PLAIN_TIMM), "Beit", RELATIVE),
+    "timm's EVA-02 with norms after attention and MLP": (
+        of_timm("eva02_enormous_patch14_clip_224", mlp_ratio=2, **PLAIN_TIMM),
+        "Eva",
+        "its block 0 (EvaBlockPostNorm) computes something else than a plain pre-norm block",
+    ),
+    "MobileCLIP-S": (mobileclip_s, "FastVit", HIERARCHICAL_TIMM),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_folder_that_is_no_teacher_is_refused_in_one_line(name, photographs, tmp_path, capsys):
+    save, model, reason = REFUSED[name]
+    teacher = save(tmp_path / "teacher")
+    capsys.readouterr()
+    assert cli.main(["bootstrap", *arguments_for(teacher, photographs, tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"frugalvit bootstrap: error: Cannot bootstrap from {model}: {reason}"), error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
