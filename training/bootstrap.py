@@ -280,7 +280,9 @@ def main(argv: list[str] | None = None) -> int:
     for line in introduce(costs, (teacher, student), sizes):
         accelerator.print(line)
     length = f"{run.epochs} x {loader.steps_per_epoch:,} x {run.batch_size:,}"
-    evaluated = "not evaluated" if eval_images is None else f"evaluated on {len(eval_images):,} images"
+    evaluated = (
+        "not evaluated" if eval_images is None else f"evaluated on {len(eval_images):,} images, {data.evaluated}"
+    )
     accelerator.print(f"Recipe {pair.recipe}; epochs x steps x images: {length}; {evaluated}.")
 
     optimizer, scheduler = build_optimizer(student, tuned, schedule, loader.steps_per_epoch, run.epochs)
@@ -539,13 +541,14 @@ def compare(
 ):
     """Measure the speeds of the teacher and of the student in a folder, print both side by side with what the best
     epoch's evaluation said and what they cost, and add that to `results.json`."""
-    dtype = teacher.blocks[0].attention.query.weight.dtype
+    weight = next(teacher.model.parameters())
+    dtype = weight.dtype
     teacher.source.to(dtype)
-    student = student_class.from_pretrained(folder).to(teacher.device, dtype)
+    student = student_class.from_pretrained(folder).to(weight.device, dtype)
     name = next((name for name in ("accuracy", "alignment") if name in state.best), None)
     scores = [{name: state.best.get(key)} if name else {} for key in (f"teacher_{name}", name)]
     rows = side_by_side(costs, scores, compare_speeds(teacher, student, *sizes))
-    print(f"Side by side, on {teacher.device.type} in {str(dtype).removeprefix('torch.')}:\n\n{format_table(rows)}\n")
+    print(f"Side by side, on {weight.device.type} in {str(dtype).removeprefix('torch.')}:\n\n{format_table(rows)}\n")
     if slow := slower_than_teacher(rows):
         print(
             f"Warning: the student is not faster than its teacher, {' and '.join(slow)}. Fewer tokens "

@@ -78,7 +78,7 @@ def compare_speeds(
         teacher, student, teacher_size, student_size: As in `describe_pair`, on one device and in one dtype.
         batch_sizes (`tuple[int, ...]`, *optional*, defaults to `(1, 32)`): Images at a time.
     """
-    weight = teacher.blocks[0].attention.query.weight
+    weight = next(teacher.model.parameters())
     contenders = {"teacher": (ImageSide(teacher).eval(), teacher_size), "student": (student.eval(), student_size)}
     rows = [{} for _ in contenders]
     for batch_size in batch_sizes:

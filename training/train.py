@@ -9,6 +9,7 @@ package.
 import inspect
 import json
 import re
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from ..configuration.configuration_base import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS
+from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from ..modeling.context_broadcast_hosts import insert_context_broadcast
 from ..modeling.hosts.transformers import resize_positions_
 from ..modeling.hub import image_processor_config
@@ -42,7 +44,7 @@ from .arguments import (
 )
 from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .cards import write_card
-from .data import class_names, load_splits, make_loaders
+from .data import CorruptImageError, class_names, decode_image, load_splits, make_loaders
 from .loading import load_image_classifier, split_revision
 from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .metrics import evaluate_classifier
@@ -50,6 +52,12 @@ from .precision import hold_teacher
 
 
 PROG = "frugalvit train"
+
+# What is trained where no model is named: a variant of `ViTImpulseInitConfig` for small images, up to so many pixels
+# with larger patches, and one for those beyond.
+SMALL_VARIANT, LARGE_VARIANT, LARGEST_SMALL = "vit-tiny-h3-32", "vit-tiny-h3-224", 128
+# Images that are looked at for that.
+FIRST_IMAGES = 16
 
 
 @dataclass
@@ -59,7 +67,11 @@ class ModelArguments:
     model: str | None = argument(
         None, "Folder or hub id (owner/name@revision, too) of an image classifier to go on from."
     )
-    model_type: str = argument("vit", "Architecture to train from scratch, a model_type of Transformers or frugalvit.")
+    model_type: str | None = argument(
+        None,
+        "Architecture to train from scratch, a model_type of Transformers or frugalvit. Default: vit; without "
+        "--config_overrides a ViT-T for images of the size that the data set's first ones have.",
+    )
     config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
     initialization: str = argument(
         "default", "default, the architecture's own, or of a ViT's attention.", choices=["default", *INITIALIZATIONS]
@@ -141,6 +153,11 @@ def main(argv: list[str] | None = None) -> int:
     if eval_images is not None and class_names(eval_images) is None:
         raise ValueError("The evaluation images have no labels; choose others with --eval_dataset or --eval_split.")
 
+    if not (arguments.model or arguments.model_type or arguments.config_overrides):
+        pixels = arguments.image_size or typical_pixels(train_images)
+        variant = choose_variant(arguments, pixels)
+        chosen = f"--model_type {arguments.model_type} --config_overrides {arguments.config_overrides}"
+        accelerator.print(f"No model is named; images of {pixels} pixels have {variant}: {chosen}")
     model, processor = build_model(arguments, recipe, names)
     if run.compile:
         model.compile()
@@ -163,6 +180,11 @@ def main(argv: list[str] | None = None) -> int:
     evaluation = (eval_images, EvalView(image_format))
     views = {"mix": mix, "repeated_augmentation": recipe.repeated_augmentation}
     loader, eval_loader = make_loaders(accelerator, data, run, (train_images, view), evaluation, **views)
+    length = f"{run.epochs} x {loader.steps_per_epoch:,} x {run.batch_size:,}"
+    accelerator.print(
+        f"{type(model).__name__}: {model.num_parameters():,} parameters, "
+        f"{' x '.join(map(str, image_format.size))} pixels, {len(names):,} classes; epochs x steps x images: {length}."
+    )
     optimizer, scheduler = optimizer_with_schedule(
         model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer
     )
@@ -204,6 +226,43 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def typical_pixels(images) -> int:
+    """The median of the shorter sides of a data set's first images.
+
+    Raises:
+        CorruptImageError: if none of them can be read.
+    """
+    sides, failure = [], None
+    for index, record in enumerate(images.take(FIRST_IMAGES)):
+        try:
+            sides.append(min(decode_image(record["image"], index).size))
+        except CorruptImageError as error:
+            failure = error
+    if not sides and failure:
+        raise failure
+    return round(statistics.median(sides))
+
+
+def choose_variant(arguments: ModelArguments, pixels: int) -> str:
+    """Fill in a ViT-T for images of so many pixels, of 256 tokens, or 196 of large ones: that of Zheng et al. if its
+    attention is to be initialized, otherwise Transformers' ViT of its sizes. Returns the variant's name."""
+    small = pixels <= LARGEST_SMALL
+    variant = SMALL_VARIANT if small else LARGE_VARIANT
+    config = ViTImpulseInitConfig.from_variant(variant)
+    names = ("image_size", "patch_size", "hidden_size", "num_attention_heads")
+    fields = {name: getattr(config, name) for name in names}
+    if small:
+        # As many patches, of more pixels.
+        factor = max(round(pixels / config.image_size), 1)
+        fields |= {"image_size": factor * config.image_size, "patch_size": factor * config.patch_size}
+    if arguments.initialization == "default":
+        arguments.model_type, fields["intermediate_size"] = "vit", 4 * config.hidden_size
+    else:
+        arguments.model_type, fields["resize_size"] = ViTImpulseInitConfig.model_type, config.resize_size
+    arguments.config_overrides = write_values(fields)
+    return variant
+
+
 def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[str]):
     """The classifier for these class names, in float32, and its image processor."""
     model, processor = load_or_create(arguments, recipe, names)
@@ -236,8 +295,9 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
             processor.size = {"height": arguments.image_size, "width": arguments.image_size}
         return model, processor
 
-    overrides = parse_overrides(arguments.model_type, arguments.config_overrides)
-    config = AutoConfig.for_model(arguments.model_type, **overrides, **labels)
+    model_type = arguments.model_type or "vit"
+    overrides = parse_overrides(model_type, arguments.config_overrides)
+    config = AutoConfig.for_model(model_type, **overrides, **labels)
     set_drop_path(config, recipe.drop_path)
     if hasattr(config, "image_mean"):
         config.image_mean, config.image_std = arguments.image_mean, arguments.image_std

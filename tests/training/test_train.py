@@ -147,6 +147,34 @@ def test_initializes_attention_as_told(tiny_run, tmp_path):
     assert masses[0] < 0.4 < 0.6 < masses[1]
 
 
+@pytest.mark.parametrize(
+    ("pixels", "size", "patch"), [(28, 32, 2), (64, 64, 4), (90, 96, 6), (128, 128, 8), (250, 224, 16)]
+)
+@pytest.mark.parametrize("initialization", ["default", "impulse"])
+def test_a_model_that_fits_the_images(pixels, size, patch, initialization, write_parquet):
+    """Where none is named."""
+    images = load_images(write_parquet(size=pixels, count=4, corrupt=[1]))
+    arguments = train.ModelArguments(initialization=initialization)
+    variant = train.choose_variant(arguments, train.typical_pixels(images))
+    assert variant == ("vit-tiny-h3-224" if pixels == 250 else "vit-tiny-h3-32")
+    assert arguments.model_type == {"default": "vit", "impulse": "vit_impulse_init"}[initialization]
+    fields = train.parse_overrides(arguments.model_type, arguments.config_overrides)
+    assert (fields["image_size"], fields["patch_size"], fields["hidden_size"]) == (size, patch, 192)
+    assert fields.get("resize_size", 256) == (None if initialization == "impulse" and pixels < 250 else 256)
+
+
+def test_says_the_model_that_it_chose_first(tiny_run, write_parquet, tmp_path, capsys):
+    files = {"dataset": write_parquet(), "eval_dataset": write_parquet("two.parquet", 2), "train_split": "train"}
+    options = {"config_overrides": None, "eval_split": "train", "batch_size": 2}
+    tiny_run("--steps_per_epoch", "1", epochs=1, warmup_epochs=0, randaugment_layers=0, **files, **options)
+    lines = capsys.readouterr().out.splitlines()
+    first, second = [line for line in lines if "pixels" in line]
+    assert "images of 8 pixels have vit-tiny-h3-32: --model_type vit --config_overrides image_size=32," in first
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert second.startswith(f"ViTForImageClassification: {model.num_parameters():,} parameters, 32 x 32 ")
+    assert second.endswith("2 classes; epochs x steps x images: 1 x 1 x 2.")
+
+
 def test_trains_a_convmixer(tiny_run, tmp_path):
     mixer = {"config_overrides": "hidden_size=16,num_hidden_layers=2,patch_size=4,spatial_filters=impulse"}
     results = tiny_run(model_type="convmixer", learning_rate=0.01, epochs=4, **mixer)

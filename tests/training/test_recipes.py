@@ -1,0 +1,259 @@
+"""The files of training/recipes/: each is read by its command and builds what it says, small, and counted in full."""
+
+import re
+from functools import partial
+
+import pytest
+import timm
+import torch
+import torch.fx.experimental._config as fx_config
+import transformers
+import yaml
+from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, ViTImageProcessor
+
+from frugalvit import (
+    SparseFormerConfig,
+    SparseFormerForImageClassification,
+    SparseFormerForSemanticSegmentation,
+    SparseFormerVisionModel,
+    SparseFormerVisionModelWithProjection,
+)
+from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.training import bootstrap, segment
+from frugalvit.training.arguments import RECIPE_FILES, DataArguments, parse_arguments, recipes_of
+from frugalvit.training.augmentation import ImageFormat
+from frugalvit.training.data import load_splits
+from frugalvit.training.loading import load_vision_model
+from frugalvit.training.loop import optimizer_with_schedule
+from frugalvit.training.macs import count_macs
+
+
+BOOTSTRAP, SEGMENT, TRAIN = (recipes_of(f"frugalvit {command}") for command in ("bootstrap", "segment", "train"))
+ARGUMENTS = [
+    *(bootstrap.StudentArguments, bootstrap.AlignmentArguments, DataArguments),
+    *(bootstrap.ScheduleArguments, bootstrap.BootstrapRunArguments),
+]
+# ImageNet-1K's images.
+IMAGES = 1_281_167
+TINY = {"image_size": 32, "patch_size": 8, "hidden_size": 48, "num_attention_heads": 4}
+
+
+def of_timm(name: str, small: bool):
+    if not small:
+        return timm.create_model(name)
+    arguments = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "num_heads": 4, "mlp_ratio": 1}
+    settings = {"input_size": [3, 32, 32], "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic"}
+    config = TimmWrapperConfig(architecture=name.partition(".")[0], model_args=arguments, pretrained_cfg=settings)
+    return TimmWrapperForImageClassification(config)
+
+
+def of_transformers(family: str, model: str, small: bool, **fields):
+    config = getattr(transformers, f"{family}Config")(**narrow(fields) if small else fields)
+    return getattr(transformers, f"{family}{model}")(config)
+
+
+def of_two_towers(family: str, small: bool, projection_dim: int | None = None, **fields):
+    config_class, model_class = (getattr(transformers, f"{family}{part}") for part in ("Config", "Model"))
+    projection = {"projection_dim": projection_dim} if projection_dim else {}
+    if not small:
+        return model_class(config_class(vision_config=fields, **projection))
+    text = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text |= {"projection_size": 48, "bos_token_id": 0, "eos_token_id": 1}
+    return model_class(config_class(text_config=text, vision_config=narrow(fields), **projection))
+
+
+def narrow(fields: dict) -> dict:
+    """The same number of blocks, for small images."""
+    return fields | TINY | ({"intermediate_size": 64} if "intermediate_size" in fields else {})
+
+
+SMALL = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12}
+BASE = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12}
+LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 24}
+DINOV2 = partial(of_transformers, "Dinov2", "Model", patch_size=14, image_size=518)
+DINOV3 = partial(of_transformers, "DINOv3ViT", "Model", num_register_tokens=4)
+CLIP = partial(of_two_towers, "CLIP")
+CLIP_LARGE = partial(CLIP, patch_size=14, projection_dim=768, intermediate_size=4096, **LARGE)
+# What the files name, in full and with narrow blocks and few pixels.
+TEACHERS = {
+    **{
+        f"timm/{name}": partial(of_timm, name)
+        for name in (
+            "vit_base_patch16_224.augreg_in21k_ft_in1k",
+            "vit_large_patch16_224.augreg_in21k_ft_in1k",
+            "vit_large_patch16_384.augreg_in21k_ft_in1k",
+        )
+    },
+    "openai/clip-vit-base-patch16": partial(CLIP, patch_size=16, projection_dim=512, intermediate_size=3072, **BASE),
+    "openai/clip-vit-large-patch14": partial(CLIP_LARGE, image_size=224),
+    "openai/clip-vit-large-patch14-336": partial(CLIP_LARGE, image_size=336),
+    "facebook/dinov2-small": partial(DINOV2, **SMALL),
+    "facebook/dinov2-base": partial(DINOV2, **BASE),
+    "facebook/dinov2-large": partial(DINOV2, **LARGE),
+    "facebook/dinov3-vits16-pretrain-lvd1689m": partial(DINOV3, intermediate_size=1536, **SMALL),
+    "facebook/dinov3-vitb16-pretrain-lvd1689m": partial(DINOV3, intermediate_size=3072, **BASE),
+    "google/siglip2-base-patch16-224": partial(of_two_towers, "Siglip", patch_size=16, intermediate_size=3072, **BASE),
+}
+
+
+def read(file) -> tuple[dict, str]:
+    """A file's values, and its comment in one line."""
+    text = file.read_text(encoding="utf-8")
+    return yaml.safe_load(text), " ".join(line.strip("# ") for line in text.splitlines() if line.startswith("#"))
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    """Writes the folder of a small model in the place of a hub id, once."""
+    folders = {}
+
+    def save(name: str):
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("teacher")
+            torch.manual_seed(0)
+            TEACHERS[name](small=True).save_pretrained(folders[name])
+            if not name.startswith("timm/"):
+                ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folders[name])
+        return folders[name]
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def build(stand_in, tmp_path_factory):
+    """Reads and builds a recipe of bootstrapping and those that it goes on from; returns arguments, student and the
+    number of the teacher's blocks."""
+    built = {}
+
+    def build_recipe(name: str):
+        if name in built:
+            return built[name]
+        values, _ = read(BOOTSTRAP[name])
+        argv = ["--config", name, "--teacher", str(stand_in(values["teacher"]))]
+        if "student" in values:
+            _, earlier, _ = build_recipe(values["student"])
+            folder = tmp_path_factory.mktemp("student")
+            earlier.save_pretrained(folder)
+            argv += ["--student", str(folder)]
+        arguments = parse_arguments(bootstrap.PROG, "", ARGUMENTS, argv)
+        teacher, processor = load_vision_model(arguments[0].teacher, "cpu")
+        image_format = ImageFormat.from_processor(processor)
+        bootstrap.apply_recipe(arguments, image_format.size)
+        anatomy = read_anatomy(teacher)
+        built[name] = arguments, bootstrap.build_student(arguments[0], anatomy, image_format), len(anatomy.blocks)
+        return built[name]
+
+    return build_recipe
+
+
+def test_every_file_belongs_to_a_command():
+    assert {*BOOTSTRAP, *SEGMENT, *TRAIN} == {file.stem for file in RECIPE_FILES.iterdir()}
+    assert len(BOOTSTRAP) + len(SEGMENT) + len(TRAIN) == len([*RECIPE_FILES.iterdir()])
+    assert {read(file)[0]["teacher"] for file in BOOTSTRAP.values()} == TEACHERS.keys()
+    for name, file in (BOOTSTRAP | SEGMENT).items():
+        values, comment = read(file)
+        assert values["output_dir"] == name
+        # What others go on from lies where its own file puts it.
+        assert values.get("student", values.get("model", next(iter(BOOTSTRAP)))) in BOOTSTRAP
+        assert ("The paper" in comment) == ("not reproduced here" in comment) != ("No paper says" in comment)
+
+
+@pytest.mark.parametrize("name", BOOTSTRAP)
+def test_bootstrapping(name, build, write_parquet, tmp_path):
+    """The student, what is trained of it and the schedule are the file's; ImageNet's splits are found in small."""
+    (pair, alignment, data, schedule, run), student, blocks = build(name)
+    values, _ = read(BOOTSTRAP[name])
+    tokens = values.get("num_latent_tokens") or student.config.num_latent_tokens
+    assert student.config.num_latent_tokens == len(student.base_model.latents.initial_rois) == tokens
+    assert student.config.image_size in (values.get("image_size"), 32, [32, 32])
+    assert (blocks, values["tune"]) in ((12, 4), (24, 8))
+    assert len(student.base_model.layers) == blocks - values["tune"]
+
+    tuned = bootstrap.freeze(student, pair, blocks)
+    assert tuned == {*student.base_model.layers[: values["tune"]].parameters()}
+    steps = IMAGES // run.batch_size
+    optimizer, scheduler = bootstrap.build_optimizer(student, tuned, schedule, steps, run.epochs)
+    assert max(group["initial_lr"] for group in optimizer.param_groups) == values["learning_rate"]
+    rate, warmup = scheduler.lr_lambdas[0], round(values["warmup_epochs"] * steps)
+    assert rate(warmup) == 1 and rate(values["epochs"] * steps) == pytest.approx(0, abs=1e-9)
+    assert (alignment.crop_scale, alignment.token_loss_weight, schedule.repeats) == ([0.5, 1.0], 0, 1)
+
+    for split in ("train", data.eval_split):
+        write_parquet(f"{split}-00000.parquet")
+    data.dataset = [str(tmp_path)]
+    train, evaluation = load_splits(data)
+    assert len(train) == len(evaluation) == 12
+
+
+@pytest.mark.parametrize("name", SEGMENT)
+def test_segmentation(name, build, tmp_path):
+    values, _ = read(SEGMENT[name])
+    _, student, _ = build(values["model"])
+    student.save_pretrained(tmp_path)
+    groups = [
+        *(segment.SegmenterArguments, segment.MaskedImageArguments, segment.AugmentationArguments),
+        *(segment.SegmentOptimizerArguments, segment.SegmentRunArguments),
+    ]
+    argv = ["--config", name, "--model", str(tmp_path)]
+    segmenter, data, _, optimization, run = parse_arguments(segment.PROG, "", groups, argv)
+    model, processor = segment.build_model(segmenter, data)
+    assert isinstance(model, SparseFormerForSemanticSegmentation) and data.reduce_labels
+    assert (model.config.num_latent_tokens, model.config.num_labels) == (256, 150)
+    assert dict(processor.size) == {"height": 512, "width": 512}
+    assert model.config.drop_path_rate == values["drop_path"]
+    rates = segment.learning_rate_factors(model, optimization.head_multiplier, optimization.layer_decay)
+    optimizer, _ = optimizer_with_schedule(model, optimization, 1, 80_000, rates=rates)
+    rates = {group["initial_lr"] for group in optimizer.param_groups if group["params"]}
+    assert max(rates) == pytest.approx(values["learning_rate"] * values["head_multiplier"])
+    assert (len(rates) > 3) == (values["layer_decay"] < 1) and run.batch_size == 32
+
+
+def in_full(name: str):
+    """The student of a recipe at its true size, without numbers in it, and the pixels that it sees."""
+    if name in SEGMENT:
+        values, _ = read(SEGMENT[name])
+        fields = {"num_latent_tokens": values["num_latent_tokens"], "num_labels": values["num_labels"]}
+        return SparseFormerForSemanticSegmentation(SparseFormerConfig.from_variant(values["model"], **fields)), 512
+    values, _ = read(BOOTSTRAP[name])
+    first = values
+    while "student" in first:
+        earlier, _ = read(BOOTSTRAP[first["student"]])
+        values, first = earlier | values, earlier
+    anatomy = read_anatomy(TEACHERS[values["teacher"]](small=False))
+    student_class = SparseFormerVisionModel
+    if anatomy.classifier is not None or anatomy.projection is not None:
+        projects = anatomy.classifier is None
+        student_class = SparseFormerVisionModelWithProjection if projects else SparseFormerForImageClassification
+    options = {"num_latent_tokens": values["num_latent_tokens"], "truncate": values["truncate"], "check": False}
+    # DINOv2 is made for 518 pixels and used with 224.
+    pixels = values.get("image_size") or (224 if "dinov2" in name else anatomy.image_size[0])
+    return student_class.from_teacher(anatomy, **options), pixels
+
+
+@pytest.mark.parametrize("name", [*BOOTSTRAP, *SEGMENT])
+def test_costs(name):
+    """What the comments say is counted, and, but for the head of segmentation, the paper's within a percent."""
+    with torch.device("meta"), fx_config.patch(meta_nonzero_assume_all_nonzero=True):
+        student, pixels = in_full(name)
+        macs = count_macs(student, pixels).macs_with_attention
+    _, comment = read((BOOTSTRAP | SEGMENT)[name])
+    parameters, billions = re.search(r"Counted: ([\d,]+) parameters, ([\d.]+) G multiply", comment).groups()
+    assert (parameters, billions) == (f"{student.num_parameters():,}", f"{macs / 1e9:.3f}")
+    if name in BOOTSTRAP and (printed := re.search(r"([\d.]+)G FLOPs", comment)):
+        assert float(printed[1]) == pytest.approx(macs / 1e9, rel=0.01)
+    if name in BOOTSTRAP and (printed := re.search(r"(\d+)M parameters", comment)):
+        assert float(printed[1]) == pytest.approx(student.num_parameters() / 1e6, rel=0.01)
+
+
+def test_names_that_are_none_and_files_of_that_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--teacher", "t", "--config"]
+    with pytest.raises(SystemExit):
+        parse_arguments(bootstrap.PROG, "", ARGUMENTS, [*argv, "augreg-bas-49-224"])
+    assert "is no file and no recipe; did you mean augreg-base-49-224, " in capsys.readouterr().err
+    # A run's folder has the recipe's name; a file has what it says.
+    (tmp_path / "dinov2-base").mkdir()
+    (tmp_path / "dinov2-small").write_text("output_dir: mine")
+    for size, folder in (("base", "dinov2-base"), ("small", "mine")):
+        *_, run = parse_arguments(bootstrap.PROG, "", ARGUMENTS, [*argv, f"dinov2-{size}"])
+        assert run.output_dir == folder
