@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
     model, optimizer, scheduler = prepare(accelerator, student.base_model, optimizer, scheduler)
     project = getattr(student, "visual_projection", nn.Identity())
     uses_labels = alignment.label_loss_weight > 0
-    align_tokens = TokenAlignment(student, anatomy) if alignment.token_loss_weight else None
+    align_tokens = TokenAlignment(student, anatomy, teacher_format.size) if alignment.token_loss_weight else None
     outputs_asked_for = align_tokens.arguments if align_tokens else {"output_tokens": False}
 
     hold_teacher(accelerator, teacher, classify_teacher)
