@@ -119,14 +119,14 @@ def load_vision_model(
 
 def _vision_class(config: PreTrainedConfig) -> type:
     """The class that a configuration was saved with, if Transformers or this package has it, or the base model where
-    that was for pretraining; else a classifier where there is one for such a configuration."""
+    that was for pretraining or a backbone; else a classifier where there is one for such a configuration."""
     architectures = config.architectures or ()
     if config.model_type == "timm_wrapper":
         # timm's own folders name no class.
         headless = "TimmWrapperModel" in architectures or not config.num_labels
         return TimmWrapperModel if headless else TimmWrapperForImageClassification
     for architecture in architectures:
-        if architecture.endswith(("ForPreTraining", "ForMaskedImageModeling")):
+        if architecture.endswith(("ForPreTraining", "ForMaskedImageModeling", "Backbone")):
             break
         for module in (modeling_sparseformer, transformers):
             if hasattr(module, architecture) and not architecture.endswith("ForImageClassification"):
@@ -159,8 +159,8 @@ def load_with_image_processor(
         files = ("preprocessor_config.json", "processor_config.json")
         if folder.is_dir() and not any((folder / file).exists() for file in files):
             raise ValueError(
-                f"{os.fspath(name)!r} does not say how its images are resized and normalized: it has no "
-                "preprocessor_config.json. Save the image processor of the model's family beside the weights."
+                f"Cannot load {os.fspath(name)!r} as {kind}: without a preprocessor_config.json it does not say how "
+                "its images are resized and normalized. Save the image processor of the model's family beside it."
             ) from error
         raise _cannot_load(name, kind, error) from error
 

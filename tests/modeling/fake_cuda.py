@@ -1,7 +1,8 @@
 """A CUDA device on a machine that has none: shapes, dtypes and devices are as they would be, and values do not exist.
 
 Tensors on the CPU stay real; what is moved to "cuda" or made there becomes a fake tensor (`FakeTensorMode`), which
-cannot meet one of the CPU. What is read back, for which a real device would have to be waited for, is 0, or True.
+cannot meet one of the CPU. What is read back, for which a real device would have to be waited for, is True or a number
+of choice.
 """
 
 import sys
@@ -17,12 +18,14 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 
 class FakeCuda(FakeTensorMode):
-    """`waits` counts what was read back, by the line of this package that read it."""
+    """`waits` counts what was read back, by the line of this package that read it; floating point numbers were
+    `number`, integers 0."""
 
     def __init__(self):
         super().__init__(allow_non_fake_inputs=True)
         self.waits = Counter()
         self.nested = False
+        self.number = 0.0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -30,7 +33,7 @@ class FakeCuda(FakeTensorMode):
             return function(*args, **kwargs)
         if function is torch.ops.aten._local_scalar_dense.default:
             self._wait()
-            return torch.full((), args[0].dtype == torch.bool, dtype=args[0].dtype, device="cpu").numpy().item()
+            return self._value(args[0].dtype)
         if self.nested:
             return super().__torch_dispatch__(function, types, args, kwargs)
         self.nested = True
@@ -41,7 +44,16 @@ class FakeCuda(FakeTensorMode):
             self.nested = False
         if any(isinstance(leaf, FakeTensor) and leaf.device.type == "cpu" for leaf in tree_iter(output)):
             self._wait()
-        return tree_map_only(FakeTensor, _read, output)
+        return tree_map_only(FakeTensor, self._read, output)
+
+    def _value(self, dtype: torch.dtype) -> bool | int | float:
+        return self.number if dtype.is_floating_point else True if dtype == torch.bool else 0
+
+    def _read(self, tensor: FakeTensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return real.fill_(self._value(tensor.dtype))
 
     def _fake(self, tensor: torch.Tensor) -> FakeTensor:
         return tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor)
@@ -55,13 +67,6 @@ class FakeCuda(FakeTensorMode):
 
 def _is_on_cuda(leaf) -> bool:
     return isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.type == "cuda")
-
-
-def _read(tensor: FakeTensor) -> torch.Tensor:
-    if tensor.device.type != "cpu":
-        return tensor
-    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    return real.fill_(tensor.dtype == torch.bool)
 
 
 _backward, _grad, _deepcopy = torch.Tensor.backward, torch.autograd.grad, torch.Tensor.__deepcopy__

@@ -3,10 +3,12 @@ the CPU meets one of the device, and in a step nothing waits for the device."""
 
 import importlib
 import io
+import math
 import shlex
 
 import datasets
 import pytest
+import torch
 from accelerate import Accelerator
 from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
@@ -72,6 +74,28 @@ def run(device, tmp_path, monkeypatch):
     return run
 
 
+def test_what_a_device_refuses(device):
+    """Tensors of the CPU, also as gradients; and that reading is seen."""
+
+    class Leaves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.cpu()
+
+    own, other = torch.ones(2, device="cuda", requires_grad=True), torch.ones(2)
+    with pytest.raises(FakeTensorDeviceMismatchError):
+        own + other
+    (own * other.to("cuda") * torch.tensor(3.0)).sum().backward()
+    assert own.grad.device == own.device and not device.waits
+    with pytest.raises(AssertionError, match="cpu"):
+        Leaves.apply(own).sum().backward()
+    assert device.waits.total() == 1 and own.sum().item() == 0 and device.waits.total() == 2
+
+
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -84,6 +108,13 @@ def run(device, tmp_path, monkeypatch):
 def test_recipe(recipe, options, run):
     steps = run(recipe, options)
     assert len(steps) == 1 and not any(steps), steps
+
+
+def test_the_first_loss_that_is_no_number_is_told_when_it_is_read(run, device):
+    """Both steps' losses are read after the second."""
+    device.number = math.nan
+    with pytest.raises(ValueError, match="The loss is nan at step 1, the first such, so training stopped. Lower "):
+        run("train", {"config_overrides": VIT})
 
 
 @pytest.mark.parametrize("options", [{"distill_kind": "soft"}, {"distill_kind": "hard", "mixed_precision": "no"}])
@@ -203,7 +234,7 @@ def test_evaluating_segmentation(device, tmp_path, student):
     model = SparseFormerForSemanticSegmentation.from_pretrained(student, num_labels=3, ignore_mismatched_sizes=True)
     model.save_pretrained(tmp_path / "model")
     evaluate = ["evaluate", "segmentation", "--model", str(tmp_path / "model"), "--dataset", str(tmp_path)]
-    for options in ([], ["--window", "32", "--stride", "16", "--flip"]):
+    for options in (["--picture", str(tmp_path / "maps.png")], ["--window", "32", "--stride", "16", "--flip"]):
         assert not cli.main([*evaluate, "--split", "train", *options])
 
 

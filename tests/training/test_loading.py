@@ -18,6 +18,7 @@ from transformers import (
     DeiTForMaskedImageModeling,
     DeiTImageProcessor,
     DeiTModel,
+    Dinov2Backbone,
     Dinov2Model,
     DINOv3ViTImageProcessor,
     PreTrainedModel,
@@ -135,10 +136,18 @@ def test_what_the_embedding_does_not_read_may_be_there_or_not(saved, loaded, tmp
     assert type(model) is loaded
     assert not any(part in name for name, _ in model.named_parameters() for part in ("pooler", "decoder"))
     with torch.no_grad():
-        embeddings = [
-            read_anatomy(source).embed(PIXELS) for source in (model, getattr(saved, "vit", saved).base_model)
-        ]
-    torch.testing.assert_close(*embeddings, rtol=0, atol=1e-6)
+        found, expected = (read_anatomy(source).embed(PIXELS) for source in (model, saved.base_model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_a_backbone_is_its_base_model(tmp_path):
+    saved = make(Dinov2Backbone)
+    model, _ = load_vision_model(write(saved, tmp_path / "model"), "cpu")
+    assert type(model) is Dinov2Model
+    with torch.no_grad():
+        [expected] = saved(PIXELS).feature_maps
+        found = read_anatomy(model).patch_tokens(PIXELS).mT.view(expected.shape)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_a_mask_token_may_be_missing(tmp_path):
@@ -229,7 +238,7 @@ def test_incomplete_timm_folders_are_refused(tmp_path):
 
 def test_a_folder_that_does_not_say_how_images_are_prepared(tmp_path):
     make(ViTModel).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="does not say how its images .* it has no preprocessor_config.json. Save"):
+    with pytest.raises(ValueError, match="without a preprocessor_config.json it does not say how its images are"):
         load_vision_model(tmp_path, "cpu")
     (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(ValueError, match="^Cannot load .* as a vision transformer: "):

@@ -1,6 +1,7 @@
 """Runs that are killed, resumed, refused or diverge."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -8,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import ViTConfig, ViTForImageClassification
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.training.loop import parameter_groups
+from frugalvit.training import train
+from frugalvit.training.loop import Checkpoints, parameter_groups, read_losses
 
 
 TIMES = {"images_per_second", "seconds"}
@@ -157,6 +160,48 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tiny_run, tmp_
     newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
     assert all(value.isfinite().all() for value in load_file(newest / "model.safetensors").values())
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_gradient_that_is_not_finite_reaches_no_checkpoint(tiny_run, tmp_path, monkeypatch):
+    """The loss of its step is finite, and the weights that it leaves are not."""
+    cross_entropy, calls = train.F.cross_entropy, []
+
+    def breaks_at_step_3(logits, *arguments, **options):
+        calls.append(logits)
+        loss = cross_entropy(logits, *arguments, **options)
+        return loss + (0 * logits).sum().sqrt() if len(calls) == 3 else loss
+
+    monkeypatch.setattr(train.F, "cross_entropy", breaks_at_step_3)
+    message = "The gradient's norm is nan at step 3, the first such, .* The checkpoint .*step-00000002 is kept"
+    with pytest.raises(ValueError, match=message):
+        tiny_run(checkpointing_steps=1)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_losses_that_are_read_later_tell_the_first_that_is_not_finite(tmp_path):
+    losses, checkpoints = [torch.tensor(loss) for loss in (1.0, 2.0, math.inf, math.nan)], Checkpoints(None, tmp_path)
+    assert read_losses(Accelerator(), losses[:2], 8, checkpoints) == [1, 2]
+    with pytest.raises(ValueError, match="The loss is inf at step 9, .* There is no checkpoint yet."):
+        read_losses(Accelerator(), losses, 10, checkpoints)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0, 1e-3])
+def test_metrics_are_written_as_the_run_goes(tiny_run, tmp_path, monkeypatch, max_grad_norm):
+    seen, evaluate = [], train.evaluate_classifier
+
+    def watch(*arguments):
+        seen.append((tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(train, "evaluate_classifier", watch)
+    tiny_run(logging_steps=2, max_grad_norm=max_grad_norm)
+    log = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [len(lines) for lines in seen] == [2, 5] and seen[1] == log[:5] and len(log) == 6
+    for line in (*log[:2], *log[3:5]):
+        record = json.loads(line)
+        assert record.keys() == {"step", "loss", "learning_rate", "gradient_norm", "images_per_second"}
+        # Before it is clipped.
+        assert record["gradient_norm"] > 0.1 and record["images_per_second"] > 0
 
 
 def decayed_names(model):
