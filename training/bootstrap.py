@@ -280,10 +280,8 @@ def main(argv: list[str] | None = None) -> int:
     for line in introduce(costs, (teacher, student), sizes):
         accelerator.print(line)
     length = f"{run.epochs} x {loader.steps_per_epoch:,} x {run.batch_size:,}"
-    evaluated = (
-        "not evaluated" if eval_images is None else f"evaluated on {len(eval_images):,} images, {data.evaluated}"
-    )
-    accelerator.print(f"Recipe {pair.recipe}; epochs x steps x images: {length}; {evaluated}.")
+    evaluated = "not" if eval_images is None else f"on {len(eval_images):,} images, {data.evaluated}"
+    accelerator.print(f"Recipe {pair.recipe}; epochs x steps x images: {length}; evaluated {evaluated}.")
 
     optimizer, scheduler = build_optimizer(student, tuned, schedule, loader.steps_per_epoch, run.epochs)
     student.to(accelerator.device)

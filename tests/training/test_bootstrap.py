@@ -21,7 +21,8 @@ from transformers import (
 
 from frugalvit import SparseFormerVisionModel, SparseFormerVisionModelWithProjection
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
-from frugalvit.training import bootstrap
+from frugalvit.training import bootstrap, comparison
+from frugalvit.training.macs import count_macs
 
 
 SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
@@ -358,3 +359,99 @@ def test_an_embedding_has_no_classes_to_compare(teacher, tmp_path):
 def test_open_clip_models_that_cannot_be_loaded(name, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(name, tmp_path / "out")
+
+
+def resolve(argv, size):
+    groups = [bootstrap.StudentArguments, bootstrap.AlignmentArguments, bootstrap.ScheduleArguments]
+    argv = ["--teacher", "t", "--output_dir", "o", *argv]
+    arguments = bootstrap.parse_arguments("test", "", [*groups, bootstrap.BootstrapRunArguments], argv)
+    bootstrap.apply_recipe(arguments, size)
+    return {name: value for group in arguments for name, value in vars(group).items()}
+
+
+@pytest.mark.parametrize(
+    ("argv", "size", "expected"),
+    [
+        ([], (32, 32), {"recipe": "small", "learning_rate": 6e-3, "epochs": 20, "batch_size": 64, "repeats": 2}),
+        ([], (96, 96), {"recipe": "small", "truncate": 1, "crop_scale": [0.8, 1.0], "token_loss_weight": 4}),
+        ([], (96, 128), {"recipe": "paper", "learning_rate": 2e-4, "epochs": 20, "batch_size": 128, "repeats": 1}),
+        ([], (384, 384), {"recipe": "paper", "truncate": 1 / 3, "token_loss_weight": 0, "config_overrides": ""}),
+        (["--recipe", "paper"], (32, 32), {"recipe": "paper", "warmup_epochs": 1, "config_overrides": ""}),
+        (["--recipe", "small"], (224, 224), {"recipe": "small", "warmup_epochs": 0.5}),
+        (
+            ["--learning_rate", "1e-3", "--repeats", "1"],
+            (32, 32),
+            {"learning_rate": 1e-3, "repeats": 1, "truncate": 1},
+        ),
+        (["--token_loss_weight", "0", "--batch_size", "8"], (32, 32), {"token_loss_weight": 0, "batch_size": 8}),
+        (["--teacher_cache", "c"], (32, 32), {"recipe": "small", "token_loss_weight": 0}),
+        (["--student", "s"], (32, 32), {"recipe": "paper", "learning_rate": 5e-5, "epochs": 5, "warmup_epochs": 0}),
+        (
+            ["--student", "s", "--recipe", "small"],
+            (32, 32),
+            {"learning_rate": 1.5e-3, "epochs": 5, "token_loss_weight": 4, "config_overrides": ""},
+        ),
+    ],
+)
+def test_the_recipe_fits_the_images_and_what_is_given_goes_before(argv, size, expected):
+    resolved = resolve(argv, size)
+    assert {name: resolved[name] for name in expected} == expected
+
+
+def test_given_configuration_goes_before_the_recipes():
+    given = "stem_channels=8,hidden_act=gelu,pooled_class_tokens=[0,1]"
+    name, *recipes_own = bootstrap.RECIPES["small"]["config_overrides"].split(",")
+    overrides = resolve(["--config_overrides", given], (32, 32))["config_overrides"]
+    assert name == "stem_channels=48"
+    values = bootstrap.read_values("config_overrides", overrides)
+    assert values.pop("stem_channels") == 8 and values.pop("hidden_act") == "gelu"
+    assert values.pop("pooled_class_tokens") == [0, 1]
+    assert [f"{name}={value}" for name, value in values.items()] == recipes_own
+    # What is recorded gives the same when it is read again.
+    assert resolve(["--config_overrides", overrides], (32, 32))["config_overrides"] == overrides
+
+
+def test_says_what_it_does_and_ends_with_both_side_by_side(teacher, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(comparison, "LIMIT", 0.1)
+    arguments = {"images": 64, "epochs": 1}
+    options = ("--recipe", "small", "--compare", "true")
+    results = run(teacher, tmp_path / "out", *options, **arguments)
+    model = AutoModelForImageClassification.from_pretrained(teacher)
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    rows, best = results["comparison"], results["best"]
+    assert [row["parameters"] for row in rows] == [model.num_parameters(), student.num_parameters()]
+    assert [row["tokens"] for row in rows] == [17, 4]
+    assert [row["macs"] for row in rows] == [count_macs(either, 32).macs_with_attention for either in (model, student)]
+    assert [row["accuracy"] for row in rows] == [best["teacher_accuracy"], best["accuracy"]]
+    assert all(row["images/s, 1"] > 0 and row["images/s, 32"] > 0 for row in rows)
+
+    printed = capsys.readouterr().out
+    starts = ("Teacher", "Student", "Recipe")
+    first, second, third = [line for line in printed.splitlines() if line.startswith(starts)]
+    assert first.startswith(f"Teacher: ViTForImageClassification, {model.num_parameters():,} parameters, ")
+    assert second.startswith(f"Student: SparseFormerForImageClassification, {student.num_parameters():,} parameters, ")
+    assert "4 tokens, 32 x 32 pixels." in second
+    assert third.startswith("Recipe small; epochs x steps x images: 1 x 4 x 32; evaluated on 64 images")
+    assert "images/s, 32" in printed
+
+    # What is finished is compared again.
+    speeds = [{"images/s, 1": 10.0, "images/s, 32": 20.0}, {"images/s, 1": 5.0, "images/s, 32": 30.0}]
+    for student_speeds, warns in ((speeds[1], True), ({"images/s, 1": 11.0, "images/s, 32": 30.0}, False)):
+        AcceleratorState._reset_state(True)
+        monkeypatch.setattr(bootstrap, "compare_speeds", lambda *_, last=student_speeds: [speeds[0], last])
+        again = run(teacher, tmp_path / "out", *options, **arguments)
+        assert again["comparison"][1]["images/s, 1"] == student_speeds["images/s, 1"]
+        warning = "Warning: the student is not faster than its teacher, 0.50 times its images/s in batches of 1. Fewer"
+        assert (warning in capsys.readouterr().out) == warns
+
+
+def test_a_comparison_of_what_has_no_classes_and_of_other_pixels(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(comparison, "LIMIT", 0.1)
+    name, _ = save_clip(tmp_path / "clip")
+    results = run(name, tmp_path / "out", "--compare", "true", "--image_size", "48", images=64, epochs=1)
+    teacher, student = results["comparison"]
+    assert teacher["alignment"] is None and student["alignment"] == results["best"]["alignment"]
+    clip = CLIPModel.from_pretrained(tmp_path / "clip")
+    of_images = [*clip.vision_model.parameters(), *clip.visual_projection.parameters()]
+    assert teacher["parameters"] == sum(parameter.numel() for parameter in of_images)
+    assert student["macs"] > 0 and "48 x 48 pixels" in capsys.readouterr().out
