@@ -266,8 +266,9 @@ def student_discrepancies(anatomy: Anatomy, student: nn.Module) -> dict[str, tor
     device, dtype = base.latents.initial_rois.device, base.transition.weight.dtype
     with evaluating(anatomy.model):
         images = anatomy.example()
-        states, embedding = anatomy.states(images), anatomy.embed(images)
-        patch_tokens = anatomy.patch_tokens(images)
+        with anatomy.watch() as states:
+            embedding = anatomy.embed(images)
+        patch_tokens = anatomy.normalize(states[-1])[:, anatomy.num_prefix_tokens :]
     tokens = states[len(states) - 1 - len(base.layers)].to(device, dtype)
     rois = patch_rois(anatomy.grid).to(device).expand(len(tokens), -1, -1)
     final, pooled = base.run_cortex(tokens, rois)

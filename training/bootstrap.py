@@ -247,14 +247,14 @@ def main(argv: list[str] | None = None) -> int:
     apply_recipe(arguments, teacher_format.size)
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
 
+    train_images, eval_images = load_splits(data, learns_labels=alignment.label_loss_weight > 0)
     teacher.requires_grad_(False).to(accelerator.device)
-    anatomy = read_anatomy(teacher)
-    check_teacher(anatomy, pair, alignment, teacher_format.size, accelerator.distributed_type)
+    anatomy = read_anatomy(teacher, teacher_format.size)
+    check_teacher(anatomy, pair, alignment, accelerator.distributed_type)
     student = build_student(pair, anatomy, teacher_format)
     student_format = format_of(student.config)
     tuned = freeze(student, pair, len(anatomy.blocks))
 
-    train_images, eval_images = load_splits(data, learns_labels=alignment.label_loss_weight > 0)
     classify, classify_teacher = getattr(student, "classifier", None), anatomy.classifier
     if classify is None and (alignment.loss == "kl" or alignment.label_loss_weight):
         raise ValueError(
@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
     model, optimizer, scheduler = prepare(accelerator, student.base_model, optimizer, scheduler)
     project = getattr(student, "visual_projection", nn.Identity())
     uses_labels = alignment.label_loss_weight > 0
-    align_tokens = TokenAlignment(student, anatomy, teacher_format.size) if alignment.token_loss_weight else None
+    align_tokens = TokenAlignment(student, anatomy) if alignment.token_loss_weight else None
     outputs_asked_for = align_tokens.arguments if align_tokens else {"output_tokens": False}
 
     hold_teacher(accelerator, teacher, classify_teacher)
@@ -387,7 +387,6 @@ def check_teacher(
     teacher: Anatomy,
     pair: StudentArguments,
     alignment: AlignmentArguments,
-    size: tuple[int, int],
     sharing: DistributedType,
 ):
     """Raise a ValueError if the teacher does not take the images that its image processor makes, or if its tokens
@@ -395,12 +394,12 @@ def check_teacher(
     teacher.require_plain("bootstrap from", embeds=True)
     with torch.inference_mode():
         try:
-            teacher.embed(teacher.example()[:1, :, :1, :1].expand(-1, -1, *size))
+            teacher.embed(teacher.example()[:1])
         # Models fail in more ways than can be listed.
         except Exception as error:
             raise ValueError(
-                f"--teacher {pair.teacher} takes images of {' x '.join(map(str, teacher.image_size))} pixels, and its "
-                f"image processor makes {' x '.join(map(str, size))}: {' '.join(str(error).split())[:200]}"
+                f"--teacher {pair.teacher} does not take what its image processor makes, images of "
+                f"{' x '.join(map(str, teacher.image_size))} pixels: {' '.join(str(error).split())[:200]}"
             ) from error
     if alignment.token_loss_weight:
         for reason, applies in (

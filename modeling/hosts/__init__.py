@@ -1,12 +1,14 @@
 """Vision transformers of other libraries and of this package, read into one `Anatomy`."""
 
+import functools
+
 from torch import nn
 
 from . import open_clip, timm, transformers
 from .anatomy import Anatomy, Obstacle, activation_name
 
 
-def read_anatomy(model: nn.Module | Anatomy) -> Anatomy:
+def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None = None) -> Anatomy:
     """Read a vision transformer: one of Transformers, timm, open_clip or this package, a model with a tower of one, or
     a wrapper around one.
 
@@ -15,6 +17,9 @@ def read_anatomy(model: nn.Module | Anatomy) -> Anatomy:
 
     Args:
         model (`nn.Module` or `Anatomy`): The model; what was read already comes back as it is.
+        image_size (pair of `int`, *optional*):
+            Height and width in pixels of the images that it will see, if not those of its configuration: DINOv2's says
+            518 pixels, and its image processor 224.
 
     Raises:
         ValueError: if it is no model, or one that reads text alone.
@@ -34,7 +39,9 @@ def read_anatomy(model: nn.Module | Anatomy) -> Anatomy:
         anatomy = transformers.read(part)
     else:
         anatomy = Anatomy(part, [], obstacle="it has no list of transformer blocks that is known")
-    anatomy.source, anatomy.read = model, read_anatomy
+    anatomy.source, anatomy.read = model, functools.partial(read_anatomy, image_size=image_size)
+    if image_size is not None and tuple(image_size) != anatomy.image_size and not anatomy.obstacle:
+        anatomy.see(image_size)
     return anatomy
 
 

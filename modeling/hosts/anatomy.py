@@ -316,11 +316,11 @@ class Anatomy:
     def num_prefix_tokens(self) -> int:
         return self.num_class_tokens + self.num_register_tokens
 
-    def grid_of(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Height and width in patches of images of that many pixels, which may be others than `image_size`."""
-        return tuple(
-            round(pixels * count / own) for pixels, count, own in zip(size, self.grid, self.image_size, strict=True)
-        )
+    def see(self, image_size: tuple[int, int]):
+        """Be of images of another size; the model interpolates its positions for them, which are not known here."""
+        sizes = zip(image_size, self.grid, self.image_size, strict=True)
+        self.grid = tuple(round(pixels * count / own) for pixels, count, own in sizes)
+        self.image_size, self.positions = tuple(image_size), None
 
     @property
     def embedding_size(self) -> int:
@@ -349,8 +349,11 @@ class Anatomy:
 
     def patch_tokens(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """The patches' tokens after the last block, normalized if the model does, `(batch, patches, hidden_size)`."""
-        *_, tokens = self.states(pixel_values)
-        return _normalize(self.norm, tokens)[:, self.num_prefix_tokens :]
+        return self.normalize(self.states(pixel_values)[-1])[:, self.num_prefix_tokens :]
+
+    def normalize(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens after the last block, by the final norm, if there is one."""
+        return _normalize(self.norm, tokens)
 
     def states(self, pixel_values: torch.Tensor) -> list[torch.Tensor]:
         """Tokens before the first block and after each, `(batch, prefix + patches, hidden_size)`."""
@@ -379,7 +382,7 @@ class Anatomy:
 
     def pool(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens after the last block, `(batch, prefix + patches, hidden_size)`, to the embedding, as it was read."""
-        tokens = tokens if self.pool_before_norm else _normalize(self.norm, tokens)
+        tokens = tokens if self.pool_before_norm else self.normalize(tokens)
         latent = tokens[:, self.num_prefix_tokens :]
         if self.pooling == "cls":
             pooled = tokens[:, self.class_tokens or range(self.num_class_tokens)].flatten(1)
@@ -391,7 +394,7 @@ class Anatomy:
             pooled = self.pooling_head(tokens if self.pooling == "attention" else latent)
         else:
             pooled = (tokens if self.pooling == "mean" else latent).mean(1)
-        pooled = _normalize(self.norm, pooled) if self.pool_before_norm else pooled
+        pooled = self.normalize(pooled) if self.pool_before_norm else pooled
         return pooled if self.projection is None else self.projection(pooled)
 
     def rotation(self, dtype: torch.dtype = torch.float32) -> Callable | None:
@@ -424,14 +427,14 @@ class Anatomy:
         """What is compared by `check`, each as the largest difference relative to the largest value."""
         with evaluating(self.model):
             images, found = self.example(), {}
-            states = self.states(images)
+            with self.watch() as states:
+                embedding = self.run(images)
             tokens, rotate = states[0], self.rotation(states[0].dtype)
             for index, (block, expected) in enumerate(zip(self.blocks, states[1:], strict=True)):
                 tokens = block(tokens, rotate)
                 name = f"its block {index} ({type(block.module).__name__})"
                 found[f"{name} computes something else than a plain pre-norm block"] = difference(tokens, expected)
             if self.embedding_obstacle is None:
-                embedding = self.embed(images)
                 found["it embeds an image in another way each time"] = difference(self.embed(images), embedding)
                 found["it pools its tokens in another way"] = difference(self.pool(tokens), embedding)
                 if self.classifier is not None:

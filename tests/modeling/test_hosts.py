@@ -86,6 +86,13 @@ class TestReading:
     def test_in_half_precision_it_is_checked_in_float32(self):
         read_anatomy(KINDS["dinov2-registers-classifier"].make().to(torch.bfloat16)).check()
 
+    @pytest.mark.parametrize("name", ["dinov2-registers-classifier", "dinov3", "radio", "pixio"])
+    def test_it_may_see_other_images_than_its_configuration_says(self, name):
+        anatomy = read_anatomy(KINDS[name].make(), image_size=(24, 32) if name != "pixio" else (24, 24))
+        assert anatomy.grid == ((6, 8) if name != "pixio" else (6, 6))
+        anatomy.check()
+        assert max(student_discrepancies(anatomy, make_student(anatomy)).values()) < TOLERANCE
+
     def test_what_was_read_comes_back_as_it_is(self):
         anatomy = read_anatomy(KINDS["vit"].make())
         assert read_anatomy(anatomy) is anatomy
@@ -133,7 +140,7 @@ class TestStudents:
 
     def test_tokens_align_with_the_teachers(self, anatomy):
         student = make_student(anatomy)
-        alignment = TokenAlignment(student, anatomy, anatomy.image_size)
+        alignment = TokenAlignment(student, anatomy)
         outputs = student.base_model(anatomy.example(), **alignment.arguments)
         loss = alignment(outputs, anatomy.states(anatomy.example()))
         loss.backward()
