@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
+from torch._dynamo.utils import counters
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -357,3 +358,14 @@ def test_an_embedding_has_no_classes_to_compare(teacher, tmp_path):
 def test_open_clip_models_that_cannot_be_loaded(name, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(name, tmp_path / "out")
+
+
+def test_a_compiled_teacher_says_the_same(teacher, tmp_path):
+    """Also to those who watch its blocks."""
+    options = ("--token_loss_weight", "1", "--max_grad_norm", "0")
+    expected = run(teacher, tmp_path / "plain", *options, epochs=1)["epochs"][0]
+    counters.clear()
+    compiled = run(teacher, tmp_path / "compiled", *options, "--compile_teacher", epochs=1)["epochs"][0]
+    for name in ("train_loss", "alignment", "teacher_accuracy"):
+        assert compiled[name] == pytest.approx(expected[name], rel=1e-4)
+    assert counters["stats"]["unique_graphs"] > 0
