@@ -12,7 +12,7 @@ tokens or pixels. `recipes/` has a file for each student of the paper.
 import json
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -298,16 +298,18 @@ def main(argv: list[str] | None = None) -> int:
     align_tokens = TokenAlignment(student, anatomy) if alignment.token_loss_weight else None
     outputs_asked_for = align_tokens.arguments if align_tokens else {"output_tokens": False}
 
+    # Throughout, so that a compiled teacher is watched, too.
+    watching = ExitStack()
+    states = watching.enter_context(anatomy.watch()) if align_tokens else []
     hold_teacher(accelerator, teacher, classify_teacher)
     # Not in evaluation, which asks about each batch once and ends with a smaller one.
     embed_in_training = torch.compile(anatomy.embed) if pair.compile_teacher else anatomy.embed
 
     def ask_teacher(batch):
         images = batch.get("teacher_pixel_values", batch["pixel_values"])
-        watch = anatomy.watch() if align_tokens else nullcontext()
-        with torch.inference_mode(), accelerator.autocast(), watch as states:
+        with torch.inference_mode(), accelerator.autocast():
             target = embed_in_training(images).float()
-        batch["teacher_tokens"] = states
+        batch["teacher_tokens"] = list(states)
         # Out of inference mode, so that the loss may keep it for its gradient.
         return target.clone()
 
@@ -350,6 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         metric="alignment",
         before_epoch=lambda epoch: cache.open(loader.sampler.views_of(epoch)) if cache else None,
     )
+    watching.close()
     accelerator.print(f"{describe(pair, student, uses_labels, state)} See {run.output_dir}.")
     if run.compare and accelerator.is_main_process:
         compare(anatomy, type(student), sizes, costs, Path(run.output_dir), state)
@@ -401,13 +404,11 @@ def check_teacher(
                 f"--teacher {pair.teacher} does not take what its image processor makes, images of "
                 f"{' x '.join(map(str, teacher.image_size))} pixels: {' '.join(str(error).split())[:200]}"
             ) from error
-    if alignment.token_loss_weight:
-        for reason, applies in (
-            ("hidden states, which FSDP's classes do not record", sharing == DistributedType.FSDP),
-            ("what the teacher's blocks hold, which --compile_teacher hides", pair.compile_teacher),
-        ):
-            if applies:
-                raise ValueError(f"--token_loss_weight needs {reason}; give --token_loss_weight 0, or leave that out.")
+    if alignment.token_loss_weight and sharing == DistributedType.FSDP:
+        raise ValueError(
+            "--token_loss_weight needs hidden states, which FSDP's classes do not record; give --token_loss_weight 0, "
+            "or leave FSDP out."
+        )
 
 
 def build_student(
