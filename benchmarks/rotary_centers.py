@@ -19,10 +19,10 @@ from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, V
 
 from frugalvit.modeling.layers import rotary_table
 from frugalvit.modeling.modeling_sparseformer import SparseFormerModel
-from frugalvit.tables import format_table
 from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import EvalView, ImageFormat
 from frugalvit.training.data import SUBSET, decode_image, load_images
+from frugalvit.training.tables import format_table
 from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, spread, write_table
 
 
@@ -71,7 +71,7 @@ def bootstrap_student(arguments, teacher: Path, name: str, seed: int) -> dict:
     argv = [
         *("--teacher", str(teacher), "--train_split", f"train[:{arguments.images}]", "--seed", str(seed)),
         *("--batch_size", "64", "--epochs", str(arguments.epochs), "--learning_rate", str(arguments.learning_rate)),
-        *("--config_overrides", STUDENT, "--token_loss_weight", "2"),
+        *("--config_overrides", STUDENT, "--token_loss_weight", "2", "--recipe", "paper", "--no_compare"),
     ]
     return run_recipe(bootstrap, arguments.runs_dir / folder_name(name, seed), argv)
 

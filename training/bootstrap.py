@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 
 from ..configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
@@ -248,6 +249,7 @@ def main(argv: list[str] | None = None) -> int:
 
     teacher.requires_grad_(False).to(accelerator.device)
     anatomy = read_anatomy(teacher)
+    check_teacher(anatomy, pair, alignment, teacher_format.size, accelerator.distributed_type)
     student = build_student(pair, anatomy, teacher_format)
     student_format = format_of(student.config)
     tuned = freeze(student, pair, len(anatomy.blocks))
@@ -293,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
     model, optimizer, scheduler = prepare(accelerator, student.base_model, optimizer, scheduler)
     project = getattr(student, "visual_projection", nn.Identity())
     uses_labels = alignment.label_loss_weight > 0
-    align_tokens = TokenAlignment(student, anatomy) if alignment.token_loss_weight else None
+    align_tokens = TokenAlignment(student, anatomy, teacher_format.size) if alignment.token_loss_weight else None
     outputs_asked_for = align_tokens.arguments if align_tokens else {"output_tokens": False}
 
     hold_teacher(accelerator, teacher, classify_teacher)
@@ -379,6 +381,34 @@ def apply_recipe(arguments: Sequence, size: tuple[int, int]):
         for name, value in values.items():
             if getattr(group, name, value) is None:
                 setattr(group, name, value)
+
+
+def check_teacher(
+    teacher: Anatomy,
+    pair: StudentArguments,
+    alignment: AlignmentArguments,
+    size: tuple[int, int],
+    sharing: DistributedType,
+):
+    """Raise a ValueError if the teacher does not take the images that its image processor makes, or if its tokens
+    cannot be aligned in such a run."""
+    teacher.require_plain("bootstrap from", embeds=True)
+    with torch.inference_mode():
+        try:
+            teacher.embed(teacher.example()[:1, :, :1, :1].expand(-1, -1, *size))
+        # Models fail in more ways than can be listed.
+        except Exception as error:
+            raise ValueError(
+                f"--teacher {pair.teacher} takes images of {' x '.join(map(str, teacher.image_size))} pixels, and its "
+                f"image processor makes {' x '.join(map(str, size))}: {' '.join(str(error).split())[:200]}"
+            ) from error
+    if alignment.token_loss_weight:
+        for reason, applies in (
+            ("hidden states, which FSDP's classes do not record", sharing == DistributedType.FSDP),
+            ("what the teacher's blocks hold, which --compile_teacher hides", pair.compile_teacher),
+        ):
+            if applies:
+                raise ValueError(f"--token_loss_weight needs {reason}; give --token_loss_weight 0, or leave that out.")
 
 
 def build_student(

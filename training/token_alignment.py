@@ -22,6 +22,7 @@ class TokenAlignment:
     Args:
         student (`SparseFormerForImageClassification`): Has the teacher's blocks but the leading ones.
         teacher (`Anatomy`): Of the teacher.
+        teacher_size (pair of `int`): Height and width of the teacher's images in pixels.
 
     Raises:
         ValueError: if the student has more blocks than the teacher.
@@ -30,8 +31,8 @@ class TokenAlignment:
     # What the student is to be called with.
     arguments = {"output_hidden_states": True, "output_rois": True}
 
-    def __init__(self, student: nn.Module, teacher: Anatomy):
-        self.grid, self.skipped = teacher.grid, student.config.num_prefix_tokens
+    def __init__(self, student: nn.Module, teacher: Anatomy, teacher_size: tuple[int, int]):
+        self.grid, self.skipped = teacher.grid_of(teacher_size), student.config.num_prefix_tokens
         self.depths = len(student.base_model.layers) + 1
         if self.depths - 1 > len(teacher.blocks):
             raise ValueError(

@@ -27,6 +27,44 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
+def rotary_table(
+    centers: torch.Tensor, theta: float, scale: tuple[float, float], shift: tuple[float, float], head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the angles by which a token's queries and keys are rotated, in float32.
+
+    Rotary positions (Su et al. 2021, arXiv 2104.09864) of two axes, each with a quarter of the channels' frequencies:
+    a token at `(y, x)` has the angles (scale * center + shift) * theta^(-i / n), i = 0, …, n - 1, n = head_dim / 4.
+    With scale = 4 pi and shift = -2 pi these are 2 pi (2 c - 1) f, DINOv3's (Siméoni et al. 2025, arXiv 2508.10104);
+    EVA-02 (Fang et al. 2023, arXiv 2303.11331) counts patches. Neither needs a grid: the formula holds at any center.
+
+    Args:
+        centers (`torch.Tensor`): `(..., 2)` as y, x, 0 to 1 across the image.
+        theta (`float`): Base of the frequencies.
+        scale, shift (pair of `float`): From centers to coordinates, y first.
+        head_dim (`int`): Channels of a head, a multiple of 4.
+
+    Returns:
+        pair of `torch.Tensor`: `(..., head_dim / 2)`, first the frequencies of y, then those of x.
+    """
+    # Numbers of Python instead of tensors, which a device would wait for.
+    axes = zip(centers.float().unbind(-1), scale, shift, strict=True)
+    coordinates = torch.stack([center * factor + offset for center, factor, offset in axes], dim=-1)
+    steps = torch.arange(head_dim // 4, device=centers.device, dtype=torch.float32) / (head_dim // 4)
+    angles = (coordinates.unsqueeze(-1) * theta**-steps).flatten(-2)
+    return angles.cos(), angles.sin()
+
+
+def rotate_half(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate channel i with channel i + head_dim / 2, for each token by its angles.
+
+    Args:
+        states (`torch.Tensor`): `(batch, heads, tokens, head_dim)`.
+        cos, sin (`torch.Tensor`): What broadcasts with `(batch, heads, tokens, head_dim / 2)`.
+    """
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
 class SelfAttention(nn.Module):
     """Multi-head attention through Transformers' attention interface, of tokens to themselves or of other queries.
 
@@ -35,9 +73,19 @@ class SelfAttention(nn.Module):
         hidden_size (`int`): Width of the tokens.
         num_heads (`int`): Heads; divides `hidden_size`.
         qkv_bias (`bool`): Biases on queries, keys and values.
+        head_norm (`Callable`, *optional*): Makes the norm of each head's queries and keys, given their width.
+        output_norm (`Callable`, *optional*): Makes the norm before the output projection.
     """
 
-    def __init__(self, config, hidden_size: int, num_heads: int, qkv_bias: bool = True):
+    def __init__(
+        self,
+        config,
+        hidden_size: int,
+        num_heads: int,
+        qkv_bias: bool = True,
+        head_norm: Callable[[int], nn.Module] | None = None,
+        output_norm: Callable[[int], nn.Module] | None = None,
+    ):
         super().__init__()
         self.config = config
         self.head_dim = hidden_size // num_heads
@@ -46,13 +94,22 @@ class SelfAttention(nn.Module):
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
         self.k_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+        self.q_norm = head_norm(self.head_dim) if head_norm else None
+        self.k_norm = head_norm(self.head_dim) if head_norm else None
+        self.output_norm = output_norm(hidden_size) if output_norm else None
         self.o_proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(
-        self, hidden_states: torch.Tensor, queries: torch.Tensor | None = None, **kwargs
+        self,
+        hidden_states: torch.Tensor,
+        queries: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens `(batch, tokens, hidden_size)`, and `queries` of that width where not the tokens themselves ask, to
-        the shape of what asks; and the attention weights if the implementation has them."""
+        the shape of what asks; and the attention weights if the implementation has them. `position_embeddings` are
+        cosines and sines, `(batch, rotated tokens, head_dim / 2)`, of the last tokens; queries that are fewer than the
+        tokens are the first of them."""
         queries = hidden_states if queries is None else queries
 
         def heads(states: torch.Tensor) -> torch.Tensor:
@@ -60,11 +117,26 @@ class SelfAttention(nn.Module):
 
         query, key = heads(self.q_proj(queries)), heads(self.k_proj(hidden_states))
         value = heads(self.v_proj(hidden_states))
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if position_embeddings is not None:
+            cos, sin = (table.unsqueeze(1).to(query.dtype) for table in position_embeddings)
+            fixed = key.shape[2] - cos.shape[2]
+            rotated = query.shape[2] - fixed
+            query, key = (
+                torch.cat(
+                    [states[:, :, :fixed], rotate_half(states[:, :, fixed:], cos[:, :, :count], sin[:, :, :count])], 2
+                )
+                for states, count in ((query, max(rotated, 0)), (key, cos.shape[2]))
+            )
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
         output, weights = attention(self, query, key, value, None, scaling=self.scaling, **kwargs)
-        return self.o_proj(output.reshape(queries.shape)), weights
+        output = output.reshape(queries.shape)
+        if self.output_norm is not None:
+            output = self.output_norm(output)
+        return self.o_proj(output), weights
 
 
 def activation(name: str) -> nn.Module:
@@ -79,16 +151,38 @@ def activation(name: str) -> nn.Module:
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between."""
+    """Two linear layers with an activation between; with a gate, that is activated and multiplied with the first.
 
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str):
+    Args:
+        hidden_size, intermediate_size (`int`): Widths.
+        hidden_act (`str`): One of Transformers' activations.
+        gated (`bool`): With a gate (Shazeer 2020, arXiv 2002.05202), SwiGLU for `hidden_act="silu"`.
+        norm (`Callable`, *optional*): Makes the norm before the second layer, given its width.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        hidden_act: str,
+        gated: bool = False,
+        norm: Callable[[int], nn.Module] | None = None,
+    ):
         super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size) if gated else None
         self.fc1 = nn.Linear(hidden_size, intermediate_size)
         self.activation = activation(hidden_act)
+        self.norm = norm(intermediate_size) if norm else None
         self.fc2 = nn.Linear(intermediate_size, hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.activation(self.fc1(hidden_states)))
+        inner = self.fc1(hidden_states)
+        inner = (
+            self.activation(inner)
+            if self.gate_proj is None
+            else self.activation(self.gate_proj(hidden_states)) * inner
+        )
+        return self.fc2(inner if self.norm is None else self.norm(inner))
 
 
 def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor:
@@ -280,7 +374,8 @@ class GenericForImageClassification:
         super().__init__(config)
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, self.model_class(config))
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        width = getattr(config, "pooled_size", config.hidden_size)
+        self.classifier = nn.Linear(width, config.num_labels) if config.num_labels > 0 else nn.Identity()
         names = [field.name for field in fields(self.output_class)]
         self.passed_on = [name for name in names if name not in ("loss", "logits")]
         self.post_init()

@@ -134,6 +134,24 @@ def model_card(model: "HubModel") -> ModelCard:
     )
 
 
+def import_from_package(module: str, purpose: str):
+    """A module that saved models do not carry, of the installed frugalvit.
+
+    Args:
+        module (`str`): Its name within `frugalvit.modeling`.
+        purpose (`str`): What it is for, for the message.
+
+    Raises:
+        ImportError: if frugalvit is not installed.
+    """
+    try:
+        return importlib.import_module(f"frugalvit.modeling.{module}")
+    except ModuleNotFoundError as error:
+        if error.name and not error.name.startswith("frugalvit"):
+            raise
+        raise ImportError(f"{purpose} needs frugalvit, which is not installed here: pip install frugalvit.") from None
+
+
 class HubModel(PreTrainedModel):
     """A `PreTrainedModel` whose `save_pretrained` (and so `Trainer` and `push_to_hub`) writes a folder that loads with
     `trust_remote_code=True` where frugalvit is not installed.

@@ -6,7 +6,9 @@ the configuration. Weights load from the authors' checkpoints through `frugalvit
 """
 
 import copy
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +29,10 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_base import pair
 from .configuration_sparseformer import SparseFormerConfig
-from .context_broadcast import ContextBroadcast, insert_modules
-from .hub import HubModel, image_processor_config
-from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path
+from .context_broadcast import ContextBroadcast, broadcast_layers
+from .hub import HubModel, image_processor_config, import_from_package
+from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path, rotary_table
 from .segmentation import SegmentationHead, semantic_segmentation_loss
-from .teachers import check_inherited_block, read_teacher
 
 
 @dataclass
@@ -189,12 +190,15 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
         padding_mode (`str`): What points outside the image read, "border" or "zeros".
 
     Returns:
-        `torch.Tensor`: `(batch, tokens, points, channels)`.
+        `torch.Tensor`: `(batch, tokens, points, channels)`; NaN at points that are NaN.
     """
     # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
-    grid = points.float().clamp(-2, 3) * 2 - 1
+    points = points.float().clamp(-2, 3)
+    # It lets NaN pass, which on CPUs addresses memory outside the map, and the backward pass writes there.
+    grid = points.nan_to_num() * 2 - 1
     sampled = F.grid_sample(features.float(), grid, padding_mode=padding_mode, align_corners=False)
-    return sampled.permute(0, 2, 3, 1)
+    # 0, or NaN where a coordinate is: a model that diverged must not look sound.
+    return sampled.permute(0, 2, 3, 1) + 0 * points.detach().sum(-1, keepdim=True)
 
 
 def encode_rois(rois: torch.Tensor, hidden_size: int) -> torch.Tensor:
@@ -226,24 +230,44 @@ class SparseFormerStem(nn.Module):
         return F.layer_norm(features, features.shape[-1:], eps=1e-5).permute(0, 3, 1, 2)
 
 
+def focusing_eps(config: SparseFormerConfig) -> float:
+    """Epsilon of LayerNorms before the cortex."""
+    eps = config.focusing_layer_norm_eps
+    return config.layer_norm_eps if eps is None else eps
+
+
+def cortex_norm(config: SparseFormerConfig) -> Callable[[int], nn.Module]:
+    """Makes norms of the cortex, given their width."""
+    norm_class = nn.LayerNorm if config.norm_type == "layer_norm" else nn.RMSNorm
+    return functools.partial(norm_class, eps=config.layer_norm_eps)
+
+
 class SparseFormerLatents(nn.Module):
-    """The learned tokens and RoIs that every image starts from, and [CLS]."""
+    """The learned tokens and RoIs that every image starts from, and what joins them before the cortex: [CLS] and
+    registers."""
 
     def __init__(self, config: SparseFormerConfig):
         super().__init__()
         self.num_latent_tokens = config.num_latent_tokens
+        self.num_class_tokens = config.use_cls_token * config.num_class_tokens
+        self.num_register_tokens = config.num_register_tokens
         num_embeddings = 1 if config.shared_token_embedding else config.num_latent_tokens
         self.token_embedding = nn.Parameter(torch.empty(num_embeddings, config.focusing_hidden_size))
         self.initial_rois = nn.Parameter(torch.empty(config.num_latent_tokens, 4))
-        self.cls_token = nn.Parameter(torch.empty(1, config.hidden_size)) if config.use_cls_token else None
+        self.cls_token = self.register_tokens = None
+        if self.num_class_tokens:
+            self.cls_token = nn.Parameter(torch.empty(self.num_class_tokens, config.hidden_size))
+        if self.num_register_tokens:
+            self.register_tokens = nn.Parameter(torch.empty(self.num_register_tokens, config.hidden_size))
 
     def forward(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tokens `(1, tokens, focusing_hidden_size)` and RoIs `(1, tokens, 4)`, in float32, of any image, and [CLS]
-        `(batch, 1, hidden_size)`."""
+        and registers, `(batch, prefix tokens, hidden_size)`."""
         # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
         tokens = self.token_embedding.expand(self.num_latent_tokens, -1).repeat(1, 1, 1)
-        cls_token = None if self.cls_token is None else self.cls_token.repeat(batch_size, 1, 1)
-        return tokens, self.initial_rois.float().repeat(1, 1, 1), cls_token
+        prefix = [token for token in (self.cls_token, self.register_tokens) if token is not None]
+        prefix = torch.cat(prefix).repeat(batch_size, 1, 1) if prefix else None
+        return tokens, self.initial_rois.float().repeat(1, 1, 1), prefix
 
     def _apply(self, fn, recurse: bool = True):
         # RoIs stay float32 in models that are cast, as in those that are loaded in half precision.
@@ -254,20 +278,22 @@ class SparseFormerLatents(nn.Module):
         return self
 
     @torch.no_grad()
-    def break_ties(self, std: float = 0.05):
-        """Move apart the RoIs of tokens that start on the same RoI with the same embedding.
+    def break_ties(self, first: int = 0, std: float = 0.05):
+        """Move apart the RoIs of tokens, from number `first` on, that start on the same RoI with the same embedding as
+        another one.
 
         They would get equal gradients and stay copies of each other for good: 12 of the paper's 48 tokens.
         """
         embedding = self.token_embedding.expand(self.num_latent_tokens, -1).to(self.initial_rois)
         starts = torch.cat([self.initial_rois, embedding], dim=1)
-        _, group, sizes = starts.unique(dim=0, return_inverse=True, return_counts=True)
-        tied = sizes[group] > 1
-        self.initial_rois[tied] += std * torch.randn_like(self.initial_rois[tied])
+        tied = (starts[first:, None] == starts).all(dim=-1).sum(dim=1) > 1
+        rois = self.initial_rois[first:]
+        rois[tied] += std * torch.randn_like(rois[tied])
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
-        """Keep the first tokens as they are, drop the last or add new ones that start like those of a new model."""
+        """Keep the first tokens as they are, drop the last or add new ones that start like those of a new model, but
+        each on a RoI of its own."""
         kept = min(num_latent_tokens, self.num_latent_tokens)
         rois = initial_rois(num_latent_tokens - kept).to(self.initial_rois)
         self.initial_rois = nn.Parameter(torch.cat([self.initial_rois[:kept], rois]), self.initial_rois.requires_grad)
@@ -277,6 +303,7 @@ class SparseFormerLatents(nn.Module):
             new = embedding.mean(0, keepdim=True).expand(num_latent_tokens - kept, -1)
             self.token_embedding = nn.Parameter(torch.cat([embedding[:kept], new]), embedding.requires_grad)
         self.num_latent_tokens = num_latent_tokens
+        self.break_ties(first=kept)
 
 
 class SparseFormerMixing(nn.Module):
@@ -293,7 +320,7 @@ class SparseFormerMixing(nn.Module):
             (config.num_mixed_points, config.num_sampling_points),
         )
         bottleneck = config.mixing_hidden_size or hidden_size // 4
-        self.layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+        self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
         self.bottleneck = nn.Linear(hidden_size, bottleneck)
         self.generator = nn.Linear(bottleneck, sum(rows * columns for rows, columns in self.shapes))
         if config.mixing_bias:
@@ -330,7 +357,7 @@ class SparseFormerSampling(nn.Module):
         self.num_points = config.num_sampling_points
         self.padding_mode = config.sampling_padding_mode
         self.clip_gradients = config.clip_sampling_gradients
-        self.offset_layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+        self.offset_layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
         self.offset_proj = nn.Linear(hidden_size, 2 * config.num_sampling_points, bias=False)
         self.offset_bias = nn.Parameter(torch.empty(2 * config.num_sampling_points))
         self.mixing = SparseFormerMixing(config, hidden_size)
@@ -354,7 +381,7 @@ class SparseFormerPositionEncoding(nn.Module):
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
         super().__init__()
         self.hidden_size = hidden_size
-        self.layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+        self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, rois: torch.Tensor) -> torch.Tensor:
@@ -367,7 +394,7 @@ class SparseFormerRoIDeltas(nn.Module):
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
         super().__init__()
-        self.layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+        self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
         self.dense = nn.Linear(hidden_size, hidden_size) if config.num_roi_delta_layers == 2 else None
         self.out_proj = nn.Linear(hidden_size, 4, bias=False)
 
@@ -403,15 +430,27 @@ class SparseFormerLayer(GradientCheckpointingLayer):
             self.sampling = SparseFormerSampling(config, hidden_size)
         if "position_encoding" in steps:
             self.position_encoding = SparseFormerPositionEncoding(config, hidden_size)
+        norm = functools.partial(nn.LayerNorm, eps=focusing_eps(config)) if focusing else cortex_norm(config)
         if "attention" in steps:
-            heads = config.focusing_num_attention_heads if focusing else config.num_attention_heads
-            self.layernorm_before = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
-            self.attention = SelfAttention(config, hidden_size, heads, qkv_bias=focusing or config.qkv_bias)
+            self.layernorm_before = norm(hidden_size)
+            if focusing:
+                self.attention = SelfAttention(config, hidden_size, config.focusing_num_attention_heads)
+            else:
+                self.attention = SelfAttention(
+                    config,
+                    hidden_size,
+                    config.num_attention_heads,
+                    config.qkv_bias,
+                    head_norm=norm if config.query_key_norm else None,
+                    output_norm=norm if config.attention_norm else None,
+                )
         if "mlp" in steps:
-            intermediate_size = config.focusing_intermediate_size if focusing else config.intermediate_size
-            hidden_act = config.focusing_hidden_act if focusing else config.hidden_act
-            self.layernorm_after = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
-            self.mlp = MLP(hidden_size, intermediate_size, hidden_act)
+            self.layernorm_after = norm(hidden_size)
+            if focusing:
+                self.mlp = MLP(hidden_size, config.focusing_intermediate_size, config.focusing_hidden_act)
+            else:
+                inner_norm = norm if config.mlp_norm else None
+                self.mlp = MLP(hidden_size, config.intermediate_size, config.hidden_act, config.gated_mlp, inner_norm)
         if "roi_adjustment" in steps:
             self.roi_deltas = SparseFormerRoIDeltas(config, hidden_size)
 
@@ -451,19 +490,27 @@ class SparseFormerLayer(GradientCheckpointingLayer):
 
 
 class SparseFormerPoolingHead(nn.Module):
-    """The pooling of SigLIP: one learned query attends to all tokens, then an MLP."""
+    """The pooling of SigLIP: one learned query attends to all tokens, then an MLP; AIMv2's has none."""
 
     def __init__(self, config: SparseFormerConfig):
         super().__init__()
-        self.probe = nn.Parameter(torch.empty(1, config.hidden_size))
-        self.attention = SelfAttention(config, config.hidden_size, config.num_attention_heads)
-        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+        hidden_size, heads = config.hidden_size, config.pooling_num_attention_heads or config.num_attention_heads
+        intermediate_size = config.pooling_intermediate_size
+        self.probe = nn.Parameter(torch.empty(1, hidden_size))
+        self.attention = SelfAttention(config, hidden_size, heads)
+        self.layernorm = self.mlp = None
+        if intermediate_size != 0:
+            self.layernorm = cortex_norm(config)(hidden_size)
+            self.mlp = MLP(
+                hidden_size,
+                intermediate_size or config.intermediate_size,
+                config.pooling_hidden_act or config.hidden_act,
+            )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(batch, tokens, hidden_size)` to `(batch, hidden_size)`."""
         pooled, _ = self.attention(hidden_states, self.probe.repeat(len(hidden_states), 1, 1))
-        return (pooled + self.mlp(self.layernorm(pooled)))[:, 0]
+        return (pooled if self.mlp is None else pooled + self.mlp(self.layernorm(pooled)))[:, 0]
 
 
 class SparseFormerPreTrainedModel(HubModel):
@@ -509,7 +556,10 @@ class SparseFormerPreTrainedModel(HubModel):
 
     def no_weight_decay(self) -> list[str]:
         """Names of parameters that optimizers should not decay, besides biases and norms."""
-        names = ("initial_rois", "token_embedding", "cls_token", "stage_embedding", "offset_bias", "probe")
+        names = (
+            *("initial_rois", "token_embedding", "cls_token", "register_tokens", "stage_embedding", "offset_bias"),
+            "probe",
+        )
         return [name for name, _ in self.named_parameters() if name.rsplit(".", 1)[-1] in names]
 
     @torch.no_grad()
@@ -520,6 +570,8 @@ class SparseFormerPreTrainedModel(HubModel):
             init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
+        elif isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
@@ -531,8 +583,9 @@ class SparseFormerPreTrainedModel(HubModel):
         elif isinstance(module, SparseFormerLatents):
             init.trunc_normal_(module.token_embedding, std=1.0)
             init.copy_(module.initial_rois, initial_rois(module.num_latent_tokens))
-            if module.cls_token is not None:
-                init.normal_(module.cls_token)
+            for token in (module.cls_token, module.register_tokens):
+                if token is not None:
+                    init.normal_(token)
         elif isinstance(module, SparseFormerMixing):
             init.constant_(module.layernorm.weight, module.layernorm.normalized_shape[0] ** -0.5)
             init.zeros_(module.generator.weight)
@@ -580,6 +633,7 @@ class SparseFormerPreTrainedModel(HubModel):
         num_latent_tokens: int | None = None,
         truncate: float | int = 1 / 3,
         inherit_blocks: bool = True,
+        check: bool = True,
         **fields,
     ):
         """A SparseFormer with a teacher's blocks, final LayerNorm and classifier or projection inherited, its leading
@@ -587,13 +641,18 @@ class SparseFormerPreTrainedModel(HubModel):
 
         Args:
             teacher (`nn.Module`):
-                What `read_teacher` reads: a Transformers ViT, DeiT, CLIP or SigLIP, or a VisionTransformer of timm or
-                open_clip. A mean-pooled one gives a mean-pooled model, SigLIP one with its pooling head.
+                A plain pre-norm vision transformer of Transformers, timm or open_clip, see docs/models.md, or what
+                `read_anatomy` read of it. The student pools as it does, and has its registers, gates, norms and rotary
+                positions.
             num_latent_tokens (`int`, *optional*):
-                Latent tokens. By default a quarter of the teacher's image tokens, [CLS] counted as the paper does.
+                Latent tokens. By default, [CLS] counted, a quarter of the teacher's image tokens, of a teacher of 384
+                or more pixels of those that it would have at 224: 49 for ViT-L/16-384 as in the paper.
             truncate (`float` or `int`, *optional*, defaults to 1/3): Leading blocks left out, a fraction or a count.
             inherit_blocks (`bool`, *optional*, defaults to `True`):
                 With `False`, only the classifier's weights are inherited (an ablation of table 3).
+            check (`bool`, *optional*, defaults to `True`):
+                Run the teacher on two images of noise, and raise unless the inherited blocks, given its tokens at RoIs
+                that are its patches, compute what it does.
             fields: Fields of `SparseFormerConfig` to set differently, for example `stem_channels=32`.
 
         Returns:
@@ -602,63 +661,11 @@ class SparseFormerPreTrainedModel(HubModel):
         Raises:
             ValueError: if the teacher is no such transformer, has no classifier where one is needed, or the numbers
                 do not fit.
+            ImportError: in a model's own code, where frugalvit is not installed.
         """
-        source = read_teacher(teacher)
-        blocks = len(source.blocks)
-        truncated = truncate if isinstance(truncate, int) else round(truncate * blocks)
-        if isinstance(truncate, bool) or not 0 <= truncated < blocks:
-            raise ValueError(
-                f"`truncate`={truncate} leaves none of the teacher's {blocks} blocks or more than it has; expected a "
-                f"fraction below 1 or a count from 0 to {blocks - 1}."
-            )
-        needs_classifier = issubclass(cls, SparseFormerForImageClassification)
-        if needs_classifier and source.classifier is None:
-            raise ValueError(
-                f"{type(teacher).__name__} has no linear classifier to inherit. Load the teacher with "
-                "AutoModelForImageClassification, or use SparseFormerModel.from_teacher for features alone."
-            )
-        needs_projection = issubclass(cls, SparseFormerVisionModelWithProjection)
-        if needs_projection and source.projection is None:
-            raise ValueError(
-                f"{type(teacher).__name__} has no projection to inherit. Load a CLIP as CLIPModel or "
-                "CLIPVisionModelWithProjection, or use SparseFormerVisionModel.from_teacher."
-            )
-        use_cls_token = fields.get("use_cls_token", source.fields["use_cls_token"])
-        if num_latent_tokens is None:
-            num_latent_tokens = max(source.num_tokens // 4 - use_cls_token, 1)
-        # The papers halve the width from base (768 to 384); heads are 64 wide.
-        focusing_hidden_size = fields.get("focusing_hidden_size", max(source.fields["hidden_size"] // 16 * 8, 8))
-        config = SparseFormerConfig(
-            **{
-                **source.fields,
-                "num_latent_tokens": num_latent_tokens,
-                "num_hidden_layers": blocks - truncated,
-                "focusing_hidden_size": focusing_hidden_size,
-                **fields,
-            }
-        )
-        model = cls(config).eval()
-        base = model.base_model
-        if inherit_blocks:
-            base.layernorm.load_state_dict(source.norm)
-            for layer, weights, block in zip(
-                base.layers, source.blocks[truncated:], source.modules[truncated:], strict=True
-            ):
-                layer.load_state_dict(weights)
-                check_inherited_block(teacher, block, layer)
-        if needs_classifier:
-            if config.num_labels != len(source.classifier["weight"]):
-                raise ValueError(
-                    f"The teacher's classifier has {len(source.classifier['weight'])} classes, `num_labels` is "
-                    f"{config.num_labels}. Bootstrap with the teacher's classes first, then fine-tune."
-                )
-            model.classifier.load_state_dict(source.classifier)
-        if needs_projection:
-            model.visual_projection.weight.copy_(source.projection)
-        if source.pooling_head is not None and base.pooling_head is not None:
-            base.pooling_head.load_state_dict(source.pooling_head)
-        base.latents.break_ties()
-        return model
+        # What reads teachers is no part of a saved model's code.
+        inheritance = import_from_package("inheritance", "Inheriting from a teacher")
+        return inheritance.inherit(cls, teacher, num_latent_tokens, truncate, inherit_blocks, check, **fields)
 
 
 class SparseFormerModel(SparseFormerPreTrainedModel):
@@ -679,7 +686,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         self.focusing_layer = SparseFormerLayer(config, config.focusing_steps, True, rates[:iterations])
         self.transition = nn.Linear(config.focusing_hidden_size, config.hidden_size)
         self.transition_layernorm = (
-            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+            nn.LayerNorm(config.hidden_size, eps=focusing_eps(config))
             if config.transition_layer_norm
             else nn.Identity()
         )
@@ -693,10 +700,12 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             SparseFormerLayer(config, layer_steps, False, rate)
             for layer_steps, rate in zip(steps, cortex_rates, strict=True)
         )
-        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.pooling_head = SparseFormerPoolingHead(config) if config.pooling == "attention" else None
+        self.layernorm = cortex_norm(config)(config.hidden_size) if config.final_norm else nn.Identity()
+        attends = config.pooling in ("attention", "latent_attention")
+        self.pooling_head = SparseFormerPoolingHead(config) if attends else None
         if config.context_broadcast is not None:
-            insert_modules(self, config.context_broadcast, config.context_broadcast_position)
+            kind, position = config.context_broadcast, config.context_broadcast_position
+            broadcast_layers(self.layers, kind, position, has_class_token=config.use_cls_token)
         self.post_init()
 
     @merge_with_config_defaults
@@ -720,13 +729,13 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             output_stem_features (`bool`, *optional*, defaults to `False`): Return `stem_features`.
             output_tokens (`bool`, *optional*, defaults to `True`):
                 Return `last_hidden_state` of all tokens. Without it, the last block may compute [CLS] alone, where
-                nothing else is read of it (`reads_cls_alone`), and `last_hidden_state` is `(batch, 1, hidden_size)`.
+                nothing else is read of it (`reads_cls_alone`), and `last_hidden_state` has no other token.
                 That spares 8 % of the multiply-accumulates of augreg-base-49-224, 4 % of augreg-large-49-224's.
         """
         pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min_size=4)
         features = self.stem(pixel_values.to(self.stem.convolution.weight.dtype))
         batch_size = features.shape[0]
-        hidden_states, rois, cls_token = self.latents(batch_size)
+        hidden_states, rois, prefix = self.latents(batch_size)
         all_rois, all_points, focusing_hidden_states = [], [], []
 
         def run(layer, hidden_states, rois, iteration=0, leading=None):
@@ -746,11 +755,12 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         hidden_states = self.transition_layernorm(self.transition(hidden_states))
         if self.final_focusing_layer is not None:
             hidden_states, rois = run(self.final_focusing_layer, hidden_states, rois)
-        if cls_token is not None:
-            hidden_states = torch.cat([cls_token.to(hidden_states.dtype), hidden_states], dim=1)
+        if prefix is not None:
+            hidden_states = torch.cat([prefix.to(hidden_states.dtype), hidden_states], dim=1)
+        kwargs |= self.rotation(rois)
         cls_alone = not output_tokens and self.reads_cls_alone()
         for layer in self.layers:
-            leading = 1 if cls_alone and layer is self.layers[-1] else None
+            leading = self.config.num_class_tokens if cls_alone and layer is self.layers[-1] else None
             hidden_states, rois = run(layer, hidden_states, rois, leading=leading)
 
         return SparseFormerModelOutput(
@@ -762,6 +772,37 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             stem_features=features if output_stem_features else None,
         )
 
+    def run_cortex(self, hidden_states: torch.Tensor, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cortex alone, for any tokens.
+
+        Args:
+            hidden_states (`torch.Tensor`): `(batch, prefix + latent tokens, hidden_size)`, [CLS] and registers first.
+            rois (`torch.Tensor`): `(batch, latent tokens, 4)`.
+
+        Returns:
+            pair of `torch.Tensor`: As `last_hidden_state` and `pooler_output`.
+        """
+        rotation = self.rotation(rois)
+        for layer in self.layers:
+            hidden_states, _, _ = layer(hidden_states, rois, **rotation)
+        return self.layernorm(hidden_states), self.pool(hidden_states)
+
+    def rotation(self, rois: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Rotary positions for the cortex, from the RoIs that it is given, `(batch, tokens, 4)`: cosines and sines
+        that all blocks share, as `SelfAttention` takes them.
+
+        A token without a grid is rotated as the patch around the center of its RoI would be. No gradient flows into
+        the RoIs through it, as through the position encoding of the focusing stage.
+        """
+        config = self.config
+        if config.rope_theta is None:
+            return {}
+        left_top, right_bottom = rois.detach().float().chunk(2, dim=-1)
+        centers = ((left_top + right_bottom) * 0.5).flip(-1)
+        head_dim = config.hidden_size // config.num_attention_heads
+        table = rotary_table(centers, config.rope_theta, config.rope_scale, config.rope_shift, head_dim)
+        return {"position_embeddings": table}
+
     def reads_cls_alone(self) -> bool:
         """Whether nothing but [CLS] is read of the last block: it is what is pooled, and no hook sees other tokens, by
         which hidden states and attentions are recorded and Context Broadcasting is inserted, too."""
@@ -771,13 +812,22 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
 
     def pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Tokens before the final LayerNorm, `(batch, tokens, hidden_size)`, to `(batch, hidden_size)`."""
-        if self.config.pooling == "cls":
-            return self.layernorm(hidden_states[:, 0])
-        if self.config.pooling == "attention":
-            return self.pooling_head(self.layernorm(hidden_states))
-        if self.config.pool_before_norm:
-            return self.layernorm(hidden_states.mean(dim=1))
-        return self.layernorm(hidden_states).mean(dim=1)
+        config, pooling = self.config, self.config.pooling
+        if pooling == "cls":
+            chosen = config.pooled_class_tokens or range(config.num_class_tokens)
+            return self.layernorm(torch.stack([hidden_states[:, index] for index in chosen], dim=1)).flatten(1)
+        if pooling == "cls_and_latent_mean":
+            hidden_states = self.layernorm(hidden_states)
+            return torch.cat([hidden_states[:, 0], hidden_states[:, config.num_prefix_tokens :].mean(dim=1)], dim=1)
+        if pooling == "class_mean":
+            pooled = hidden_states[:, : config.num_class_tokens]
+        elif pooling in ("latent_mean", "latent_attention"):
+            pooled = hidden_states[:, config.num_prefix_tokens :]
+        else:
+            pooled = hidden_states
+        if pooling in ("attention", "latent_attention"):
+            return self.pooling_head(self.layernorm(pooled))
+        return self.layernorm(pooled.mean(dim=1)) if config.pool_before_norm else self.layernorm(pooled).mean(dim=1)
 
 
 class SparseFormerForImageClassification(GenericForImageClassification, SparseFormerPreTrainedModel):
@@ -825,7 +875,7 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, num_latent_tokens: int | None = None, **kwargs):
         """As in Transformers. `num_latent_tokens`, also that of a `config`, may be another number than the
-        checkpoint's: `resize_tokens` changes it, and new tokens that start alike are moved apart."""
+        checkpoint's: `resize_tokens` changes it."""
         config = kwargs.get("config")
         if isinstance(config, SparseFormerConfig) and pretrained_model_name_or_path is not None:
             num_latent_tokens = num_latent_tokens or config.num_latent_tokens
@@ -837,7 +887,6 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if num_latent_tokens is not None and num_latent_tokens != model.config.num_latent_tokens:
             model.resize_tokens(num_latent_tokens)
-            model.base_model.latents.break_ties()
         return loaded
 
     def image_processor_config(self) -> dict:
@@ -887,7 +936,7 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
             )
         kwargs |= {"output_rois": True, "output_stem_features": True, "return_dict": True}
         outputs = self.sparseformer(pixel_values, **kwargs)
-        tokens = outputs.last_hidden_state[:, int(self.config.use_cls_token) :]
+        tokens = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]
         logits, token_maps = self.decode_head(tokens, outputs.rois[-1], outputs.stem_features)
         loss = None
         if labels is not None:
@@ -922,7 +971,7 @@ class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
             )
         super().__init__(config)
         self.sparseformer = SparseFormerModel(config)
-        self.visual_projection = nn.Linear(config.hidden_size, config.projection_dim, bias=False)
+        self.visual_projection = nn.Linear(config.pooled_size, config.projection_dim, bias=config.projection_bias)
         self.post_init()
 
     @can_return_tuple

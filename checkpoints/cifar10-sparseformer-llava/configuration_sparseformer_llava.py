@@ -35,8 +35,9 @@ class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
         elif vision.model_type != SparseFormerConfig.model_type:
             raise ValueError(f"`vision_config` is a {type(vision).__name__}, expected a SparseFormerConfig.")
         self.vision_config = vision
-        has_cls = self.vision_feature_select_strategy == "full" and vision.use_cls_token
-        self.image_seq_length = vision.num_latent_tokens + has_cls
+        # "default" leaves out the first token.
+        dropped = self.vision_feature_select_strategy == "default" and vision.use_cls_token
+        self.image_seq_length = vision.num_latent_tokens + vision.num_prefix_tokens - dropped
         super().__post_init__(**kwargs)
 
     def validate_vision_tower(self):

@@ -134,7 +134,7 @@ def matching_processor(processor: LlavaProcessor, model: SparseFormerLlavaForCon
         # No image is a million pixels high: all tokens are "additional" ones.
         patch_size=10**6,
         # LLaVA takes one away for the [CLS] that the strategy "default" leaves out.
-        num_additional_image_tokens=vision.num_latent_tokens + vision.use_cls_token,
+        num_additional_image_tokens=vision.num_latent_tokens + vision.num_prefix_tokens,
         vision_feature_select_strategy=model.config.vision_feature_select_strategy,
         chat_template=processor.chat_template,
         image_token=processor.image_token,

@@ -1,5 +1,7 @@
 """SparseFormer configuration: both generations, every variant of the papers by name."""
 
+import math
+
 from huggingface_hub.dataclasses import strict
 
 from .configuration_base import FrugalViTConfig
@@ -52,7 +54,23 @@ class SparseFormerConfig(FrugalViTConfig):
         intermediate_size (`int`, *optional*): MLP width of the cortex; 4 times its width by default.
         hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of the cortex ("quick_gelu" for CLIP).
         qkv_bias (`bool`, *optional*, defaults to `True`): Biases on queries, keys and values of the cortex.
-        layer_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of every LayerNorm.
+        gated_mlp (`bool`, *optional*, defaults to `False`):
+            MLPs of the cortex have a gate: activated, it multiplies their first layer (SwiGLU with "silu").
+        mlp_norm (`bool`, *optional*, defaults to `False`):
+            A norm before the second layer of MLPs of the cortex (EVA-02).
+        query_key_norm (`bool`, *optional*, defaults to `False`): Norms of each head's queries and keys in the cortex.
+        attention_norm (`bool`, *optional*, defaults to `False`):
+            A norm before the output projection of attention there.
+        norm_type (`str`, *optional*, defaults to `"layer_norm"`): Norms of the cortex, or `"rms_norm"`.
+        layer_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the cortex's norms, and of the others unless
+            `focusing_layer_norm_eps` is given.
+        focusing_layer_norm_eps (`float`, *optional*): Epsilon of every LayerNorm before the cortex.
+        final_norm (`bool`, *optional*, defaults to `True`): Whether a norm follows the cortex.
+        rope_theta (`float`, *optional*):
+            Base of the frequencies by which the cortex rotates queries and keys of latent tokens, each at the center
+            of its RoI; without it, it rotates none (`frugalvit.modeling.layers.rotary_table`).
+        rope_scale, rope_shift (pair of `float`, *optional*):
+            From centers, 0 to 1 across the image, to coordinates, those of y first. DINOv3's by default.
         shared_token_embedding (`bool`, *optional*, defaults to `True`):
             All latent tokens start from one learned embedding (v1: one each).
         stage_embedding (`bool`, *optional*, defaults to `True`):
@@ -69,10 +87,20 @@ class SparseFormerConfig(FrugalViTConfig):
         clip_sampling_gradients (`bool`, *optional*, defaults to `False`):
             Clamp the gradient on sampling points to +-1 / height of the feature map (v1's training code).
         use_cls_token (`bool`, *optional*, defaults to `True`): A learned [CLS] joins the tokens before the cortex.
+        num_class_tokens (`int`, *optional*, defaults to 1): How many of them, with `use_cls_token`.
+        num_register_tokens (`int`, *optional*, defaults to 0):
+            Learned tokens that join after them and stand for nothing.
         pooling (`str`, *optional*, defaults to `"cls"`):
-            `"cls"`, `"mean"` (over all tokens) or `"attention"` (SigLIP's head, which attends to all tokens).
-        pool_before_norm (`bool`, *optional*, defaults to `False`): Pool before the final LayerNorm (v1).
+            `"cls"`, class tokens, side by side if there are several; `"class_mean"`, their mean; `"mean"` over all
+            tokens or `"latent_mean"` without those in front; `"cls_and_latent_mean"`, both side by side (DINOv2's
+            classifiers); `"attention"` to all tokens or `"latent_attention"`, by a learned query (SigLIP, AIMv2).
+        pooled_class_tokens (sequence of `int`, *optional*): Which class tokens `"cls"` takes; all by default.
+        pool_before_norm (`bool`, *optional*, defaults to `False`): Pool before the final norm (v1).
+        pooling_num_attention_heads (`int`, *optional*): Heads of attention pooling; the cortex's by default.
+        pooling_intermediate_size (`int`, *optional*): MLP width there, or 0 for no MLP (AIMv2).
+        pooling_hidden_act (`str`, *optional*): Activation there.
         projection_dim (`int`, *optional*): Width of the projected embedding of CLIP-like models.
+        projection_bias (`bool`, *optional*, defaults to `False`): A bias on that projection.
         decoder_hidden_size (`int`, *optional*, defaults to 256): Width of the segmentation head.
         decoder_num_hidden_layers (`int`, *optional*, defaults to 2): Transformer blocks of the segmentation head.
         semantic_loss_ignore_index (`int`, *optional*, defaults to 255): Label of pixels that do not count.
@@ -130,7 +158,17 @@ class SparseFormerConfig(FrugalViTConfig):
     intermediate_size: int | None = None
     hidden_act: str = "gelu"
     qkv_bias: bool = True
+    gated_mlp: bool = False
+    mlp_norm: bool = False
+    query_key_norm: bool = False
+    attention_norm: bool = False
+    norm_type: str = "layer_norm"
     layer_norm_eps: float | int = 1e-5
+    focusing_layer_norm_eps: float | int | None = None
+    final_norm: bool = True
+    rope_theta: float | int | None = None
+    rope_scale: list[float] | tuple[float, ...] = (4 * math.pi, 4 * math.pi)
+    rope_shift: list[float] | tuple[float, ...] = (-2 * math.pi, -2 * math.pi)
     shared_token_embedding: bool = True
     stage_embedding: bool = True
     transition_layer_norm: bool = False
@@ -140,9 +178,16 @@ class SparseFormerConfig(FrugalViTConfig):
     sampling_padding_mode: str = "border"
     clip_sampling_gradients: bool = False
     use_cls_token: bool = True
+    num_class_tokens: int = 1
+    num_register_tokens: int = 0
     pooling: str = "cls"
+    pooled_class_tokens: list[int] | tuple[int, ...] | None = None
     pool_before_norm: bool = False
+    pooling_num_attention_heads: int | None = None
+    pooling_intermediate_size: int | None = None
+    pooling_hidden_act: str | None = None
     projection_dim: int | None = None
+    projection_bias: bool = False
     decoder_hidden_size: int = 256
     decoder_num_hidden_layers: int = 2
     semantic_loss_ignore_index: int = 255
@@ -168,7 +213,20 @@ class SparseFormerConfig(FrugalViTConfig):
             self.intermediate_size = 4 * self.hidden_size
         if self.focusing_intermediate_size is None:
             self.focusing_intermediate_size = 4 * self.focusing_hidden_size
+        self.rope_scale, self.rope_shift = tuple(self.rope_scale), tuple(self.rope_shift)
         super().__post_init__(**kwargs)
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Class and register tokens, in front of the latent ones."""
+        return self.use_cls_token * self.num_class_tokens + self.num_register_tokens
+
+    @property
+    def pooled_size(self) -> int:
+        """Channels of the pooled token."""
+        if self.pooling == "cls":
+            return len(self.pooled_class_tokens or range(self.num_class_tokens)) * self.hidden_size
+        return 2 * self.hidden_size if self.pooling == "cls_and_latent_mean" else self.hidden_size
 
     @property
     def final_focusing_is_block(self) -> bool:
@@ -191,6 +249,8 @@ class SparseFormerConfig(FrugalViTConfig):
             "num_attention_heads",
             "intermediate_size",
             "mixing_hidden_size",
+            "num_class_tokens",
+            "pooling_num_attention_heads",
             "projection_dim",
             "decoder_hidden_size",
             "resize_size",
@@ -200,8 +260,9 @@ class SparseFormerConfig(FrugalViTConfig):
                 f"`num_sampling_points` is {self.num_sampling_points}, expected at least 2: "
                 "sampling offsets are standardized over the points of a token."
             )
-        if self.decoder_num_hidden_layers < 0:
-            raise ValueError(f"`decoder_num_hidden_layers` is {self.decoder_num_hidden_layers}, expected at least 0.")
+        for name in ("decoder_num_hidden_layers", "num_register_tokens", "pooling_intermediate_size"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, expected at least 0.")
         self._check_sizes("image_size", low=4, reason=", each at least 4 (the stride of the stem)")
 
     def validate_widths(self):
@@ -236,23 +297,50 @@ class SparseFormerConfig(FrugalViTConfig):
                 raise ValueError(f"`{name}`={list(steps)} lists a step twice; each may come once.")
         if "sampling" not in [*self.focusing_steps, *self.final_focusing_steps]:
             raise ValueError("No focusing step samples the image: put 'sampling' into `focusing_steps`.")
-        if self.final_focusing_is_block and self.use_cls_token:
+        if self.final_focusing_is_block and (self.num_prefix_tokens or self.rope_theta is not None):
             raise ValueError(
-                "[CLS] has no RoI and joins after the focusing stage, but the full-width focusing layer attends and "
-                "is a cortex block: set `use_cls_token=False` or take 'attention' out of `final_focusing_steps`."
+                "[CLS] and registers have no RoI and join after the focusing stage, and rotary positions are those of "
+                "its last RoIs, but the full-width focusing layer attends and is a cortex block: set "
+                "`use_cls_token=False`, no `num_register_tokens` and no `rope_theta`, or take 'attention' out of "
+                "`final_focusing_steps`."
+            )
+
+    def validate_rotation(self):
+        """Rotary positions have two axes, and two channels for each frequency of both."""
+        for name in ("rope_scale", "rope_shift"):
+            if len(getattr(self, name)) != 2:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, expected two numbers, for y and x.")
+        if self.rope_theta is not None and self.hidden_size // self.num_attention_heads % 4:
+            raise ValueError(
+                f"Attention heads have {self.hidden_size // self.num_attention_heads} channels, expected a multiple "
+                "of 4 where `rope_theta` rotates them."
             )
 
     def validate_choices(self):
         """Fields with a fixed set of values."""
         self._check_choices(
-            pooling=("cls", "mean", "attention"),
+            pooling=(
+                *("cls", "class_mean", "mean", "latent_mean", "cls_and_latent_mean"),
+                *("attention", "latent_attention"),
+            ),
+            norm_type=("layer_norm", "rms_norm"),
             sampling_padding_mode=("border", "zeros"),
             num_roi_delta_layers=(1, 2),
         )
-        if self.pooling == "cls" and not self.use_cls_token:
-            raise ValueError("`pooling='cls'` needs `use_cls_token=True`; without [CLS] choose `pooling='mean'`.")
+        if self.pooling in ("cls", "class_mean", "cls_and_latent_mean") and not self.use_cls_token:
+            raise ValueError(
+                f"`pooling={self.pooling!r}` needs `use_cls_token=True`; without [CLS] choose `pooling='mean'`."
+            )
+        if any(not 0 <= index < self.num_class_tokens for index in self.pooled_class_tokens or ()):
+            raise ValueError(
+                f"`pooled_class_tokens` is {self.pooled_class_tokens}, expected numbers below `num_class_tokens`="
+                f"{self.num_class_tokens}."
+            )
         self._check_rates("drop_path_rate")
         self._check_positive("layer_norm_eps", "initializer_range")
+        for name in ("focusing_layer_norm_eps", "rope_theta"):
+            if getattr(self, name) is not None:
+                self._check_positive(name)
 
     @staticmethod
     def _variants() -> dict[str, dict]:

@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_vit_context_broadcast import ViTContextBroadcastConfig
-from .context_broadcast import ContextBroadcast, insert_modules
+from .context_broadcast import ContextBroadcast, broadcast_layers
 from .hub import HubModel
 from .layers import (
     PatchEmbeddings,
@@ -130,7 +130,8 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
         self.layers = pre_norm_layers(config)
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         if config.context_broadcast is not None:
-            insert_modules(self, config.context_broadcast, config.context_broadcast_position)
+            kind, position = config.context_broadcast, config.context_broadcast_position
+            broadcast_layers(self.layers, kind, position, has_class_token=True)
         self.post_init()
 
     @merge_with_config_defaults

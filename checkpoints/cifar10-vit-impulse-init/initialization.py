@@ -1,12 +1,13 @@
 """Initializations of attention that need less data, in place, on vision transformers that a user already has."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from .hub import import_from_package
 from .impulse import (
     attention_logits,
     draw_offsets,
@@ -20,7 +21,6 @@ from .impulse import (
     solve_closed_form,
     solve_pinv,
 )
-from .layers import interpolate_positions
 
 
 SOLVERS = ("closed_form", "adam", "pinv")
@@ -76,32 +76,31 @@ class InitializationReport:
 
 
 @dataclass
-class AttentionWeights:
-    """Views of a layer's attention weights, `(out, in)` each, that can be written to.
+class AttentionLayer:
+    """What initializations need of a block: layers, or views of their weights, that can be written to.
 
     Args:
-        query, key, value (`torch.Tensor`): `(heads * head_dim, hidden_size)`.
-        output (`torch.Tensor`): `(hidden_size, heads * head_dim)`.
-        biases (`list[torch.Tensor]`): Those of queries and keys, where there are any.
-        norm (`nn.LayerNorm`): What the tokens pass before the attention.
+        norm (`nn.Module`): What the tokens pass before the attention.
+        query, key, value, output: With a `weight`, `(hidden_size, hidden_size)`, and a `bias` or None.
         num_heads (`int`): Heads.
+        linears (`list[nn.Linear]`): All linear layers of the block.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    output: torch.Tensor
-    biases: list[torch.Tensor]
-    norm: nn.LayerNorm
+    norm: nn.Module
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    output: nn.Module
     num_heads: int
+    linears: list[nn.Linear]
 
     @property
     def head_dim(self) -> int:
-        return len(self.query) // self.num_heads
+        return len(self.query.weight) // self.num_heads
 
-    def head(self, weight: torch.Tensor, head: int) -> torch.Tensor:
-        """A head's rows of `query` or `key`, `(head_dim, hidden_size)`."""
-        return weight[head * self.head_dim : (head + 1) * self.head_dim]
+    def head(self, projection: nn.Module, head: int) -> torch.Tensor:
+        """A head's rows of the weight of `query` or `key`, `(head_dim, hidden_size)`."""
+        return projection.weight[head * self.head_dim : (head + 1) * self.head_dim]
 
 
 @dataclass
@@ -109,84 +108,55 @@ class VisionTransformer:
     """What initializations need of a vision transformer.
 
     Args:
-        layers (`list[AttentionWeights]`): Its attention layers, in order.
-        linears (`list[nn.Linear]`): All linear layers of its blocks.
+        layers (`list[AttentionLayer]`): Its blocks, in order.
         positions (`torch.Tensor`): `(prefix + height * width, hidden_size)`, those of [CLS] and registers first.
-        learned (`bool`): Whether the positions are a parameter.
+        learns_positions (`bool`): Whether they are a parameter.
         grid (pair of `int`): Height and width in patches.
+        pre_norm (`nn.Module`, *optional*): Of tokens before the first block.
     """
 
-    layers: list[AttentionWeights]
-    linears: list[nn.Linear]
+    layers: list[AttentionLayer]
     positions: torch.Tensor
-    learned: bool
+    learns_positions: bool
     grid: tuple[int, int]
+    pre_norm: nn.Module | None = None
 
     @property
     def patch_positions(self) -> torch.Tensor:
         return self.positions[len(self.positions) - self.grid[0] * self.grid[1] :]
 
 
-def read_vision_transformer(model: nn.Module) -> VisionTransformer:
-    """Find the attention weights of a Transformers ViT or DeiT, a timm VisionTransformer, or a ViT of this project.
+def read_vision_transformer(model: nn.Module | VisionTransformer) -> VisionTransformer:
+    """A vision transformer whose tokens differ by the positions that are added to them.
 
     Raises:
-        ValueError: if the model is none of them, or does to queries and keys what these initializations leave out.
+        ValueError: if the model is none, does to queries and keys what these initializations leave out, or computes
+            something else than a plain vision transformer with the same weights.
     """
-    model = getattr(model, "timm_model", model)
-    base = getattr(model, "base_model", model)
-    if all(hasattr(model, name) for name in ("blocks", "patch_embed", "pos_embed")):
-        return _read_timm(model)
-    if hasattr(getattr(base, "embeddings", None), "position_embeddings"):
-        return _read_transformers(model, base)
-    _refuse(model, "it has no position embeddings beside a list of attention layers")
-
-
-def _refuse(model: nn.Module, reason: str):
-    raise ValueError(
-        f"Cannot initialize {type(model).__name__}: {reason}. Expected a vision transformer that adds positions to "
-        "its tokens: Transformers' ViT and DeiT, timm's VisionTransformer, ViTImpulseInit."
+    if isinstance(model, VisionTransformer):
+        return model
+    if hasattr(own := getattr(model, "base_model", model), "parts_to_initialize"):
+        return own.parts_to_initialize()
+    anatomy = import_from_package("hosts", "Initializing a model").read_anatomy(model)
+    anatomy.require_plain("initialize")
+    for reason, applies in (
+        ("it adds no positions to its tokens", anatomy.positions is None),
+        ("it rotates queries and keys by their positions", anatomy.rotary is not None),
+        ("it normalizes queries and keys", anatomy.blocks[0].attention.query_norm is not None),
+    ):
+        if applies:
+            raise anatomy.refusal("initialize", reason)
+    # Context Broadcasting comes on top of a block.
+    if not any("ContextBroadcast" in type(module).__name__ for module in anatomy.model.modules()):
+        anatomy.check("initialize")
+    layers = []
+    for block in anatomy.blocks:
+        parts = block.attention
+        projections = (parts.query, parts.key, parts.value, parts.output)
+        layers.append(AttentionLayer(block.attention_norm, *projections, parts.num_heads, block.linears))
+    return VisionTransformer(
+        layers, anatomy.positions, anatomy.learns_positions, anatomy.grid, pre_norm=anatomy.pre_norm
     )
-
-
-def _read_timm(model: nn.Module) -> VisionTransformer:
-    layers, linears = [], []
-    for block in model.blocks:
-        attention, norm = getattr(block, "attn", None), getattr(block, "norm1", None)
-        if not hasattr(attention, "qkv") or not isinstance(norm, nn.LayerNorm):
-            _refuse(model, f"its block {type(block).__name__} has no attention with fused qkv after a LayerNorm")
-        if any(not isinstance(getattr(attention, name, nn.Identity()), nn.Identity) for name in ("q_norm", "k_norm")):
-            _refuse(model, "it normalizes queries and keys")
-        query, key, value = attention.qkv.weight.chunk(3)
-        biases = [] if attention.qkv.bias is None else list(attention.qkv.bias.chunk(3)[:2])
-        layers.append(AttentionWeights(query, key, value, attention.proj.weight, biases, norm, attention.num_heads))
-        linears += [module for module in block.modules() if isinstance(module, nn.Linear)]
-    if model.pos_embed is None or model.pos_embed.ndim != 3:
-        _refuse(model, "it adds no positions to its tokens")
-    grid = tuple(model.patch_embed.grid_size)
-    return VisionTransformer(layers, linears, model.pos_embed[0], model.pos_embed.requires_grad, grid)
-
-
-def _read_transformers(model: nn.Module, base: nn.Module) -> VisionTransformer:
-    encoder = getattr(base, "encoder", base)
-    layers, linears = [], []
-    for layer in getattr(encoder, "layers", getattr(encoder, "layer", ())):
-        attention, norm = getattr(layer, "attention", None), getattr(layer, "layernorm_before", None)
-        names = ("q_proj", "k_proj", "v_proj", "o_proj")
-        if not all(hasattr(attention, name) for name in names) or not isinstance(norm, nn.LayerNorm):
-            _refuse(model, f"its layer {type(layer).__name__} has no attention after a LayerNorm")
-        weights = [getattr(attention, name).weight for name in names]
-        biases = [attention.q_proj.bias, attention.k_proj.bias]
-        num_heads = len(weights[0]) // attention.head_dim
-        layers.append(AttentionWeights(*weights, [bias for bias in biases if bias is not None], norm, num_heads))
-        linears += [module for module in layer.modules() if isinstance(module, nn.Linear)]
-    if not layers:
-        _refuse(model, "it has no list of layers")
-    embeddings = base.embeddings
-    patches = embeddings.patch_embeddings
-    grid = tuple(size // patch for size, patch in zip(patches.image_size, patches.patch_size, strict=True))
-    positions = embeddings.position_embeddings
-    return VisionTransformer(layers, linears, positions[0], positions.requires_grad, grid)
 
 
 @torch.no_grad()
@@ -210,8 +180,8 @@ def impulse_init_(
 
     Args:
         model (`nn.Module`):
-            A Transformers ViT or DeiT, a timm VisionTransformer (also in Transformers' wrapper) or a ViTImpulseInit
-            model.
+            A plain vision transformer of Transformers, timm or open_clip that adds positions to its tokens, see
+            docs/models.md.
         kernel_size (`int`, *optional*, defaults to 3): Size of the filters; each head gets one position of it.
         solver (`str`, *optional*, defaults to `"closed_form"`):
             `"closed_form"`, ours; `"adam"`, the paper's Algorithm 1; `"pinv"`, the code of its NeurIPS 2025 version,
@@ -260,7 +230,7 @@ def impulse_init_(
     report = InitializationReport()
     offsets = heads = None
     for index, layer in enumerate(vit.layers):
-        inputs = _normalized(raw[kinds[min(index, 1)]], layer.norm)
+        inputs = _normalized(raw[kinds[min(index, 1)]], layer)
         first_of_kind = index < 2 and (index == 0 or kinds[0] != kinds[1])
         if per_layer or offsets is None:
             offsets = solve.offsets(kernel_size, layer.num_heads)
@@ -269,8 +239,7 @@ def impulse_init_(
         for head, (query, key) in enumerate(heads):
             layer.head(layer.query, head).copy_(query.T)
             layer.head(layer.key, head).copy_(key.T)
-        for bias in layer.biases:
-            bias.zero_()
+        _zero_biases(layer)
         if value_init == "mimetic":
             _mimetic_values(layer, generator)
         report.heads += _describe(index, layer, inputs, vit.grid, offsets)
@@ -302,13 +271,12 @@ def mimetic_init_(
     _set_positions(vit, positions)
     report = InitializationReport()
     for index, layer in enumerate(vit.layers):
-        width = layer.query.shape[1]
+        width = layer.query.weight.shape[1]
         for head in range(layer.num_heads):
             left, right = mimetic_factors(width, 0.7, 0.7, generator)
             layer.head(layer.query, head).copy_(left[:, : layer.head_dim].T)
             layer.head(layer.key, head).copy_(right[: layer.head_dim])
-        for bias in layer.biases:
-            bias.zero_()
+        _zero_biases(layer)
         _mimetic_values(layer, generator)
         report.heads += _describe_unstructured(index, layer, vit)
     return report
@@ -345,7 +313,7 @@ def kaiming_uniform_init_(model: nn.Module, generator: torch.Generator | None = 
 
 def _initialize_linears(model: nn.Module, initialize) -> InitializationReport:
     vit = read_vision_transformer(model)
-    for linear in vit.linears:
+    for linear in (linear for layer in vit.layers for linear in layer.linears):
         initialize(linear)
     report = InitializationReport()
     for index, layer in enumerate(vit.layers):
@@ -413,14 +381,14 @@ def _check(name: str, value, known):
 
 def _set_positions(vit: VisionTransformer, positions: str):
     _check("positions", positions, POSITIONS)
-    if positions == "sincos" and vit.learned:
+    if positions == "sincos" and vit.learns_positions:
         encoding = sincos_position_encoding(*vit.grid, vit.positions.shape[1])
         vit.positions.zero_()
         vit.patch_positions.copy_(encoding)
 
 
 def _pseudo_input(kind: str, vit: VisionTransformer, generator) -> torch.Tensor:
-    positions = vit.patch_positions.float()
+    positions = _tokens_of_positions(vit)
     if kind == "pe":
         return positions
     chance = torch.empty(positions.shape)
@@ -428,21 +396,33 @@ def _pseudo_input(kind: str, vit: VisionTransformer, generator) -> torch.Tensor:
     return chance.to(positions) + (positions if kind == "pe+uniform" else 0)
 
 
-def _normalized(inputs: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
-    parameters = [None if value is None else value.float() for value in (norm.weight, norm.bias)]
-    return F.layer_norm(inputs, norm.normalized_shape, *parameters, norm.eps)
+def _tokens_of_positions(vit: VisionTransformer) -> torch.Tensor:
+    """What the first block is given for patches without content, in float32."""
+    positions = vit.patch_positions.float()
+    return positions if vit.pre_norm is None else copy.deepcopy(vit.pre_norm).float()(positions)
 
 
-def _mimetic_values(layer: AttentionWeights, generator):
-    left, right = mimetic_factors(layer.value.shape[1], 0.4, -0.4, generator)
-    layer.value.copy_(left.T)
-    layer.output.copy_(right.T)
+def _normalized(inputs: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    return copy.deepcopy(layer.norm).float()(inputs)
 
 
-def _describe(index: int, layer: AttentionWeights, inputs: torch.Tensor, grid, offsets) -> list[HeadReport]:
+def _zero_biases(layer: AttentionLayer):
+    """Of queries and keys."""
+    for projection in (layer.query, layer.key):
+        if projection.bias is not None:
+            projection.bias.zero_()
+
+
+def _mimetic_values(layer: AttentionLayer, generator):
+    left, right = mimetic_factors(layer.value.weight.shape[1], 0.4, -0.4, generator)
+    layer.value.weight.copy_(left.T)
+    layer.output.weight.copy_(right.T)
+
+
+def _describe(index: int, layer: AttentionLayer, inputs: torch.Tensor, grid, offsets) -> list[HeadReport]:
     reports = []
     for head, offset in enumerate(offsets):
-        query, key = (layer.head(weight, head).float().T for weight in (layer.query, layer.key))
+        query, key = (layer.head(projection, head).float().T for projection in (layer.query, layer.key))
         logits = attention_logits(inputs, query, key)
         attention = logits.softmax(-1)
         target = impulse_matrix(*grid, offset).to(attention)
@@ -464,43 +444,6 @@ def _describe(index: int, layer: AttentionWeights, inputs: torch.Tensor, grid, o
     return reports
 
 
-def _describe_unstructured(index: int, layer: AttentionWeights, vit: VisionTransformer) -> list[HeadReport]:
-    inputs = _normalized(vit.patch_positions.float(), layer.norm)
+def _describe_unstructured(index: int, layer: AttentionLayer, vit: VisionTransformer) -> list[HeadReport]:
+    inputs = _normalized(_tokens_of_positions(vit), layer)
     return _describe(index, layer, inputs, vit.grid, [(0, 0)] * layer.num_heads)
-
-
-@torch.no_grad()
-def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
-    """Give a ViT the positions for images of another size, in place: learned ones are interpolated bicubically, fixed
-    ones computed anew.
-
-    Args:
-        model (`nn.Module`): A Transformers ViT or DeiT, or a `ViTImpulseInit` model.
-        image_size (`int`): Height and width in pixels, a multiple of the patch size.
-
-    Returns:
-        The model; its configuration says the new size.
-
-    Raises:
-        ValueError: if the model is no such transformer, or its patches do not divide `image_size`.
-    """
-    embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
-    if not hasattr(embeddings, "position_embeddings") or not hasattr(embeddings, "interpolate_pos_encoding"):
-        raise ValueError(
-            f"Cannot resize the positions of {type(model).__name__}; expected a Transformers ViT or DeiT."
-        )
-    patches, positions = embeddings.patch_embeddings, embeddings.position_embeddings
-    if any(image_size % patch for patch in patches.patch_size):
-        raise ValueError(f"Images of {image_size} pixels do not divide into patches of {patches.patch_size}.")
-    grid = [image_size // patch for patch in patches.patch_size]
-    old = [image // patch for image, patch in zip(patches.image_size, patches.patch_size, strict=True)]
-    if hasattr(embeddings, "grid"):
-        embeddings.grid = tuple(grid)
-    if isinstance(positions, nn.Parameter):
-        embeddings.position_embeddings = nn.Parameter(interpolate_positions(positions, old, grid))
-    else:
-        embeddings.position_embeddings = embeddings.sincos_positions().to(positions)
-    patches.num_patches = grid[0] * grid[1]
-    embeddings.image_size = patches.image_size = (image_size, image_size)
-    model.config.image_size = image_size
-    return model

@@ -15,10 +15,10 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_vit_impulse_init import ViTImpulseInitConfig
-from .context_broadcast import ContextBroadcast, insert_modules
+from .context_broadcast import ContextBroadcast, broadcast_layers
 from .hub import HubModel
 from .impulse import sincos_position_encoding
-from .initialization import initialize_attention_
+from .initialization import AttentionLayer, VisionTransformer, initialize_attention_
 from .layers import (
     GenericForImageClassification,
     PatchEmbeddings,
@@ -128,17 +128,16 @@ class ViTImpulseInitPreTrainedModel(HubModel):
                 self._initialize_attention(module)
 
     def _initialize_attention(self, module: nn.Module):
-        config = self.config
+        config, options = self.config, {}
+        if config.initialization not in ("impulse", "mimetic"):
+            return
         if config.initialization == "impulse":
-            initialize_attention_(
-                module,
-                "impulse",
-                kernel_size=config.impulse_kernel_size,
-                mass=config.impulse_mass,
-                value_init=config.value_init,
-            )
-        elif config.initialization == "mimetic":
-            initialize_attention_(module, "mimetic")
+            options = {
+                "kernel_size": config.impulse_kernel_size,
+                "mass": config.impulse_mass,
+                "value_init": config.value_init,
+            }
+        initialize_attention_(module.parts_to_initialize(), config.initialization, **options)
 
 
 class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
@@ -151,8 +150,21 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
         self.layers = pre_norm_layers(config)
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         if config.context_broadcast is not None:
-            insert_modules(self, config.context_broadcast, config.context_broadcast_position)
+            kind, position = config.context_broadcast, config.context_broadcast_position
+            broadcast_layers(self.layers, kind, position, has_class_token=config.pooling == "cls")
         self.post_init()
+
+    def parts_to_initialize(self) -> VisionTransformer:
+        """What initializations write to."""
+        layers = []
+        for layer in self.layers:
+            attention = layer.attention
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+            linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+            heads = self.config.num_attention_heads
+            layers.append(AttentionLayer(layer.layernorm_before, *projections, heads, linears))
+        positions = self.embeddings.position_embeddings
+        return VisionTransformer(layers, positions[0], positions.requires_grad, self.embeddings.grid)
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)

@@ -316,6 +316,12 @@ class Anatomy:
     def num_prefix_tokens(self) -> int:
         return self.num_class_tokens + self.num_register_tokens
 
+    def grid_of(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width in patches of images of that many pixels, which may be others than `image_size`."""
+        return tuple(
+            round(pixels * count / own) for pixels, count, own in zip(size, self.grid, self.image_size, strict=True)
+        )
+
     @property
     def embedding_size(self) -> int:
         """Channels of the embedding."""
@@ -438,7 +444,13 @@ class Anatomy:
         anatomy = self
         if any(parameter.dtype != torch.float32 for parameter in self.model.parameters()):
             anatomy = self.read(copy.deepcopy(self.source).float())
-        for problem, value in anatomy.discrepancies().items():
+        try:
+            discrepancies = anatomy.discrepancies()
+        # Modules that do something else with tokens fail in more ways than can be listed.
+        except Exception as error:
+            message = " ".join(str(error).split())
+            raise self.refusal(purpose, f"it does not run as a plain vision transformer ({message})") from error
+        for problem, value in discrepancies.items():
             if not value < TOLERANCE:
                 raise ValueError(
                     f"Cannot {purpose} {self.name}: {problem} with the same weights (largest relative difference "

@@ -96,7 +96,7 @@ def read_block(module: nn.Module) -> Block:
     """
     names = ("norm1", "attn", "norm2", "mlp")
     if missing := [name for name in names if not hasattr(module, name)]:
-        raise Obstacle(f"its block {type(module).__name__} is no plain pre-norm block (missing {', '.join(missing)})")
+        raise Obstacle(f"its block {type(module).__name__} is no plain pre-norm block (found no {', '.join(missing)})")
     attention, known = _read_attention(module.attn)
     mlp, known_of_mlp = _read_mlp(module.mlp)
     scales = []
@@ -131,7 +131,7 @@ def _read_attention(module: nn.Module) -> tuple[Attention, list]:
 
 def _read_mlp(module: nn.Module) -> tuple[MLP, list]:
     if not hasattr(module, "fc2") or not isinstance(module.fc2, nn.Linear):
-        raise Obstacle(f"its MLP is a {type(module).__name__}, which has no linear layers to read")
+        raise Obstacle(f"its MLP is a {type(module).__name__}, whose layers are not known")
     down, norm, activation = (
         Projection.of(module.fc2),
         given(getattr(module, "norm", None)),

@@ -172,13 +172,13 @@ def read_block(module: nn.Module) -> Block:
         Obstacle: if it has parameters that a plain pre-norm block has no place for.
     """
     parts = {
-        "a norm before attention": _find(module, _ATTENTION_NORMS),
+        "norm before attention": _find(module, _ATTENTION_NORMS),
         "attention": _find(module, _ATTENTIONS),
-        "a norm before its MLP": _find(module, _MLP_NORMS),
-        "an MLP": _find(module, _MLPS),
+        "norm before its MLP": _find(module, _MLP_NORMS),
+        "MLP": _find(module, _MLPS),
     }
     if missing := [name for name, part in parts.items() if part is None]:
-        raise Obstacle(f"its block {type(module).__name__} is no plain pre-norm block (missing {', '.join(missing)})")
+        raise Obstacle(f"its block {type(module).__name__} is no plain pre-norm block (found no {', '.join(missing)})")
     attention_norm, attention_module, mlp_norm, mlp_module = parts.values()
     for norm in (attention_norm, mlp_norm):
         norm_type(norm)
@@ -208,7 +208,7 @@ def _read_attention(module: nn.Module) -> Attention:
 def _read_mlp(module: nn.Module) -> MLP:
     up, down, gate = _find(module, _UPS), _find(module, _DOWNS), getattr(module, "gate_proj", None)
     if up is None or down is None:
-        raise Obstacle(f"its MLP is a {type(module).__name__}, which has no linear layers to read")
+        raise Obstacle(f"its MLP is a {type(module).__name__}, whose layers are not known")
     norm = getattr(module, "norm", None)
     norm = None if isinstance(norm, nn.Identity) else norm
     require_all_known(module, [up, down, gate, norm])
@@ -259,7 +259,7 @@ def _read_positions(embeddings: nn.Module, anatomy: Anatomy):
 def _read_pooling(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
     """What the classifier reads, or what a model without one pools."""
     if getattr(model, "distillation_classifier", None) is not None:
-        raise Obstacle("it averages two classifiers; load it as DeiTForImageClassification, which has one")
+        raise Obstacle("it averages two classifiers; give its base model")
     config, family, has_cls = tower.config, _family(tower), anatomy.num_class_tokens > 0
     head = getattr(tower, "head", None)
     averages = "mean" if not anatomy.num_prefix_tokens else "latent_mean"

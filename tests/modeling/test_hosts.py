@@ -133,7 +133,7 @@ class TestStudents:
 
     def test_tokens_align_with_the_teachers(self, anatomy):
         student = make_student(anatomy)
-        alignment = TokenAlignment(student, anatomy)
+        alignment = TokenAlignment(student, anatomy, anatomy.image_size)
         outputs = student.base_model(anatomy.example(), **alignment.arguments)
         loss = alignment(outputs, anatomy.states(anatomy.example()))
         loss.backward()
@@ -259,6 +259,8 @@ REFUSED = {
         "relative position biases|no plain pre-norm block",
     ),
     "gated attention": (of_timm(attn_layer=GatedAttention), "gates the output"),
+    "a backbone, which gives maps": (of_transformers("Dinov2", "Backbone", mlp_ratio=2), "does not run as a plain"),
+    "tokens in windows": (of_transformers("Sam3ViT", intermediate_size=96), "does not run as a plain"),
     "mixed rotary positions": (of_timm(Eva, use_rot_pos_emb=True, rope_type="mixed"), "rotary positions"),
     "shared keys and values": (
         of_timm(Eva, attn_type="rope", qkv_fused=False, num_kv_heads=2),

@@ -13,6 +13,7 @@ from transformers import (
     CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
+    SiglipImageProcessor,
     SiglipVisionConfig,
     SiglipVisionModel,
     TimmWrapperConfig,
@@ -455,3 +456,18 @@ def test_a_comparison_of_what_has_no_classes_and_of_other_pixels(tmp_path, capsy
     of_images = [*clip.vision_model.parameters(), *clip.visual_projection.parameters()]
     assert teacher["parameters"] == sum(parameter.numel() for parameter in of_images)
     assert student["macs"] > 0 and "48 x 48 pixels" in capsys.readouterr().out
+
+
+def test_a_teacher_whose_image_processor_makes_other_images_is_refused(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    SiglipVisionModel(SiglipVisionConfig(image_size=32, patch_size=8, **sizes)).save_pretrained(tmp_path / "teacher")
+    SiglipImageProcessor(size={"height": 48, "width": 48}).save_pretrained(tmp_path / "teacher")
+    with pytest.raises(ValueError, match="takes images of 32 x 32 pixels, and its image processor makes 48 x 48"):
+        bootstrap.main(["--teacher", str(tmp_path / "teacher"), "--output_dir", str(tmp_path / "out")])
+    AcceleratorState._reset_state(True)
+
+
+def test_a_compiled_teacher_hides_its_tokens(teacher, tmp_path):
+    with pytest.raises(ValueError, match="which --compile_teacher hides; give --token_loss_weight 0"):
+        run(teacher, tmp_path / "out", "--token_loss_weight", "1", "--compile_teacher")
+    AcceleratorState._reset_state(True)

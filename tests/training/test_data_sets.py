@@ -317,7 +317,7 @@ def test_bootstraps_on_folders(layout, measured, teacher, tmp_path, capsys):
     layout(tmp_path / "images")
     options = [
         *("--teacher", str(teacher), "--dataset", str(tmp_path / "images"), "--output_dir", str(tmp_path / "out")),
-        *("--config_overrides", SMALL, "--batch_size", "6", "--epochs", "1"),
+        *("--config_overrides", SMALL, "--batch_size", "6", "--epochs", "1", "--recipe", "paper", "--no_compare"),
     ]
     if layout is validation:
         options += ["--class_names", *"abcdefghij"]
@@ -337,6 +337,7 @@ def test_without_evaluation_the_last_epoch_is_kept(recipe, teacher, tmp_path, ti
             [
                 *("--teacher", str(teacher), "--output_dir", str(out), "--config_overrides", SMALL),
                 *("--train_split", "train[:64]", "--eval_split", "none", "--batch_size", "16", "--epochs", "2"),
+                *("--recipe", "paper", "--no_compare"),
             ]
         )
     else:

@@ -204,6 +204,13 @@ def test_metrics_are_written_as_the_run_goes(tiny_run, tmp_path, monkeypatch, ma
         assert record["gradient_norm"] > 0.1 and record["images_per_second"] > 0
 
 
+def test_how_often_a_run_logs_changes_nothing(tiny_run):
+    """Also where the gradient is not clipped, whose norm is then computed for the log alone."""
+    options = {"max_grad_norm": 0, "learning_rate": 0.1}
+    often, seldom = (tiny_run(name=f"every-{steps}", logging_steps=steps, **options)["epochs"] for steps in (1, 100))
+    assert without_times(often) == without_times(seldom)
+
+
 def decayed_names(model):
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed, kept = (

@@ -119,7 +119,7 @@ def finished(tmp_path_factory, teacher):
         {"name": "student-sharded", "processes": 2, "environment": fsdp()},
     ]
     small = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
-    student = {"teacher": teacher, "recipe": "paper", "config_overrides": small, "learning_rate": 1e-3}
+    student = {"teacher": teacher, "config_overrides": small, "learning_rate": 1e-3, "recipe": "paper"}
     jobs = [{"recipe": "train", **job, "options": CLASSIFIER | job.get("options", {})} for job in classifiers]
     jobs += [{"recipe": "bootstrap", **job, "options": student | job.get("options", {})} for job in students]
     run(folder, jobs)

@@ -198,7 +198,7 @@ def arguments_for(teacher: str, photographs: str, output_dir: Path) -> list[str]
     return [
         *paths,
         *("--eval_dataset", photographs, "--batch_size", "4", "--epochs", "1", "--warmup_epochs", "0"),
-        *("--recipe", "paper", "--learning_rate", "1e-3", "--config_overrides", SMALL),
+        *("--learning_rate", "1e-3", "--config_overrides", SMALL, "--recipe", "paper", "--no_compare"),
     ]
 
 

@@ -3,9 +3,9 @@
 import pytest
 import timm
 import torch
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTForImageClassification
 
-from frugalvit import SparseFormerForImageClassification
+from frugalvit import SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training.token_alignment import TokenAlignment
 
@@ -39,7 +39,7 @@ def make_pair(make_teacher, image_size=(32, 48), truncate=1):
 @pytest.mark.parametrize("make_teacher", [transformers_vit, timm_vit])
 def test_reads_the_teachers_tokens_within_the_rois(make_teacher):
     student, teacher = make_pair(make_teacher)
-    alignment = TokenAlignment(student, read_anatomy(teacher))
+    alignment = TokenAlignment(student, read_anatomy(teacher), (32, 48))
     # A teacher whose tokens tell their position: rows and columns of the centers of its 4 x 6 patches.
     y, x = torch.meshgrid((torch.arange(4) + 0.5) / 4, (torch.arange(6) + 0.5) / 6, indexing="ij")
     tokens = torch.stack([y.flatten(), x.flatten()], dim=-1)[None]
@@ -54,7 +54,7 @@ def test_reads_the_teachers_tokens_within_the_rois(make_teacher):
 def test_compares_every_depth_with_the_teachers(make_teacher, truncate):
     student, teacher = make_pair(make_teacher, truncate=truncate)
     anatomy = read_anatomy(teacher)
-    alignment = TokenAlignment(student, anatomy)
+    alignment = TokenAlignment(student, anatomy, (32, 48))
     images = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
     outputs = student.base_model(images, **alignment.arguments)
     held = anatomy.states(images)
@@ -77,12 +77,23 @@ def test_a_student_deeper_than_its_teacher():
         ViTConfig(image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
     )
     with pytest.raises(ValueError, match="student has 3 blocks and the teacher 2; .* Leave --token_loss_weight at 0"):
-        TokenAlignment(student, read_anatomy(shallow))
+        TokenAlignment(student, read_anatomy(shallow), (32, 32))
 
 
 def test_rois_that_are_no_numbers_hold_nothing():
     student, teacher = make_pair(transformers_vit)
     rois = torch.rand(2, 5, 4)
     rois[1, 3, 0] = torch.nan
-    shares = TokenAlignment(student, read_anatomy(teacher))._shares(rois)
+    shares = TokenAlignment(student, read_anatomy(teacher), (32, 48))._shares(rois)
     assert shares.isnan().any(-1).nonzero().tolist() == [[1, 3]]
+
+
+def test_a_teacher_may_see_more_or_fewer_pixels_than_its_configuration_says():
+    """As DINOv2, whose configurations say 518 pixels and whose image processors 224."""
+    config = Dinov2Config(image_size=56, patch_size=8, hidden_size=32, num_hidden_layers=3, num_attention_heads=2)
+    teacher = read_anatomy(Dinov2Model(config).eval().requires_grad_(False))
+    student = SparseFormerModel.from_teacher(teacher, num_latent_tokens=5, truncate=1, **SMALL)
+    alignment = TokenAlignment(student, teacher, (24, 32))
+    assert alignment.grid == (3, 4)
+    images = torch.randn(2, 3, 24, 32)
+    assert alignment(student(images, **alignment.arguments), teacher.states(images)) > 0
