@@ -229,8 +229,9 @@ def test_batches_depend_on_seed_and_epoch_alone(source):
 
 def test_pixels_travel_as_bytes(source):
     images, options = source
-    loader = make_loader(images, mix=Mix(2, 0.5, 0.5), **options).loader
-    for travels, arrives in zip(loader.loader, loader, strict=True):
+    # Of two loaders, as a stream is read by one pass at a time.
+    travelling, arriving = (make_loader(images, mix=Mix(2, 0.5, 0.5), **options).loader for _ in range(2))
+    for travels, arrives in zip(travelling.loader, arriving, strict=True):
         assert travels["pixel_values"].dtype == torch.uint8 and travels["pixel_values"].shape == (4, 3, 8, 8)
         assert arrives["pixel_values"].dtype == torch.float32 and type(arrives["skipped"]) is int
 
