@@ -5,7 +5,7 @@ import functools
 from torch import nn
 
 from . import open_clip, timm, transformers
-from .anatomy import Anatomy, Obstacle, activation_name
+from .anatomy import Anatomy
 
 
 def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None = None) -> Anatomy:
@@ -52,4 +52,4 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return getattr(model, "timm_model", model)
 
 
-__all__ = ["Anatomy", "Obstacle", "activation_name", "read_anatomy"]
+__all__ = ["Anatomy", "read_anatomy"]

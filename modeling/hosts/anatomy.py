@@ -94,10 +94,6 @@ class Attention:
     def head_dim(self) -> int:
         return len(self.query.weight) // self.num_heads
 
-    def head(self, weight: torch.Tensor, head: int) -> torch.Tensor:
-        """A head's rows of the weight of `query` or `key`, `(head_dim, hidden_size)`."""
-        return weight[head * self.head_dim : (head + 1) * self.head_dim]
-
     def __call__(
         self, tokens: torch.Tensor, queries: torch.Tensor | None = None, rotate: Callable | None = None
     ) -> torch.Tensor:
@@ -336,11 +332,6 @@ class Anatomy:
     @property
     def device(self) -> torch.device:
         return self.blocks[0].attention.query.weight.device
-
-    @property
-    def patch_positions(self) -> torch.Tensor:
-        """Positions of the patches alone, a view."""
-        return self.positions[len(self.positions) - self.num_patches :]
 
     def embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """The model's own embedding, which bootstrapping aligns, `(batch, embedding_size)`: what its classifier reads;
