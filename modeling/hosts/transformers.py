@@ -32,6 +32,7 @@ _ATTENTIONS = ("attention", "self_attn")
 _MLPS = ("mlp", "ffn")
 _UPS = ("fc1", "up_proj", "weights_in", "dense1")
 _DOWNS = ("fc2", "down_proj", "weights_out", "dense2")
+_QUERY_KEY_VALUE = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
 _OUTPUTS = ("o_proj", "out_proj")
 _ACTIVATIONS = ("activation", "activation_fn", "act_fn", "intermediate_act_fn")
 _FINAL_NORMS = ("layernorm", "post_layernorm", "norm", "rms_norm")
@@ -190,8 +191,10 @@ def read_block(module: nn.Module) -> Block:
 
 
 def _read_attention(module: nn.Module) -> Attention:
-    output = _find(module, _OUTPUTS)
-    linears = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    # In Transformers 5.17, DINOv2 has a module for the projections and one for what follows.
+    inner = _find(module, ("attention",)) or module
+    output = _find(module, _OUTPUTS) or _find(_find(module, ("output",)), ("dense",))
+    linears = [_find(inner, names) for names in _QUERY_KEY_VALUE]
     if output is None or not all(isinstance(linear, nn.Linear) for linear in linears):
         raise Obstacle(f"its attention is a {type(module).__name__}, which has no projections to read")
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
@@ -200,7 +203,8 @@ def _read_attention(module: nn.Module) -> Attention:
     output_norm = None if isinstance(output_norm, nn.Identity) else output_norm
     require_all_known(module, [*linears, output, *norms, output_norm])
     projections = [Projection.of(linear) for linear in (*linears, output)]
-    attention = Attention(*projections, linears[0].out_features // module.head_dim, *norms, output_norm)
+    head_dim = inner.head_dim if hasattr(inner, "head_dim") else inner.attention_head_size
+    attention = Attention(*projections, linears[0].out_features // head_dim, *norms, output_norm)
     require_equal_width(attention)
     return attention
 
