@@ -66,9 +66,11 @@ class TestReading:
         embedding = anatomy.embed(images)
         assert embedding.shape == (2, anatomy.embedding_size)
         assert anatomy.patch_tokens(images).shape == (2, anatomy.num_patches, anatomy.hidden_size)
+        if kind.row == "SigLIP 2 NaFlex":
+            return  # it takes patches; `discrepancies` compares
         if hasattr(model, "encode_image"):
             torch.testing.assert_close(embedding, model.encode_image(images))
-        elif hasattr(model, "get_image_features") and not kind.row.startswith("SigLIP 2"):
+        elif hasattr(model, "get_image_features"):
             torch.testing.assert_close(embedding, model.get_image_features(images).pooler_output)
         elif anatomy.classifier is not None:
             logits = model(images)

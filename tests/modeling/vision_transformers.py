@@ -108,6 +108,20 @@ def siglip(family: str = "Siglip") -> nn.Module:
     return randomize(getattr(transformers, f"{family}Model")(config))
 
 
+def siglip2_classifier() -> nn.Module:
+    vision = SIZES | {"num_patches": 64, "patch_size": 4}
+    return randomize(
+        transformers.Siglip2ForImageClassification(transformers.Siglip2Config(vision_config=vision, num_labels=5))
+    )
+
+
+def aimv2_with_text() -> nn.Module:
+    text = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = SIZES | IMAGES | {"intermediate_size": 96}
+    config = transformers.Aimv2Config(text_config=text, vision_config=vision, projection_dim=24)
+    return randomize(transformers.Aimv2Model(config))
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of vision transformer.
@@ -185,7 +199,9 @@ KINDS = {
         ),
         class_token=False,
     ),
+    "siglip2-classifier": Kind("SigLIP 2 NaFlex", siglip2_classifier, class_token=False),
     "aimv2": Kind("AIMv2", of_transformers("Aimv2Vision", intermediate_size=96), class_token=False),
+    "aimv2-with-projection": Kind("AIMv2", aimv2_with_text, class_token=False),
     "aimv2-native": Kind(
         "AIMv2",
         of_transformers("Aimv2Vision", intermediate_size=96, is_native=True, use_head=False),
