@@ -515,6 +515,13 @@ def fused_projections(linear: nn.Linear, biases: tuple | None = None) -> list[Pr
     return [Projection(weight, bias) for weight, bias in zip(linear.weight.chunk(3), biases, strict=True)]
 
 
+def multihead_attention(module: nn.MultiheadAttention) -> Attention:
+    """The parts of PyTorch's own attention, whose projections are one parameter."""
+    weights, biases = module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3)
+    projections = [Projection(*both) for both in zip(weights, biases, strict=True)]
+    return Attention(*projections, Projection.of(module.out_proj), module.num_heads)
+
+
 def require_all_known(module: nn.Module, known: list[object]):
     """Raise an `Obstacle` unless every parameter of a module belongs to what was read of it.
 

@@ -8,13 +8,13 @@ from . import timm
 from .anatomy import (
     MLP,
     Anatomy,
-    Attention,
     Block,
     Obstacle,
     Outline,
     Projection,
     activation_name,
     given,
+    multihead_attention,
     require_all_known,
     require_equal_width,
 )
@@ -96,9 +96,7 @@ def read_block(module: nn.Module) -> Block:
     attention = getattr(module, "attn", None)
     if not isinstance(attention, nn.MultiheadAttention):
         raise Obstacle(f"its attention is a {type(attention).__name__}, expected nn.MultiheadAttention")
-    weights, biases = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
-    projections = [Projection(*both) for both in zip(weights, biases, strict=True)]
-    read = Attention(*projections, Projection.of(attention.out_proj), attention.num_heads)
+    read = multihead_attention(attention)
     require_equal_width(read)
     mlp = MLP(Projection.of(module.mlp.c_fc), Projection.of(module.mlp.c_proj), activation_name(module.mlp.gelu))
     scales = [getattr(scale, "gamma", None) for scale in (module.ls_1, module.ls_2)]

@@ -20,6 +20,8 @@ from .anatomy import (
     Projection,
     Rotary,
     activation_name,
+    given,
+    multihead_attention,
     norm_type,
     require_all_known,
     require_equal_width,
@@ -197,14 +199,11 @@ def _read_attention(module: nn.Module) -> Attention:
     linears = [_find(inner, names) for names in _QUERY_KEY_VALUE]
     if output is None or not all(isinstance(linear, nn.Linear) for linear in linears):
         raise Obstacle(f"its attention is a {type(module).__name__}, which has no projections to read")
-    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
-    norms = [None if isinstance(norm, nn.Identity) else norm for norm in norms]
-    output_norm = getattr(module, "output_norm", None)
-    output_norm = None if isinstance(output_norm, nn.Identity) else output_norm
-    require_all_known(module, [*linears, output, *norms, output_norm])
+    norms = [given(getattr(module, name, None)) for name in ("q_norm", "k_norm", "output_norm")]
+    require_all_known(module, [*linears, output, *norms])
     projections = [Projection.of(linear) for linear in (*linears, output)]
     head_dim = inner.head_dim if hasattr(inner, "head_dim") else inner.attention_head_size
-    attention = Attention(*projections, linears[0].out_features // head_dim, *norms, output_norm)
+    attention = Attention(*projections, linears[0].out_features // head_dim, *norms)
     require_equal_width(attention)
     return attention
 
@@ -213,8 +212,7 @@ def _read_mlp(module: nn.Module) -> MLP:
     up, down, gate = _find(module, _UPS), _find(module, _DOWNS), getattr(module, "gate_proj", None)
     if up is None or down is None:
         raise Obstacle(f"its MLP is a {type(module).__name__}, whose layers are not known")
-    norm = getattr(module, "norm", None)
-    norm = None if isinstance(norm, nn.Identity) else norm
+    norm = given(getattr(module, "norm", None))
     require_all_known(module, [up, down, gate, norm])
     if up.out_features == 2 * down.in_features:
         # DINOv2's SwiGLU in Transformers before 5.23.
@@ -295,13 +293,9 @@ def _is_tower(model: nn.Module) -> bool:
 
 def _read_pooling_head(head: nn.Module) -> AttentionPooling:
     if hasattr(head, "probe"):
-        attention = head.attention
-        weights, biases = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
-        projections = [Projection(*both) for both in zip(weights, biases, strict=True)]
-        read = Attention(*projections, Projection.of(attention.out_proj), attention.num_heads)
         norm, mlp = head.layernorm, _read_mlp(head.mlp)
-        require_all_known(head, [head.probe, attention, norm, head.mlp])
-        return AttentionPooling(head.probe[0], read, norm, mlp)
+        require_all_known(head, [head.probe, head.attention, norm, head.mlp])
+        return AttentionPooling(head.probe[0], multihead_attention(head.attention), norm, mlp)
     if not hasattr(head, "cls_token"):
         raise Obstacle(f"it pools by a {type(head).__name__}, which is neither SigLIP's nor AIMv2's")
     # AIMv2's query is learned as it is.
