@@ -213,6 +213,35 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float, optimizer: str
     return split_matrices(model, *groups) if optimizer == "muon" else groups
 
 
+def learning_rate_factors(
+    model: torch.nn.Module, head_multiplier: float, layer_decay: float
+) -> dict[torch.nn.Parameter, float]:
+    """Factor of the learning rate of each parameter: 1 for the last block of the longest list of blocks and what
+    follows it, `layer_decay` times that of the next for each block before, once more for what comes before the blocks,
+    and `head_multiplier` outside the base model.
+
+    Raises:
+        ValueError: if there is nothing outside the base model.
+    """
+    base = model.base_model
+    if base is model and head_multiplier != 1:
+        raise ValueError(
+            f"--head_multiplier is {head_multiplier}, but a {type(model).__name__} does not say what its head is; "
+            "expected 1."
+        )
+    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, torch.torch.nn.ModuleList)]
+    name, blocks = max(lists, key=lambda item: len(item[1]), default=("", ()))
+    last, index = len(blocks) - 1, -1
+    factors = dict.fromkeys(model.parameters(), head_multiplier)
+    for full_name, parameter in base.named_parameters():
+        if blocks and full_name.startswith(f"{name}."):
+            index = int(full_name.removeprefix(f"{name}.").partition(".")[0])
+        elif index >= 0:
+            index = last
+        factors[parameter] = layer_decay ** (last - index)
+    return factors
+
+
 def make_optimizer(name: str, groups: list[dict], **options) -> torch.optim.Optimizer:
     """One of `OPTIMIZERS` on what `parameter_groups` returns, with options of AdamW.
 

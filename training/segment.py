@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForSemanticSegmentation, SegformerImageProcessor
 
 from ..modeling.modeling_sparseformer import SparseFormerForSemanticSegmentation
@@ -37,7 +36,7 @@ from .augmentation import ImageFormat
 from .cards import write_card
 from .data import make_loaders
 from .loading import split_revision
-from .loop import TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
+from .loop import TrainingState, fit, learning_rate_factors, optimizer_with_schedule, prepare, start_accelerator
 from .masks import IGNORED, MaskReader, SegmentationEvalView, SegmentationView, load_masked_splits
 from .metrics import evaluate_segmenter
 from .train import check_loading, parse_overrides, set_drop_path
@@ -270,33 +269,6 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
         size={"height": height, "width": width}, do_reduce_labels=data.reduce_labels, **preprocessing
     )
     return model, processor
-
-
-def learning_rate_factors(model: nn.Module, head_multiplier: float, layer_decay: float) -> dict[nn.Parameter, float]:
-    """Factor of the learning rate of each parameter: 1 for the last block of the longest list of blocks and what
-    follows it, `layer_decay` times that of the next for each block before, once more for what comes before the blocks,
-    and `head_multiplier` outside the base model.
-
-    Raises:
-        ValueError: if there is nothing outside the base model.
-    """
-    base = model.base_model
-    if base is model and head_multiplier != 1:
-        raise ValueError(
-            f"--head_multiplier is {head_multiplier}, but a {type(model).__name__} does not say what its head is; "
-            "expected 1."
-        )
-    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
-    name, blocks = max(lists, key=lambda item: len(item[1]), default=("", ()))
-    last, index = len(blocks) - 1, -1
-    factors = dict.fromkeys(model.parameters(), head_multiplier)
-    for full_name, parameter in base.named_parameters():
-        if blocks and full_name.startswith(f"{name}."):
-            index = int(full_name.removeprefix(f"{name}.").partition(".")[0])
-        elif index >= 0:
-            index = last
-        factors[parameter] = layer_decay ** (last - index)
-    return factors
 
 
 if __name__ == "__main__":

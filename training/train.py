@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,7 +46,15 @@ from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .cards import write_card
 from .data import CorruptImageError, class_names, decode_image, load_splits, make_loaders
 from .loading import load_image_classifier, split_revision
-from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
+from .loop import (
+    OPTIMIZERS,
+    TrainingState,
+    fit,
+    learning_rate_factors,
+    optimizer_with_schedule,
+    prepare,
+    start_accelerator,
+)
 from .metrics import evaluate_classifier
 from .precision import hold_teacher
 
@@ -90,6 +98,11 @@ class ModelArguments:
         None,
         "Pixels of the images, for architectures that take any and to go on from a ViT at another size.",
     )
+    train_image_size: int | None = argument(
+        None,
+        "Pixels of training images where they are fewer than the model's, which then interpolates its positions: a "
+        "quarter of the time at half of them, for the first epochs of fine-tuning.",
+    )
     image_mean: list[float] = argument([0.5, 0.5, 0.5], "Mean of the channels, of values in 0..1, from scratch.")
     image_std: list[float] = argument([0.5, 0.5, 0.5], "Standard deviation of the channels, from scratch.")
 
@@ -127,10 +140,15 @@ class RecipeArguments:
         "soft", "soft: divergence from its distribution. hard: its best class is a label.", choices=["soft", "hard"]
     )
     distill_temperature: float = argument(1.0, "Temperature of both distributions in the divergence.")
+    head_multiplier: float = argument(1.0, "The classifier's learning rate, in those of the last block.")
+    layer_decay: float = argument(
+        1.0, "Factor of the learning rate from a block to the one before it; 0.65 to 0.85 for pretrained models."
+    )
 
     def __post_init__(self):
         check_share(self, "flip", "erasing", "label_smoothing", "drop_path", "distill_weight")
-        check_at_least(self, 0, "crop_padding", "randaugment_layers", "mixup", "cutmix")
+        check_at_least(self, 0, "crop_padding", "randaugment_layers", "mixup", "cutmix", "head_multiplier")
+        check(self.layer_decay, 0 < self.layer_decay <= 1, "layer_decay", "a number above 0, up to 1")
         check_at_least(self, 1, "repeated_augmentation")
         if self.crop_size is not None:
             check_at_least(self, 1, "crop_size")
@@ -164,8 +182,9 @@ def main(argv: list[str] | None = None) -> int:
     image_format = ImageFormat.from_processor(processor)
     teacher_loss = load_teacher(recipe, image_format, len(names), accelerator) if recipe.distill_from else None
 
+    view_format, options = format_in_training(model, image_format, arguments.train_image_size)
     view = SmallDataView(
-        image_format,
+        view_format,
         recipe.crop,
         recipe.crop_padding,
         crop_size=recipe.crop_size,
@@ -183,15 +202,18 @@ def main(argv: list[str] | None = None) -> int:
     length = f"{run.epochs} x {loader.steps_per_epoch:,} x {run.batch_size:,}"
     accelerator.print(
         f"{type(model).__name__}: {model.num_parameters():,} parameters, "
-        f"{' x '.join(map(str, image_format.size))} pixels, {len(names):,} classes; epochs x steps x images: {length}."
+        f"{' x '.join(map(str, view_format.size))} pixels, {len(names):,} classes; epochs x steps x images: {length}."
     )
+    rates = None
+    if (recipe.head_multiplier, recipe.layer_decay) != (1, 1):
+        rates = learning_rate_factors(model, recipe.head_multiplier, recipe.layer_decay)
     optimizer, scheduler = optimizer_with_schedule(
-        model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer
+        model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer, rates
     )
     model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
 
     def compute_loss(model, batch):
-        outputs = model(pixel_values=batch["pixel_values"])
+        outputs = model(pixel_values=batch["pixel_values"], **options)
         # A distilled model has two classifiers: one learns from the labels, one from the teacher if there is one.
         of_labels = getattr(outputs, "cls_logits", None)
         of_labels, of_teacher = (
@@ -348,6 +370,30 @@ def check_loading(model, info: dict, name: str):
             f"--model {name} does not fit a {type(model).__name__}: {', '.join(lost[:3])} and others, {len(lost)} in "
             "all, are missing, unexpected or of another size. Expected a complete model of that architecture."
         )
+
+
+def format_in_training(model, image_format: ImageFormat, pixels: int | None) -> tuple[ImageFormat, dict]:
+    """The images of `--train_image_size`, and what the model's forward pass takes besides for them.
+
+    Raises:
+        ValueError: if the model takes no images of that size.
+    """
+    if pixels is None:
+        return image_format, {}
+    size = (pixels, pixels)
+    options = {}
+    if "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
+        options["interpolate_pos_encoding"] = True
+    try:
+        with torch.inference_mode():
+            model(pixel_values=torch.zeros(2, 3, *size), **options)
+    # Models fail in more ways than can be listed.
+    except Exception as error:
+        raise ValueError(
+            f"--train_image_size {pixels}: a {type(model).__name__} does not take images of that size "
+            f"({' '.join(str(error).split())[:200]})."
+        ) from error
+    return replace(image_format, size=size), options
 
 
 def parse_overrides(model_type: str, text: str) -> dict:
