@@ -19,8 +19,11 @@ from .hosts.anatomy import (
     norm_eps,
     norm_type,
 )
+from .pyramid import grid_rois
 
 
+# Where a student's focusing stage comes from.
+FOCUSINGS = ("paper", "inherited")
 # What reads the RoIs of tokens has the reference implementation's epsilon, whatever the teacher's is.
 FOCUSING_EPS = 1e-5
 
@@ -30,15 +33,23 @@ def inherit(
     model_class: type,
     teacher: nn.Module | Anatomy,
     num_latent_tokens: int | None = None,
-    truncate: float | int = 1 / 3,
+    truncate: float | int | None = None,
     inherit_blocks: bool = True,
+    focusing: str = "paper",
     check: bool = True,
     **fields,
 ) -> nn.Module:
     """`SparseFormerPreTrainedModel.from_teacher`, whose documentation holds, of that class."""
     anatomy = read_anatomy(teacher)
     anatomy.require_plain("bootstrap from", embeds=True)
+    if focusing not in FOCUSINGS:
+        raise ValueError(f"`focusing` is {focusing!r}, expected one of {', '.join(map(repr, FOCUSINGS))}.")
+    inherits_patches = focusing == "inherited"
+    if inherits_patches and not inherit_blocks:
+        raise ValueError('`focusing="inherited"` inherits the whole teacher; expected `inherit_blocks=True`.')
     blocks = len(anatomy.blocks)
+    if truncate is None:
+        truncate = 0 if inherits_patches else 1 / 3
     truncated = truncate if isinstance(truncate, int) else round(truncate * blocks)
     if isinstance(truncate, bool) or not 0 <= truncated < blocks:
         raise ValueError(
@@ -59,10 +70,14 @@ def inherit(
             "or use SparseFormerVisionModel.from_teacher."
         )
     inherited = configuration_fields(anatomy)
+    if inherits_patches:
+        if check:
+            anatomy.check_tokens("inherit the patch embedding of")
+        inherited |= patch_fields(anatomy)
     config = model_class.config_class(
         **{
             **inherited,
-            "num_latent_tokens": num_latent_tokens or default_num_latent_tokens(anatomy),
+            "num_latent_tokens": num_latent_tokens or default_num_latent_tokens(anatomy, inherits_patches),
             "num_hidden_layers": blocks - truncated,
             # The papers halve the width from base (768 to 384); heads are 64 wide.
             "focusing_hidden_size": max(anatomy.hidden_size // 16 * 8, 8),
@@ -77,6 +92,10 @@ def inherit(
         )
     if check:
         anatomy.check("bootstrap from")
+    if (config.num_glance_layers > blocks - truncated) and config.glance_grid:
+        raise ValueError(
+            f"`num_glance_layers` is {config.num_glance_layers}, more than the {blocks - truncated} blocks to inherit."
+        )
     student = model_class(config).eval()
     base = student.base_model
     if inherit_blocks:
@@ -84,8 +103,10 @@ def inherit(
             _load(base.layernorm, anatomy.norm)
         for layer, block in zip(base.layers, anatomy.blocks[truncated:], strict=True):
             layer.load_state_dict(block_weights(block, anatomy))
-        if anatomy.num_register_tokens and config.num_register_tokens == anatomy.num_register_tokens:
-            base.latents.register_tokens.copy_(registers_of_blank_image(anatomy, truncated))
+        if inherits_patches:
+            inherit_patches(anatomy, base, truncated)
+        elif anatomy.num_register_tokens and config.num_register_tokens == anatomy.num_register_tokens:
+            base.latents.register_tokens.copy_(front_of_blank_image(anatomy, truncated)[anatomy.num_class_tokens :])
     if needs_classifier:
         _load(student.classifier, anatomy.classifier)
     if needs_projection:
@@ -94,12 +115,51 @@ def inherit(
         base.pooling_head.load_state_dict(_pooling_head_weights(anatomy.pooling_head))
     if check and inherit_blocks and not {*fields} & {*inherited}:
         check_student(anatomy, student)
-    base.latents.break_ties()
+    if not inherits_patches:
+        base.latents.break_ties()
     return student
 
 
-def default_num_latent_tokens(anatomy: Anatomy) -> int:
-    """A quarter of the teacher's image tokens, [CLS] counted as the paper does (table 2).
+def patch_fields(anatomy: Anatomy) -> dict:
+    """Fields of a `SparseFormerConfig` that follow from how a teacher makes tokens of an image."""
+    return {
+        "patch_size": list(anatomy.patch_size),
+        "num_channels": anatomy.patch_embedding.weight.shape[1],
+        "patch_norm": anatomy.patch_embedding.norm is not None,
+        "embedding_norm": anatomy.pre_norm is not None,
+    }
+
+
+def inherit_patches(anatomy: Anatomy, base: nn.Module, truncated: int):
+    """Let a student embed patches as its teacher does, with the positions of a teacher at a lower resolution."""
+    sampling, embedding = base.final_focusing_layer.sampling, anatomy.patch_embedding
+    sampling.projection.load_state_dict(
+        _projection_weights("", Projection(embedding.weight.flatten(1), embedding.bias))
+    )
+    for norm, source in ((sampling.norm, embedding.norm), (base.embedding_norm, anatomy.pre_norm)):
+        if source is not None:
+            _load(norm, source)
+    _set_positions(base.latents, anatomy)
+    front = anatomy.front_tokens()
+    if truncated:
+        front = front_of_blank_image(anatomy, truncated)
+    if anatomy.num_class_tokens:
+        base.latents.cls_token.copy_(front[: anatomy.num_class_tokens])
+    if anatomy.num_register_tokens:
+        base.latents.register_tokens.copy_(front[anatomy.num_class_tokens :])
+    if base.glance is not None:
+        _set_positions(base.glance, anatomy)
+        for layer, block in zip(base.glance.blocks, anatomy.blocks[truncated:], strict=False):
+            layer.load_state_dict(block_weights(block, anatomy))
+
+
+def _set_positions(part: nn.Module, anatomy: Anatomy):
+    positions = anatomy.positions_of(part.grid)
+    part.token_embedding.copy_(torch.zeros_like(part.token_embedding) if positions is None else positions)
+
+
+def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:
+    """A quarter of the teacher's image tokens, [CLS] counted as the paper does (table 2), unless they fill a grid.
 
     From 384 pixels on, of those that the teacher would have at 224: the paper's default is 49 tokens for ViT-L/16-384,
     too (144 and 196 are continued bootstrapping); a CLIP ViT-L/14-336 has 144 in table 6.
@@ -107,15 +167,15 @@ def default_num_latent_tokens(anatomy: Anatomy) -> int:
     patches = anatomy.num_patches
     if min(anatomy.image_size) >= 384:
         patches = round(patches * (224 / min(anatomy.image_size)) ** 2)
-    return max(patches // 4 - (anatomy.num_class_tokens > 0), 1)
+    return max(patches // 4 - (anatomy.num_class_tokens > 0 and not fill_grid), 1)
 
 
-def registers_of_blank_image(anatomy: Anatomy, index: int) -> torch.Tensor:
-    """The registers before a block, `(registers, hidden_size)`, in an image of zeros. They differ from image to image;
-    a student's are constant, and learned from here."""
+def front_of_blank_image(anatomy: Anatomy, index: int) -> torch.Tensor:
+    """Class tokens and registers before a block, `(prefix tokens, hidden_size)`, in an image of zeros. They differ
+    from image to image; a student's are constant, and learned from here."""
     with evaluating(anatomy.model):
         states = anatomy.states(torch.zeros_like(anatomy.example()[:1]))
-    return states[index][0, anatomy.num_class_tokens : anatomy.num_prefix_tokens]
+    return states[index][0, : anatomy.num_prefix_tokens]
 
 
 def configuration_fields(anatomy: Anatomy) -> dict:
@@ -263,14 +323,14 @@ def student_discrepancies(anatomy: Anatomy, student: nn.Module) -> dict[str, tor
     """How far a student's cortex is from its teacher, given the teacher's own tokens after the blocks that were left
     out, at RoIs that are its patches, each as the largest difference relative to the largest value."""
     base = student.base_model
-    device, dtype = base.latents.initial_rois.device, base.transition.weight.dtype
+    device, dtype = base.latents.initial_rois.device, base.latents.token_embedding.dtype
     with evaluating(anatomy.model):
         images = anatomy.example()
         with anatomy.watch() as states:
             embedding = anatomy.embed(images)
         patch_tokens = anatomy.normalize(states[-1])[:, anatomy.num_prefix_tokens :]
     tokens = states[len(states) - 1 - len(base.layers)].to(device, dtype)
-    rois = patch_rois(anatomy.grid).to(device).expand(len(tokens), -1, -1)
+    rois = grid_rois(anatomy.grid).to(device).expand(len(tokens), -1, -1)
     final, pooled = base.run_cortex(tokens, rois)
     pooled = getattr(student, "visual_projection", nn.Identity())(pooled)
     embedding = embedding.to(device)
@@ -294,11 +354,3 @@ def check_student(anatomy: Anatomy, student: nn.Module):
                 f"Cannot bootstrap from {anatomy.name}: with its own tokens, the student's {what} differ from the "
                 f"teacher's (largest relative difference {value:.1e})."
             )
-
-
-def patch_rois(grid: tuple[int, int]) -> torch.Tensor:
-    """RoIs that are the patches of a grid, `(1, patches, 4)` as left, top, right, bottom."""
-    rows, columns = grid
-    top, left = torch.meshgrid(torch.arange(rows) / rows, torch.arange(columns) / columns, indexing="ij")
-    boxes = torch.stack([left, top, left + 1 / columns, top + 1 / rows], dim=-1)
-    return boxes.flatten(0, 1).unsqueeze(0)

@@ -283,6 +283,8 @@ class BootstrapView(View):
         student, teacher (`ImageFormat`): What the models take.
         scale, ratio (`tuple[float, float]`): Area and aspect ratio of the part.
         flip (`float`): Probability of a horizontal flip.
+        zoom_out (`float`): Half of the images are put on a canvas before that, at a random place; its sides are up to
+            so many times theirs.
     """
 
     def __init__(
@@ -292,14 +294,18 @@ class BootstrapView(View):
         scale: Sequence[float] = (0.5, 1.0),
         ratio: Sequence[float] = (3 / 4, 4 / 3),
         flip: float = 0.5,
+        zoom_out: float = 1.0,
     ):
         self.formats = {"pixel_values": student}
         if teacher is not None and replace(teacher, resize=None) != replace(student, resize=None):
             self.formats["teacher_pixel_values"] = teacher
         self.crop = v2.RandomResizedCrop(student.size, list(scale), list(ratio))
         self.flip = flip
+        self.zoom_out = v2.RandomZoomOut(student.fill, (1.0, zoom_out)) if zoom_out > 1 else None
 
     def __call__(self, image):
+        if self.zoom_out:
+            image = self.zoom_out(image)
         part = self.crop.make_params([image])
         if torch.rand(()) < self.flip:
             image = v2.functional.horizontal_flip(image)

@@ -23,7 +23,9 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ..configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
+from ..configuration.configuration_sparseformer import choose_grid
 from ..modeling.hosts import Anatomy, read_anatomy
+from ..modeling.inheritance import FOCUSINGS
 from ..modeling.modeling_bootstrapped_vit import divergence as kl_divergence
 from ..modeling.modeling_sparseformer import (
     SparseFormerForImageClassification,
@@ -41,6 +43,7 @@ from .arguments import (
     parse_arguments,
     run_as_program,
 )
+from .attended_windows import attended_windows
 from .augmentation import BootstrapView, EvalView, ImageFormat, View
 from .cards import write_card
 from .comparison import compare_speeds, describe_pair, side_by_side, slower_than_teacher
@@ -60,13 +63,16 @@ PROG = "frugalvit bootstrap"
 
 # What the command line leaves open. "paper" is made for 224 pixels, and students of 32 pixels learn slowly with it.
 # "small" has a focusing stage of the paper's sampling points, half its iterations and mixed points, three quarters of
-# its stem channels and bottleneck; large steps, tokens that are told what to hold, all blocks but one.
+# its stem channels and bottleneck; large steps, tokens that are told what to hold, all blocks but one. "inherited" is
+# for students that begin as their teacher at a lower resolution, which large steps destroy.
 RECIPES = {
     "paper": {
         "config_overrides": "",
         "truncate": 1 / 3,
+        "tune_all": False,
         "crop_scale": [0.5, 1.0],
         "token_loss_weight": 0.0,
+        "window_loss_weight": 0.0,
         "learning_rate": 2e-4,
         "warmup_epochs": 1.0,
         "repeats": 1,
@@ -75,11 +81,25 @@ RECIPES = {
     "small": {
         "config_overrides": "stem_channels=48,num_mixed_points=16,mixing_hidden_size=96,num_focusing_iterations=2",
         "truncate": 1.0,
+        "tune_all": False,
         "crop_scale": [0.8, 1.0],
         "token_loss_weight": 4.0,
+        "window_loss_weight": 0.0,
         "learning_rate": 6e-3,
         "warmup_epochs": 0.5,
         "repeats": 2,
+        "batch_size": 64,
+    },
+    "inherited": {
+        "config_overrides": "",
+        "truncate": 0.0,
+        "tune_all": True,
+        "crop_scale": [0.5, 1.0],
+        "token_loss_weight": 0.0,
+        "window_loss_weight": 1.0,
+        "learning_rate": 2e-4,
+        "warmup_epochs": 0.1,
+        "repeats": 1,
         "batch_size": 64,
     },
 }
@@ -112,6 +132,17 @@ class StudentArguments:
         f"teachers of up to {LARGEST_SMALL} pixels without --student.",
         choices=[*RECIPES],
     )
+    focusing: str = argument(
+        "paper",
+        "paper: a focusing stage that is learned from random weights. inherited: the teacher's patch embedding at the "
+        "cells of a grid, so that the student starts as its teacher at a lower resolution.",
+        choices=[*FOCUSINGS],
+    )
+    glance: int | None = argument(
+        None,
+        "With --focusing inherited, tokens that glance at the image first, to choose the window in which the others "
+        "look; 0 for a window that is always the whole image. Default: 16.",
+    )
     num_latent_tokens: int | None = argument(
         None, "Latent tokens, [CLS] not counted. Default: a quarter of the teacher's with [CLS], or --student's."
     )
@@ -125,7 +156,7 @@ class StudentArguments:
     tune: float = argument(
         1 / 3, "Blocks to tune, from the first inherited one: a share of the teacher's, or a count."
     )
-    tune_all: bool = argument(False, "Tune every inherited block.")
+    tune_all: bool | None = by_recipe("tune_all", "Tune every inherited block.")
     inherit_blocks: bool = argument(True, "Inherit the teacher's blocks, or its classifier alone.")
     attn_implementation: str | None = argument(
         None, "The student's attention in training. Default: eager on CPUs, whose fused attention goes back slowly."
@@ -134,6 +165,10 @@ class StudentArguments:
     compile_teacher: bool = argument(False, "Compile the teacher (torch.compile).")
 
     def __post_init__(self):
+        if self.glance is None:
+            self.glance = 16 if self.focusing == "inherited" else 0
+        check_at_least(self, 0, "glance")
+        check(self.glance, not self.glance or self.focusing == "inherited", "glance", "0 without --focusing inherited")
         for name in ("num_latent_tokens", "image_size"):
             if getattr(self, name) is not None:
                 check_at_least(self, 1, name)
@@ -157,9 +192,18 @@ class AlignmentArguments:
         "Weight of an added distance of each token from the teacher's where it looks.",
         ", 0 with --teacher_cache",
     )
+    window_loss_weight: float | None = by_recipe(
+        "window_loss_weight",
+        "Weight of an added distance of the window that was glanced at from the part of the image that the teacher "
+        "attends to.",
+    )
     crop_scale: list[float] | None = by_recipe("crop_scale", "Lowest and highest share of the area that a crop shows.")
     crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio of a crop.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
+    zoom_out: float = argument(
+        1.0,
+        "Half of the images are put on a canvas, whose sides are up to so many times theirs: objects become smaller.",
+    )
     view_epochs: int | None = argument(
         None, "Epochs after which the views of an image come again, and with them what --teacher_cache knows."
     )
@@ -175,8 +219,10 @@ class AlignmentArguments:
         check(self.temperature, self.temperature > 0, "temperature", "a positive number")
         check_share(self, "flip")
         check_at_least(self, 0, "label_loss_weight")
-        if self.token_loss_weight is not None:
-            check_at_least(self, 0, "token_loss_weight")
+        check_at_least(self, 1, "zoom_out")
+        for name in ("token_loss_weight", "window_loss_weight"):
+            if getattr(self, name) is not None:
+                check_at_least(self, 0, name)
         for name in ("crop_scale", "crop_ratio"):
             if (value := getattr(self, name)) is not None:
                 fits = len(value) == 2 and 0 < value[0] <= value[1]
@@ -261,7 +307,14 @@ def main(argv: list[str] | None = None) -> int:
             f"--loss kl and --label_loss_weight compare classes, and {pair.teacher} is no classifier; align its "
             "embedding (--loss cosine)."
         )
-    view = BootstrapView(student_format, teacher_format, alignment.crop_scale, alignment.crop_ratio, alignment.flip)
+    view = BootstrapView(
+        student_format,
+        teacher_format,
+        alignment.crop_scale,
+        alignment.crop_ratio,
+        alignment.flip,
+        alignment.zoom_out,
+    )
     evaluation = (eval_images, PairedEvalView(student_format, teacher_format))
     loader, eval_loader = make_loaders(
         accelerator,
@@ -272,10 +325,13 @@ def main(argv: list[str] | None = None) -> int:
         repeats=schedule.repeats,
         view_epochs=alignment.view_epochs,
     )
+    uses_windows = alignment.window_loss_weight > 0
     cache = None
     if alignment.teacher_cache:
-        width = anatomy.embedding_size
-        cache = TeacherCache(alignment.teacher_cache, accelerator, teacher, width, view, train_images, run.seed)
+        width = anatomy.embedding_size + 4 * uses_windows
+        cache = TeacherCache(
+            alignment.teacher_cache, accelerator, teacher, width, view, train_images, run.seed, uses_windows
+        )
 
     sizes = (teacher_format.size, student_format.size)
     costs = describe_pair(anatomy, student, *sizes) if accelerator.is_main_process else []
@@ -297,10 +353,13 @@ def main(argv: list[str] | None = None) -> int:
     uses_labels = alignment.label_loss_weight > 0
     align_tokens = TokenAlignment(student, anatomy) if alignment.token_loss_weight else None
     outputs_asked_for = align_tokens.arguments if align_tokens else {"output_tokens": False}
+    glances = uses_windows and student.base_model.glance is not None
+    if glances:
+        outputs_asked_for = {**outputs_asked_for, "output_rois": True}
 
     # Throughout, so that a compiled teacher is watched, too.
     watching = ExitStack()
-    states = watching.enter_context(anatomy.watch()) if align_tokens else []
+    states = watching.enter_context(anatomy.watch()) if align_tokens or uses_windows else []
     hold_teacher(accelerator, teacher, classify_teacher)
     # Not in evaluation, which asks about each batch once and ends with a smaller one.
     embed_in_training = torch.compile(anatomy.embed) if pair.compile_teacher else anatomy.embed
@@ -309,6 +368,9 @@ def main(argv: list[str] | None = None) -> int:
         images = batch.get("teacher_pixel_values", batch["pixel_values"])
         with torch.inference_mode(), accelerator.autocast():
             target = embed_in_training(images).float()
+            if uses_windows:
+                # One tensor, as the cache keeps it.
+                target = torch.cat([target, attended_windows(anatomy, states)], dim=1)
         batch["teacher_tokens"] = list(states)
         # Out of inference mode, so that the loss may keep it for its gradient.
         return target.clone()
@@ -319,6 +381,8 @@ def main(argv: list[str] | None = None) -> int:
             # It stays for repeated steps.
             batch["target"] = cache(batch["index"], lambda: ask_teacher(batch)) if cache else ask_teacher(batch)
         outputs, target = model(pixel_values, **outputs_asked_for), batch["target"]
+        if uses_windows:
+            target, window = target[:, :-4], target[:, -4:]
         embedding = project(outputs.pooler_output).float()
         if alignment.loss == "cosine":
             loss = (1 - F.cosine_similarity(embedding, target)).mean()
@@ -326,6 +390,10 @@ def main(argv: list[str] | None = None) -> int:
             loss = kl_divergence(classify(embedding), classify_teacher(target), alignment.temperature)
         if uses_labels:
             loss = loss + alignment.label_loss_weight * F.cross_entropy(classify(embedding), batch["labels"])
+        if glances:
+            rois = outputs.rois[-1]
+            corners = torch.cat([rois[:, 0, :2], rois[:, -1, 2:]], dim=1)
+            loss = loss + alignment.window_loss_weight * (corners - window).abs().mean()
         if align_tokens:
             loss = loss + alignment.token_loss_weight * align_tokens(outputs, batch["teacher_tokens"])
         return loss
@@ -369,7 +437,8 @@ def apply_recipe(arguments: Sequence, size: tuple[int, int]):
     """
     pair = arguments[0]
     # What goes on loses by large steps.
-    pair.recipe = pair.recipe or ("paper" if pair.student or max(size) > LARGEST_SMALL else "small")
+    small = "paper" if pair.student or max(size) > LARGEST_SMALL else "small"
+    pair.recipe = pair.recipe or ("inherited" if pair.focusing == "inherited" else small)
     values = RECIPES[pair.recipe] | {"epochs": 20}
     if pair.student:
         # It has its configuration, and its weights are good enough to begin with.
@@ -440,16 +509,21 @@ def build_student(
         student_class = (
             SparseFormerVisionModel if teacher.projection is None else SparseFormerVisionModelWithProjection
         )
+    glance = {}
+    if pair.focusing == "inherited" and pair.glance:
+        # Windows are smaller than the image, which is then needed at twice the size, too.
+        glance = {"glance_grid": choose_grid(pair.glance, teacher_format.size), "num_pyramid_levels": 2}
     student = student_class.from_teacher(
         teacher,
         num_latent_tokens=pair.num_latent_tokens,
         truncate=truncate,
         inherit_blocks=pair.inherit_blocks,
+        focusing=pair.focusing,
         image_mean=teacher_format.mean,
         image_std=teacher_format.std,
         resample=teacher_format.resample,
         resize_size=teacher_format.resize,
-        **{"image_size": image_size, **parse_overrides("sparseformer", pair.config_overrides)},
+        **{"image_size": image_size, **glance, **parse_overrides("sparseformer", pair.config_overrides)},
     )
     if pair.image_size:
         set_image_size(student.config, pair.image_size)
@@ -482,18 +556,24 @@ def freeze(student: SparseFormerPreTrainedModel, pair: StudentArguments, num_blo
                 module.requires_grad_(False)
     if not pair.inherit_blocks:
         return set()
-    layers = student.base_model.layers
+    base = student.base_model
+    layers, inherits_patches = base.layers, base.config.patch_size is not None
     count = int(pair.tune) if pair.tune >= 1 else round(pair.tune * num_blocks)
     count = len(layers) if pair.tune_all else count
     if count > len(layers):
         raise ValueError(f"--tune asks for {count} blocks, the student has {len(layers)}; --tune_all tunes them all.")
-    student.base_model.layernorm.requires_grad_(False)
     layers[count:].requires_grad_(False)
+    if inherits_patches:
+        # Cells stay where they are in the window. All but the glance begins as the teacher's.
+        base.latents.initial_rois.requires_grad_(False)
+        return {*base.parameters()} - {*(base.glance or nn.Module()).parameters()}
+    base.layernorm.requires_grad_(False)
     return set(layers[:count].parameters())
 
 
 def build_optimizer(student, tuned: set[nn.Parameter], schedule: ScheduleArguments, steps_per_epoch: int, epochs: int):
-    """Optimizer and schedule: a rise over the warm-up, at 0 for inherited weights, then a fall as half a cosine."""
+    """Optimizer and schedule: a rise over the warm-up, at 0 for inherited weights beside new ones, then a fall as half
+    a cosine."""
     warmup, total = round(schedule.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch
 
     def rate(step: int) -> float:
@@ -501,8 +581,11 @@ def build_optimizer(student, tuned: set[nn.Parameter], schedule: ScheduleArgumen
             return (step + 1) / warmup
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
 
+    # Where the focusing stage is inherited, too, nothing waits for it.
+    waits = student.config.patch_size is None
+
     def inherited_rate(step: int) -> float:
-        return 0.0 if step < warmup else schedule.inherited_learning_rate * rate(step)
+        return 0.0 if step < warmup and waits else schedule.inherited_learning_rate * rate(step)
 
     groups, rates = [], []
     for group in parameter_groups(student, schedule.weight_decay, schedule.optimizer):

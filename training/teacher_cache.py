@@ -36,6 +36,7 @@ class TeacherCache:
         teacher (`nn.Module`): What embeds.
         width (`int`): Of its embedding.
         view (`BootstrapView`), images (`datasets.Dataset`), seed (`int`): What it embeds.
+        windows (`bool`): Whether windows that it attends to stand beside the embeddings.
 
     Raises:
         ValueError: if the folder holds something else, or the images are streamed.
@@ -50,6 +51,7 @@ class TeacherCache:
         view: BootstrapView,
         images: datasets.Dataset,
         seed: int,
+        windows: bool = False,
     ):
         if isinstance(images, datasets.IterableDataset):
             raise ValueError("--teacher_cache knows images by their numbers, and a stream has none.")
@@ -64,6 +66,10 @@ class TeacherCache:
             "images": images._fingerprint,
             "seed": seed,
         }
+        if windows:
+            about["windows"] = True
+        if view.zoom_out:
+            about["zoom_out"] = view.zoom_out.side_range[1]
         file = self.folder / "cache.json"
         with accelerator.main_process_first():
             if not file.is_file():
@@ -73,7 +79,7 @@ class TeacherCache:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_json(file, about)
         there = json.loads(file.read_text(encoding="utf-8"))
-        if different := [name for name in about if about[name] != there.get(name)]:
+        if different := [name for name in {**about, **there} if about.get(name) != there.get(name)]:
             raise ValueError(
                 f"--teacher_cache {folder} holds embeddings for other {', '.join(different)}; give another folder."
             )

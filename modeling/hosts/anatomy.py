@@ -98,16 +98,21 @@ class Attention:
         self, tokens: torch.Tensor, queries: torch.Tensor | None = None, rotate: Callable | None = None
     ) -> torch.Tensor:
         """Tokens `(batch, tokens, hidden_size)`, asked by themselves or by `queries`, to the shape of what asks."""
-        queries = tokens if queries is None else queries
-        query, key, value = (
-            projection(states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for projection, states in ((self.query, queries), (self.key, tokens), (self.value, tokens))
-        )
-        query, key = _normalize(self.query_norm, query), _normalize(self.key_norm, key)
-        if rotate is not None:
-            query, key = rotate(query), rotate(key)
+        query, key = self.queries_and_keys(tokens, queries, rotate)
+        value = self._heads(self.value, tokens)
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         return self.output(_normalize(self.output_norm, mixed))
+
+    def queries_and_keys(
+        self, tokens: torch.Tensor, queries: torch.Tensor | None = None, rotate: Callable | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the same, `(batch, heads, tokens, head_dim)` each."""
+        query = _normalize(self.query_norm, self._heads(self.query, tokens if queries is None else queries))
+        key = _normalize(self.key_norm, self._heads(self.key, tokens))
+        return (query, key) if rotate is None else (rotate(query), rotate(key))
+
+    def _heads(self, projection: Projection, states: torch.Tensor) -> torch.Tensor:
+        return projection(states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
 @dataclass

@@ -1,0 +1,200 @@
+"""Students of a ViT-S/14 on Caltech-101 at 224 pixels: what a start from the teacher's own patch embedding is worth.
+
+    python benchmarks/caltech101.py teacher --model FOLDER --train TRAIN --test TEST
+    python benchmarks/caltech101.py students --train TRAIN --test TEST --tokens 16 36 64 --steps 218
+    python benchmarks/caltech101.py table
+
+`teacher` fine-tunes a pretrained ViT, first on small images. `students` bootstraps from it, without labels: students
+whose cells stay on a grid over the whole image (fixed), which are a distilled teacher at a lower resolution, students
+that glance at the image first and look into a window of it (moving), and the paper's (paper). Test images choose
+nothing: the last step of each run is what counts. Runs are kept under --runs_dir and found again; `table` puts all
+that are there into results/caltech101_students.json.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torchvision.transforms import v2
+from tqdm import tqdm
+
+import frugalvit
+from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.training import bootstrap, train
+from frugalvit.training.augmentation import EvalView, ImageFormat, seeded
+from frugalvit.training.data import decode_image, load_images
+from frugalvit.training.files import write_json
+from frugalvit.training.loading import load_image_classifier
+from frugalvit.training.tables import format_table
+from shared import add_run_arguments, run_recipe, spread, write_table
+
+
+# Arguments of `frugalvit bootstrap` besides the shared ones.
+VARIANTS = {
+    "fixed": ["--focusing", "inherited", "--glance", "0"],
+    "moving": ["--focusing", "inherited"],
+    "paper": ["--recipe", "paper", "--learning_rate", "2e-3", "--warmup_epochs", "0.5", "--window_loss_weight", "1"],
+}
+# Small objects: every image on a canvas whose sides are so many times its own.
+CANVAS = 2.5
+BATCH_SIZE = 64
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["teacher", "students", "table"])
+    parser.add_argument("--model", help="pretrained ViT to fine-tune")
+    parser.add_argument("--train", help="parquet file or folder of training images")
+    parser.add_argument("--test", help="of test images")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["fixed", "moving"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 36, 64], help="default: 16 36 64")
+    parser.add_argument("--steps", type=int, nargs="+", default=[218], help=f"of {BATCH_SIZE} views (default: 218)")
+    parser.add_argument("--zoom_out", type=float, default=1.0, help="as in training (default: %(default)s)")
+    parser.add_argument("--view_epochs", type=int, default=2, help="as in training (default: %(default)s)")
+    parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
+    add_run_arguments(parser, "runs/caltech101")
+    arguments = parser.parse_args()
+    if arguments.what != "table" and not (arguments.train and arguments.test):
+        parser.error("--train and --test are needed")
+    {"teacher": train_teacher, "students": train_students, "table": make_table}[arguments.what](arguments)
+
+
+def train_teacher(arguments):
+    """Five epochs at half of the size, then half an epoch at the model's."""
+    shared = [
+        *("--dataset", arguments.train, "--eval_split", "none", "--crop", "resized", "--batch_size", str(BATCH_SIZE)),
+        *("--mixed_precision", arguments.mixed_precision, "--attn_implementation", "eager", "--layer_decay", "0.85"),
+    ]
+    small, teacher = arguments.runs_dir / "teacher-112", arguments.runs_dir / "teacher"
+    first = ["--model", arguments.model, "--train_image_size", "112", "--epochs", "5", "--crop_scale", "0.3", "1.0"]
+    first += ["--learning_rate", "3e-4", "--head_multiplier", "5", "--warmup_epochs", "0.5", "--mixup", "0.1"]
+    run_recipe(train, small, [*shared, *first])
+    second = ["--model", str(small), "--epochs", "1", "--steps_per_epoch", "55", "--crop_scale", "0.4", "1.0"]
+    second += ["--learning_rate", "1e-4", "--warmup_epochs", "0.1", "--mixup", "0"]
+    run_recipe(train, teacher, [*shared, *second, "--gradient_accumulation_steps", "4"])
+    measured = teacher_on_test(arguments, "test")
+    print(f"Teacher: {measured['accuracy']:.2%} of {len(measured['labels']):,} test images.")
+
+
+def train_students(arguments):
+    """One run after another, each measured when it is done."""
+    for steps in arguments.steps:
+        for seed in arguments.seeds:
+            for tokens in arguments.tokens:
+                for variant in arguments.variants:
+                    print(json.dumps(train_student(arguments, variant, tokens, steps, seed)), flush=True)
+
+
+def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -> dict:
+    """A run and what came out, now or before."""
+    zoomed = f"-zoom{arguments.zoom_out:g}" if arguments.zoom_out > 1 else ""
+    folder = arguments.runs_dir / f"{variant}-{tokens}tokens-{steps}steps{zoomed}-seed{seed}"
+    measured_file = folder / "measured.json"
+    if measured_file.is_file():
+        return json.loads(measured_file.read_text(encoding="utf-8"))
+    epoch = len(load_images([arguments.train], "train")) // BATCH_SIZE
+    epochs = max(round(steps / epoch), 1)
+    argv = [
+        *("--teacher", str(arguments.runs_dir / "teacher"), "--dataset", arguments.train, "--eval_split", "none"),
+        *("--num_latent_tokens", str(tokens), "--epochs", str(epochs), "--steps_per_epoch", str(min(steps, epoch))),
+        *("--batch_size", str(BATCH_SIZE), "--seed", str(seed), "--mixed_precision", arguments.mixed_precision),
+        *("--teacher_cache", str(arguments.runs_dir / f"cache{zoomed}-seed{seed}"), "--no_compare"),
+        *("--view_epochs", str(arguments.view_epochs), "--zoom_out", str(arguments.zoom_out), *VARIANTS[variant]),
+    ]
+    run_recipe(bootstrap, folder, argv)
+    measured = {
+        **{"variant": variant, "tokens": tokens, "views": epochs * min(steps, epoch) * BATCH_SIZE, "seed": seed},
+        **{"zoom_out": arguments.zoom_out, **measure_student(arguments, folder)},
+    }
+    write_json(measured_file, measured)
+    return measured
+
+
+@torch.inference_mode()
+def teacher_on_test(arguments, images: str) -> dict:
+    """The teacher's embeddings of test images, labels and accuracy, measured once."""
+    file = arguments.runs_dir / f"teacher-on-{images}.pt"
+    if not file.is_file():
+        model, processor = load_image_classifier(arguments.runs_dir / "teacher", "cpu")
+        anatomy = read_anatomy(model, ImageFormat.from_processor(processor).size)
+        embeddings, labels = embed(arguments, anatomy.embed, processor, images)
+        accuracy = (anatomy.classifier(embeddings).argmax(1) == labels).float().mean().item()
+        torch.save({"embeddings": embeddings, "labels": labels, "accuracy": accuracy}, file)
+    return torch.load(file)
+
+
+@torch.inference_mode()
+def measure_student(arguments, folder: Path) -> dict:
+    """Accuracy and likeness to the teacher on the test images, and on the same images as small objects."""
+    model, processor = load_image_classifier(folder, "cpu")
+    found = {"macs": frugalvit.count_macs(model, model.config.image_size).macs_with_attention}
+    for images in ("test", "canvas"):
+        teacher = teacher_on_test(arguments, images)
+        embeddings, labels = embed(arguments, lambda pixels: model.base_model(pixels).pooler_output, processor, images)
+        right = model.classifier(embeddings).argmax(1) == labels
+        found[images] = {
+            "accuracy": right.float().mean().item(),
+            "teacher_accuracy": teacher["accuracy"],
+            "cosine": F.cosine_similarity(embeddings, teacher["embeddings"]).mean().item(),
+        }
+    return found
+
+
+def embed(arguments, model, processor, images: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Embeddings in float32 and labels of all test images; with "canvas", of each put on a larger one."""
+    image_format = ImageFormat.from_processor(processor)
+    view, zoom_out = EvalView(image_format), v2.RandomZoomOut(image_format.fill, (CANVAS, CANVAS), p=1.0)
+    records = load_images([arguments.test], "train")
+    precision = torch.bfloat16 if arguments.mixed_precision == "bf16" else None
+    found, labels = [], []
+    for start in tqdm(range(0, len(records), 32), desc=images, leave=False):
+        pixels = []
+        for index in range(start, min(start + 32, len(records))):
+            image = decode_image(records[index]["image"], index)
+            if images == "canvas":
+                with seeded(index):
+                    image = zoom_out(image)
+            pixels.append(view(image)["pixel_values"])
+            labels.append(records[index]["label"])
+        with torch.autocast("cpu", precision, enabled=precision is not None):
+            found.append(model(image_format.normalize(torch.stack(pixels))).float())
+    return torch.cat(found), torch.tensor(labels)
+
+
+def make_table(arguments):
+    """Means over the seeds of all runs that are there."""
+    groups = {}
+    for file in sorted(arguments.runs_dir.glob("*/measured.json")):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        groups.setdefault((run["tokens"], run["views"], run["zoom_out"], run["variant"]), []).append(run)
+    rows = []
+    for (tokens, views, zoom_out, variant), runs in sorted(groups.items()):
+        row = {"tokens": tokens, "views": views, "zoom_out": zoom_out, "student": variant, "macs": runs[0]["macs"]}
+        for images in ("test", "canvas"):
+            accuracies = [run[images]["accuracy"] for run in runs]
+            row |= {
+                f"{images}_accuracy": statistics.mean(accuracies),
+                f"{images}_spread": spread(accuracies),
+                f"{images}_of_teacher": statistics.mean(accuracies) / runs[0][images]["teacher_accuracy"],
+                f"{images}_cosine": statistics.mean(run[images]["cosine"] for run in runs),
+            }
+        rows.append(row | {"seeds": len(runs)})
+    print(format_table(rows))
+    write_table(
+        arguments.results_dir / "caltech101_students.json",
+        {
+            "batch_size": BATCH_SIZE,
+            "canvas": CANVAS,
+            "mixed_precision": arguments.mixed_precision,
+            "seeds": "as listed",
+        },
+        rows,
+        data="Caltech-101, 6,982 training and 1,695 test images, 224 px",
+    )
+
+
+if __name__ == "__main__":
+    main()
