@@ -114,8 +114,8 @@ class PatchSampling(nn.Module):
     def forward(
         self, tokens: torch.Tensor, rois: torch.Tensor, levels: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RoIs `(batch, tokens, 4)`, or a batch of 1 for all images, and the pyramid's images to what joins the tokens,
-        `(batch, tokens, hidden_size)`, and the points `(batch, tokens, rows * columns, 2)`."""
+        """RoIs `(batch, tokens, 4)`, or a batch of 1 for all images, and the pyramid's images to what joins the
+        tokens, `(batch, tokens, hidden_size)`, and the points `(batch, tokens, rows * columns, 2)`."""
         points = points_in(rois, self.patch_size).expand(len(levels[0]), -1, -1, -1)
         sampled = sum(
             sample_features(image, points, self.padding_mode) * share
