@@ -32,7 +32,7 @@ from ..configuration.configuration_sparseformer import SparseFormerConfig, choos
 from .context_broadcast import ContextBroadcast, broadcast_layers
 from .hub import HubModel, image_processor_config, import_from_package
 from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path, rotary_table
-from .pyramid import ImagePyramid, PatchSampling, grid_rois, place_in_window, sample_features
+from .pyramid import ImagePyramid, PatchSampling, grid_rois, place_in_window, sample_features, window_of
 from .segmentation import SegmentationHead, semantic_segmentation_loss
 
 
@@ -543,24 +543,6 @@ class SparseFormerGlance(nn.Module):
             hidden_states, _, _ = block(hidden_states, rois, **rotary)
         saliency = self.saliency(self.layernorm(hidden_states[:, -rois.shape[1] :]))
         return window_of(saliency.float().softmax(dim=1), rois)
-
-
-def window_of(weights: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
-    """The box that has the mean and the variance of weights along each axis, cut at the image.
-
-    Args:
-        weights (`torch.Tensor`): `(batch, cells, 1)`, sums to 1; each lies evenly on its cell.
-        cells (`torch.Tensor`): `(1, cells, 4)` as left, top, right, bottom.
-
-    Returns:
-        `torch.Tensor`: `(batch, 1, 4)`.
-    """
-    left_top, right_bottom = cells.chunk(2, dim=-1)
-    centers, sizes = (left_top + right_bottom) * 0.5, right_bottom - left_top
-    mean = (weights * centers).sum(1, keepdim=True)
-    # Twelve times the variance is the square of an even box's size.
-    half = 0.5 * (weights * (12 * (centers - mean).square() + sizes.square())).sum(1, keepdim=True).sqrt()
-    return torch.cat([(mean - half).clamp(min=0), (mean + half).clamp(max=1)], dim=-1)
 
 
 def join(prefix: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,24 @@ def grid_rois(grid: tuple[int, int]) -> torch.Tensor:
     return torch.stack([left, top, left + 1 / columns, top + 1 / rows], dim=-1).flatten(0, 1)
 
 
+def window_of(weights: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+    """The box that has the mean and the variance of weights along each axis, cut at the image.
+
+    Args:
+        weights (`torch.Tensor`): `(batch, cells, 1)`, sums to 1; each lies evenly on its cell.
+        cells (`torch.Tensor`): `(1, cells, 4)` as left, top, right, bottom.
+
+    Returns:
+        `torch.Tensor`: `(batch, 1, 4)`.
+    """
+    left_top, right_bottom = cells.chunk(2, dim=-1)
+    centers, sizes = (left_top + right_bottom) * 0.5, right_bottom - left_top
+    mean = (weights * centers).sum(1, keepdim=True)
+    # Twelve times the variance is the square of an even box's size.
+    half = 0.5 * (weights * (12 * (centers - mean).square() + sizes.square())).sum(1, keepdim=True).sqrt()
+    return torch.cat([(mean - half).clamp(min=0), (mean + half).clamp(max=1)], dim=-1)
+
+
 def place_in_window(rois: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
     """RoIs `(batch, tokens, 4)`, 0 to 1 across a window, in an image whose part `(batch, 1, 4)` that is."""
     left_top, right_bottom = window.chunk(2, dim=-1)
