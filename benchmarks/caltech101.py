@@ -36,6 +36,8 @@ from shared import add_run_arguments, run_recipe, spread, write_table
 VARIANTS = {
     "fixed": ["--focusing", "inherited", "--glance", "0"],
     "moving": ["--focusing", "inherited"],
+    "fine fixed": ["--focusing", "inherited", "--glance", "0", "--config_overrides", "patch_size=28"],
+    "fine moving": ["--focusing", "inherited", "--config_overrides", "patch_size=28"],
     "paper": ["--recipe", "paper", "--learning_rate", "2e-3", "--warmup_epochs", "0.5", "--window_loss_weight", "1"],
 }
 # Small objects: every image on a canvas whose sides are so many times its own.
@@ -91,7 +93,7 @@ def train_students(arguments):
 def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -> dict:
     """A run and what came out, now or before."""
     zoomed = f"-zoom{arguments.zoom_out:g}" if arguments.zoom_out > 1 else ""
-    folder = arguments.runs_dir / f"{variant}-{tokens}tokens-{steps}steps{zoomed}-seed{seed}"
+    folder = arguments.runs_dir / f"{variant.replace(' ', '-')}-{tokens}tokens-{steps}steps{zoomed}-seed{seed}"
     measured_file = folder / "measured.json"
     if measured_file.is_file():
         return json.loads(measured_file.read_text(encoding="utf-8"))

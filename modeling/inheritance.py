@@ -153,6 +153,23 @@ def inherit_patches(anatomy: Anatomy, base: nn.Module, truncated: int):
             layer.load_state_dict(block_weights(block, anatomy))
 
 
+def spread_weight(weight: torch.Tensor, patch_size: tuple[int, int], anatomy: Anatomy) -> torch.Tensor:
+    """A patch embedding's weights `(hidden_size, channels, rows, columns)` for more points: it embeds the means of
+    what several of them show, until it is trained.
+
+    Raises:
+        ValueError: unless there are a whole number of times as many points.
+    """
+    factors = [points // size for points, size in zip(patch_size, anatomy.patch_size, strict=True)]
+    if any(points % size for points, size in zip(patch_size, anatomy.patch_size, strict=True)):
+        raise ValueError(
+            f"`patch_size` is {tuple(patch_size)}, expected a multiple of {anatomy.patch_size}, {anatomy.name}'s."
+        )
+    for dim, factor in zip((2, 3), factors, strict=True):
+        weight = weight.repeat_interleave(factor, dim) / factor
+    return weight
+
+
 def _set_positions(part: nn.Module, anatomy: Anatomy):
     positions = anatomy.positions_of(part.grid)
     part.token_embedding.copy_(torch.zeros_like(part.token_embedding) if positions is None else positions)
