@@ -133,9 +133,8 @@ def patch_fields(anatomy: Anatomy) -> dict:
 def inherit_patches(anatomy: Anatomy, base: nn.Module, truncated: int):
     """Let a student embed patches as its teacher does, with the positions of a teacher at a lower resolution."""
     sampling, embedding = base.final_focusing_layer.sampling, anatomy.patch_embedding
-    sampling.projection.load_state_dict(
-        _projection_weights("", Projection(embedding.weight.flatten(1), embedding.bias))
-    )
+    weight = spread_weight(embedding.weight, sampling.patch_size, anatomy)
+    sampling.projection.load_state_dict(_projection_weights("", Projection(weight.flatten(1), embedding.bias)))
     for norm, source in ((sampling.norm, embedding.norm), (base.embedding_norm, anatomy.pre_norm)):
         if source is not None:
             _load(norm, source)
