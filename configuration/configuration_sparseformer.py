@@ -82,8 +82,7 @@ class SparseFormerConfig(FrugalViTConfig):
         num_glance_layers (`int`, *optional*, defaults to 3): Transformer blocks of the glance.
         focusing_hidden_size (`int`, *optional*, defaults to 384): Width of the iterated focusing layer.
         num_focusing_iterations (`int`, *optional*, defaults to 4):
-            Executions of the focusing layer; the one at full width comes on top ("4+1" in the paper). With 0, latent
-            tokens start at full width.
+            Executions of the focusing layer; the one at full width comes on top ("4+1" in the paper).
         focusing_steps (sequence of `str`, *optional*):
             What the focusing layer does in one execution, in order; of "sampling", "position_encoding", "attention",
             "mlp" and "roi_adjustment".
@@ -326,10 +325,9 @@ class SparseFormerConfig(FrugalViTConfig):
                 f"`num_sampling_points` is {self.num_sampling_points}, expected at least 2: "
                 "sampling offsets are standardized over the points of a token."
             )
-        for name in (
-            *("decoder_num_hidden_layers", "num_register_tokens", "pooling_intermediate_size"),
-            "num_focusing_iterations",
-        ):
+        if self.patch_size is None:
+            self._check_counts("num_focusing_iterations")
+        for name in ("decoder_num_hidden_layers", "num_register_tokens", "pooling_intermediate_size"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, expected at least 0.")
         self._check_sizes("image_size", low=4, reason=", each at least 4 (the stride of the stem)")

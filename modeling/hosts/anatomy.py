@@ -6,6 +6,8 @@ itself, as equal names do not make equal computations.
 """
 
 import copy
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -169,6 +171,26 @@ class Block:
 
 
 @dataclass
+class PatchEmbedding:
+    """A linear map of each patch's pixels to its token.
+
+    Args:
+        weight (`torch.Tensor`): `(hidden_size, channels, rows, columns)`.
+        bias (`torch.Tensor`, *optional*): `(hidden_size,)`.
+        norm (`nn.Module`, *optional*): Of the tokens, before positions are added.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    norm: nn.Module | None = None
+
+    def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Images `(batch, channels, height, width)`, multiples of a patch, to `(batch, patches, hidden_size)`."""
+        size = tuple(self.weight.shape[2:])
+        return _normalize(self.norm, F.conv2d(pixel_values, self.weight, self.bias, stride=size).flatten(2).mT)
+
+
+@dataclass
 class Outline:
     """What inserting a module into a block needs to know, also of blocks of hierarchical transformers.
 
@@ -260,6 +282,7 @@ class Anatomy:
         embedding_obstacle (`str`, *optional*): Why it has no embedding to align, plain as its blocks are.
         source (`nn.Module`, *optional*): What was given to read.
         read (`Callable`, *optional*): Reads another such model.
+        antialias (`bool`): Whether its library blurs positions where it interpolates them for a smaller grid.
     """
 
     model: nn.Module
@@ -287,6 +310,7 @@ class Anatomy:
     embedding_obstacle: str | None = None
     source: nn.Module | None = None
     read: Callable[[nn.Module], "Anatomy"] | None = None
+    antialias: bool = False
 
     @property
     def name(self) -> str:
@@ -316,6 +340,11 @@ class Anatomy:
     @property
     def num_prefix_tokens(self) -> int:
         return self.num_class_tokens + self.num_register_tokens
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        """Height and width of a patch in pixels."""
+        return tuple(pixels // count for pixels, count in zip(self.image_size, self.grid, strict=True))
 
     def see(self, image_size: tuple[int, int]):
         """Be of images of another size; the model interpolates its positions for them, which are not known here."""
@@ -375,6 +404,141 @@ class Anatomy:
         finally:
             for handle in handles:
                 handle.remove()
+
+    @functools.cached_property
+    def patch_embedding(self) -> PatchEmbedding:
+        """How it makes tokens of patches.
+
+        Raises:
+            ValueError: if that is no linear map of their pixels.
+        """
+        with evaluating(self.model), torch.no_grad():
+            images = self.example()
+            shown = (self._first_tokens(images) - self._first_tokens(images.flip(0)))[:, self.num_prefix_tokens :]
+            for embedding in self._patch_layers():
+                if difference(embedding(images) - embedding(images.flip(0)), shown) < TOLERANCE:
+                    return embedding
+                # C-RADIO divides channels by deviations of its own.
+                if embedding.norm is None and (scaled := _scale_channels(embedding, images - images.flip(0), shown)):
+                    return scaled
+        raise self.refusal(
+            "inherit the patch embedding of",
+            f"it makes its tokens of {' x '.join(map(str, self.patch_size))} pixels in another way than by one linear "
+            "layer",
+        )
+
+    def _patch_layers(self) -> Iterator[PatchEmbedding]:
+        """Linear layers that might embed patches, each with the norms that might follow."""
+        inside = {module for block in self.blocks for module in block.module.modules()}
+        outside = [module for module in self.model.modules() if module not in inside]
+        norms = [module for module in outside if "Norm" in type(module).__name__ and hasattr(module, "weight")]
+        rows, columns = self.patch_size
+        for module in outside:
+            if isinstance(module, nn.Conv2d) and tuple(module.weight.shape[2:]) == (rows, columns) == module.stride:
+                weights = [module.weight]
+            elif isinstance(module, nn.Linear) and module.in_features % (rows * columns) == 0:
+                # Channels before pixels (C-RADIO) or after (NaFlex).
+                weights = [
+                    module.weight.unflatten(1, (-1, rows, columns)),
+                    module.weight.unflatten(1, (rows, columns, -1)).permute(0, 3, 1, 2),
+                ]
+            else:
+                continue
+            for weight in weights:
+                if len(weight) == self.hidden_size and weight.shape[1] == 3:
+                    yield from (PatchEmbedding(weight, module.bias, norm) for norm in (None, *norms))
+
+    def _first_tokens(self, images: torch.Tensor) -> torch.Tensor:
+        """The model's own tokens before the first block and what normalizes all of them for that."""
+        found = []
+
+        def note(module, arguments, keywords):
+            found.append(arguments[0] if arguments else keywords["hidden_states"])
+
+        first = self.blocks[0].module if self.pre_norm is None else self.pre_norm
+        handle = first.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            self.run(images)
+        finally:
+            handle.remove()
+        return found[0]
+
+    @torch.no_grad()
+    def front_tokens(self) -> torch.Tensor:
+        """Class tokens and registers as they join, with positions of theirs, `(prefix tokens, hidden_size)`."""
+        with evaluating(self.model):
+            return self._first_tokens(torch.zeros_like(self.example()[:1]))[0, : self.num_prefix_tokens]
+
+    @torch.no_grad()
+    def positions_of(self, grid: tuple[int, int]) -> torch.Tensor:
+        """What is added to patches of such a grid, `(rows * columns, hidden_size)`: what the model itself adds where
+        it takes images of that size, else its own positions, interpolated bicubically."""
+        size = [count * pixels for count, pixels in zip(grid, self.patch_size, strict=True)]
+        try:
+            return self._added_to_patches(size)
+        # Models refuse images of other sizes in more ways than can be listed.
+        except Exception:
+            own = self._added_to_patches(self.image_size).float().unflatten(0, self.grid).permute(2, 0, 1)
+            resized = F.interpolate(own.unsqueeze(0), grid, mode="bicubic", antialias=self.antialias)
+            return resized[0].flatten(1).mT.to(self.patch_embedding.weight.dtype)
+
+    def _added_to_patches(self, size: tuple[int, int]) -> torch.Tensor:
+        images = self.example()[:1, :, :1, :1].expand(-1, -1, *size) * 0
+        with evaluating(self.model):
+            tokens = self._first_tokens(images)[0, self.num_prefix_tokens :]
+        return tokens - self.patch_embedding(images)[0]
+
+    def tokens(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """What the first block is given, computed from the parts, `(batch, prefix + patches, hidden_size)`."""
+        patches = self.patch_embedding(pixel_values) + self.positions_of(self.grid)
+        front = self.front_tokens().expand(len(patches), -1, -1)
+        return _normalize(self.pre_norm, torch.cat([front, patches], dim=1))
+
+    @torch.no_grad()
+    def check_tokens(self, purpose: str):
+        """Raise a ValueError unless `tokens` are those of the model, on two images of noise, in float32."""
+        anatomy = self._in_float32()
+        with evaluating(anatomy.model):
+            images = anatomy.example()
+            value = difference(anatomy.tokens(images), anatomy.states(images)[0])
+        if not value < TOLERANCE:
+            reason = f"its tokens are not its patches and positions (largest relative difference {value:.1e})"
+            raise self.refusal(purpose, reason)
+
+    def resized(self, image_size: tuple[int, int]) -> "Anatomy":
+        """The same weights for images of another size, whatever size the model insists on: embedded and classified by
+        the parts, at positions that are interpolated. `watch` sees nothing of it.
+
+        Raises:
+            ValueError: if patches do not tile such images, or it has no plain patch embedding.
+        """
+        if any(pixels % patch for pixels, patch in zip(image_size, self.patch_size, strict=True)):
+            raise ValueError(
+                f"Patches of {' x '.join(map(str, self.patch_size))} pixels do not tile images of "
+                f"{' x '.join(map(str, image_size))}; expected multiples."
+            )
+        grid = tuple(pixels // patch for pixels, patch in zip(image_size, self.patch_size, strict=True))
+        smaller = dataclasses.replace(self, image_size=tuple(image_size), grid=grid, positions=None)
+        smaller.patch_embedding = self.patch_embedding
+        positions, front = self.positions_of(grid), self.front_tokens()
+        smaller.positions_of, smaller.front_tokens = lambda _: positions, lambda: front
+
+        def run(images: torch.Tensor) -> torch.Tensor:
+            tokens = smaller.tokens(images)
+            rotate = smaller.rotation(tokens.dtype)
+            for block in self.blocks:
+                tokens = block(tokens, rotate)
+            return smaller.pool(tokens)
+
+        smaller.run = run
+        smaller.run_classifier = self.classifier and (lambda images: self.classifier(run(images)))
+        return smaller
+
+    def _in_float32(self) -> "Anatomy":
+        """Itself, or of a copy where the model has another precision."""
+        if all(parameter.dtype == torch.float32 for parameter in self.model.parameters()):
+            return self
+        return self.read(copy.deepcopy(self.source).float())
 
     def pool(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens after the last block, `(batch, prefix + patches, hidden_size)`, to the embedding, as it was read."""
@@ -440,9 +604,7 @@ class Anatomy:
 
     def check(self, purpose: str = "read"):
         """Raise a ValueError unless the model computes what was read, on two images of noise, in float32."""
-        anatomy = self
-        if any(parameter.dtype != torch.float32 for parameter in self.model.parameters()):
-            anatomy = self.read(copy.deepcopy(self.source).float())
+        anatomy = self._in_float32()
         try:
             discrepancies = anatomy.discrepancies()
         # Modules that do something else with tokens fail in more ways than can be listed.
@@ -461,6 +623,20 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Largest difference relative to the largest value."""
     found, expected = found.float(), expected.float()
     return (found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
+
+
+def _scale_channels(embedding: PatchEmbedding, images: torch.Tensor, expected: torch.Tensor) -> PatchEmbedding | None:
+    """A patch embedding without bias of channels times a factor each, if there are such that make what is expected."""
+    channels = images.shape[1]
+    parts = [
+        F.conv2d(images[:, i : i + 1], embedding.weight[:, i : i + 1], stride=embedding.weight.shape[2:])
+        for i in range(channels)
+    ]
+    columns = torch.stack([part.flatten(2).mT.flatten() for part in parts], dim=1).double()
+    factors = torch.linalg.lstsq(columns, expected.flatten().unsqueeze(1).double()).solution.flatten()
+    if difference(columns @ factors, expected.flatten()) < TOLERANCE:
+        return PatchEmbedding(embedding.weight * factors.to(images).view(1, -1, 1, 1))
+    return None
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def read(model: nn.Module) -> Anatomy:
         for block in model.transformer.resblocks
         if isinstance(getattr(getattr(block, "mlp", None), "c_proj", None), nn.Linear)
     ]
-    anatomy = Anatomy(model, outlines, num_class_tokens=1)
+    anatomy = Anatomy(model, outlines, num_class_tokens=1, antialias=True)
     try:
         _read_plain(model, anatomy)
     except Obstacle as obstacle:

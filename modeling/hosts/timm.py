@@ -36,7 +36,9 @@ def read(model: nn.Module) -> Anatomy:
     """The anatomy of a model of timm; its `run` is the model's `forward_head(…, pre_logits=True)`."""
     numbered = [module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()]
     outlines = [outline for module in numbered if (outline := _outline(module))]
-    anatomy = Anatomy(model, outlines, num_class_tokens=int(getattr(model, "cls_token", None) is not None))
+    anatomy = Anatomy(
+        model, outlines, num_class_tokens=int(getattr(model, "cls_token", None) is not None), antialias=True
+    )
     try:
         _read_plain(model, anatomy)
     except Obstacle as obstacle:

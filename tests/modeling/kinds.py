@@ -69,6 +69,7 @@ SPARSEFORMERS = (
     frugalvit.SparseFormerVisionModelWithProjection,
     frugalvit.SparseFormerForSemanticSegmentation,
 )
+SPARSEFORMER_FILES = {"context_broadcast.py", "pyramid.py", "segmentation.py"}
 # What tells the generations of SparseFormer apart is left as it is.
 KINDS = {
     "bootstrapped": Kind(
@@ -77,14 +78,25 @@ KINDS = {
         # Heads of 16 channels in the focusing layer, the fewest that flex attention takes.
         {**SPARSEFORMER, "mixing_hidden_size": 16, "focusing_num_attention_heads": 2},
         SPARSEFORMERS,
-        files={"context_broadcast.py", "segmentation.py"},
+        files=SPARSEFORMER_FILES,
+    ),
+    "patches": Kind(
+        frugalvit.SparseFormerConfig,
+        "augreg-base-49-224",
+        {
+            **SPARSEFORMER,
+            **{"num_latent_tokens": 6, "patch_size": 4, "patch_norm": True, "embedding_norm": True},
+            **{"num_pyramid_levels": 2, "glance_grid": [2, 2], "num_glance_layers": 1},
+        },
+        SPARSEFORMERS,
+        files=SPARSEFORMER_FILES,
     ),
     "v1": Kind(
         frugalvit.SparseFormerConfig,
         "v1-tiny",
         {**SPARSEFORMER, "focusing_num_attention_heads": 16, "num_attention_heads": 16},
         SPARSEFORMERS,
-        files={"context_broadcast.py", "segmentation.py"},
+        files=SPARSEFORMER_FILES,
     ),
     "vit_impulse_init": Kind(
         frugalvit.ViTImpulseInitConfig,

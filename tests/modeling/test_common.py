@@ -173,6 +173,10 @@ class BootstrappedCommonTest(CommonTests, ModelTesterMixin, unittest.TestCase):
     kind = "bootstrapped"
 
 
+class PatchesCommonTest(CommonTests, ModelTesterMixin, unittest.TestCase):
+    kind = "patches"
+
+
 class V1CommonTest(CommonTests, ModelTesterMixin, unittest.TestCase):
     # More heads than flash and flex attention can do, as in the published models.
     kind = "v1"
