@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import transformers
 from timm.layers import Attention
 from timm.models.cait import Cait
@@ -17,7 +18,7 @@ from vision_transformers import KINDS, of_timm, of_transformers, randomize
 import frugalvit
 from frugalvit import impulse_init_, insert_context_broadcast, mimetic_init_
 from frugalvit.modeling.hosts import read_anatomy
-from frugalvit.modeling.hosts.anatomy import TOLERANCE
+from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference
 from frugalvit.modeling.inheritance import student_discrepancies
 from frugalvit.training.token_alignment import TokenAlignment
 
@@ -98,6 +99,95 @@ class TestReading:
     def test_what_was_read_comes_back_as_it_is(self):
         anatomy = read_anatomy(KINDS["vit"].make())
         assert read_anatomy(anatomy) is anatomy
+
+
+# Their patches are embedded by several layers.
+WITHOUT_PATCH_EMBEDDING = ("timm-mobileclip-b",)
+
+
+class TestOtherSizes:
+    """A teacher at another resolution, and the student that begins as one."""
+
+    @pytest.fixture
+    def smaller(self, request, kind, anatomy):
+        """The teacher at half of its size, and images of both sizes."""
+        if kind is KINDS["timm-mobileclip-b"]:
+            pytest.skip("it has a convolutional stem")
+        size = tuple(pixels // 2 for pixels in anatomy.image_size)
+        images = anatomy.example()
+        return anatomy.resized(size), images, F.interpolate(images, size, mode="bilinear", antialias=True)
+
+    def test_the_parts_at_the_own_size_are_the_model(self, kind, anatomy, smaller):
+        anatomy.check_tokens("read")
+        images = anatomy.example()
+        same = anatomy.resized(anatomy.image_size)
+        torch.testing.assert_close(same.embed(images), anatomy.embed(images), rtol=1e-3, atol=1e-4)
+        if anatomy.classifier is not None:
+            logits = anatomy.run_classifier(images)
+            torch.testing.assert_close(same.run_classifier(images), logits, rtol=1e-3, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        "name",
+        ["dinov2-classifier", "dinov2-registers", "dinov3-gated", "siglip2", "aimv2-native", "pixio", "radio"],
+    )
+    @pytest.mark.parametrize("size", [(16, 16), (24, 16)])
+    def test_models_that_take_any_size_agree(self, name, size):
+        if size != (16, 16) and name in ("pixio", "aimv2-native", "siglip2"):
+            pytest.skip("it takes squares alone")
+        anatomy = read_anatomy(KINDS[name].make())
+        images = torch.randn(2, 3, *size)
+        found = anatomy.resized(size).embed(images)
+        assert difference(found, anatomy.embed(images)) < TOLERANCE
+
+    def test_timms_own_interpolation_agrees(self):
+        model = of_timm(dynamic_img_size=True)()
+        fixed = of_timm()()
+        images = torch.randn(2, 3, 24, 16)
+        expected = model(images)
+        anatomy = read_anatomy(fixed)
+        assert difference(anatomy.resized((24, 16)).run_classifier(images), expected) < TOLERANCE
+
+    def test_transformers_own_interpolation_agrees(self):
+        model = KINDS["vit-classifier"].make()
+        images = torch.randn(2, 3, 24, 16)
+        expected = model(images, interpolate_pos_encoding=True).logits
+        assert difference(read_anatomy(model).resized((24, 16)).run_classifier(images), expected) < TOLERANCE
+
+    def test_before_training_a_student_is_its_teacher_at_a_lower_resolution(self, anatomy, smaller):
+        teacher, images, small_images = smaller
+        expected = teacher.embed(small_images)
+        options = {"focusing": "inherited", "num_latent_tokens": teacher.num_patches}
+        glance = {"glance_grid": [2, 2], "num_glance_layers": 1, "num_pyramid_levels": 2}
+        for fields in ({}, glance):
+            student = student_class(anatomy).from_teacher(anatomy, **options, **fields)
+            assert student.config.token_grid == teacher.grid
+            outputs = student(images)
+            if anatomy.classifier is not None:
+                assert difference(outputs.logits, teacher.run_classifier(small_images)) < TOLERANCE
+            else:
+                embedding = outputs.get("image_embeds", outputs.get("pooler_output"))
+                assert difference(embedding, expected) < TOLERANCE
+
+    def test_more_points_than_pixels_begin_as_their_means(self):
+        anatomy = read_anatomy(KINDS["vit-classifier"].make())
+        student = student_class(anatomy).from_teacher(anatomy, 16, focusing="inherited", patch_size=8)
+        images = anatomy.example()
+        expected = anatomy.resized((16, 16)).run_classifier(F.avg_pool2d(images, 2))
+        assert difference(student(images).logits, expected) < TOLERANCE
+        with pytest.raises(ValueError, match=r"`patch_size` is \(6, 6\), expected a multiple of \(4, 4\)"):
+            student_class(anatomy).from_teacher(anatomy, 16, focusing="inherited", patch_size=6)
+
+    @pytest.mark.parametrize("name", WITHOUT_PATCH_EMBEDDING)
+    def test_what_cannot_be_inherited_is_refused(self, name):
+        anatomy = read_anatomy(KINDS[name].make())
+        with pytest.raises(ValueError, match="16 x 16 pixels in another way than by one linear layer"):
+            student_class(anatomy).from_teacher(anatomy, 4, focusing="inherited")
+        # Its blocks can be.
+        make_student(anatomy)
+
+    def test_sizes_that_patches_do_not_tile_are_refused(self):
+        with pytest.raises(ValueError, match="4 x 4 pixels do not tile images of 30 x 32"):
+            read_anatomy(KINDS["vit"].make()).resized((30, 32))
 
 
 class TestStudents:
