@@ -30,7 +30,9 @@ def window_of(weights: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
     mean = (weights * centers).sum(1, keepdim=True)
     # Twelve times the variance is the square of an even box's size.
     half = 0.5 * (weights * (12 * (centers - mean).square() + sizes.square())).sum(1, keepdim=True).sqrt()
-    return torch.cat([(mean - half).clamp(min=0), (mean + half).clamp(max=1)], dim=-1)
+    corners = torch.cat([mean - half, mean + half], dim=-1)
+    # Cut without stopping the gradient, which at first would stop it for good: the window is the image then.
+    return corners - (corners - corners.clamp(0, 1)).detach()
 
 
 def place_in_window(rois: torch.Tensor, window: torch.Tensor) -> torch.Tensor:

@@ -98,8 +98,13 @@ def test_a_glance_moves_the_window_for_each_image():
     model = SparseFormerModel(SparseFormerConfig(**TINY, **GLANCE)).eval()
     images = torch.randn(2, 3, 32, 32)
     whole = model(images, output_rois=True)
+    assert whole.rois[0].requires_grad
     torch.testing.assert_close(whole.rois[0], grid_rois((4, 4)).expand(2, -1, -1), atol=1e-6, rtol=0)
     torch.nn.init.normal_(model.glance.saliency.weight, std=2.0)
+    # The image's edge is no dead end.
+    (whole.rois[0][:, 0, 0].sum() + whole.rois[0][:, -1, 3].sum()).backward()
+    assert model.glance.saliency.weight.grad.abs().max() > 0
+    model.zero_grad()
     outputs = model(images, output_rois=True)
     assert len(outputs.rois) == 1
     assert not torch.allclose(outputs.rois[0][0], outputs.rois[0][1])
