@@ -74,6 +74,7 @@ RECIPES = {
         "token_loss_weight": 0.0,
         "window_loss_weight": 0.0,
         "learning_rate": 2e-4,
+        "inherited_learning_rate": 0.1,
         "warmup_epochs": 1.0,
         "repeats": 1,
         "batch_size": 128,
@@ -86,6 +87,7 @@ RECIPES = {
         "token_loss_weight": 4.0,
         "window_loss_weight": 0.0,
         "learning_rate": 6e-3,
+        "inherited_learning_rate": 0.1,
         "warmup_epochs": 0.5,
         "repeats": 2,
         "batch_size": 64,
@@ -97,7 +99,8 @@ RECIPES = {
         "crop_scale": [0.5, 1.0],
         "token_loss_weight": 0.0,
         "window_loss_weight": 1.0,
-        "learning_rate": 2e-4,
+        "learning_rate": 1e-3,
+        "inherited_learning_rate": 0.02,
         "warmup_epochs": 0.1,
         "repeats": 1,
         "batch_size": 64,
@@ -234,7 +237,9 @@ class ScheduleArguments:
     """An optimizer; a warm-up in which inherited weights stay as they are, then half a cosine."""
 
     learning_rate: float | None = by_recipe("learning_rate", "Highest learning rate.", ", a quarter with --student")
-    inherited_learning_rate: float = argument(0.1, "That of inherited blocks, relative to --learning_rate.")
+    inherited_learning_rate: float | None = by_recipe(
+        "inherited_learning_rate", "That of inherited weights, relative to --learning_rate."
+    )
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, RoIs, token embeddings and [CLS].")
     optimizer: str = argument("adamw", "adamw, or muon, which needs fewer epochs.", choices=["adamw", "muon"])
     warmup_epochs: float | None = by_recipe("warmup_epochs", "Epochs of warm-up.", ", 0 with --student")
@@ -243,7 +248,9 @@ class ScheduleArguments:
     def __post_init__(self):
         if self.repeats is not None:
             check_at_least(self, 1, "repeats")
-        check_at_least(self, 0, "inherited_learning_rate", "weight_decay")
+        check_at_least(self, 0, "weight_decay")
+        if self.inherited_learning_rate is not None:
+            check_at_least(self, 0, "inherited_learning_rate")
         if self.learning_rate is not None:
             check(self.learning_rate, self.learning_rate > 0, "learning_rate", "a positive number")
         if self.warmup_epochs is not None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given
 from hypothesis import strategies as st
-from huggingface_hub.errors import StrictDataclassError
 
 from frugalvit import SparseFormerConfig, SparseFormerForSemanticSegmentation, SparseFormerModel
 from frugalvit.configuration.configuration_sparseformer import choose_grid

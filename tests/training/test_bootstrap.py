@@ -477,3 +477,83 @@ def test_a_compiled_teacher_says_the_same(teacher, tmp_path):
     for name in ("train_loss", "alignment", "teacher_accuracy"):
         assert compiled[name] == pytest.approx(expected[name], rel=1e-4)
     assert counters["stats"]["unique_graphs"] > 0
+
+
+def inherited(teacher, output_dir, *arguments, epochs=2):
+    bootstrap.main(
+        [
+            *("--teacher", str(teacher), "--output_dir", str(output_dir), "--focusing", "inherited"),
+            *("--train_split", "train[:128]", "--eval_split", "test[:64]", "--batch_size", "32", "--no_compare"),
+            *("--num_latent_tokens", "16", "--epochs", str(epochs), "--config_overrides", "num_glance_layers=1"),
+            *arguments,
+        ]
+    )
+    AcceleratorState._reset_state(True)
+    return json.loads((output_dir / "results.json").read_text(encoding="utf-8"))
+
+
+def test_an_inherited_start_trains_all_but_cells_and_classifier(teacher, tmp_path):
+    results = inherited(teacher, tmp_path / "out", "--glance", "4")
+    assert results["arguments"]["recipe"] == "inherited"
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    model = AutoModelForImageClassification.from_pretrained(teacher)
+    start = type(student).from_teacher(model, 16, focusing="inherited", glance_grid=[2, 2], num_glance_layers=1)
+    before, after = start.state_dict(), student.state_dict()
+    still = {name for name in before if torch.equal(before[name], after[name])}
+    assert still == {"sparseformer.latents.initial_rois", "classifier.weight", "classifier.bias"}
+    # All blocks are there, and as many rates as there are kinds of weights.
+    assert len(student.sparseformer.layers) == model.config.num_hidden_layers
+
+
+def test_cells_that_stay_need_no_glance(teacher, tmp_path):
+    inherited(teacher, tmp_path / "out", "--glance", "0", "--config_overrides", "patch_size=8", epochs=1)
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert student.sparseformer.glance is None and student.config.patch_size == (8, 8)
+    assert student.config.num_pyramid_levels == 1
+
+
+def test_the_glance_learns_where_the_teacher_attends(teacher, tmp_path):
+    losses = [
+        inherited(teacher, tmp_path / weight, "--glance", "4", "--window_loss_weight", weight, epochs=3)["epochs"]
+        for weight in ("0", "20")
+    ]
+    without, with_windows = ([epoch["train_loss"] for epoch in epochs] for epochs in losses)
+    assert with_windows[0] - without[0] > with_windows[-1] - without[-1] > 0
+
+
+def test_windows_are_cached_beside_embeddings(teacher, tmp_path):
+    cache = ("--teacher_cache", str(tmp_path / "cache"))
+    without, first = inherited(teacher, tmp_path / "without"), inherited(teacher, tmp_path / "first", *cache)
+    second = inherited(teacher, tmp_path / "second", *cache)
+    assert first["epochs"][-1]["train_loss"] == second["epochs"][-1]["train_loss"]
+    assert first["epochs"][-1]["train_loss"] == pytest.approx(without["epochs"][-1]["train_loss"], rel=1e-5)
+    with pytest.raises(ValueError, match="other windows"):
+        inherited(teacher, tmp_path / "other", *cache, "--window_loss_weight", "0")
+    AcceleratorState._reset_state(True)
+
+
+def test_the_inherited_rate_is_there_from_the_first_step(teacher):
+    pair, schedule = bootstrap.parse_arguments(
+        "test",
+        "",
+        [bootstrap.StudentArguments, bootstrap.ScheduleArguments],
+        ["--teacher", str(teacher), "--focusing", "inherited", "--learning_rate", "1.0", "--warmup_epochs", "1"],
+    )
+    bootstrap.apply_recipe([pair, schedule], (32, 32))
+    model = AutoModelForImageClassification.from_pretrained(teacher)
+    student = bootstrap.SparseFormerForImageClassification.from_teacher(
+        model, 16, focusing="inherited", glance_grid=[2, 2], num_glance_layers=1
+    )
+    tuned = bootstrap.freeze(student, pair, 3)
+    optimizer, _ = bootstrap.build_optimizer(student, tuned, schedule, steps_per_epoch=4, epochs=3)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    base = student.sparseformer
+    assert rates[id(base.glance.saliency.weight)] == pytest.approx(0.25)
+    assert rates[id(base.layers[0].mlp.fc1.weight)] == pytest.approx(0.025)
+    assert id(base.latents.initial_rois) not in rates
+
+
+def test_a_glance_belongs_to_an_inherited_start(teacher, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        bootstrap.main(["--teacher", str(teacher), "--output_dir", str(tmp_path / "out"), "--glance", "4"])
+    assert "--glance is 4, expected 0 without --focusing inherited" in capsys.readouterr().err

@@ -1,0 +1,42 @@
+"""Where a teacher attends, compared with what Transformers says of its attention."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.modeling.pyramid import grid_rois, window_of
+from frugalvit.training.attended_windows import attended_windows, attention_to_patches
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "modeling"))
+from vision_transformers import KINDS, of_transformers
+
+
+@pytest.mark.parametrize("name", ["vit-classifier", "deit", "dinov2-registers", "dinov3", "ijepa", "siglip-vision"])
+def test_attention_is_what_the_model_computes(name):
+    model = KINDS[name].make()
+    model.set_attn_implementation("eager")
+    anatomy = read_anatomy(model)
+    images = anatomy.example()
+    with torch.no_grad():
+        states = anatomy.states(images)
+        expected = model(images, output_attentions=True).attentions
+    front = anatomy.num_prefix_tokens
+    for block, tokens, weights in zip(anatomy.blocks, states, expected, strict=False):
+        asking = slice(0, anatomy.num_class_tokens) if anatomy.num_class_tokens else slice(front, None)
+        weights = weights[:, :, asking, front:]
+        weights = (weights / weights.sum(-1, keepdim=True)).mean((1, 2))
+        torch.testing.assert_close(attention_to_patches(anatomy, block, tokens), weights, atol=1e-5, rtol=1e-3)
+
+
+def test_windows_are_of_the_last_third_of_the_blocks():
+    anatomy = read_anatomy(of_transformers("ViT", num_hidden_layers=6)())
+    with torch.no_grad():
+        states = anatomy.states(anatomy.example())
+        weights = [attention_to_patches(anatomy, anatomy.blocks[index], states[index]) for index in (4, 5)]
+    expected = window_of(torch.stack(weights).mean(0).unsqueeze(-1), grid_rois(anatomy.grid)[None])[:, 0]
+    torch.testing.assert_close(attended_windows(anatomy, states), expected)
+    assert (expected[:, 2:] - expected[:, :2] < 1).all()
