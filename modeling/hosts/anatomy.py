@@ -91,6 +91,8 @@ class PatchEmbedding:
         Raises:
             Obstacle: if it is none, or its patches overlap or leave gaps.
         """
+        if module is None:
+            raise Obstacle("it has no embedding of patches that is known")
         if not isinstance(module, nn.Conv2d):
             raise Obstacle(f"its patches are embedded by a {type(module).__name__}, expected one convolution")
         if module.stride != module.kernel_size or module.padding not in ((0, 0), "valid"):
@@ -110,8 +112,8 @@ class PatchEmbedding:
         return tuple(self.weight.shape[2:])
 
     def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Pixels `(batch, channels, height, width)`, multiples of the patch, to tokens `(batch, patches, hidden_size)`,
-        row by row."""
+        """Pixels `(batch, channels, height, width)`, multiples of the patch, to tokens, row by row,
+        `(batch, patches, hidden_size)`."""
         tokens = F.conv2d(pixel_values.to(self.weight.dtype), self.weight, self.bias, stride=self.patch_size)
         return _normalize(self.norm, tokens.flatten(2).mT)
 
@@ -357,7 +359,7 @@ class Anatomy:
         front (`list[torch.Tensor]`): Class tokens and registers without positions, `(…, hidden_size)` each.
         patch_positions (`GridPositions` or `SincosPositions`, *optional*):
             Added to patches, for a grid of any size, and to those in `front` that have some.
-        patch_obstacle (`str`, *optional*): Why the tokens before the first block are not read, plain as the blocks are.
+        patch_obstacle (`str`, *optional*): Why tokens before the first block are not read, plain as its blocks are.
         pooling_head (`AttentionPooling`, *optional*): For attention pooling.
         classifier (`nn.Linear`, *optional*): Takes the embedding to logits.
         labels (`dict`): `id2label` and `label2id` where the model has names.
@@ -735,7 +737,7 @@ class ResizedAnatomy(Anatomy):
         return tokens
 
     def _parts(self) -> "ResizedAnatomy":
-        """This, or what is read of a model that was moved or cast since: parts are views of the weights it then had."""
+        """This, or what is read anew of a model that was moved or cast: parts are views of the weights that it had."""
         placement = _placement(self.model)
         if placement == self._placement:
             return self
