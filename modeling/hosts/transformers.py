@@ -338,7 +338,7 @@ def _read_pooling(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
     elif family == "pixio":
         anatomy.pooling = "class_mean"
     elif family == "radio":
-        anatomy.class_tokens = tower.summary_idxs.tolist()
+        anatomy.class_tokens = list(config.summary_idxs)
     elif has_cls:
         anatomy.pooling = "cls"
     elif head is not None and anatomy.classifier is None:
