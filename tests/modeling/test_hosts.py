@@ -1,25 +1,32 @@
 """Every kind of vision transformer of docs/models.md: read exactly, and of use to every method that its row says."""
 
+import inspect
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
 import transformers
+from open_clip.model import resize_pos_embed
 from timm.layers import Attention
 from timm.models.cait import Cait
 from timm.models.eva import Eva
 from timm.models.vision_transformer import ResPostBlock
+from torch import nn
 from vision_transformers import KINDS, of_timm, of_transformers, randomize
 
 import frugalvit
 from frugalvit import impulse_init_, insert_context_broadcast, mimetic_init_
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference
+from frugalvit.modeling.hosts.transformers import tower_of
 from frugalvit.modeling.inheritance import student_discrepancies
+from frugalvit.training.comparison import ImageSide
+from frugalvit.training.macs import count_macs
 from frugalvit.training.token_alignment import TokenAlignment
 
 
@@ -101,57 +108,180 @@ class TestReading:
         assert read_anatomy(anatomy) is anatomy
 
 
-# Their patches are embedded by several layers.
-WITHOUT_PATCH_EMBEDDING = ("timm-mobileclip-b",)
+def at_another_size(model, size):
+    """The model itself, as its own library takes images of another size."""
+    visual = getattr(model, "visual", model)
+    if hasattr(visual, "set_input_size"):
+        visual.set_input_size(size)
+    elif hasattr(visual, "ln_post"):
+        # Positions are resized when weights are loaded.
+        visual.image_size, visual.grid_size = size, (size[0] // 4, size[1] // 4)
+        state = {"visual.positional_embedding": visual.positional_embedding}
+        resize_pos_embed(state, SimpleNamespace(visual=visual))
+        visual.positional_embedding = nn.Parameter(state["visual.positional_embedding"])
+    elif "interpolate_pos_encoding" in inspect.signature(tower_of(model).embeddings.forward).parameters:
+        tower_of(model).embeddings.register_forward_pre_hook(
+            lambda module, inputs, keywords: (inputs[:1], keywords | {"interpolate_pos_encoding": True}),
+            with_kwargs=True,
+        )
+    return read_anatomy(model, image_size=size)
 
 
-class TestOtherSizes:
-    """A teacher at another resolution, and the student that begins as one."""
+def logits_of(anatomy, images):
+    logits = anatomy.run_classifier(images)
+    return getattr(logits, "logits", logits)
+
+
+def assert_same(found, expected):
+    """Two anatomies see the same, from the tokens before the first block on."""
+    images = expected.example()
+    assert found.example().shape == images.shape and found.grid == expected.grid
+    for ours, theirs in zip(found.states(images), expected.states(images), strict=True):
+        assert difference(ours, theirs) < TOLERANCE
+    assert difference(found.embed(images), expected.embed(images)) < TOLERANCE
+    assert difference(found.patch_tokens(images), expected.patch_tokens(images)) < TOLERANCE
+    if expected.classifier is not None:
+        assert difference(logits_of(found, images), logits_of(expected, images)) < TOLERANCE
+
+
+SMALL = {"image_size": 32, "patch_size": 4, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+OWN = {
+    "impulses": lambda: frugalvit.ViTImpulseInitForImageClassification(frugalvit.ViTImpulseInitConfig(**SMALL)),
+    "fixed positions": lambda: frugalvit.ViTImpulseInitModel(
+        frugalvit.ViTImpulseInitConfig(**SMALL, position_embedding="sincos", pooling="mean")
+    ),
+    "broadcast, distilled": lambda: frugalvit.ViTContextBroadcastModel(
+        frugalvit.ViTContextBroadcastConfig(**SMALL, context_broadcast=None, use_distillation_token=True)
+    ),
+}
+
+
+class TestResolutions:
+    def test_tokens_before_the_first_block_are_the_models(self, kind, anatomy):
+        if not kind.patches:
+            assert anatomy.patch_embedding is None
+            for ask in (anatomy.check_tokens, anatomy.front_tokens, lambda: anatomy.resized((32, 32))):
+                with pytest.raises(ValueError, match=r"Cannot [\w ]+: its patches are embedded by the layers"):
+                    ask()
+            return
+        assert anatomy.patch_obstacle is None
+        images = anatomy.example()
+        assert difference(anatomy.tokens(images), anatomy.states(images)[0]) < TOLERANCE
+        anatomy.check_tokens()
+        assert anatomy.front_tokens().shape == (anatomy.num_prefix_tokens, anatomy.hidden_size)
+        positions = anatomy.positions_of((3, 5))
+        if anatomy.patch_positions is None:
+            assert positions is None and anatomy.rotary is not None
+        else:
+            assert positions.shape == (15, anatomy.hidden_size)
+
+    def test_at_its_own_size_it_is_the_model(self, kind, anatomy):
+        if kind.patches:
+            assert_same(anatomy.resized(anatomy.image_size), anatomy)
+
+    @pytest.mark.parametrize("size", [(16, 16), (24, 16), (16, 48)])
+    def test_at_another_size_it_is_what_its_library_makes_of_it(self, kind, size):
+        if not kind.patches:
+            return
+        resized = read_anatomy(kind.make()).resized(size)
+        assert resized.grid == (size[0] // 4, size[1] // 4) and resized.image_size == size
+        assert resized.states(resized.example())[0].shape[1] == resized.num_prefix_tokens + resized.num_patches
+        if not kind.resizes:
+            return
+        expected = at_another_size(kind.make(), size)
+        if kind.counts_patches:
+            # Angles stay relative to the image here; there they follow from the number of patches.
+            assert resized.rotary.fields != expected.rotary.fields
+            resized.rotary = expected.rotary
+        assert_same(resized, expected)
+        if resized.patch_positions is not None:
+            assert difference(resized.positions, resized._table_of(resized.grid)) == 0
+
+    @pytest.mark.parametrize("name", ["vit", "siglip2-vision", "radio", "timm-registers", "open_clip-layer-scale"])
+    def test_it_follows_a_model_that_is_cast_or_counted(self, name):
+        model = KINDS[name].make()
+        resized = read_anatomy(model).resized((24, 16))
+        images = resized.example()
+        expected = resized.embed(images)
+        assert count_macs(ImageSide(resized), (24, 16)).macs_with_attention > 0
+        model.double()
+        found = resized.embed(images.double())
+        assert found.dtype == torch.float64 and difference(found, expected) < TOLERANCE
+        model.float()
+        assert difference(resized.embed(images), expected) < TOLERANCE
+
+    def test_multiply_accumulates_are_those_of_the_model_at_that_size(self):
+        model = KINDS["dinov2"].make()
+        macs = count_macs(ImageSide(read_anatomy(model).resized((24, 16))), (24, 16))
+        assert macs.macs_with_attention == count_macs(model, (24, 16)).macs_with_attention
+
+    def test_it_compiles_and_is_watched(self):
+        torch._dynamo.reset()
+        resized = read_anatomy(KINDS["timm-dinov3"].make().requires_grad_(False)).resized((24, 16))
+        images = resized.example()
+        compiled = torch.compile(resized.embed, backend="eager", fullgraph=True)
+        expected = resized.states(images)
+        with resized.watch() as states:
+            torch.testing.assert_close(compiled(images), resized.embed(images))
+            assert len(states) == 4
+            compiled(2 * images), compiled(images)
+            for ours, theirs in zip(states, expected, strict=True):
+                torch.testing.assert_close(ours, theirs)
+        assert not resized._watching
+
+    def test_tokens_align_with_those_of_another_size(self):
+        resized = read_anatomy(KINDS["dinov2-registers"].make()).resized((24, 16))
+        student = make_student(resized)
+        assert student.config.image_size == [24, 16]
+        alignment = TokenAlignment(student, resized)
+        outputs = student.base_model(resized.example(), **alignment.arguments)
+        assert alignment(outputs, resized.states(resized.example())) > 0
+
+    @pytest.mark.parametrize("name", OWN)
+    def test_this_packages_own_are_read_too(self, name):
+        anatomy, expected = (read_anatomy(randomize(OWN[name]())) for _ in range(2))
+        anatomy.check_tokens()
+        assert_same(anatomy.resized(anatomy.image_size), anatomy)
+        assert_same(anatomy.resized((24, 16)), at_another_size(expected.source, (24, 16)))
+
+    def test_what_is_read_wrongly_is_found(self):
+        anatomy = read_anatomy(KINDS["dinov2-registers"].make())
+        anatomy.front.reverse()
+        with pytest.raises(ValueError, match=r"Cannot try Dinov2.*: its tokens before the first block are something"):
+            anatomy.check_tokens("try")
+        anatomy.check()
+
+    def test_overlapping_patches_are_an_obstacle_to_this_alone(self):
+        model = of_timm()()
+        model.patch_embed.proj = randomize(nn.Conv2d(3, 48, 6, stride=4, padding=1))
+        anatomy = read_anatomy(model)
+        anatomy.check()
+        assert max(student_discrepancies(anatomy, make_student(anatomy)).values()) < TOLERANCE
+        with pytest.raises(ValueError, match="its patches overlap or leave gaps"):
+            anatomy.resized((16, 16))
+
+    @pytest.mark.parametrize("size", [(30, 32), (32, 2), (0, 32)])
+    def test_patches_must_divide_the_size(self, size):
+        with pytest.raises(ValueError, match=r"do not divide into patches of 4 x 4"):
+            read_anatomy(KINDS["vit"].make()).resized(size)
+
+    def test_images_of_no_such_size_are_refused(self):
+        resized = read_anatomy(KINDS["vit"].make()).resized((16, 16))
+        with pytest.raises(ValueError, match=r"Got images of 32 x 32 pixels, expected 16 x 16"):
+            resized.embed(torch.zeros(1, 3, 32, 32))
+
+
+class TestInheritedStarts:
+    """Students that begin as their teacher at a lower resolution."""
 
     @pytest.fixture
-    def smaller(self, request, kind, anatomy):
+    def smaller(self, kind, anatomy):
         """The teacher at half of its size, and images of both sizes."""
         if kind is KINDS["timm-mobileclip-b"]:
             pytest.skip("it has a convolutional stem")
         size = tuple(pixels // 2 for pixels in anatomy.image_size)
         images = anatomy.example()
         return anatomy.resized(size), images, F.interpolate(images, size, mode="bilinear", antialias=True)
-
-    def test_the_parts_at_the_own_size_are_the_model(self, kind, anatomy, smaller):
-        anatomy.check_tokens("read")
-        images = anatomy.example()
-        same = anatomy.resized(anatomy.image_size)
-        torch.testing.assert_close(same.embed(images), anatomy.embed(images), rtol=1e-3, atol=1e-4)
-        if anatomy.classifier is not None:
-            logits = anatomy.run_classifier(images)
-            torch.testing.assert_close(same.run_classifier(images), logits, rtol=1e-3, atol=1e-4)
-
-    @pytest.mark.parametrize(
-        "name",
-        ["dinov2-classifier", "dinov2-registers", "dinov3-gated", "siglip2", "aimv2-native", "pixio", "radio"],
-    )
-    @pytest.mark.parametrize("size", [(16, 16), (24, 16)])
-    def test_models_that_take_any_size_agree(self, name, size):
-        if size != (16, 16) and name in ("pixio", "aimv2-native", "siglip2"):
-            pytest.skip("it takes squares alone")
-        anatomy = read_anatomy(KINDS[name].make())
-        images = torch.randn(2, 3, *size)
-        found = anatomy.resized(size).embed(images)
-        assert difference(found, anatomy.embed(images)) < TOLERANCE
-
-    def test_timms_own_interpolation_agrees(self):
-        model = of_timm(dynamic_img_size=True)()
-        fixed = of_timm()()
-        images = torch.randn(2, 3, 24, 16)
-        expected = model(images)
-        anatomy = read_anatomy(fixed)
-        assert difference(anatomy.resized((24, 16)).run_classifier(images), expected) < TOLERANCE
-
-    def test_transformers_own_interpolation_agrees(self):
-        model = KINDS["vit-classifier"].make()
-        images = torch.randn(2, 3, 24, 16)
-        expected = model(images, interpolate_pos_encoding=True).logits
-        assert difference(read_anatomy(model).resized((24, 16)).run_classifier(images), expected) < TOLERANCE
 
     def test_before_training_a_student_is_its_teacher_at_a_lower_resolution(self, anatomy, smaller):
         teacher, images, small_images = smaller
@@ -177,17 +307,12 @@ class TestOtherSizes:
         with pytest.raises(ValueError, match=r"`patch_size` is \(6, 6\), expected a multiple of \(4, 4\)"):
             student_class(anatomy).from_teacher(anatomy, 16, focusing="inherited", patch_size=6)
 
-    @pytest.mark.parametrize("name", WITHOUT_PATCH_EMBEDDING)
-    def test_what_cannot_be_inherited_is_refused(self, name):
-        anatomy = read_anatomy(KINDS[name].make())
-        with pytest.raises(ValueError, match="16 x 16 pixels in another way than by one linear layer"):
+    def test_what_cannot_be_inherited_is_refused(self):
+        anatomy = read_anatomy(KINDS["timm-mobileclip-b"].make())
+        with pytest.raises(ValueError, match="Cannot inherit the patch embedding of VisionTransformer"):
             student_class(anatomy).from_teacher(anatomy, 4, focusing="inherited")
         # Its blocks can be.
         make_student(anatomy)
-
-    def test_sizes_that_patches_do_not_tile_are_refused(self):
-        with pytest.raises(ValueError, match="4 x 4 pixels do not tile images of 30 x 32"):
-            read_anatomy(KINDS["vit"].make()).resized((30, 32))
 
 
 class TestStudents:

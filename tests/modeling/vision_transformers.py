@@ -131,12 +131,18 @@ class Kind:
         make (`Callable`): Makes a small one.
         impulses (`bool`): Whether attention can be initialized.
         class_token (`bool`): Whether Context Broadcasting may gate by a class token.
+        patches (`bool`): Whether its patches are embedded by one linear map.
+        resizes (`bool`): Whether its own library takes images of another size.
+        counts_patches (`bool`): Whether rotary angles there follow from the number of patches.
     """
 
     row: str
     make: Callable[[], nn.Module]
     impulses: bool = True
     class_token: bool = True
+    patches: bool = True
+    resizes: bool = True
+    counts_patches: bool = False
 
 
 EVA02 = {"qkv_fused": False, "swiglu_mlp": True, "scale_mlp": True, "use_rot_pos_emb": True, "ref_feat_shape": (4, 4)}
@@ -159,7 +165,9 @@ KINDS = {
         lambda: randomize(transformers.ViTModel(transformers.ViTConfig(**SIZES | IMAGES), add_pooling_layer=False)),
     ),
     "vit-classifier": Kind("ViT", of_transformers("ViT", "ForImageClassification", num_labels=5)),
-    "vit-rectangle": Kind("ViT", of_transformers("ViT", "ForImageClassification", image_size=[24, 32], num_labels=5)),
+    "vit-rectangle": Kind(
+        "ViT", of_transformers("ViT", "ForImageClassification", image_size=[24, 32], num_labels=5), resizes=False
+    ),
     "vit-msn": Kind("ViTMSN", of_transformers("ViTMSN", "ForImageClassification", num_labels=5)),
     "vit-mae": Kind("ViTMAE", of_transformers("ViTMAE")),
     "deit": Kind("DeiT", of_transformers("DeiT", "ForImageClassification", num_labels=5)),
@@ -200,8 +208,8 @@ KINDS = {
         class_token=False,
     ),
     "siglip2-classifier": Kind("SigLIP 2 NaFlex", siglip2_classifier, class_token=False),
-    "aimv2": Kind("AIMv2", of_transformers("Aimv2Vision", intermediate_size=96), class_token=False),
-    "aimv2-with-projection": Kind("AIMv2", aimv2_with_text, class_token=False),
+    "aimv2": Kind("AIMv2", of_transformers("Aimv2Vision", intermediate_size=96), class_token=False, resizes=False),
+    "aimv2-with-projection": Kind("AIMv2", aimv2_with_text, class_token=False, resizes=False),
     "aimv2-native": Kind(
         "AIMv2",
         of_transformers("Aimv2Vision", intermediate_size=96, is_native=True, use_head=False),
@@ -249,18 +257,26 @@ KINDS = {
     "timm-mobileclip-b": Kind(
         "timm MobileCLIP-B, MobileCLIP2-B",
         lambda: of_timm(embed_layer=conv_stem(), img_size=64, patch_size=1, no_embed_class=True)(),
+        patches=False,
     ),
-    "timm-eva02": Kind("timm EVA-02", of_timm(Eva, mlp_ratio=2, **EVA02), impulses=False),
+    "timm-eva02": Kind("timm EVA-02", of_timm(Eva, mlp_ratio=2, **EVA02), impulses=False, counts_patches=True),
     "timm-eva02-packed": Kind(
-        "timm EVA-02", of_timm(Eva, mlp_ratio=2, swiglu_mlp=True, use_rot_pos_emb=True), impulses=False
+        "timm EVA-02",
+        of_timm(Eva, mlp_ratio=2, swiglu_mlp=True, use_rot_pos_emb=True),
+        impulses=False,
+        counts_patches=True,
     ),
     "timm-eva02-clip": Kind(
-        "timm EVA-02", of_timm(Eva, global_pool="token", mlp_ratio=2, scale_attn_inner=True, **EVA02), impulses=False
+        "timm EVA-02",
+        of_timm(Eva, global_pool="token", mlp_ratio=2, scale_attn_inner=True, **EVA02),
+        impulses=False,
+        counts_patches=True,
     ),
     "timm-pe-core": Kind(
         "timm PE-Core",
         of_timm(Eva, attn_type="rope", rope_grid_indexing="xy", attn_pool_num_heads=8, attn_pool_mlp_ratio=4.0, **PE),
         impulses=False,
+        counts_patches=True,
     ),
     "timm-dinov3": Kind("timm DINOv3", of_timm(Eva, **DINOV3), impulses=False),
     "timm-dinov3-gated": Kind(
@@ -282,5 +298,6 @@ KINDS = {
         "open_clip with a trunk of timm",
         with_trunk("eva02_base_patch16_clip_224", proj="", pool="token", patch_size=4),
         impulses=False,
+        counts_patches=True,
     ),
 }
