@@ -8,7 +8,7 @@ itself, as equal names do not make equal computations.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,116 @@ class Projection:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         return F.linear(inputs, self.weight, self.bias)
+
+
+@dataclass
+class PatchEmbedding:
+    """A linear map of each patch's pixels to its token.
+
+    Args:
+        weight (`torch.Tensor`): `(hidden_size, channels, patch height, patch width)`.
+        bias (`torch.Tensor`, *optional*): `(hidden_size,)`.
+        norm (`nn.Module`, *optional*): Of the tokens, before positions are added.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    norm: nn.Module | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module | None, norm: nn.Module | None = None) -> "PatchEmbedding":
+        """Of a convolution.
+
+        Raises:
+            Obstacle: if it is none, or its patches overlap or leave gaps.
+        """
+        if module is None:
+            raise Obstacle("it has no embedding of patches that is known")
+        if not isinstance(module, nn.Conv2d):
+            raise Obstacle(f"its patches are embedded by a {type(module).__name__}, expected one convolution")
+        if module.stride != module.kernel_size or module.padding not in ((0, 0), "valid"):
+            raise Obstacle(
+                f"its patches overlap or leave gaps (kernel {module.kernel_size}, stride {module.stride}, padding "
+                f"{module.padding})"
+            )
+        if module.dilation != (1, 1) or module.groups != 1:
+            raise Obstacle("its patches are embedded by a dilated or grouped convolution")
+        if norm is not None:
+            norm_type(norm)
+        return cls(module.weight, module.bias, norm)
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return tuple(self.weight.shape[2:])
+
+    def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Pixels `(batch, channels, height, width)`, multiples of the patch, to tokens, row by row,
+        `(batch, patches, hidden_size)`."""
+        tokens = F.conv2d(pixel_values.to(self.weight.dtype), self.weight, self.bias, stride=self.patch_size)
+        return _normalize(self.norm, tokens.flatten(2).mT)
+
+
+@dataclass
+class GridPositions:
+    """Positions that are added to tokens, interpolated for other grids as a model's own library does it.
+
+    Args:
+        table (`torch.Tensor`): `(in front + rows * columns, hidden_size)`, with leading axes of 1 or without.
+        grid (pair of `int`): Rows and columns.
+        mode (`str`, *optional*, defaults to `"bicubic"`): Or `"bilinear"`.
+        antialias (`bool`, *optional*, defaults to `False`): Whether it is low-pass filtered for smaller grids.
+        crops (`bool`, *optional*, defaults to `False`): Whether a grid that is no square has the corner of a square.
+    """
+
+    table: torch.Tensor
+    grid: tuple[int, int]
+    mode: str = "bicubic"
+    antialias: bool = False
+    crops: bool = False
+
+    @property
+    def num_front(self) -> int:
+        """Tokens in front that have positions of their own."""
+        return self.table.shape[-2] - self.grid[0] * self.grid[1]
+
+    @property
+    def front(self) -> torch.Tensor:
+        """`(tokens in front, hidden_size)`."""
+        return self.table.flatten(0, -2)[: self.num_front]
+
+    def __call__(self, grid: tuple[int, int]) -> torch.Tensor:
+        """`(rows * columns, hidden_size)` of the patches of a grid."""
+        rows, columns = grid
+        table = self.table.flatten(0, -2)[self.num_front :]
+        if (rows, columns) == tuple(self.grid):
+            return table
+        maps = table.float().unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
+        size = (max(grid),) * 2 if self.crops else (rows, columns)
+        maps = F.interpolate(maps, size, mode=self.mode, align_corners=False, antialias=self.antialias)
+        return maps[0, :, :rows, :columns].flatten(1).mT.to(table.dtype)
+
+
+@dataclass
+class SincosPositions:
+    """Positions that a model computes for every grid, sines and cosines of columns, then of rows, as AIMv2 has them.
+
+    Args:
+        hidden_size (`int`): A multiple of 4.
+        theta (`float`, *optional*, defaults to 10,000): Base of the frequencies.
+    """
+
+    hidden_size: int
+    theta: float = 10000.0
+    num_front = 0
+
+    def __call__(self, grid: tuple[int, int]) -> torch.Tensor:
+        """`(rows * columns, hidden_size)` of the patches of a grid, in float64."""
+        quarter = self.hidden_size // 4
+        frequencies = self.theta ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
+        rows, columns = (torch.arange(count, dtype=torch.float64) for count in grid)
+        y, x = (axis.reshape(-1, 1) * frequencies for axis in torch.meshgrid(rows, columns, indexing="ij"))
+        return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
 
 
 @dataclass
@@ -245,6 +355,11 @@ class Anatomy:
         positions (`torch.Tensor`, *optional*): Added to the tokens, `(tokens, hidden_size)`, those in front first
             where they have some; a view of a parameter if `learns_positions`.
         rotary (`Rotary`, *optional*): Rotates queries and keys of patches.
+        patch_embedding (`PatchEmbedding`, *optional*): Images to patches' tokens.
+        front (`list[torch.Tensor]`): Class tokens and registers without positions, `(…, hidden_size)` each.
+        patch_positions (`GridPositions` or `SincosPositions`, *optional*):
+            Added to patches, for a grid of any size, and to those in `front` that have some.
+        patch_obstacle (`str`, *optional*): Why tokens before the first block are not read, plain as its blocks are.
         pooling_head (`AttentionPooling`, *optional*): For attention pooling.
         classifier (`nn.Linear`, *optional*): Takes the embedding to logits.
         labels (`dict`): `id2label` and `label2id` where the model has names.
@@ -272,6 +387,10 @@ class Anatomy:
     positions: torch.Tensor | None = None
     learns_positions: bool = False
     rotary: Rotary | None = None
+    patch_embedding: PatchEmbedding | None = None
+    front: list[torch.Tensor] = field(default_factory=list)
+    patch_positions: GridPositions | SincosPositions | None = None
+    patch_obstacle: str | None = None
     pooling_head: AttentionPooling | None = None
     classifier: nn.Linear | None = None
     labels: dict = field(default_factory=dict)
@@ -283,6 +402,9 @@ class Anatomy:
     source: nn.Module | None = None
     read: Callable[[nn.Module], "Anatomy"] | None = None
 
+    def __post_init__(self):
+        self._placement = _placement(self.model)
+
     @property
     def name(self) -> str:
         return type(self.model).__name__
@@ -292,6 +414,11 @@ class Anatomy:
         with `embeds`, one that has an embedding."""
         if reason := self.obstacle or (self.embedding_obstacle if embeds else None):
             raise self.refusal(purpose, reason)
+
+    def require_patches(self, purpose: str):
+        """Raise a ValueError that says why not, unless the tokens before the first block were read, too."""
+        if self.patch_embedding is None:
+            raise self.refusal(purpose, self.obstacle or self.patch_obstacle)
 
     def refusal(self, purpose: str, reason: str) -> ValueError:
         """The error that says so."""
@@ -311,6 +438,13 @@ class Anatomy:
     @property
     def num_prefix_tokens(self) -> int:
         return self.num_class_tokens + self.num_register_tokens
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        """Height and width of a patch in pixels."""
+        if self.patch_embedding is not None:
+            return self.patch_embedding.patch_size
+        return tuple(pixels // count for pixels, count in zip(self.image_size, self.grid, strict=True))
 
     def see(self, image_size: tuple[int, int]):
         """Be of images of another size; the model interpolates its positions for them, which are not known here."""
@@ -332,6 +466,73 @@ class Anatomy:
     @property
     def device(self) -> torch.device:
         return self.blocks[0].attention.query.weight.device
+
+    def front_tokens(self) -> torch.Tensor:
+        """Class tokens and registers as they join, `(prefix tokens, hidden_size)`: their own positions added, before
+        `pre_norm`."""
+        self.require_patches("read the tokens of")
+        tokens = [token.reshape(-1, self.hidden_size) for token in self.front]
+        tokens = torch.cat(tokens) if tokens else self.patch_embedding.weight.new_zeros(0, self.hidden_size)
+        if self.patch_positions is None or not (count := self.patch_positions.num_front):
+            return tokens
+        return torch.cat([tokens[:count] + self.patch_positions.front, tokens[count:]])
+
+    def positions_of(self, grid: tuple[int, int]) -> torch.Tensor | None:
+        """What is added to the patches of another grid, `(rows * columns, hidden_size)`, interpolated or computed as
+        the model's own library does it; None where nothing is, with rotary positions alone.
+
+        Args:
+            grid (pair of `int`): Rows and columns.
+        """
+        self.require_patches("read the positions of")
+        if self.patch_positions is None:
+            return None
+        weight = self.patch_embedding.weight
+        return self.patch_positions(tuple(grid)).to(weight.device, weight.dtype)
+
+    def tokens(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """What the first block gets of images of any size, `(batch, prefix + patches, hidden_size)`, computed from
+        what was read."""
+        self.require_patches("read the tokens of")
+        patches = self.patch_embedding(pixel_values)
+        grid = (pixels // side for pixels, side in zip(pixel_values.shape[2:], self.patch_size, strict=True))
+        if (positions := self.positions_of(tuple(grid))) is not None:
+            patches = patches + positions
+        front = self.front_tokens().expand(len(patches), -1, -1)
+        return _normalize(self.pre_norm, torch.cat([front, patches], dim=1))
+
+    def resized(self, image_size: tuple[int, int]) -> "ResizedAnatomy":
+        """The same weights seeing images of another size, whatever size the model itself insists on.
+
+        All is computed from what was read, with positions for the new grid (`positions_of`). Rotary angles belong to
+        places in the image: those of a patch's center stay as they are.
+
+        Args:
+            image_size (pair of `int`): Height and width in pixels, multiples of the patch.
+
+        Raises:
+            ValueError: if they are not, or if the tokens before the first block are not read.
+        """
+        self.require_patches("resize the images of")
+        (height, width), (patch_height, patch_width) = image_size, self.patch_size
+        if height % patch_height or width % patch_width or height < patch_height or width < patch_width:
+            raise ValueError(
+                f"Cannot resize the images of {self.name} to {height} x {width} pixels: they do not divide into "
+                f"patches of {patch_height} x {patch_width}. Give multiples of those."
+            )
+        grid = (height // patch_height, width // patch_width)
+        parts = {each.name: getattr(self, each.name) for each in fields(Anatomy)}
+        if grid != self.grid:
+            parts |= {"positions": self._table_of(grid), "learns_positions": False}
+        return ResizedAnatomy(**parts | {"image_size": (height, width), "grid": grid}, origin=self)
+
+    @torch.no_grad()
+    def _table_of(self, grid: tuple[int, int]) -> torch.Tensor | None:
+        """`positions` of another grid."""
+        positions = self.positions_of(grid)
+        if positions is None or not self.patch_positions.num_front:
+            return positions
+        return torch.cat([self.patch_positions.front, positions])
 
     def embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """The model's own embedding, which bootstrapping aligns, `(batch, embedding_size)`: what its classifier reads;
@@ -433,23 +634,129 @@ class Anatomy:
                     found["its classifier reads something else"] = difference(self.classifier(embedding), logits)
         return found
 
+    @torch.no_grad()
+    def token_discrepancy(self) -> torch.Tensor:
+        """How far `tokens` are from what the model's first block gets, as the largest difference relative to the
+        largest value."""
+        with evaluating(self.model):
+            images = self.example()
+            return difference(self.tokens(images), self.states(images)[0])
+
     def check(self, purpose: str = "read"):
         """Raise a ValueError unless the model computes what was read, on two images of noise, in float32."""
+        self._compare(purpose, Anatomy.discrepancies)
+
+    def check_tokens(self, purpose: str = "read the tokens of"):
+        """Raise a ValueError unless `tokens` are what the model's first block gets, on two images of noise, in
+        float32."""
+        self.require_patches(purpose)
+        problem = "its tokens before the first block are something else than patches, positions and tokens in front"
+        self._compare(purpose, lambda anatomy: {problem: anatomy.token_discrepancy()})
+
+    def _compare(self, purpose: str, discrepancies: "Callable[[Anatomy], dict[str, torch.Tensor]]"):
         anatomy = self
         if any(parameter.dtype != torch.float32 for parameter in self.model.parameters()):
             anatomy = self.read(copy.deepcopy(self.source).float())
         try:
-            discrepancies = anatomy.discrepancies()
+            found = discrepancies(anatomy)
         # Modules that do something else with tokens fail in more ways than can be listed.
         except Exception as error:
             message = " ".join(str(error).split())
             raise self.refusal(purpose, f"it does not run as a plain vision transformer ({message})") from error
-        for problem, value in discrepancies.items():
+        for problem, value in found.items():
             if not value < TOLERANCE:
                 raise ValueError(
                     f"Cannot {purpose} {self.name}: {problem} with the same weights (largest relative difference "
                     f"{value:.1e})."
                 )
+
+
+@dataclass
+class ResizedAnatomy(Anatomy):
+    """A vision transformer that sees images of another size: what `Anatomy.resized` returns.
+
+    Args:
+        origin (`Anatomy`): Of the model, at its own size, which `check` and `check_tokens` compare with the model.
+    """
+
+    origin: Anatomy | None = None
+
+    def __post_init__(self):
+        self.run = self._run
+        self.run_classifier = None if self.classifier is None else self._run_classifier
+        self.read = self._read
+        self._placement, self._moved = self.origin._placement, None
+        self._watching: list[list[torch.Tensor]] = []
+
+    def resized(self, image_size: tuple[int, int]) -> "ResizedAnatomy":
+        return self.origin.resized(image_size)
+
+    @contextmanager
+    def watch(self) -> Iterator[list[torch.Tensor]]:
+        states: list[torch.Tensor] = []
+        self._watching.append(states)
+        try:
+            yield states
+        finally:
+            self._watching[:] = [each for each in self._watching if each is not states]
+
+    def states(self, pixel_values: torch.Tensor) -> list[torch.Tensor]:
+        with self.watch() as states:
+            self._last_state(pixel_values)
+        return states
+
+    def check(self, purpose: str = "read"):
+        self.origin.check(purpose)
+
+    def check_tokens(self, purpose: str = "read the tokens of"):
+        self.origin.check_tokens(purpose)
+
+    def _run(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        self.require_plain("embed images with", embeds=True)
+        tokens = self._last_state(pixel_values)
+        return self._parts().pool(tokens)
+
+    def _run_classifier(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        embedding = self._run(pixel_values)
+        return self._parts().classifier(embedding)
+
+    def _last_state(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Tokens after the last block; those before and after each go to who watches."""
+        if tuple(pixel_values.shape[2:]) != self.image_size:
+            got, expected = (" x ".join(map(str, size)) for size in (pixel_values.shape[2:], self.image_size))
+            raise ValueError(f"Got images of {got} pixels, expected {expected}. Resize them, or ask for `resized`.")
+        parts = self._parts()
+        tokens = parts.tokens(pixel_values)
+        rotate, states = parts.rotation(tokens.dtype), [tokens]
+        for block in parts.blocks:
+            tokens = block(tokens, rotate)
+            if self._watching:
+                states.append(tokens)
+        for watched in self._watching:
+            watched[:] = states
+        return tokens
+
+    def _parts(self) -> "ResizedAnatomy":
+        """This, or what is read anew of a model that was moved or cast: parts are views of the weights that it had."""
+        placement = _placement(self.model)
+        if placement == self._placement:
+            return self
+        if self._moved is None or placement != self._moved._placement:
+            self._read_again()
+        return self._moved
+
+    @torch.compiler.disable
+    def _read_again(self):
+        self._moved = self.read(self.source)
+
+    def _read(self, model: nn.Module) -> "ResizedAnatomy":
+        return self.origin.read(model).resized(self.image_size)
+
+
+def _placement(model: nn.Module) -> tuple[torch.device, torch.dtype] | None:
+    """Device and dtype of a model's first weight."""
+    parameter = next(model.parameters(), None)
+    return None if parameter is None else (parameter.device, parameter.dtype)
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -522,12 +829,13 @@ def multihead_attention(module: nn.MultiheadAttention) -> Attention:
     return Attention(*projections, Projection.of(module.out_proj), module.num_heads)
 
 
-def require_all_known(module: nn.Module, known: list[object]):
+def require_all_known(module: nn.Module, known: list[object], kind: str = "block"):
     """Raise an `Obstacle` unless every parameter of a module belongs to what was read of it.
 
     Args:
         module (`nn.Module`): For example a block.
         known (`list`): Its parts: modules and parameters, of which None are passed over.
+        kind (`str`, *optional*, defaults to `"block"`): What it is, for the message.
     """
     parameters = set()
     for part in known:
@@ -547,7 +855,7 @@ def require_all_known(module: nn.Module, known: list[object]):
                 raise Obstacle(reason)
     if unknown:
         raise Obstacle(
-            f"its {type(module).__name__} has parameters that no plain block has ({', '.join(unknown[:4])})"
+            f"its {type(module).__name__} has parameters that no plain {kind} has ({', '.join(unknown[:4])})"
         )
 
 

@@ -9,8 +9,10 @@ from .anatomy import (
     MLP,
     Anatomy,
     Block,
+    GridPositions,
     Obstacle,
     Outline,
+    PatchEmbedding,
     Projection,
     activation_name,
     given,
@@ -70,6 +72,13 @@ def _read_plain(model: nn.Module, anatomy: Anatomy):
     anatomy.norm, anatomy.pre_norm = model.ln_post, given(model.ln_pre)
     anatomy.positions = model.positional_embedding
     anatomy.learns_positions = model.positional_embedding.requires_grad
+    # As open_clip resizes them when it loads weights.
+    anatomy.front = [model.class_embedding]
+    anatomy.patch_positions = GridPositions(model.positional_embedding, anatomy.grid, antialias=True)
+    try:
+        anatomy.patch_embedding = PatchEmbedding.of(model.conv1)
+    except Obstacle as obstacle:
+        anatomy.patch_obstacle = str(obstacle)
     if model.proj is not None:
         anatomy.projection = Projection(model.proj.mT)
     anatomy.run = _first_of(model)

@@ -10,8 +10,10 @@ from .anatomy import (
     Attention,
     AttentionPooling,
     Block,
+    GridPositions,
     Obstacle,
     Outline,
+    PatchEmbedding,
     Projection,
     Rotary,
     activation_name,
@@ -69,6 +71,10 @@ def _read_plain(model: nn.Module, anatomy: Anatomy):
             raise Obstacle("its positions are no list of vectors")
         anatomy.positions, anatomy.learns_positions = positions[0], positions.requires_grad
     anatomy.rotary = _read_rotary(model)
+    try:
+        _read_front(model, anatomy)
+    except Obstacle as obstacle:
+        anatomy.patch_obstacle = str(obstacle)
     try:
         _read_pooling(model, anatomy)
     except Obstacle as obstacle:
@@ -178,6 +184,23 @@ def _read_rotary(model: nn.Module) -> Rotary | None:
     if rope.grid_indexing == "xy":
         channels = channels.view(2, 2, -1).flip(1).flatten()
     return Rotary(float(rope.temperature), tuple(scale), tuple(shift), channels)
+
+
+def _read_front(model: nn.Module, anatomy: Anatomy):
+    """What comes before the first block."""
+    embed, positions = model.patch_embed, getattr(model, "pos_embed", None)
+    projection, norm = getattr(embed, "proj", None), given(getattr(embed, "norm", None))
+    if hasattr(embed, "backbone"):
+        raise Obstacle(f"its patches are embedded by the layers of a {type(embed.backbone).__name__}")
+    patches = PatchEmbedding.of(projection, norm)
+    require_all_known(embed, [projection, norm], "embedding of patches")
+    front = [getattr(model, name, None) for name in ("cls_token", "dist_token", "reg_token")]
+    front = [token for token in front if token is not None]
+    if positions is not None:
+        anatomy.patch_positions = GridPositions(positions, anatomy.grid, antialias=True)
+        if anatomy.patch_positions.num_front not in (0, anatomy.num_prefix_tokens):
+            raise Obstacle(f"it has {positions.shape[-2]} positions for {anatomy.num_patches} patches")
+    anatomy.front, anatomy.patch_embedding = front, patches
 
 
 def _read_pooling(model: nn.Module, anatomy: Anatomy):

@@ -15,10 +15,13 @@ from .anatomy import (
     Attention,
     AttentionPooling,
     Block,
+    GridPositions,
     Obstacle,
     Outline,
+    PatchEmbedding,
     Projection,
     Rotary,
+    SincosPositions,
     activation_name,
     given,
     multihead_attention,
@@ -39,6 +42,15 @@ _OUTPUTS = ("o_proj", "out_proj")
 _ACTIVATIONS = ("activation", "activation_fn", "act_fn", "intermediate_act_fn")
 _FINAL_NORMS = ("layernorm", "post_layernorm", "norm", "rms_norm")
 _PRE_NORMS = ("pre_layrnorm", "pre_layernorm")
+_PATCHES = ("patch_embeddings", "patch_embedding", "patch_embed", "patch_projection")
+# In the order in which they join.
+_FRONT = ("cls_token", "class_embedding", "cls_register_token", "distillation_token", "register_tokens")
+# How families interpolate positions for other grids, if not bicubically without antialiasing.
+_INTERPOLATIONS = {
+    "dinov2_with_registers": {"antialias": True},
+    "siglip2_vision_model": {"mode": "bilinear", "antialias": True},
+    "radio": {"mode": "bilinear", "crops": True},
+}
 # Blocks by class whose attention does not return what is added to the tokens: windows are put together after it.
 _AFTER_ATTENTION = {"SwinLayer": "drop_path"}
 # Towers for images in models of several, and what wrappers call the model within.
@@ -147,6 +159,10 @@ def _read_plain(model: nn.Module, tower: nn.Module, embeddings: nn.Module | None
             norm_type(norm)
     anatomy.rotary = _read_rotary(tower, anatomy.blocks[0].attention.head_dim)
     _read_positions(embeddings, anatomy)
+    try:
+        _read_front(tower, embeddings, anatomy)
+    except Obstacle as obstacle:
+        anatomy.patch_obstacle = str(obstacle)
     classifier = getattr(model, "classifier", None)
     if isinstance(classifier, nn.Linear):
         anatomy.classifier = classifier
@@ -256,6 +272,51 @@ def _read_positions(embeddings: nn.Module, anatomy: Anatomy):
         *(0, anatomy.num_class_tokens, anatomy.num_prefix_tokens),
     ):
         anatomy.positions, anatomy.learns_positions = positions[0], positions.requires_grad
+
+
+def _read_front(tower: nn.Module, embeddings: nn.Module, anatomy: Anatomy):
+    """What comes before the first block."""
+    config, module, norm = tower.config, _find(embeddings, _PATCHES), _find(embeddings, ("rms_norm",))
+    projection = _find(module, ("projection",)) or module
+    positions = getattr(embeddings, "position_embeddings", getattr(embeddings, "position_embedding", None))
+    positions = positions.weight if isinstance(positions, nn.Embedding) else positions
+    front = [token for name in _FRONT if (token := getattr(embeddings, name, None)) is not None]
+    unused = [getattr(embeddings, name, None) for name in ("mask_token", "video_patch_projection")]
+    require_all_known(embeddings, [projection, norm, positions, *front, *unused], "embedding of patches")
+    if isinstance(projection, nn.Linear):
+        patches = _patches_of_linear(projection, pair(config.patch_size), channels_last=not _is_radio(tower))
+    else:
+        patches = PatchEmbedding.of(projection, norm)
+    if positions is not None:
+        grid = (embeddings.max_rows, embeddings.max_cols) if _is_radio(tower) else anatomy.grid
+        anatomy.patch_positions = GridPositions(positions, grid, **_INTERPOLATIONS.get(_family(tower), {}))
+        if anatomy.patch_positions.num_front not in (0, anatomy.num_class_tokens, anatomy.num_prefix_tokens):
+            raise Obstacle(f"it has {positions.shape[-2]} positions for a grid of {grid[0]} x {grid[1]} patches")
+    elif getattr(config, "is_native", False):
+        anatomy.patch_positions = SincosPositions(config.hidden_size)
+    if isinstance(getattr(tower, "input_conditioner", None), nn.Module):
+        patches = _conditioned(patches, tower.input_conditioner)
+    anatomy.front, anatomy.patch_embedding = front, patches
+
+
+def _is_radio(tower: nn.Module) -> bool:
+    return _family(tower) == "radio"
+
+
+def _patches_of_linear(linear: nn.Linear, size: tuple[int, int], channels_last: bool) -> PatchEmbedding:
+    """Of patches whose pixels are in a row, their channels last or first."""
+    if channels_last:
+        return PatchEmbedding(linear.weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2), linear.bias)
+    return PatchEmbedding(linear.weight.unflatten(1, (-1, *size)), linear.bias)
+
+
+def _conditioned(patches: PatchEmbedding, conditioner: nn.Module) -> PatchEmbedding:
+    """C-RADIO's patch embedding with the normalization of pixels before it, which is linear, too."""
+    if given(conditioner) is None:
+        return patches
+    weight = patches.weight / conditioner.norm_std.to(patches.weight)
+    bias = -torch.einsum("ochw,cij->o", weight, conditioner.norm_mean.to(weight))
+    return PatchEmbedding(weight, bias if patches.bias is None else patches.bias + bias, patches.norm)
 
 
 def _read_pooling(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
