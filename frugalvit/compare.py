@@ -548,11 +548,13 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
     for row in others:
         methods.setdefault(row["method"], []).append(point(row))
     labels = []
-    for color, (method, points) in zip(itertools.cycle(LINE_COLORS), methods.items(), strict=False):
+    styles = [(color, style) for style in ("-", "--", ":") for color in LINE_COLORS]
+    for (color, style), (method, points) in zip(itertools.cycle(styles), methods.items(), strict=False):
         x, y, error = np.array(sorted(points)).T
         axes.errorbar(
             *(x, y, error),
             color=color,
+            linestyle=style,
             linewidth=1.4,
             elinewidth=0.8,
             marker="o",
@@ -604,13 +606,10 @@ def _label_directly(axes: Axes, labels: Sequence[tuple[str, str, Sequence[tuple[
     """
     axes.figure.draw_without_rendering()
     taken, panel = [], axes.get_window_extent()
-    # Points along all lines, close enough that no text fits between them.
-    ink = []
-    for line in axes.get_lines():
-        path = axes.transData.transform(line.get_xydata())
-        if len(path) and np.isfinite(path).all() and line.get_linestyle() != "None":
-            ink.append(np.concatenate([np.linspace(a, b, 60) for a, b in itertools.pairwise(path)] or [path]))
-    ink = np.concatenate([*ink, *(axes.transData.transform(points) for _, _, points in labels)])
+    # Points along all lines and error bars, close enough that no text fits between them.
+    paths = [line.get_transform().transform(line.get_xydata()) for line in axes.get_lines()]
+    paths += [axes.transData.transform(bar) for bars in axes.collections for bar in bars.get_segments()]
+    ink = np.concatenate([np.linspace(a, b, 100) for path in paths for a, b in itertools.pairwise(path)])
     for text, color, points in labels:
         best = None
         for rank, (anchor, (dx, dy, ha, va)) in enumerate(itertools.product(points, _PLACES)):
@@ -627,8 +626,8 @@ def _label_directly(axes: Axes, labels: Sequence[tuple[str, str, Sequence[tuple[
             )
             box = label.get_window_extent()
             inside = ((ink > box.min - 3) & (ink < box.max + 3)).all(1).sum()
-            outside = sum(max(0, value) for value in (*(panel.min - box.min), *(box.max - panel.max)))
-            cost = (10 * sum(box.overlaps(other) for other in taken) + inside + outside, rank)
+            outside = sum(max(0, value + 12) for value in (*(panel.min - box.min), *(box.max - panel.max)))
+            cost = (100 * sum(box.overlaps(other) for other in taken) + inside + outside, rank)
             if best is None or cost < best[0]:
                 if best:
                     best[1].remove()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchvision.transforms import v2
 
-from .evaluation.embeddings import image_embedder, image_maker
+from .evaluation.embeddings import image_embedder, image_maker, without_agent
 from .modeling.hosts import Anatomy, read_anatomy
 from .modeling.layers import rotary_table, rotate_half
 from .training.augmentation import ImageFormat
@@ -193,6 +193,9 @@ class RandomPatches:
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        if self.anatomy.blocks[0].attention.query.weight.dtype != pixel_values.dtype:
+            # What was read are views of weights, which a cast leaves behind.
+            self.anatomy = self.anatomy.read(self.anatomy.source)
         anatomy, front = self.anatomy, self.anatomy.num_prefix_tokens
         tokens = anatomy.tokens(pixel_values)
         # No order, and without replacement.
@@ -242,7 +245,7 @@ def load_student(
         ValueError: if there is no such model, or it has no embedding.
     """
     model, image_processor = load_vision_model(folder, device, trust_remote_code)
-    model.requires_grad_(False)
+    model = without_agent(model).requires_grad_(False)
     size, name = ImageFormat.from_processor(image_processor).size, name or Path(folder).name
     embed = image_embedder(model, size)
     config = getattr(model, "config", None)
@@ -297,8 +300,13 @@ def load_teachers(
     """
     anatomy, image_processor = load_teacher(folder, device, trust_remote_code)
     sizes = [size_of(anatomy, pixels) for pixels in resolutions] if resolutions else lower_sizes(anatomy)
-    if "random-patches" in baselines:
-        anatomy.check("leave out patches of")
+    try:
+        if baselines:
+            anatomy.check_tokens("leave out patches of")
+        if "random-patches" in baselines:
+            anatomy.check("leave out patches of")
+    except ValueError as error:
+        raise ValueError(f"{error} To compare without what the teacher does with less: --baselines none.") from error
     load = functools.partial(_load_one, folder, name, seed=seed, device=device, trust_remote_code=trust_remote_code)
     contenders = [teacher_itself(anatomy, image_processor, name or Path(folder).name, load)]
     for baseline in baselines:
@@ -311,7 +319,8 @@ def load_teachers(
 def _baseline(anatomy: Anatomy, image_processor, baseline: str, size: tuple[int, int], seed: int, load) -> Contender:
     if baseline == "lower-resolution":
         return at_lower_resolution(anatomy, image_processor, size, load)
-    return with_random_patches(anatomy, image_processor, math.prod(grid_of(anatomy, size)), seed, load=load)
+    patches = math.prod(size) // math.prod(anatomy.patch_size)
+    return with_random_patches(anatomy, image_processor, patches, seed, load=load)
 
 
 def _load_one(
@@ -328,10 +337,8 @@ def lower_sizes(anatomy: Anatomy) -> list[tuple[int, int]]:
     """Heights and widths at which an image has about `SHARES` of its patches."""
     sizes = []
     for share in SHARES:
-        size = tuple(
-            max(round(count * share**0.5), 1) * (pixels // count)
-            for count, pixels in zip(anatomy.grid, anatomy.image_size, strict=True)
-        )
+        sides = zip(anatomy.grid, anatomy.patch_size, strict=True)
+        size = tuple(max(round(count * share**0.5), 1) * side for count, side in sides)
         if size != anatomy.image_size and size not in sizes:
             sizes.append(size)
     return sizes
@@ -343,23 +350,15 @@ def size_of(anatomy: Anatomy, pixels: int) -> tuple[int, int]:
     Raises:
         ValueError: if the patches do not divide it, or it is not smaller than the teacher's.
     """
-    patch = [side // count for side, count in zip(anatomy.image_size, anatomy.grid, strict=True)]
     shorter = min(anatomy.image_size)
-    size = tuple(
-        round(side * pixels / shorter / step) * step for side, step in zip(anatomy.image_size, patch, strict=True)
-    )
+    sides = zip(anatomy.image_size, anatomy.patch_size, strict=True)
+    size = tuple(round(side * pixels / shorter / patch) * patch for side, patch in sides)
     if min(size) != pixels or not 0 < pixels < shorter:
         raise ValueError(
             f"--resolutions {pixels}: expected less than the teacher's {shorter} pixels and a multiple of its "
-            f"patches' {min(patch)}."
+            f"patches' {min(anatomy.patch_size)}."
         )
     return size
-
-
-def grid_of(anatomy: Anatomy, image_size: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of patches of images of a size."""
-    sides = zip(image_size, anatomy.grid, anatomy.image_size, strict=True)
-    return tuple(pixels * count // native for pixels, count, native in sides)
 
 
 def count_parameters(anatomy: Anatomy) -> int:

@@ -72,6 +72,7 @@ def image_embedder(
     Raises:
         ValueError: if the model has no such embedding.
     """
+    model = without_agent(model)
     family = getattr(getattr(model, "config", None), "model_type", "")
     if hasattr(model, "get_image_features") and family.startswith("sparseformer"):
         return lambda images: model.get_image_features(images).pooler_output
@@ -84,6 +85,11 @@ def image_embedder(
         return lambda images: _pooled(base(pixel_values=images), anatomy)
     anatomy.require_plain("take the embedding of", embeds=True)
     return anatomy.embed
+
+
+def without_agent(model: nn.Module) -> nn.Module:
+    """The vision transformer of one that was trained beside an agent; other models as they are."""
+    return model.vit if getattr(getattr(model, "config", None), "model_type", "") == "bootstrapped_vit" else model
 
 
 def _pooled(outputs, anatomy) -> torch.Tensor:
