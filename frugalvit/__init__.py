@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ViTContextBroadcastConfig as ViTContextBroadcastConfig,
     )
     from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig
+    from .evaluation.embeddings import extract_features as extract_features
     from .modeling.context_broadcast import ContextBroadcast as ContextBroadcast
     from .modeling.context_broadcast_hosts import insert_context_broadcast as insert_context_broadcast
     from .modeling.context_broadcast_hosts import remove_context_broadcast as remove_context_broadcast

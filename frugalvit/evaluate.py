@@ -2,7 +2,7 @@
 
 import argparse
 
-from .evaluation import classification, retrieval, scienceqa, segmentation, zero_shot
+from .evaluation import classification, knn, linear, retrieval, scienceqa, segmentation, zero_shot
 from .training.files import check_file_path, write_json
 from .training.tables import format_table
 
@@ -10,7 +10,7 @@ from .training.tables import format_table
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="frugalvit evaluate", description=__doc__)
     tasks = parser.add_subparsers(title="tasks", dest="task", required=True, metavar="TASK")
-    for task in (classification, segmentation, zero_shot, retrieval, scienceqa):
+    for task in (classification, knn, linear, segmentation, zero_shot, retrieval, scienceqa):
         task.add_parser(tasks)
     arguments = parser.parse_args(argv)
     if arguments.json:

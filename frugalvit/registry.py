@@ -50,6 +50,7 @@ FUNCTIONS = {
     "ContextBroadcast": "frugalvit.modeling.context_broadcast",
     "count_context_broadcast": "frugalvit.training.macs",
     "count_macs": "frugalvit.training.macs",
+    "extract_features": "frugalvit.evaluation.embeddings",
     "from_open_clip": "frugalvit.modeling.open_clip_adapter",
     "GeneralizedConv2d": "frugalvit.modeling.generalized_convolution",
     "impulse_init_": "frugalvit.modeling.initialization",

@@ -1,4 +1,4 @@
-"""Plain text tables for the terminal."""
+"""Tables for the terminal and for Markdown."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,6 +18,14 @@ def format_table(rows: Sequence[Mapping[str, object]]) -> str:
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def format_markdown(rows: Sequence[Mapping[str, object]]) -> str:
+    """What `format_table` says, as a table of Markdown."""
+    columns = list(rows[0])
+    rule = [":---" if isinstance(rows[0][column], str) else "---:" for column in columns]
+    lines = [columns, rule, *([_format(row[column]) for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _format(value: object) -> str:

@@ -29,6 +29,14 @@ def positive(text: str) -> int:
 
 def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments for `read_images`, and how to go through the images."""
+    add_dataset_arguments(parser)
+    parser.add_argument("--limit", type=positive, help="take only the first images")
+    add_reading_arguments(parser)
+    add_loop_arguments(parser)
+
+
+def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments that name the images."""
     parser.add_argument(
         "--dataset",
         nargs="+",
@@ -39,10 +47,12 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", help="default: test, else validation, else all, train")
     parser.add_argument("--image-column", "--image_column", help="where types do not tell")
     parser.add_argument("--label-column", "--label_column", help="where types do not tell")
-    parser.add_argument("--limit", type=positive, help="take only the first images")
+
+
+def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of how to go through the images."""
     parser.add_argument("--skip-corrupt", "--skip_corrupt", action="store_true", help="leave out unreadable images")
     add_worker_argument(parser)
-    add_loop_arguments(parser)
 
 
 def add_worker_argument(parser: argparse.ArgumentParser) -> None:
@@ -59,12 +69,13 @@ def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) ->
     )
 
 
-def read_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, str]:
-    """The images that the arguments name, and their split."""
+def read_images(arguments: argparse.Namespace, default_names: list[str] | None = None) -> tuple[datasets.Dataset, str]:
+    """The images that the arguments name, and their split; `default_names` as in `load_images`."""
     options = {
         "name": arguments.dataset_config,
         "image_column": arguments.image_column,
         "label_column": arguments.label_column,
+        "default_names": default_names,
     }
     splits = (
         [arguments.split] if arguments.split else evaluation_splits(split_names(arguments.dataset, options["name"]))

@@ -1,0 +1,637 @@
+"""`frugalvit compare`: students beside their teacher and what that can do with less, in accuracy, speed and memory."""
+
+import argparse
+import functools
+import itertools
+import json
+import multiprocessing
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+from .contenders import BASELINES, Contender, load_student, load_teachers
+from .evaluation.embeddings import (
+    LabeledFeatures,
+    add_training_images_arguments,
+    choose_classes,
+    of_classes,
+    read_evaluated,
+    read_labeled_parts,
+)
+from .evaluation.imagenet import match_labels
+from .evaluation.images import add_dataset_arguments, add_reading_arguments, image_batches, positive
+from .evaluation.knn import neighbor_scores
+from .evaluation.linear import fit_probe
+from .pictures import LEGEND_COLOR, LINE_COLORS, OUTLINE_COLOR, TEXT_COLOR, save_figure
+from .training.data import check_labels, class_names, label_numbers
+from .training.files import whole_folder, write_json, write_text
+from .training.loading import choose_device
+from .training.loop import versions
+from .training.macs import count_macs
+from .training.precision import choose_mixed_precision
+from .training.speed import images_per_second
+from .training.tables import format_markdown, format_table
+
+
+PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
+BATCH_SIZES = (1, 32)
+# Passes of single images are short: so many times as many as of batches.
+MORE_ROUNDS = 5
+# What may say how good a contender is, the first choice first, and what it is called.
+SCORES = {
+    "accuracy": "accuracy",
+    "linear_accuracy": "accuracy of a linear probe",
+    "neighbor_accuracy": "accuracy of nearest neighbors",
+    "cosine": "cosine with the teacher's embedding",
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="frugalvit compare",
+        description="Set students beside their teacher, and beside what the teacher can do for nothing: look at "
+        "smaller images, or at some of its patches. Measures accuracy, of models without a classifier that of nearest "
+        "neighbors and of a linear probe, how near embeddings are to the teacher's, multiply-accumulates, images a "
+        "second, in which the models take turns, and memory. Writes compare.json, compare.md and compare.png.",
+    )
+    parser.add_argument("teacher", metavar="TEACHER", help="folder or hub id of a vision transformer")
+    parser.add_argument("students", nargs="*", metavar="STUDENT", help="folders or hub ids of SparseFormers or others")
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a student that was made by the method NAME; those of one NAME are a line of the picture (repeatable)",
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="new folder for table and picture")
+    parser.add_argument(
+        "--baselines",
+        nargs="+",
+        choices=[*BASELINES, "none"],
+        default=list(BASELINES),
+        help="what else the teacher can do (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--resolutions",
+        nargs="+",
+        type=positive,
+        metavar="PIXELS",
+        help="of these, of the shorter side; of random patches, as many (default: with about 1/4, 2/5 and 9/16 of the "
+        "patches)",
+    )
+    add_dataset_arguments(parser)
+    add_training_images_arguments(parser)
+    parser.add_argument(
+        "--features", action="store_true", help="measure neighbors and a linear probe, also of classifiers"
+    )
+    parser.add_argument("--limit", type=positive, help="judge by so many images, chosen at random")
+    parser.add_argument(
+        "--train-limit", "--train_limit", type=positive, help="learn from so many images, chosen at random"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of all that is chosen at random (default: %(default)s)")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=[*PRECISIONS],
+        help="in which speed is measured (default: float32 and, where the device is fast at it, bf16)",
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=10, help="timed passes of each model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--memory", action=argparse.BooleanOptionalAction, default=True, help="measure memory, in a process each"
+    )
+    parser.add_argument("--batch-size", "--batch_size", type=positive, default=64, help="default: %(default)s")
+    add_reading_arguments(parser)
+    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
+    parser.add_argument(
+        "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the models"
+    )
+    arguments = parser.parse_args(argv)
+    named = [split_name(text) for text in arguments.model]
+    if "none" in arguments.baselines and len(arguments.baselines) > 1:
+        parser.error(f"argument --baselines: got {' '.join(arguments.baselines)}, expected none alone or others")
+    baselines = [] if arguments.baselines == ["none"] else list(dict.fromkeys(arguments.baselines))
+    output = Path(arguments.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {str(output)!r} exists and is no empty folder; choose another one.")
+    device = str(choose_device(arguments.device))
+    precisions = arguments.precision
+    if precisions is None:
+        precisions = ["float32", "bf16"] if choose_mixed_precision(torch.device(device)) == "bf16" else ["float32"]
+
+    options = {"device": device, "trust_remote_code": arguments.trust_remote_code}
+    contenders = load_teachers(
+        arguments.teacher, None, baselines, arguments.resolutions, seed=arguments.seed, **options
+    )
+    contenders += [
+        load_student(folder, method, **options)
+        for method, folder in [*((None, folder) for folder in arguments.students), *named]
+    ]
+    images = choose_images(arguments, any(contender.classifier is None for contender in contenders))
+    with whole_folder(output) as folder:
+        rows = compare(
+            contenders,
+            images.test,
+            images.train,
+            features=arguments.features,
+            batch_size=arguments.batch_size,
+            num_workers=arguments.num_workers,
+            skip_corrupt=arguments.skip_corrupt,
+            seed=arguments.seed,
+            precisions=precisions,
+            rounds=arguments.rounds,
+            memory=arguments.memory,
+        )
+        settings = {
+            "dataset": " ".join(arguments.eval_dataset or arguments.dataset),
+            "split": images.split,
+            "images": len(images.test),
+            "classes": len(images.names),
+            "train_images": None if images.train is None else len(images.train),
+            "seed": arguments.seed,
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "rounds": arguments.rounds,
+            "batch_sizes": BATCH_SIZES,
+        }
+        command = shlex.join(["frugalvit", "compare", *(sys.argv[2:] if argv is None else argv)])
+        write_json(
+            folder / "compare.json", {"command": command, "settings": settings, "versions": versions(), "rows": rows}
+        )
+        table = table_rows(rows)
+        write_text(folder / "compare.md", f"{format_markdown(table)}\n\n{describe(settings)}\n")
+        save_figure(draw_comparison(rows), folder / "compare.png")
+    print(f"{format_table(table)}\n\n{describe(settings)}")
+    print(f"Table: {output / 'compare.md'}   Picture: {output / 'compare.png'}")
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """NAME and FOLDER of `NAME=FOLDER`.
+
+    Raises:
+        ValueError: if one is missing.
+    """
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise ValueError(f"--model {text!r}: expected NAME=FOLDER.")
+    return name, folder
+
+
+@dataclass
+class Images:
+    """Images to judge by, `names` of their classes, if they have labels, and images to learn from, if they are
+    needed."""
+
+    test: datasets.Dataset
+    names: list[str]
+    split: str
+    train: datasets.Dataset | None = None
+
+
+def choose_images(arguments: argparse.Namespace, has_backbones: bool) -> Images:
+    """The images that the arguments name. Those to learn from are read where embeddings are to be judged."""
+    test, split = read_evaluated(arguments)
+    labeled = "label" in test.features and bool((label_numbers(test) >= 0).any())
+    if labeled and (arguments.features or has_backbones):
+        parts = read_labeled_parts(arguments)
+        train = sample(parts.train, arguments.train_limit, arguments.seed)
+        return Images(sample(parts.test, arguments.limit, arguments.seed), parts.names, parts.split, train)
+    if arguments.features or (arguments.classes and not labeled):
+        raise ValueError(f"The split {split!r} has no labels to compare with; name their column with --label-column.")
+    if not labeled:
+        return Images(sample(test.select_columns("image"), arguments.limit, arguments.seed), [], split)
+    check_labels(test, split)
+    names = class_names(test)
+    if arguments.classes:
+        chosen = choose_classes(arguments.classes, names)
+        test, names = of_classes(test, chosen), [names[index] for index in chosen]
+    return Images(sample(test, arguments.limit, arguments.seed), names, split)
+
+
+def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
+    """So many images, chosen at random, in their order; all where there are fewer or no limit is given."""
+    if limit is None or limit >= len(images):
+        return images
+    generator = torch.Generator().manual_seed(seed)
+    return images.select(torch.randperm(len(images), generator=generator)[:limit].sort().values.tolist())
+
+
+def compare(
+    contenders: Sequence[Contender],
+    test: datasets.Dataset,
+    train: datasets.Dataset | None = None,
+    *,
+    features: bool = False,
+    batch_size: int = 64,
+    num_workers: int = 0,
+    skip_corrupt: bool = False,
+    seed: int = 0,
+    precisions: Sequence[str] = ("float32",),
+    rounds: int = 10,
+    memory: bool = True,
+) -> list[dict[str, object]]:
+    """Measure contenders beside each other.
+
+    Args:
+        contenders (sequence of `Contender`): The teacher first, all on one device and in float32.
+        test (`datasets.Dataset`): Images to judge by, what `load_images` returns.
+        train (`datasets.Dataset`, *optional*): Images with labels of the same classes, from which neighbors and linear
+            probes learn. Without it, these are not measured.
+        features (`bool`): Leave out classifiers.
+        batch_size, num_workers, skip_corrupt: As in `image_batches`.
+        seed (`int`): Of what is held back for linear probes.
+        precisions (sequence of `str`): Of `PRECISIONS`; models are left in the last of them.
+        rounds (`int`): Timed passes of each model in batches; of single images `MORE_ROUNDS` times as many.
+        memory (`bool`): Measure memory, too.
+
+    Returns:
+        `list[dict]`: For each contender `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`; of
+        each measure among `accuracy` (the classifier's), `linear_accuracy` and `neighbor_accuracy` itself, `…_error`,
+        its standard error, `…_difference` from the teacher and `…_difference_error`, that of the paired difference;
+        `cosine`, the mean with the teacher's embedding; `images_per_second` by precision and batch size; and
+        `memory`, what `peak_memory` says.
+
+    Raises:
+        ValueError: if a classifier's classes are not the data set's, or no image can be read.
+    """
+    labels = torch.from_numpy(label_numbers(test)) if "label" in test.features else None
+    classes = [
+        None if features or labels is None or contender.classifier is None else right_classes(contender, test)
+        for contender in contenders
+    ]
+    reading = {"batch_size": batch_size, "num_workers": num_workers, "skip_corrupt": skip_corrupt}
+    embeddings, indices = embed_all(contenders, test, **reading)
+    labels = None if labels is None else labels[indices]
+    known = None if train is None else embed_all(contenders, train, **reading)
+
+    rows, answers = [], []
+    for number, contender in enumerate(contenders):
+        right = {}
+        if classes[number] is not None:
+            right["accuracy"] = classifies(contender, embeddings[number], classes[number][labels])
+        if known is not None:
+            known_labels = torch.from_numpy(label_numbers(train))[known[1]]
+            right |= learns(embeddings[number], labels, known[0][number], known_labels, seed)
+        answers.append(right)
+        row = {"model": contender.name, "method": contender.method, "image_size": list(contender.image_size)}
+        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": macs_of(contender)}
+        for name, values in right.items():
+            row |= describe_score(name, values, answers[0].get(name) if number else None)
+        rows.append(row | {"cosine": mean_cosine(embeddings[number], embeddings[0])})
+    for row, speeds in zip(rows, measure_speeds(contenders, precisions, rounds), strict=True):
+        row["images_per_second"] = speeds
+    for row, contender in zip(rows, tqdm(contenders, desc="memory", leave=False, disable=None), strict=True):
+        row["memory"] = peak_memory(contender.load) if memory and contender.load else None
+    return rows
+
+
+def right_classes(contender: Contender, images: datasets.Dataset) -> torch.Tensor:
+    """The classifier's class of each of the data set's, `(classes,)`.
+
+    Raises:
+        ValueError: if the classifier has other classes.
+    """
+    names, own = class_names(images), list(contender.id2label.values())
+    generic = all(name.isdecimal() for name in names) or all(label == f"LABEL_{i}" for i, label in enumerate(own))
+    fits, found = len(names) <= len(own), list(range(len(names)))
+    if fits:
+        found = match_labels(names, contender.id2label)
+        by_number = found == list(range(len(names)))
+        shared = {name.casefold() for name in names} & {label.casefold() for label in own}
+        fits = not by_number or generic or (bool(shared) and len(names) == len(own)) or len(shared) == len(names)
+    if not fits:
+        raise ValueError(
+            f"{contender.name} classifies {len(own)} classes ({', '.join(own[:3])}, …), the data set has {len(names)} "
+            f"({', '.join(names[:3])}, …); expected the same. Give other images, or compare embeddings (--features)."
+        )
+    return torch.tensor(found)
+
+
+class _Processors:
+    """What the image processors of contenders make of images, each once, called like one."""
+
+    def __init__(self, contenders: Sequence[Contender]):
+        found, self.of = {}, []
+        for contender in contenders:
+            processor = contender.image_processor
+            key = json.dumps(processor.to_dict(), default=str) if hasattr(processor, "to_dict") else id(processor)
+            self.of.append(list(found).index(key) if key in found else len(found))
+            found.setdefault(key, processor)
+        self.processors = list(found.values())
+
+    def __call__(self, images, return_tensors: str) -> dict[str, list[torch.Tensor]]:
+        made = [processor(images, return_tensors=return_tensors) for processor in self.processors]
+        return {"pixel_values": [values["pixel_values"] for values in made]}
+
+
+@torch.inference_mode()
+def embed_all(
+    contenders: Sequence[Contender], images: datasets.Dataset, **reading
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Embeddings by each contender, `(draws, images, embedding_size)`, float32, on the CPU, and the indices of the
+    images that could be read. An image is decoded once."""
+    processors, embeddings, indices = _Processors(contenders), [[] for _ in contenders], []
+    for pixel_values, batch in image_batches(processors, images, **reading):
+        for contender, chosen, found in zip(contenders, processors.of, embeddings, strict=True):
+            own = contender.fit(pixel_values[chosen].to(contender.device))
+            found.append(torch.stack([contender.embed(own).float().cpu() for _ in range(contender.draws)]))
+        indices += batch
+    return [torch.cat(found, dim=1) for found in embeddings], indices
+
+
+@torch.inference_mode()
+def classifies(contender: Contender, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Whether a contender's classifier is right, `(images,)`, the mean over draws."""
+    best = [contender.classifier(draw.to(contender.device)).argmax(-1).cpu() for draw in embeddings]
+    return torch.stack([(draw == labels).double() for draw in best]).mean(0)
+
+
+def learns(
+    embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Whether a linear probe and 20 nearest neighbors are right, `(images,)` each, the mean over draws.
+
+    Args:
+        embeddings, known (`torch.Tensor`): `(draws, images, embedding_size)` to judge by and to learn from.
+        labels, known_labels (`torch.Tensor`): `(images,)` of both.
+        seed (`int`, *optional*, defaults to 0): Of what is held back for the probe.
+    """
+    classes = known_labels.unique()
+    right = {"linear_accuracy": [], "neighbor_accuracy": []}
+    for asked, features in zip(embeddings, known, strict=True):
+        train = LabeledFeatures(features, torch.searchsorted(classes, known_labels))
+        right["linear_accuracy"].append(classes[fit_probe(train, seed)(asked).argmax(1)] == labels)
+        right["neighbor_accuracy"].append(classes[neighbor_scores(train, asked).argmax(1)] == labels)
+    return {name: torch.stack(draws).double().mean(0) for name, draws in right.items()}
+
+
+def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None) -> dict[str, float | None]:
+    """The mean and its standard error, and those of the difference from the teacher on the same images."""
+    difference = None if teacher is None else right - teacher
+    return {
+        name: right.mean().item(),
+        f"{name}_error": standard_error(right),
+        f"{name}_difference": None if difference is None else difference.mean().item(),
+        f"{name}_difference_error": None if difference is None else standard_error(difference),
+    }
+
+
+def standard_error(values: torch.Tensor) -> float | None:
+    """Of the mean; none of a single value."""
+    return values.std().item() / len(values) ** 0.5 if len(values) > 1 else None
+
+
+def mean_cosine(embeddings: torch.Tensor, teacher: torch.Tensor) -> float | None:
+    """Mean cosine of embeddings `(draws, images, embedding_size)` with the teacher's; none where sizes differ."""
+    if embeddings.shape[-1] != teacher.shape[-1]:
+        return None
+    return F.cosine_similarity(embeddings, teacher.mean(0), dim=-1).mean().item()
+
+
+def macs_of(contender: Contender) -> int:
+    """Multiply-accumulates of one image, attention's products counted."""
+    try:
+        return count_macs(contender.model, contender.image_size).macs_with_attention
+    except RuntimeError:
+        # What holds on to weights beside its modules runs as it is, in products that are counted.
+        image = torch.zeros(1, 3, *contender.image_size, device=contender.device)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            contender.model(image)
+        return counter.get_total_flops() // 2
+
+
+def measure_speeds(
+    contenders: Sequence[Contender], precisions: Sequence[str], rounds: int = 10
+) -> list[dict[str, dict[str, float]]]:
+    """Images a second of each contender, by precision and batch size; their passes take turns."""
+    found = [{precision: {} for precision in precisions} for _ in contenders]
+    total = len(precisions) * len(BATCH_SIZES)
+    with tqdm(total=total, desc="speed", leave=False, disable=None) as progress:
+        for precision in precisions:
+            for contender in contenders:
+                contender.model.to(PRECISIONS[precision])
+            for batch_size in BATCH_SIZES:
+                calls = {}
+                for number, contender in enumerate(contenders):
+                    shape = (batch_size, 3, *contender.image_size)
+                    images = torch.randn(shape, dtype=PRECISIONS[precision], device=contender.device)
+                    calls[number] = functools.partial(_call, contender.model, images)
+                times = rounds * (MORE_ROUNDS if batch_size == 1 else 1)
+                for number, speed in images_per_second(calls, images, times).items():
+                    found[number][precision][str(batch_size)] = speed
+                progress.update()
+    return found
+
+
+def _call(model, own_images: torch.Tensor, _):
+    """Each model has images of its own size."""
+    return model(own_images)
+
+
+def peak_memory(load: Callable[[], Contender], batch_size: int = BATCH_SIZES[-1]) -> int:
+    """Bytes that a contender and a pass with a batch take at their most, measured in a process of its own: on CUDA
+    what PyTorch allocates, otherwise by how much the process grows.
+
+    Args:
+        load (`Callable`): Makes the contender; picklable.
+        batch_size (`int`, *optional*, defaults to 32): Images of the pass.
+    """
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    if sys.platform == "linux":
+        # Imported once for all.
+        context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_peak_memory, load, batch_size).result()
+
+
+@torch.inference_mode()
+def _peak_memory(load: Callable[[], Contender], batch_size: int) -> int:
+    before = _largest_resident()
+    contender = load()
+    contender.model(torch.zeros(batch_size, 3, *contender.image_size, device=contender.device))
+    if contender.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(contender.device)
+    return _largest_resident() - before
+
+
+def _largest_resident() -> int:
+    """Bytes of memory that this process has held at its most."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # Linux's getrusage begins with what the process held that started this one.
+        return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+    import resource
+
+    # In bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """The rows of `compare` as a person reads them, accuracies in percent with their standard errors."""
+    scores = [name for name in SCORES if name != "cosine" and any(name in row for row in rows)]
+    table = []
+    for row in rows:
+        cells = {"model": row["model"], "method": row["method"]}
+        for name in scores:
+            title = name.replace("_", " ")
+            cells[f"{title}, %"] = _percent(row, name)
+            cells[f"{title} - teacher's"] = _percent(row, f"{name}_difference", "+")
+        cells |= {"cosine": row["cosine"], "pixels": " x ".join(map(str, row["image_size"])), "tokens": row["tokens"]}
+        cells |= {"MACs, G": row["macs"] / 1e9, "parameters, M": row["parameters"] / 1e6}
+        for precision, speeds in row["images_per_second"].items():
+            suffix = "" if precision == "float32" else f", {precision}"
+            cells |= {f"images/s, {size}{suffix}": speed for size, speed in speeds.items()}
+        if any(row["memory"] is not None for row in rows):
+            cells["memory, MiB"] = row["memory"] and round(row["memory"] / 2**20)
+        table.append(cells)
+    return table
+
+
+def _percent(row: Mapping[str, object], name: str, sign: str = "") -> str:
+    value, error = row.get(name), row.get(f"{name}_error")
+    if value is None:
+        return "-"
+    return f"{100 * value:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
+
+
+def describe(settings: Mapping[str, object]) -> str:
+    """What the table's numbers are, in two sentences."""
+    learned = f", {settings['train_images']:,} to learn from" if settings["train_images"] else ""
+    classes = f" of {settings['classes']:,} classes" if settings["classes"] else ""
+    images = f"{settings['dataset']}, {settings['split']}: {settings['images']:,} images{classes}{learned}"
+    return (
+        f"{images}; ± is a standard error. Images a second on {settings['device']} ({settings['threads']} threads), "
+        f"by batch size; memory of a model and a pass of {BATCH_SIZES[-1]} images."
+    )
+
+
+def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, float] = (6.0, 4.0)) -> Figure:
+    """How good contenders are over how fast, a line for each method, with standard errors.
+
+    Args:
+        rows (sequence of `Mapping`): What `compare` returns, the teacher first.
+        size (pair of `float`, *optional*, defaults to `(6.0, 4.0)`): Width and height in inches.
+
+    Returns:
+        `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`. Speeds
+        are those of the first precision and the largest batches, scores the first of `SCORES` that all rows have.
+    """
+    score = next(name for name in SCORES if all(row.get(name) is not None for row in rows) or name == "cosine")
+    precision, speeds = next(iter(rows[0]["images_per_second"].items()))
+    batch_size, factor = list(speeds)[-1], 1 if score == "cosine" else 100
+    teacher, *others = [row for row in rows if row.get(score) is not None]
+
+    def point(row: Mapping[str, object]) -> tuple[float, float, float]:
+        speed = row["images_per_second"][precision][batch_size]
+        return speed, factor * row[score], factor * (row.get(f"{score}_error") or 0)
+
+    figure = Figure(figsize=size, dpi=200, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    methods = {}
+    for row in others:
+        methods.setdefault(row["method"], []).append(point(row))
+    labels = []
+    styles = [(color, style) for style in ("-", "--", ":") for color in LINE_COLORS]
+    for (color, style), (method, points) in zip(itertools.cycle(styles), methods.items(), strict=False):
+        x, y, error = np.array(sorted(points)).T
+        axes.errorbar(
+            *(x, y, error),
+            color=color,
+            linestyle=style,
+            linewidth=1.4,
+            elinewidth=0.8,
+            marker="o",
+            markersize=4.5,
+            markeredgecolor="white",
+            markeredgewidth=0.6,
+        )
+        labels.append((method, color, list(zip(x, y, strict=True))[::-1]))
+    x, y, error = point(teacher)
+    axes.errorbar(x, y, error, color=TEXT_COLOR, elinewidth=0.8, marker="*", markersize=11, markeredgecolor="white")
+    axes.axhline(y, color=OUTLINE_COLOR, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+    labels.insert(0, (f"teacher, {teacher['model']}", TEXT_COLOR, [(x, y)]))
+
+    axes.set_xscale("log")
+    axes.margins(x=0.12, y=0.12)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(f"images/s (batches of {batch_size}, {precision})", fontsize=8, color=TEXT_COLOR)
+    axes.set_title(SCORES[score] + ("" if score == "cosine" else ", %"), loc="left", fontsize=9, color=TEXT_COLOR)
+    axes.tick_params(labelsize=7.5, colors=TEXT_COLOR, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["bottom", "left"]].set_color(LEGEND_COLOR)
+    axes.grid(color="#eeeeee", linewidth=0.6)
+    axes.set_axisbelow(True)
+    _label_directly(axes, labels)
+    return figure
+
+
+# Where a label may stand beside its point: offset in points, and which of its corners is there.
+_PLACES = (
+    (7, 0, "left", "center"),
+    (0, 8, "center", "bottom"),
+    (0, -8, "center", "top"),
+    (-7, 0, "right", "center"),
+    (6, 6, "left", "bottom"),
+    (6, -6, "left", "top"),
+    (-6, 6, "right", "bottom"),
+    (-6, -6, "right", "top"),
+)
+
+
+def _label_directly(axes: Axes, labels: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]):
+    """Write a text of a color beside one of its points each, where it covers no line and no other text.
+
+    Args:
+        axes (`Axes`): With its lines drawn.
+        labels (sequence): Text, color and points, the first choice first.
+    """
+    axes.figure.draw_without_rendering()
+    taken, panel = [], axes.get_window_extent()
+    # Points along all lines and error bars, close enough that no text fits between them.
+    paths = [line.get_transform().transform(line.get_xydata()) for line in axes.get_lines()]
+    paths += [axes.transData.transform(bar) for bars in axes.collections for bar in bars.get_segments()]
+    ink = np.concatenate([np.linspace(a, b, 100) for path in paths for a, b in itertools.pairwise(path)])
+    for text, color, points in labels:
+        best = None
+        for rank, (anchor, (dx, dy, ha, va)) in enumerate(itertools.product(points, _PLACES)):
+            label = axes.annotate(
+                text,
+                anchor,
+                (dx, dy),
+                textcoords="offset points",
+                ha=ha,
+                va=va,
+                fontsize=7.5,
+                color=color,
+                parse_math=False,
+            )
+            box = label.get_window_extent()
+            inside = ((ink > box.min - 3) & (ink < box.max + 3)).all(1).sum()
+            outside = sum(max(0, value + 12) for value in (*(panel.min - box.min), *(box.max - panel.max)))
+            cost = (100 * sum(box.overlaps(other) for other in taken) + inside + outside, rank)
+            if best is None or cost < best[0]:
+                if best:
+                    best[1].remove()
+                best = (cost, label, box)
+            else:
+                label.remove()
+        taken.append(best[2])

@@ -1,0 +1,370 @@
+"""What `frugalvit compare` sets beside each other: a teacher, what it can do with less, and students.
+
+Each is a `Contender`; whoever has another way to make a model cheaper describes it as one.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torchvision.transforms import v2
+
+from .evaluation.embeddings import image_embedder, image_maker, without_agent
+from .modeling.hosts import Anatomy, read_anatomy
+from .modeling.layers import rotary_table, rotate_half
+from .training.augmentation import ImageFormat
+from .training.loading import load_vision_model
+
+
+LOWER_RESOLUTION = "teacher at lower resolution"
+RANDOM_PATCHES = "teacher with random patches"
+BASELINES = ("lower-resolution", "random-patches")
+# Patches of these as shares of the teacher's.
+SHARES = (1 / 4, 2 / 5, 9 / 16)
+
+
+@dataclass
+class Contender:
+    """A model that is compared with others.
+
+    Args:
+        name (`str`): What its row is called.
+        method (`str`): What it was made by; those of one method are a line of the picture.
+        model (`nn.Module`): Called with pixel values `(batch, 3, height, width)`; what is timed and counted.
+        embed (`Callable`): Pixel values to the embedding `(batch, embedding_size)`, comparable with the teacher's.
+        image_processor: What turns `PIL.Image` into pixel values.
+        image_size (pair of `int`): Height and width that the model takes. Where the image processor's are others, they
+            are resized by antialiased bilinear interpolation.
+        classifier (`Callable`, *optional*): The embedding to logits `(batch, classes)`.
+        id2label (`dict`): Names of the classes.
+        tokens (`int`, *optional*): In its blocks, [CLS] and registers counted.
+        parameters (`int`, *optional*): Of what sees images; those of `model` if not given.
+        draws (`int`): How often an image is embedded where chance has a part; results are averaged.
+        load (`Callable`, *optional*): Makes the contender again, in another process; it has to be picklable. Without
+            it, memory is not measured.
+    """
+
+    name: str
+    method: str
+    model: nn.Module
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    image_processor: object
+    image_size: tuple[int, int]
+    classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
+    id2label: dict[int, str] = field(default_factory=dict)
+    tokens: int | None = None
+    parameters: int | None = None
+    draws: int = 1
+    load: "Callable[[], Contender] | None" = None
+
+    def __post_init__(self):
+        if self.parameters is None:
+            self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def fit(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """What its image processor returned, as its model takes it."""
+        if pixel_values.shape[-2:] == self.image_size:
+            return pixel_values
+        return v2.functional.resize(pixel_values, list(self.image_size), v2.InterpolationMode.BILINEAR, antialias=True)
+
+
+class Vision(nn.Module):
+    """An embedding and the classifier that reads it, if there is one, as one module.
+
+    Args:
+        source (`nn.Module`): Whose weights they are.
+        embed (`Callable`), classifier (`Callable`, *optional*): As of a `Contender`.
+    """
+
+    def __init__(self, source: nn.Module, embed: Callable, classifier: Callable | None = None):
+        super().__init__()
+        self.source = source
+        # Not modules of this one besides: they are the source's.
+        self.run = lambda images: embed(images) if classifier is None else classifier(embed(images))
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.run(pixel_values)
+
+
+def load_teacher(folder: str, device: str | None = None, trust_remote_code: bool = False) -> tuple[Anatomy, object]:
+    """A vision transformer, read, and its image processor.
+
+    Raises:
+        ValueError: if there is no such model, or it is no plain vision transformer.
+    """
+    model, image_processor = load_vision_model(folder, device, trust_remote_code)
+    model.requires_grad_(False)
+    anatomy = read_anatomy(model, ImageFormat.from_processor(image_processor).size)
+    anatomy.require_plain("compare students with", embeds=True)
+    return anatomy, image_maker(image_processor)
+
+
+def teacher_itself(anatomy: Anatomy, image_processor, name: str, load: Callable | None = None) -> Contender:
+    """The teacher as it is."""
+    return Contender(
+        name=name,
+        method="teacher",
+        model=Vision(anatomy.source, anatomy.embed, anatomy.classifier),
+        embed=anatomy.embed,
+        image_processor=image_processor,
+        image_size=anatomy.image_size,
+        classifier=anatomy.classifier,
+        id2label=anatomy.labels.get("id2label", {}),
+        tokens=anatomy.num_prefix_tokens + anatomy.num_patches,
+        parameters=count_parameters(anatomy),
+        load=load,
+    )
+
+
+def at_lower_resolution(
+    anatomy: Anatomy, image_processor, image_size: tuple[int, int], load: Callable | None = None
+) -> Contender:
+    """The teacher with smaller images, its positions resampled: what costs nothing.
+
+    Args:
+        anatomy (`Anatomy`), image_processor: What `load_teacher` returns.
+        image_size (pair of `int`): Height and width in pixels, multiples of the patches'.
+        load (`Callable`, *optional*): As of a `Contender`.
+    """
+    small = anatomy.resized(image_size)
+    height, width = image_size
+    return Contender(
+        name=f"{height if height == width else f'{height} x {width}'} pixels",
+        method=LOWER_RESOLUTION,
+        model=Vision(small.source or small.model, small.embed, small.classifier),
+        embed=small.embed,
+        image_processor=image_processor,
+        image_size=tuple(image_size),
+        classifier=small.classifier,
+        id2label=anatomy.labels.get("id2label", {}),
+        tokens=small.num_prefix_tokens + small.num_patches,
+        parameters=count_parameters(anatomy),
+        load=load,
+    )
+
+
+def with_random_patches(
+    anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3, load: Callable | None = None
+) -> Contender:
+    """The teacher that sees a few of its patches, others for each image: what a choice of patches has to surpass.
+
+    Args:
+        anatomy (`Anatomy`), image_processor: What `load_teacher` returns.
+        patches (`int`): That are kept, behind the embedding.
+        seed (`int`): Of the choice.
+        draws (`int`), load (`Callable`, *optional*): As of a `Contender`.
+    """
+    embed = RandomPatches(anatomy, patches, seed)
+    return Contender(
+        name=f"{patches} random patches",
+        method=RANDOM_PATCHES,
+        model=Vision(anatomy.source, embed, anatomy.classifier),
+        embed=embed,
+        image_processor=image_processor,
+        image_size=anatomy.image_size,
+        classifier=anatomy.classifier,
+        id2label=anatomy.labels.get("id2label", {}),
+        tokens=anatomy.num_prefix_tokens + patches,
+        parameters=count_parameters(anatomy),
+        draws=draws,
+        load=load,
+    )
+
+
+class RandomPatches:
+    """A vision transformer's embedding of some of an image's patches, chosen at random for each image.
+
+    Args:
+        anatomy (`Anatomy`): A plain vision transformer's.
+        patches (`int`): That are kept, from 1 to all.
+        seed (`int`): Of the choice, which goes on from call to call.
+    """
+
+    def __init__(self, anatomy: Anatomy, patches: int, seed: int):
+        self.anatomy, self.patches = anatomy, patches
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        if self.anatomy.blocks[0].attention.query.weight.dtype != pixel_values.dtype:
+            # What was read are views of weights, which a cast leaves behind.
+            self.anatomy = self.anatomy.read(self.anatomy.source)
+        anatomy, front = self.anatomy, self.anatomy.num_prefix_tokens
+        tokens = anatomy.tokens(pixel_values)
+        # No order, and without replacement.
+        noise = torch.rand(len(tokens), anatomy.num_patches, generator=self.generator)
+        kept = noise.topk(self.patches).indices.to(tokens.device)
+        patches = tokens[:, front:].gather(1, kept[..., None].expand(-1, -1, tokens.shape[-1]))
+        tokens = torch.cat([tokens[:, :front], patches], dim=1)
+        rotate = self.rotation(kept, tokens.dtype)
+        for block in anatomy.blocks:
+            tokens = block(tokens, rotate)
+        return anatomy.pool(tokens)
+
+    def rotation(self, kept: torch.Tensor, dtype: torch.dtype) -> Callable | None:
+        """As `Anatomy.rotation`, of the patches that are kept, `(batch, patches)`."""
+        rotary, front = self.anatomy.rotary, self.anatomy.num_prefix_tokens
+        if rotary is None:
+            return None
+        order = rotary.channels.to(kept.device)
+        centers = self.anatomy.patch_centers()[kept]
+        table = rotary_table(centers, rotary.theta, rotary.scale, rotary.shift, len(order))
+        # One for all heads.
+        cos, sin = (values[:, None].to(dtype) for values in table)
+
+        def rotate(states: torch.Tensor) -> torch.Tensor:
+            patches = rotate_half(states[:, :, front:][..., order], cos, sin)[..., order.argsort()]
+            return torch.cat([states[:, :, :front], patches], dim=2)
+
+        return rotate
+
+
+def load_student(
+    folder: str,
+    method: str | None = None,
+    name: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Contender:
+    """A SparseFormer, or any other model with an embedding.
+
+    Args:
+        folder (`str`): Or a hub id, see `load_vision_model`.
+        method (`str`, *optional*): Otherwise "SparseFormer", or of others the name.
+        name (`str`, *optional*): Otherwise the folder's.
+        device (`str`, *optional*), trust_remote_code (`bool`): As in `load_vision_model`.
+
+    Raises:
+        ValueError: if there is no such model, or it has no embedding.
+    """
+    model, image_processor = load_vision_model(folder, device, trust_remote_code)
+    model = without_agent(model).requires_grad_(False)
+    size, name = ImageFormat.from_processor(image_processor).size, name or Path(folder).name
+    embed = image_embedder(model, size)
+    config = getattr(model, "config", None)
+    if getattr(config, "model_type", None) == "sparseformer":
+        method, tokens = method or "SparseFormer", config.num_prefix_tokens + config.num_latent_tokens
+        classifier, vision, parameters = getattr(model, "classifier", None), model, None
+    else:
+        anatomy = read_anatomy(model, size)
+        plain = not anatomy.obstacle
+        tokens = anatomy.num_prefix_tokens + anatomy.num_patches if plain else None
+        classifier = anatomy.classifier if plain else getattr(model, "classifier", None)
+        vision, parameters = Vision(model, embed, classifier), count_parameters(anatomy) if plain else None
+    return Contender(
+        name=name,
+        method=method or name,
+        model=vision.eval(),
+        embed=embed,
+        image_processor=image_maker(image_processor),
+        image_size=size,
+        classifier=classifier,
+        id2label=dict(config.id2label) if classifier is not None else {},
+        tokens=tokens,
+        parameters=parameters,
+        load=functools.partial(load_student, folder, method, name, device, trust_remote_code),
+    )
+
+
+def load_teachers(
+    folder: str,
+    name: str | None = None,
+    baselines: Sequence[str] = BASELINES,
+    resolutions: Sequence[int] | None = None,
+    *,
+    seed: int = 0,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> list[Contender]:
+    """A teacher, and what it can do with smaller images and with as few patches chosen at random, of the same weights.
+
+    Args:
+        folder (`str`): Or a hub id, see `load_vision_model`.
+        name (`str`, *optional*): Otherwise the folder's.
+        baselines (sequence of `str`): Of `BASELINES`.
+        resolutions (sequence of `int`, *optional*): Pixels of the shorter side; otherwise those with about `SHARES` of
+            the patches.
+        seed (`int`): Of the choice of patches.
+        device (`str`, *optional*), trust_remote_code (`bool`): As in `load_vision_model`.
+
+    Raises:
+        ValueError: if there is no such model, it is no plain vision transformer, or resolutions do not fit its
+            patches.
+    """
+    anatomy, image_processor = load_teacher(folder, device, trust_remote_code)
+    sizes = [size_of(anatomy, pixels) for pixels in resolutions] if resolutions else lower_sizes(anatomy)
+    try:
+        if baselines:
+            anatomy.check_tokens("leave out patches of")
+        if "random-patches" in baselines:
+            anatomy.check("leave out patches of")
+    except ValueError as error:
+        raise ValueError(f"{error} To compare without what the teacher does with less: --baselines none.") from error
+    load = functools.partial(_load_one, folder, name, seed=seed, device=device, trust_remote_code=trust_remote_code)
+    contenders = [teacher_itself(anatomy, image_processor, name or Path(folder).name, load)]
+    for baseline in baselines:
+        for size in sizes:
+            again = functools.partial(load, baseline=baseline, image_size=size)
+            contenders.append(_baseline(anatomy, image_processor, baseline, size, seed, again))
+    return contenders
+
+
+def _baseline(anatomy: Anatomy, image_processor, baseline: str, size: tuple[int, int], seed: int, load) -> Contender:
+    if baseline == "lower-resolution":
+        return at_lower_resolution(anatomy, image_processor, size, load)
+    patches = math.prod(size) // math.prod(anatomy.patch_size)
+    return with_random_patches(anatomy, image_processor, patches, seed, load=load)
+
+
+def _load_one(
+    folder: str, name: str | None, baseline: str | None = None, image_size=None, seed: int = 0, **options
+) -> Contender:
+    """One of what `load_teachers` makes."""
+    anatomy, image_processor = load_teacher(folder, **options)
+    if baseline is None:
+        return teacher_itself(anatomy, image_processor, name or Path(folder).name)
+    return _baseline(anatomy, image_processor, baseline, image_size, seed, None)
+
+
+def lower_sizes(anatomy: Anatomy) -> list[tuple[int, int]]:
+    """Heights and widths at which an image has about `SHARES` of its patches."""
+    sizes = []
+    for share in SHARES:
+        sides = zip(anatomy.grid, anatomy.patch_size, strict=True)
+        size = tuple(max(round(count * share**0.5), 1) * side for count, side in sides)
+        if size != anatomy.image_size and size not in sizes:
+            sizes.append(size)
+    return sizes
+
+
+def size_of(anatomy: Anatomy, pixels: int) -> tuple[int, int]:
+    """Height and width of images whose shorter side has so many pixels, in the shape of the teacher's.
+
+    Raises:
+        ValueError: if the patches do not divide it, or it is not smaller than the teacher's.
+    """
+    shorter = min(anatomy.image_size)
+    sides = zip(anatomy.image_size, anatomy.patch_size, strict=True)
+    size = tuple(round(side * pixels / shorter / patch) * patch for side, patch in sides)
+    if min(size) != pixels or not 0 < pixels < shorter:
+        raise ValueError(
+            f"--resolutions {pixels}: expected less than the teacher's {shorter} pixels and a multiple of its "
+            f"patches' {min(anatomy.patch_size)}."
+        )
+    return size
+
+
+def count_parameters(anatomy: Anatomy) -> int:
+    """Parameters of what sees images."""
+    parts = [*anatomy.model.parameters()]
+    parts += anatomy.classifier.parameters() if anatomy.classifier is not None else ()
+    if anatomy.projection is not None:
+        parts += [part for part in (anatomy.projection.weight, anatomy.projection.bias) if part is not None]
+    return sum(part.numel() for part in set(parts))

@@ -1,0 +1,73 @@
+"""How good a model's features are as they are: accuracy of the nearest neighbors, without any training."""
+
+import argparse
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from .embeddings import LabeledFeatures, add_feature_arguments, evaluate_features
+from .images import positive
+
+
+# Of the weights of neighbors, as DINO has it.
+TEMPERATURE = 0.07
+# Similarities that are in memory at a time.
+MOST_SIMILARITIES = 2**24
+
+
+def add_parser(tasks) -> None:
+    parser = tasks.add_parser(
+        "knn",
+        help="accuracy of the nearest neighbors of a model's features",
+        description="Top-1 and top-5 accuracy of nearest neighbors: an image is of the class for which the most "
+        "similar labeled images vote, by cosine, with weights exp(cosine / 0.07) (DINO, Caron et al. 2021). Nothing "
+        "is trained. Features are what the model's classifier reads, or its pooled token.",
+    )
+    add_feature_arguments(parser)
+    parser.add_argument("--neighbors", type=positive, default=20, help="that vote (default: %(default)s)")
+    parser.set_defaults(evaluate=run)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    return evaluate_features(arguments, functools.partial(neighbor_accuracy, neighbors=arguments.neighbors))
+
+
+def neighbor_accuracy(train: LabeledFeatures, test: LabeledFeatures, neighbors: int = 20) -> dict[str, object]:
+    """`neighbors`, `accuracy` and `top5_accuracy` of `neighbor_scores`."""
+    best = neighbor_scores(train, test.features, neighbors).topk(min(5, int(train.labels.max()) + 1)).indices
+    right = best == test.labels[:, None]
+    return {
+        "neighbors": neighbors,
+        "accuracy": right[:, 0].double().mean().item(),
+        "top5_accuracy": right.any(1).double().mean().item(),
+    }
+
+
+@torch.inference_mode()
+def neighbor_scores(train: LabeledFeatures, features: torch.Tensor, neighbors: int = 20) -> torch.Tensor:
+    """How much the nearest labeled images speak for each class.
+
+    Args:
+        train (`LabeledFeatures`): What votes.
+        features (`torch.Tensor`): `(images, embedding_size)`, float32.
+        neighbors (`int`, *optional*, defaults to 20): That vote.
+
+    Returns:
+        `torch.Tensor`: `(images, classes)`, each row sums to 1.
+
+    Raises:
+        ValueError: if there are fewer labeled images than neighbors.
+    """
+    if len(train) < neighbors:
+        raise ValueError(
+            f"{neighbors} neighbors are to vote among {len(train)} labeled images; give fewer by --neighbors, or more "
+            "images."
+        )
+    known, classes = F.normalize(train.features, dim=1), int(train.labels.max()) + 1
+    scores = []
+    for chunk in F.normalize(features, dim=1).split(max(MOST_SIMILARITIES // len(known), 1)):
+        similarity, nearest = (chunk @ known.mT).topk(neighbors)
+        votes = torch.zeros(len(chunk), classes)
+        scores.append(votes.scatter_add_(1, train.labels[nearest], (similarity / TEMPERATURE).softmax(1)))
+    return torch.cat(scores)

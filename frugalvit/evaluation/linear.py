@@ -1,0 +1,135 @@
+"""How good a model's features are for a linear classifier, the model itself frozen."""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+from .embeddings import LabeledFeatures, add_feature_arguments, evaluate_features
+
+
+# Weights of the penalty among which images that are held back choose, the strongest first.
+PENALTIES = (10.0, 1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
+# One in so many images of each class is held back for that.
+HELD_BACK = 5
+STEPS = 200
+
+
+def add_parser(tasks) -> None:
+    parser = tasks.add_parser(
+        "linear",
+        help="accuracy of a linear classifier on a model's frozen features",
+        description="Top-1 and top-5 accuracy of a linear probe: logistic regression on standardized features of the "
+        "frozen model, whose penalty a fifth of the training images chooses. Features are what the model's classifier "
+        "reads, or its pooled token.",
+    )
+    add_feature_arguments(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of what is held back (default: %(default)s)")
+    parser.set_defaults(evaluate=run)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    return evaluate_features(arguments, lambda train, test: probe_accuracy(train, test, arguments.seed))
+
+
+def probe_accuracy(train: LabeledFeatures, test: LabeledFeatures, seed: int = 0) -> dict[str, object]:
+    """`penalty`, `accuracy` and `top5_accuracy` of `fit_probe`."""
+    probe = fit_probe(train, seed)
+    scores = probe(test.features)
+    right = scores.topk(min(5, scores.shape[1])).indices == test.labels[:, None]
+    return {
+        "penalty": probe.penalty,
+        "accuracy": right[:, 0].double().mean().item(),
+        "top5_accuracy": right.any(1).double().mean().item(),
+    }
+
+
+class LinearProbe(nn.Module):
+    """Multinomial logistic regression on standardized features.
+
+    Minimizes the mean cross-entropy and `penalty / 2` times the squared norm of the weights, by L-BFGS.
+
+    Args:
+        train (`LabeledFeatures`): What it learns from.
+        classes (`int`): Labels are below that.
+        penalty (`float`): Weight of the penalty.
+        start (`LinearProbe`, *optional*): Whose solution to start from, of the same features.
+    """
+
+    def __init__(self, train: LabeledFeatures, classes: int, penalty: float, start: "LinearProbe | None" = None):
+        super().__init__()
+        self.penalty = penalty
+        self.register_buffer("mean", train.features.mean(0))
+        # A channel that is always the same says nothing.
+        self.register_buffer("std", train.features.std(0, correction=0).clamp(min=1e-6))
+        self.linear = nn.Linear(train.features.shape[1], classes)
+        if start is None:
+            nn.init.zeros_(self.linear.weight)
+            nn.init.zeros_(self.linear.bias)
+        else:
+            self.linear.load_state_dict(start.linear.state_dict())
+        self._fit(self.standardize(train.features), train.labels)
+
+    def standardize(self, features: torch.Tensor) -> torch.Tensor:
+        return (features - self.mean) / self.std
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Features `(images, embedding_size)` to scores `(images, classes)`."""
+        with torch.no_grad():
+            return self.linear(self.standardize(features))
+
+    @torch.enable_grad()
+    def _fit(self, inputs: torch.Tensor, labels: torch.Tensor):
+        optimizer = torch.optim.LBFGS(
+            self.parameters(), max_iter=STEPS, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
+        )
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value = F.cross_entropy(self.linear(inputs), labels)
+            value = value + self.penalty / 2 * self.linear.weight.square().sum()
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+
+
+def fit_probe(train: LabeledFeatures, seed: int = 0) -> LinearProbe:
+    """A linear probe with the penalty of `PENALTIES` that classifies images best that are held back; where several are
+    equal, the strongest. It is then fitted to all images.
+
+    Args:
+        train (`LabeledFeatures`): What it learns from.
+        seed (`int`, *optional*, defaults to 0): Of what is held back.
+
+    Raises:
+        ValueError: if all images are of one class.
+    """
+    if len(train.labels.unique()) < 2:
+        raise ValueError(f"All {len(train)} labeled images are of one class; expected at least two.")
+    classes = int(train.labels.max()) + 1
+    held_back = _hold_back(train.labels, seed)
+    known, asked = (LabeledFeatures(train.features[part], train.labels[part]) for part in (~held_back, held_back))
+    probe, best, penalty = None, -1.0, PENALTIES[0]
+    for candidate in tqdm(PENALTIES, desc="penalty", leave=False, disable=None):
+        probe = LinearProbe(known, classes, candidate, probe)
+        accuracy = (probe(asked.features).argmax(1) == asked.labels).double().mean().item()
+        if accuracy > best:
+            best, penalty = accuracy, candidate
+    return LinearProbe(train, classes, penalty)
+
+
+def _hold_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
+    """Which images are held back, `(images,)` of `bool`: of each class one in `HELD_BACK`, of smaller ones one, but
+    never the only one."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    order = order[labels[order].argsort(stable=True)]
+    chosen = [
+        torch.arange(size) % HELD_BACK == min(size, HELD_BACK) - 1
+        for size in labels.unique(return_counts=True)[1].tolist()
+    ]
+    held_back = torch.zeros(len(labels), dtype=torch.bool)
+    held_back[order[torch.cat([part if len(part) > 1 else ~part for part in chosen])]] = True
+    return held_back
