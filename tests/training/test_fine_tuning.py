@@ -103,11 +103,12 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tiny_run, tmp_path
 
     images["image"][0].save(tmp_path / "image.png")
     capsys.readouterr()
-    assert cli.main(["predict", str(out), str(tmp_path / "image.png"), "--top", "1"]) == 0
+    assert cli.main(["predict", "--model", str(out), "--top", "1", str(tmp_path / "image.png")]) == 0
     assert class_names[logits[0].argmax()] in capsys.readouterr().out
     data = ["--dataset", "cifar10-subset", "--split", "test[:50]"]
-    assert cli.main(["evaluate", "classification", str(out), *data]) == 0
-    assert f"{100 * right:.2f}" in capsys.readouterr().out
+    measured = ["--json", str(tmp_path / "measured.json")]
+    assert cli.main(["evaluate", "classification", "--model", str(out), *data, *measured]) == 0
+    assert json.loads((tmp_path / "measured.json").read_text(encoding="utf-8"))["accuracy"] == pytest.approx(right)
     teacher = ["--teacher", str(out), "--train_split", "train[:16]", "--eval_split", "test[:8]", "--batch_size", "8"]
     options = ["--epochs", "1", "--num_latent_tokens", "4", "--warmup_epochs", "0", "--no_compare"]
     assert bootstrap.main([*teacher, *options, "--output_dir", str(tmp_path / "student")]) == 0
