@@ -1,9 +1,13 @@
-"""Fine-tune a vision transformer whose tokens are merged by the code of ToMe or DiffRate, a recipe like `training/`'s.
+"""A vision transformer whose tokens are merged by the code of ToMe or DiffRate, and a recipe like `training/`'s that
+tunes it.
 
-    python benchmarks/token_merging.py --tome CHECKOUT --merged 10 --output_dir OUT
+    python benchmarks/token_merging.py --teacher FOLDER --tome CHECKOUT --merged 16 --loss cosine --dataset … \\
+        --output_dir OUT
 
-Their code is imported from a checkout and patches a timm copy of a Transformers ViT. DiffRate first searches how many
-tokens each block keeps (--search_macs), with frozen weights, then tunes the weights (--rates FOLDER OF THE SEARCH).
+Their code is imported from a checkout and patches a timm copy of the teacher. ToMe works off the shelf (`tome`).
+DiffRate first searches how many tokens each block keeps (--search_macs), with frozen weights and with labels, as its
+authors do. Then weights can be tuned (DiffRate: --rates FOLDER OF THE SEARCH), with --loss cosine as students are
+bootstrapped: on the teacher's embeddings alone, from the same --teacher_cache.
 """
 
 import functools
@@ -12,6 +16,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import timm.layers.helpers
 import torch
@@ -19,9 +24,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
-from transformers.modeling_outputs import ImageClassifierOutput
 
-from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.modeling.hosts import Anatomy, read_anatomy
+from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
 from frugalvit.modeling.inheritance import block_weights
 from frugalvit.modeling.modeling_bootstrapped_vit import divergence
 from frugalvit.training.arguments import (
@@ -30,15 +35,18 @@ from frugalvit.training.arguments import (
     RunArguments,
     argument,
     check,
+    check_at_least,
     parse_arguments,
     run_as_program,
 )
 from frugalvit.training.augmentation import BootstrapView, EvalView, ImageFormat
 from frugalvit.training.data import load_splits, make_loaders
-from frugalvit.training.loading import load_image_classifier
+from frugalvit.training.loading import load_vision_model
 from frugalvit.training.loop import fit, optimizer_with_schedule, prepare, start_accelerator
 from frugalvit.training.macs import count_macs
 from frugalvit.training.metrics import evaluate_classifier
+from frugalvit.training.precision import hold_teacher
+from frugalvit.training.teacher_cache import TeacherCache
 
 
 PROG = "python benchmarks/token_merging.py"
@@ -58,44 +66,139 @@ DIFFRATE_WEIGHT, DIFFRATE_SCALE = 5, 4.6
 class MergingArguments:
     """What to fine-tune, on which views."""
 
-    teacher: str = argument("checkpoints/cifar10-vit", "Folder or hub id of a ViT of Transformers.")
+    teacher: str = argument("checkpoints/cifar10-vit", "Folder or hub id (@revision, too) of a classifying ViT.")
     tome: str | None = argument(None, "Checkout of ToMe.")
     merged: int = argument(8, "Tokens that ToMe merges in each block.")
     diffrate: str | None = argument(None, "Checkout of DiffRate, instead of ToMe.")
     search_macs: float | None = argument(None, "Search DiffRate's rates for so many multiply-accumulates.")
     rates: str | None = argument(None, "Folder of the search whose rates DiffRate takes.")
     loss: str = argument(
-        "labels", "labels: cross-entropy. teacher: divergence from its distribution.", choices=["labels", "teacher"]
+        "labels",
+        "labels: cross-entropy. teacher: divergence from its distribution. cosine: of its embedding.",
+        choices=["labels", "teacher", "cosine"],
     )
     temperature: float = argument(3.0, "Of both distributions, for --loss teacher.")
     crop_scale: list[float] = argument([0.8, 1.0], "Lowest and highest share of the area that a crop shows.")
+    view_epochs: int | None = argument(None, "Epochs after which the views of an image come again.")
+    teacher_cache: str | None = argument(
+        None, "Folder for the teacher's embeddings, for --loss cosine; that of a bootstrapping on the same views, too."
+    )
 
     def __post_init__(self):
         check(self.tome, (self.tome is None) != (self.diffrate is None), "tome", "a checkout, or one by --diffrate")
         modes = (self.search_macs is None) != (self.rates is None)
         check(self.rates, self.tome is not None or modes, "rates", "a folder, or --search_macs instead")
+        fits = self.teacher_cache is None or (self.loss == "cosine" and self.search_macs is None)
+        check(self.teacher_cache, fits, "teacher_cache", "none but with --loss cosine, which needs embeddings alone")
+        if self.view_epochs is not None:
+            check_at_least(self, 1, "view_epochs")
+
+
+class Embedded(NamedTuple):
+    """What a model makes of images.
+
+    Args:
+        embedding (`torch.Tensor`): `(batch, embedding_size)`, what a teacher's classifier reads.
+        logits (`torch.Tensor`, *optional*): `(batch, labels)`, where there is a classifier.
+    """
+
+    embedding: torch.Tensor
+    logits: torch.Tensor | None
+
+
+class PooledViT(VisionTransformer):
+    """A timm VisionTransformer that pools as its teacher does. Tokens that stand for several count as often in the
+    mean, as both peers have it in what they patch for MAE."""
+
+    pooling = "cls"
+
+    def forward_head(self, tokens: torch.Tensor) -> Embedded:
+        embedding = tokens[:, 0]
+        if self.pooling != "cls":
+            patches, weights = tokens[:, 1:], self.token_weights()
+            if weights is None:
+                mean = patches.mean(1)
+            else:
+                mean = (patches * weights[:, 1:]).sum(1) / weights[:, 1:].sum(1).detach()
+            embedding = mean if self.pooling == "latent_mean" else torch.cat([embedding, mean], dim=1)
+        return Embedded(embedding, None if self.head is None else self.head(embedding))
+
+    def token_weights(self) -> torch.Tensor | None:
+        """How many tokens each one stands for, `(batch, tokens, 1)`, as the peer's code notes it."""
+        noted = getattr(self, "_tome_info", None) or getattr(self, "_diffrate_info", {})
+        # A search keeps all tokens, behind a mask.
+        return noted["size"] * noted["mask"][..., None] if self.training else noted.get("size")
 
 
 class MergedViT(nn.Module):
-    """A timm VisionTransformer whose blocks merge tokens, called like Transformers' classifiers.
+    """A `PooledViT` whose blocks merge tokens, called like Transformers' classifiers.
 
     It never goes into training mode unless it `searches`: there is no dropout, and DiffRate keeps all tokens in that
-    mode, behind masks through which its rates learn.
+    mode, behind masks through which its rates learn; it then returns its multiply-accumulates besides.
     """
 
-    def __init__(self, vit: VisionTransformer, searches: bool = False):
+    def __init__(self, vit: PooledViT, searches: bool = False):
         super().__init__()
         self.vit, self.searches = vit, searches
+        self.eval()
 
     def train(self, mode: bool = True):
         return super().train(mode and self.searches)
 
-    def forward(self, pixel_values):
-        if self.training:
-            return self.vit(pixel_values)
-        # DiffRate's counts multiply-accumulates besides, if it may.
-        options = {"return_flop": False} if hasattr(self.vit, "_diffrate_info") else {}
-        return ImageClassifierOutput(logits=self.vit(pixel_values, **options))
+    def forward(self, pixel_values: torch.Tensor) -> Embedded | tuple[Embedded, torch.Tensor]:
+        # DiffRate's counts multiply-accumulates unless it may not.
+        options = {"return_flop": False} if hasattr(self.vit, "_diffrate_info") and not self.training else {}
+        return self.vit(pixel_values, **options)
+
+
+def tome(
+    teacher: nn.Module | Anatomy, checkout: str | Path, merged: int, tuned: str | Path | None = None
+) -> MergedViT:
+    """A copy of a teacher in which ToMe (Bolya et al. 2023) merges tokens in each block.
+
+    Args:
+        teacher (`nn.Module` or `Anatomy`): What `as_timm` takes.
+        checkout (`str` or `Path`): Of github.com/facebookresearch/ToMe.
+        merged (`int`): Tokens that each block merges away.
+        tuned (`str` or `Path`, *optional*): Folder of a run of this recipe, whose weights it takes.
+
+    Returns:
+        `MergedViT`: Takes `(batch, 3, height, width)` and returns `Embedded`.
+
+    Raises:
+        ValueError: if there is no such checkout, or `as_timm` refuses the teacher.
+    """
+    vit = as_timm(teacher)
+    apply_tome(vit, checkout, merged)
+    return with_weights(vit, tuned)
+
+
+def diffrate(
+    teacher: nn.Module | Anatomy, checkout: str | Path, rates: str | Path, tuned: str | Path | None = None
+) -> MergedViT:
+    """A copy of a teacher in which DiffRate (Chen et al. 2023) prunes and merges tokens.
+
+    Args:
+        teacher (`nn.Module` or `Anatomy`): What `as_timm` takes.
+        checkout (`str` or `Path`): Of github.com/OpenGVLab/DiffRate.
+        rates (`str` or `Path`): Folder of a search by this recipe.
+        tuned (`str` or `Path`, *optional*): Folder of a run of this recipe with these rates, whose weights it takes.
+
+    Returns:
+        `MergedViT`: Takes `(batch, 3, height, width)` and returns `Embedded`.
+
+    Raises:
+        ValueError: if there is no such checkout, or `as_timm` refuses the teacher.
+    """
+    vit = as_timm(teacher)
+    apply_diffrate(vit, checkout, rates)
+    return with_weights(vit, tuned)
+
+
+def with_weights(vit: PooledViT, tuned: str | Path | None) -> MergedViT:
+    if tuned:
+        vit.load_state_dict(load_last(tuned))
+    return MergedViT(vit)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,8 +208,12 @@ def main(argv: list[str] | None = None) -> int:
     merging, data, optimization, run = arguments
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
 
-    teacher, processor = load_image_classifier(merging.teacher, accelerator.device)
-    vit = as_timm(teacher)
+    teacher, processor = load_vision_model(merging.teacher, accelerator.device)
+    image_format = ImageFormat.from_processor(processor)
+    anatomy = read_anatomy(teacher, image_format.size)
+    if anatomy.classifier is None:
+        raise ValueError(f"--teacher {merging.teacher} is no classifier, whose accuracy could be measured.")
+    vit = as_timm(anatomy)
     if merging.tome:
         apply_tome(vit, merging.tome, merging.merged)
     else:
@@ -114,28 +221,43 @@ def main(argv: list[str] | None = None) -> int:
     model = MergedViT(vit, searches=merging.search_macs is not None)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("selected_probability") == model.searches)
-    teacher_macs = count_macs(teacher, teacher.config.image_size).macs_with_attention
+    # The classifier reads what is aligned.
+    vit.head.requires_grad_(not model.searches and merging.loss != "cosine")
+    teacher_macs = count_macs(teacher, image_format.size).macs_with_attention
 
-    image_format = ImageFormat.from_processor(processor)
-    train_images, eval_images = load_splits(data)
+    uses_labels = merging.search_macs is not None or merging.loss == "labels"
+    train_images, eval_images = load_splits(data, learns_labels=uses_labels)
     view = BootstrapView(image_format, scale=merging.crop_scale)
+    evaluation = (eval_images, EvalView(image_format))
     loader, eval_loader = make_loaders(
-        accelerator, data, run, (train_images, view), (eval_images, EvalView(image_format))
+        accelerator, data, run, (train_images, view), evaluation, view_epochs=merging.view_epochs
     )
+    cache = None
+    if merging.teacher_cache:
+        width = anatomy.embedding_size
+        cache = TeacherCache(merging.teacher_cache, accelerator, teacher, width, view, train_images, run.seed)
     optimizer, scheduler = optimizer_with_schedule(model, optimization, run.epochs, loader.steps_per_epoch)
     model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
+    hold_teacher(accelerator, teacher)
+
+    def ask_teacher(what, pixel_values: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), accelerator.autocast():
+            return what(pixel_values).float()
 
     def compute_loss(model, batch):
+        pixel_values = batch["pixel_values"]
         if merging.search_macs:
-            logits, macs = model(batch["pixel_values"])
+            outputs, macs = model(pixel_values)
             excess = (macs - merging.search_macs) * DIFFRATE_SCALE / teacher_macs
-            return F.cross_entropy(logits, batch["labels"]) + DIFFRATE_WEIGHT * excess**2
-        logits = model(batch["pixel_values"]).logits
+            return F.cross_entropy(outputs.logits, batch["labels"]) + DIFFRATE_WEIGHT * excess**2
+        outputs = model(pixel_values)
         if merging.loss == "labels":
-            return F.cross_entropy(logits, batch["labels"])
-        with torch.no_grad():
-            teacher_logits = teacher(batch["pixel_values"]).logits
-        return divergence(logits, teacher_logits, merging.temperature)
+            return F.cross_entropy(outputs.logits, batch["labels"])
+        if merging.loss == "teacher":
+            return divergence(outputs.logits, ask_teacher(anatomy.run_classifier, pixel_values), merging.temperature)
+        embed = functools.partial(ask_teacher, anatomy.embed, pixel_values)
+        target = cache(batch["index"], embed) if cache else embed()
+        return (1 - F.cosine_similarity(outputs.embedding.float(), target)).mean()
 
     def evaluate(model):
         update_rates(vit)
@@ -152,54 +274,89 @@ def main(argv: list[str] | None = None) -> int:
         evaluate=evaluate,
         # The model that counts is that of the last checkpoint, see `load_last`.
         save=lambda folder, state, weights: None,
+        before_epoch=lambda epoch: cache.open(loader.sampler.views_of(epoch)) if cache else None,
     )
     return 0
 
 
 @torch.no_grad()
-def as_timm(model) -> VisionTransformer:
-    """A copy of a Transformers `ViTForImageClassification` as timm's model.
+def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
+    """A copy of a vision transformer as timm's model, for images of the size that it is read for. Layer scale is
+    folded into the layers before it, as the peers' blocks have none.
+
+    Args:
+        teacher (`nn.Module` or `Anatomy`): A plain vision transformer with [CLS] alone in front of its patches, whose
+            classifier, if it has one, reads that, the mean of the others, or both.
 
     Raises:
-        ValueError: if its logits differ.
+        ValueError: if it is another, or the copy's embeddings or logits differ.
     """
-    config, teacher, embeddings = model.config, read_anatomy(model), model.base_model.embeddings
-    vit = VisionTransformer(
-        img_size=config.image_size,
-        patch_size=config.patch_size,
-        num_classes=config.num_labels,
-        embed_dim=config.hidden_size,
-        depth=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        mlp_ratio=config.intermediate_size / config.hidden_size,
-        qkv_bias=config.qkv_bias,
-        norm_layer=functools.partial(nn.LayerNorm, eps=config.layer_norm_eps),
+    anatomy = read_anatomy(teacher)
+    purpose = "copy into timm"
+    anatomy.require_plain(purpose, embeds=True)
+    if (anatomy.num_class_tokens, anatomy.num_register_tokens) != (1, 0):
+        raise anatomy.refusal(purpose, "the peers know [CLS] in front of the patches, no less and no more")
+    if anatomy.pooling not in ("cls", "latent_mean", "cls_and_latent_mean") or anatomy.pool_before_norm:
+        raise anatomy.refusal(purpose, f"the peers do not pool by {anatomy.pooling!r}, or normalize after it")
+    projection = next((module for module in anatomy.model.modules() if isinstance(module, nn.Conv2d)), None)
+    if projection is None or projection.kernel_size != projection.stride or anatomy.rotary or anatomy.pre_norm:
+        raise anatomy.refusal(purpose, "expected a convolution of patches and added positions before the first block")
+    blocks = [block_weights(block) for block in anatomy.blocks]
+    first = anatomy.blocks[0]
+    vit = PooledViT(
+        img_size=anatomy.image_size,
+        patch_size=projection.kernel_size,
+        num_classes=0 if anatomy.classifier is None else anatomy.classifier.out_features,
+        embed_dim=anatomy.hidden_size,
+        depth=len(blocks),
+        num_heads=first.attention.num_heads,
+        mlp_ratio=len(first.mlp.up.weight) / anatomy.hidden_size,
+        qkv_bias="attention.q_proj.bias" in blocks[0],
+        norm_layer=functools.partial(nn.LayerNorm, eps=norm_eps(first.attention_norm)),
+        final_norm=anatomy.norm is not None,
+        no_embed_class=True,
     ).eval()
-    weights = {"cls_token": embeddings.cls_token, "pos_embed": embeddings.position_embeddings}
-    outer = {
-        "patch_embed.proj": embeddings.patch_embeddings.projection.state_dict(),
-        "norm": teacher.norm.state_dict(),
-        "head": teacher.classifier.state_dict(),
+    vit.pooling, classifier = anatomy.pooling, anatomy.classifier
+    vit.head = None if classifier is None else nn.Linear(classifier.in_features, classifier.out_features)
+    # What a black image has before the first block, but for the bias: positions, interpolated where the model does.
+    with evaluating(anatomy.model):
+        tokens = anatomy.states(torch.zeros_like(anatomy.example()[:1]))[0]
+    bias = 0 if projection.bias is None else projection.bias
+    weights = {"cls_token": tokens[:, :1], "pos_embed": tokens[:, 1:] - bias}
+    outer = {"patch_embed.proj": projection, "norm": anatomy.norm, "head": classifier}
+    weights |= {
+        f"{part}.{name}": tensor
+        for part, module in outer.items()
+        if module is not None
+        for name, tensor in module.state_dict().items()
     }
-    weights |= {f"{part}.{name}": tensor for part, tensors in outer.items() for name, tensor in tensors.items()}
-    for index, block in enumerate(map(block_weights, teacher.blocks)):
+    if projection.bias is None:
+        weights["patch_embed.proj.bias"] = torch.zeros(projection.out_channels)
+    for index, block in enumerate(blocks):
         for name in ("weight", "bias"):
             weights |= {f"blocks.{index}.{timm}.{name}": block[f"{ours}.{name}"] for ours, timm in PARTS.items()}
             if f"attention.q_proj.{name}" in block:
                 qkv = torch.cat([block[f"attention.{letter}_proj.{name}"] for letter in "qkv"])
                 weights[f"blocks.{index}.attn.qkv.{name}"] = qkv
     vit.load_state_dict(weights)
-    pixel_values = torch.randn(
-        8, 3, *vit.patch_embed.img_size, generator=torch.Generator().manual_seed(0), device="cpu"
-    ).to(model.device)
-    vit.to(model.device)
-    difference = (vit(pixel_values) - model(pixel_values).logits).abs().max().item()
-    if not difference < 1e-4:
-        raise ValueError(f"timm's copy of {type(model).__name__} gives logits that differ by {difference:.1e}.")
+    vit.to(anatomy.device)
+    check_copy(vit, anatomy)
     return vit
 
 
-def apply_tome(vit: VisionTransformer, checkout: str, merged: int):
+def check_copy(vit: PooledViT, anatomy: Anatomy):
+    """Raise a ValueError unless a copy computes what was read, on two images of noise."""
+    images = anatomy.example()
+    with evaluating(anatomy.model):
+        expected = {"embeddings": anatomy.embed(images)}
+        if anatomy.classifier is not None:
+            expected["logits"] = anatomy.run_classifier(images)
+    for (what, theirs), ours in zip(expected.items(), vit(images), strict=False):
+        if not (value := difference(ours, theirs)) < TOLERANCE:
+            raise ValueError(f"timm's copy of {anatomy.name} gives {what} that differ, relatively by {value:.1e}.")
+
+
+def apply_tome(vit: PooledViT, checkout: str | Path, merged: int):
     """Let ToMe merge so many tokens in each block; attention stays proportional to their sizes in training, too."""
     with peer(checkout, "tome"):
         # Written for timm 0.4.12, it still fits: our blocks lack what later ones may have and it leaves out.
@@ -207,7 +364,7 @@ def apply_tome(vit: VisionTransformer, checkout: str, merged: int):
     vit.r = merged
 
 
-def apply_diffrate(vit: VisionTransformer, checkout: str, rates: str | Path | None = None):
+def apply_diffrate(vit: PooledViT, checkout: str | Path, rates: str | Path | None = None):
     """Let DiffRate prune and merge tokens, at the rates of a search, or those from which a search starts."""
     with peer(checkout, "DiffRate"):
         # Written for timm 0.4.5. Its CAFormer, which is imported with the rest, looks for a module that has moved,
@@ -222,7 +379,7 @@ def apply_diffrate(vit: VisionTransformer, checkout: str, rates: str | Path | No
         update_rates(vit)
 
 
-def update_rates(vit: VisionTransformer):
+def update_rates(vit: PooledViT):
     """Let DiffRate's modules take the rates from their weights, which they otherwise do in training steps alone."""
     for module in vit.modules():
         if hasattr(module, "update_kept_token_number"):
@@ -231,15 +388,17 @@ def update_rates(vit: VisionTransformer):
 
 def load_last(folder: str | Path) -> dict[str, torch.Tensor]:
     """Weights of a run's `vit` after its last epoch; choosing an epoch by its accuracy would favor whoever varies."""
-    last = max(Path(folder).glob("checkpoints/step-*"))
+    last = max(Path(folder).glob("checkpoints/step-*"), default=None)
+    if last is None:
+        raise ValueError(f"{str(folder)!r} holds no run of this recipe; expected the --output_dir of one.")
     return {name.removeprefix("vit."): tensor for name, tensor in load_file(last / "model.safetensors").items()}
 
 
 @contextmanager
-def peer(checkout: str, package: str):
+def peer(checkout: str | Path, package: str):
     """Import from a checkout inside, which has names such as `datasets` that must not be found there later."""
     if not (Path(checkout) / package).is_dir():
-        raise ValueError(f"{checkout!r} is no checkout with a package {package!r}.")
+        raise ValueError(f"{str(checkout)!r} is no checkout with a package {package!r}.")
     sys.path.insert(0, str(checkout))
     try:
         yield

@@ -64,16 +64,16 @@ def main():
         print(name, training or "", f"{accuracies['accuracy']:.4f}", flush=True)
 
     add("teacher", teacher, None)
-    add("teacher in timm", merged_vit(teacher), None)
+    add("teacher in timm", token_merging.MergedViT(token_merging.as_timm(teacher)), None)
     for merged in arguments.merged:
         name, peer = f"ToMe@{merged}", ["--tome", arguments.tome, "--merged", str(merged)]
-        model = merged_vit(teacher, token_merging.apply_tome, arguments.tome, merged)
+        model = token_merging.tome(teacher, arguments.tome, merged)
         add(name, model, "off the shelf")
         add(name, model, "fine-tuned", [fine_tune(arguments, name, peer, seed) for seed in arguments.seeds])
     if arguments.diffrate:
         name, peer = "DiffRate", ["--diffrate", arguments.diffrate]
         rates = search_rates(arguments, peer, arguments.diffrate_share * rows[0]["macs_with_attention"])
-        model = merged_vit(teacher, token_merging.apply_diffrate, arguments.diffrate, rates)
+        model = token_merging.diffrate(teacher, arguments.diffrate, rates)
         add(name, model, "rates searched")
         peer += ["--rates", str(rates)]
         add(name, model, "fine-tuned", [fine_tune(arguments, name, peer, seed) for seed in arguments.seeds])
@@ -97,14 +97,6 @@ def main():
         speed="batches of 64, float32, median of interleaved rounds",
         threads=arguments.threads,
     )
-
-
-def merged_vit(teacher, apply=None, *options) -> token_merging.MergedViT:
-    """The teacher in timm, with what a peer does to it."""
-    vit = token_merging.as_timm(teacher)
-    if apply:
-        apply(vit, *options)
-    return token_merging.MergedViT(vit).eval()
 
 
 def evaluate_once(arguments, name: str, model: nn.Module, macs: int, image_format: ImageFormat) -> dict:

@@ -1,13 +1,27 @@
-"""What the table of token merging stands on, without the peers' code."""
+"""What the peers' rows stand on, without the peers' code."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import ViTConfig, ViTForImageClassification
+from accelerate.state import AcceleratorState
+from transformers import (
+    Dinov2Config,
+    Dinov2ForImageClassification,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import frugalvit
+from frugalvit.modeling.hosts import Anatomy, read_anatomy
+from frugalvit.training import bootstrap
+
+
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -19,18 +33,84 @@ def token_merging():
     return module
 
 
+@pytest.fixture(autouse=True)
+def fresh_accelerator(monkeypatch):
+    monkeypatch.setattr("frugalvit.training.precision.bfloat16_is_fast", lambda: False)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """Stands in for ToMe: the call by which it patches a model."""
+    package = tmp_path / "checkout" / "tome"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("class patch:\n    timm = staticmethod(lambda vit: vit)\n")
+    return package.parent
+
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "initializer_range": 0.2}
+
+
 def tiny_vit(**options) -> ViTForImageClassification:
     torch.manual_seed(0)
-    sizes = {"image_size": 16, "patch_size": 4, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-    return ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=2, initializer_range=0.2, **options)).eval()
+    config = ViTConfig(**SIZES, image_size=16, patch_size=4, intermediate_size=64, **options)
+    return ViTForImageClassification(config).eval()
+
+
+def tiny_dinov2(model_class=Dinov2ForImageClassification):
+    """With layer scale that is not 1, for larger images than it will see."""
+    torch.manual_seed(0)
+    model = model_class(Dinov2Config(**SIZES, image_size=56, patch_size=14, num_labels=5)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("lambda1"):
+            torch.nn.init.uniform_(parameter, 0.3, 2.0)
+    return model
 
 
 def test_timm_copy_gives_the_logits_of_the_shipped_teacher(token_merging):
     teacher = ViTForImageClassification.from_pretrained(frugalvit.checkpoint_path("cifar10-vit")).eval()
     vit, pixel_values = token_merging.as_timm(teacher), torch.randn(2, 3, 32, 32)
     with torch.inference_mode():
-        torch.testing.assert_close(vit(pixel_values), teacher(pixel_values).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(vit(pixel_values).logits, teacher(pixel_values).logits, rtol=0, atol=1e-4)
     assert frugalvit.count_macs(vit, 32) == frugalvit.count_macs(teacher, 32)
+
+
+@pytest.mark.parametrize("size", [(28, 28), (42, 70), (56, 56)])
+def test_timm_copy_of_dinov2_gives_its_logits(size, token_merging, checkout):
+    """Layer scale, interpolated positions, [CLS] and the mean patch token side by side."""
+    teacher, pixel_values = tiny_dinov2(), torch.randn(2, 3, *size)
+    anatomy = read_anatomy(teacher, size)
+    model = token_merging.tome(anatomy, checkout, 8)
+    with torch.inference_mode():
+        embedding, logits = model(pixel_values)
+        torch.testing.assert_close(logits, teacher(pixel_values).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(embedding, anatomy.embed(pixel_values), rtol=0, atol=1e-4)
+    assert embedding.shape == (2, 64)
+    assert frugalvit.count_macs(model, size) == frugalvit.count_macs(teacher, size)
+
+
+def test_timm_copy_of_a_backbone_has_no_logits(token_merging):
+    teacher, pixel_values = tiny_dinov2(Dinov2Model), torch.randn(2, 3, 28, 28)
+    with torch.inference_mode():
+        embedding, logits = token_merging.as_timm(read_anatomy(teacher, (28, 28)))(pixel_values)
+        expected = teacher(pixel_values).last_hidden_state[:, 0]
+    assert logits is None
+    torch.testing.assert_close(embedding, expected, rtol=0, atol=1e-4)
+
+
+def test_a_token_counts_in_the_mean_as_often_as_it_stands_for_others(token_merging):
+    vit = token_merging.as_timm(read_anatomy(tiny_dinov2(), (28, 28)))
+    tokens = torch.randn(2, 4, 32)
+    vit._tome_info = {"size": torch.tensor([1.0, 3.0, 1.0, 2.0]).view(1, 4, 1).expand(2, -1, -1)}
+    apart = tokens[:, [0, 1, 1, 1, 2, 3, 3]]
+    torch.testing.assert_close(vit.forward_head(tokens).embedding[:, 32:], apart[:, 1:].mean(1))
+    torch.testing.assert_close(vit.forward_head(tokens).embedding[:, :32], tokens[:, 0])
+    # While DiffRate searches, tokens that it would leave out are there, behind a mask.
+    vit._diffrate_info = vit.__dict__.pop("_tome_info") | {"mask": torch.tensor([[1.0, 1, 0, 1]]).expand(2, -1)}
+    vit.train()
+    apart = tokens[:, [0, 1, 1, 1, 3, 3]]
+    torch.testing.assert_close(vit.forward_head(tokens).embedding[:, 32:], apart[:, 1:].mean(1))
 
 
 def test_timm_copy_without_biases(token_merging):
@@ -38,26 +118,76 @@ def test_timm_copy_without_biases(token_merging):
 
 
 def test_refuses_a_copy_that_computes_something_else(token_merging):
-    with pytest.raises(ValueError, match="logits that differ"):
+    with pytest.raises(ValueError, match="embeddings that differ"):
         token_merging.as_timm(tiny_vit(hidden_act="relu"))
 
 
-def test_recipe_tunes_what_a_peer_patched(token_merging, tmp_path, monkeypatch):
-    package = tmp_path / "checkout" / "tome"
-    package.mkdir(parents=True)
-    # Stands in for ToMe: the call by which it patches a model.
-    (package / "__init__.py").write_text("class patch:\n    timm = staticmethod(lambda vit: vit)\n")
-    teacher = frugalvit.checkpoint_path("cifar10-vit")
-    data = ["--train_split", "train[:32]", "--eval_split", "test[:8]", "--batch_size", "16", "--epochs", "1"]
-    output_dir = tmp_path / "run"
-    argv = ["--tome", str(package.parent), "--teacher", str(teacher), "--output_dir", str(output_dir), *data]
-    token_merging.main(argv)
-    vit = token_merging.as_timm(ViTForImageClassification.from_pretrained(teacher).eval())
-    before = {name: tensor.clone() for name, tensor in vit.state_dict().items()}
-    vit.load_state_dict(token_merging.load_last(output_dir))
-    assert all(not torch.equal(before[name], tensor) for name, tensor in vit.state_dict().items())
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        (lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**SIZES, image_size=28)), "the peers know .CLS."),
+        (
+            lambda: frugalvit.ConvMixerForImageClassification(frugalvit.ConvMixerConfig(hidden_size=8)),
+            "its block ConvMixerLayer is no plain",
+        ),
+    ],
+)
+def test_refuses_what_the_peers_do_not_know(teacher, message, token_merging):
+    with pytest.raises(ValueError, match=f"Cannot copy into timm .*: {message}"):
+        token_merging.as_timm(teacher().eval())
+
+
+DATA = ["--train_split", "train[:32]", "--eval_split", "test[:8]", "--batch_size", "16", "--epochs", "2"]
+
+
+@pytest.mark.parametrize("loss", ["labels", "teacher", "cosine"])
+def test_recipe_tunes_what_a_peer_patched(loss, token_merging, tmp_path, checkout):
+    teacher, output_dir = frugalvit.checkpoint_path("cifar10-vit"), tmp_path / "run"
+    argv = ["--tome", str(checkout), "--teacher", str(teacher), "--output_dir", str(output_dir), "--loss", loss]
+    token_merging.main([*argv, *DATA, "--learning_rate", "1e-4"])
+    teacher = ViTForImageClassification.from_pretrained(teacher).eval()
+    before = token_merging.as_timm(teacher).state_dict()
+    after = token_merging.tome(teacher, checkout, 8, tuned=output_dir).vit.state_dict()
+    same = {name for name, tensor in after.items() if torch.equal(before[name], tensor)}
+    # Embeddings alone do not tell how to classify.
+    assert same == ({"head.weight", "head.bias"} if loss == "cosine" else set())
+
+
+def test_recipe_takes_the_embeddings_that_a_student_was_bootstrapped_with(
+    token_merging, tmp_path, checkout, monkeypatch
+):
+    both = ["--teacher", str(frugalvit.checkpoint_path("cifar10-vit")), "--teacher_cache", str(tmp_path / "cache")]
+    both += [*DATA, "--crop_scale", "0.8", "1.0", "--view_epochs", "1"]
+    student = ["--num_latent_tokens", "4", "--warmup_epochs", "0", "--no_compare"]
+    bootstrap.main([*both, *student, "--output_dir", str(tmp_path / "student")])
+    AcceleratorState._reset_state(True)
+    asked, embed = [], Anatomy.embed
+    monkeypatch.setattr(Anatomy, "embed", lambda anatomy, images: asked.append(images) or embed(anatomy, images))
+    peer = ["--tome", str(checkout), "--loss", "cosine", "--output_dir", str(tmp_path / "peer")]
+    token_merging.main([*both, *peer])
+    # By the check of the copy.
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tome", "x", "--teacher_cache", "x"], "--teacher_cache is x, expected none but with --loss cosine"),
+        (["--tome", "x", "--diffrate", "y"], "--tome is x, expected a checkout, or one by --diffrate"),
+        (["--diffrate", "y"], "--rates is None, expected a folder, or --search_macs instead"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, message, token_merging, capsys):
+    with pytest.raises(SystemExit):
+        token_merging.main([*arguments, "--output_dir", "z"])
+    assert message in capsys.readouterr().err.replace("'", "")
 
 
 def test_refuses_a_folder_without_the_package(token_merging, tmp_path):
     with pytest.raises(ValueError, match="no checkout with a package 'tome'"):
         token_merging.apply_tome(torch.nn.Identity(), str(tmp_path), 8)
+
+
+def test_refuses_weights_that_no_run_has_left(token_merging, checkout, tmp_path):
+    with pytest.raises(ValueError, match="holds no run of this recipe"):
+        token_merging.tome(tiny_vit(), checkout, 8, tuned=tmp_path / "nothing")

@@ -30,6 +30,7 @@ from accelerate.utils import (
 )
 from tqdm import tqdm
 
+from ..modeling.hosts.timm import is_timm
 from .arguments import RESUMABLE, OptimizerArguments, RunArguments
 from .data import TrainingLoader
 from .files import write_json, write_text
@@ -218,7 +219,7 @@ def learning_rate_factors(
 ) -> dict[torch.nn.Parameter, float]:
     """Factor of the learning rate of each parameter: 1 for the last block of the longest list of blocks and what
     follows it, `layer_decay` times that of the next for each block before, once more for what comes before the blocks,
-    and `head_multiplier` outside the base model.
+    and `head_multiplier` outside the base model and for the classifier that timm's models have inside.
 
     Raises:
         ValueError: if there is nothing outside the base model.
@@ -229,17 +230,31 @@ def learning_rate_factors(
             f"--head_multiplier is {head_multiplier}, but a {type(model).__name__} does not say what its head is; "
             "expected 1."
         )
-    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, torch.torch.nn.ModuleList)]
+    # timm's blocks are a sequence.
+    kinds = (torch.nn.ModuleList, torch.nn.Sequential) if is_timm(base) else torch.nn.ModuleList
+    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, kinds)]
     name, blocks = max(lists, key=lambda item: len(item[1]), default=("", ()))
-    last, index = len(blocks) - 1, -1
+    last, index, heads = len(blocks) - 1, -1, classifiers_inside(base)
     factors = dict.fromkeys(model.parameters(), head_multiplier)
     for full_name, parameter in base.named_parameters():
+        if full_name.startswith(heads):
+            continue
         if blocks and full_name.startswith(f"{name}."):
             index = int(full_name.removeprefix(f"{name}.").partition(".")[0])
         elif index >= 0:
             index = last
         factors[parameter] = layer_decay ** (last - index)
     return factors
+
+
+def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
+    """What the names of a base model's parameters begin with that are its classifier's: of a timm model, which has it
+    inside, where Transformers' models have it beside their base model."""
+    if not is_timm(base):
+        return ()
+    heads = base.get_classifier()
+    heads = heads if isinstance(heads, tuple) else (heads,)
+    return tuple(f"{name}." for name, module in base.named_modules() if any(module is head for head in heads))
 
 
 def make_optimizer(name: str, groups: list[dict], **options) -> torch.optim.Optimizer:

@@ -49,6 +49,7 @@ from .loading import load_image_classifier, split_revision
 from .loop import (
     OPTIMIZERS,
     TrainingState,
+    classifiers_inside,
     fit,
     learning_rate_factors,
     optimizer_with_schedule,
@@ -66,6 +67,8 @@ PROG = "frugalvit train"
 SMALL_VARIANT, LARGE_VARIANT, LARGEST_SMALL = "vit-tiny-h3-32", "vit-tiny-h3-224", 128
 # Images that are looked at for that.
 FIRST_IMAGES = 16
+# Transformers' model type for timm's models.
+TIMM = "timm_wrapper"
 
 
 @dataclass
@@ -180,9 +183,9 @@ def main(argv: list[str] | None = None) -> int:
     if run.compile:
         model.compile()
     image_format = ImageFormat.from_processor(processor)
-    teacher_loss = load_teacher(recipe, image_format, len(names), accelerator) if recipe.distill_from else None
-
     view_format, options = format_in_training(model, image_format, arguments.train_image_size)
+    teacher_loss = load_teacher(recipe, view_format, len(names), accelerator) if recipe.distill_from else None
+
     view = SmallDataView(
         view_format,
         recipe.crop,
@@ -229,7 +232,8 @@ def main(argv: list[str] | None = None) -> int:
         trained.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         accuracy = f": accuracy {state.best['accuracy']:.2%}" if "accuracy" in state.best else ", not evaluated"
-        summary = f"A {trained.config.model_type} classifier trained on {' '.join(data.dataset)}{accuracy}."
+        architecture = getattr(trained.config, "architecture", trained.config.model_type)
+        summary = f"A {architecture} classifier trained on {' '.join(data.dataset)}{accuracy}."
         write_card(folder, trained, summary, data, run, state, arguments.model)
 
     state = fit(
@@ -299,22 +303,41 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
     options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
     if arguments.model:
         name, revision = split_revision(arguments.model)
-        config = AutoConfig.from_pretrained(name, **revision, **labels)
+        # Configurations of timm's models keep their own count of classes, unless it is given.
+        config = AutoConfig.from_pretrained(name, num_labels=len(names), **revision, **labels)
+        if config.model_type == TIMM:
+            prepare_timm_config(config)
         set_drop_path(config, recipe.drop_path)
-        model, info = AutoModelForImageClassification.from_pretrained(
-            name,
-            config=config,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **revision,
-            **options,
-        )
+        model_args = getattr(config, "model_args", None)
+        if config.model_type == TIMM and arguments.train_image_size:
+            # For training alone, so that it is not saved.
+            config.model_args = model_args | {"dynamic_img_size": True}
+        try:
+            model, info = AutoModelForImageClassification.from_pretrained(
+                name,
+                config=config,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **revision,
+                **options,
+            )
+        except TypeError as error:
+            if config.model_type != TIMM:
+                raise
+            # Architectures of timm differ in what they can be made with.
+            raise ValueError(
+                f"--model {arguments.model}: timm does not make a {config.architecture} with {config.model_args} "
+                f"({' '.join(str(error).split())}). Leave out --drop_path and --train_image_size if they are in there."
+            ) from error
         check_loading(model, info, arguments.model)
         processor = AutoImageProcessor.from_pretrained(name, **revision)
-        if arguments.image_size:
+        if config.model_type == TIMM:
+            model.config.model_args = model_args
+            processor = finish_timm_model(model, processor, arguments)
+        elif arguments.image_size:
             resize_positions_(model, arguments.image_size)
-            processor.size = {"height": arguments.image_size, "width": arguments.image_size}
+            set_image_size(processor, arguments.image_size)
         return model, processor
 
     model_type = arguments.model_type or "vit"
@@ -333,6 +356,52 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
     if arguments.initialization != "default" or arguments.initialization_options:
         initialize(model, arguments.initialization, arguments.initialization_options)
     return model, processor
+
+
+def prepare_timm_config(config):
+    """Let a configuration of a timm model forget the classes that timm noted in it besides its number of labels."""
+    for name in ("label_names", "label_descriptions"):
+        vars(config).pop(name, None)
+    config.model_args = {name: value for name, value in (config.model_args or {}).items() if name != "num_classes"}
+
+
+def finish_timm_model(model, processor, arguments: ModelArguments):
+    """Give a timm model that was loaded for other classes what else it needs: a pooling, and the positions for images
+    of `--image_size`. Returns its image processor.
+
+    Raises:
+        ValueError: if it cannot have that.
+    """
+    config, host = model.config, model.timm_model
+    if getattr(host, "global_pool", None) == "":
+        if getattr(host, "cls_token", None) is None:
+            raise ValueError(
+                f"--model {arguments.model}, a {config.architecture}, neither pools its tokens nor has [CLS], so that "
+                "a classifier has nothing to read. Save it with a pooling, for example global_pool='avg'."
+            )
+        host.global_pool = config.model_args["global_pool"] = "token"
+    if arguments.image_size:
+        size = (arguments.image_size,) * 2
+        if hasattr(host, "set_input_size"):
+            patches = getattr(getattr(host, "patch_embed", None), "patch_size", ())
+            if any(arguments.image_size % patch for patch in patches):
+                raise ValueError(f"Images of {arguments.image_size} pixels do not divide into patches of {patches}.")
+            host.set_input_size(img_size=size)
+            config.model_args["img_size"] = list(size)
+        config.pretrained_cfg = config.pretrained_cfg | {"input_size": [3, *size]}
+        processor = type(processor)(config.pretrained_cfg, architecture=config.architecture)
+    return processor
+
+
+def set_image_size(processor, pixels: int):
+    """Let an image processor make square images of so many pixels; a center crop shows as much as it did."""
+    size = {"height": pixels, "width": pixels}
+    if getattr(processor, "do_center_crop", False):
+        factor = pixels / min(dict(processor.crop_size).values())
+        processor.size = {name: round(factor * value) for name, value in dict(processor.size).items()}
+        processor.crop_size = size
+    else:
+        processor.size = size
 
 
 def initialize(model, name: str, text: str):
@@ -354,18 +423,27 @@ def image_size(config, arguments: ModelArguments) -> tuple[int, int]:
 
 def set_drop_path(config, rate: float):
     """Let blocks' branches be left out in training, where the model has that."""
-    if rate and not hasattr(config, "drop_path_rate"):
+    if rate and config.model_type == TIMM:
+        config.model_args["drop_path_rate"] = rate
+    elif rate and not hasattr(config, "drop_path_rate"):
         raise ValueError(f"--drop_path is {rate}, but {config.model_type} models have none; expected 0.")
-    if rate:
+    elif rate:
         config.drop_path_rate = rate
 
 
 def check_loading(model, info: dict, name: str):
     """Refuse a checkpoint whose backbone does not fit; a classifier or a pooler of its own may go or come."""
-    backbone = f"{model.base_model_prefix}."
+    backbone, prefix, heads = model.base_model, f"{model.base_model_prefix}.", classifiers_inside(model.base_model)
+    parts = set() if backbone is model else {name.partition(".")[0] for name, _ in backbone.named_parameters()}
+
+    def is_of_backbone(key: str) -> bool:
+        # A folder of a backbone alone has its names without the prefix.
+        inner = key.removeprefix(prefix)
+        known = key.startswith(prefix) or inner.partition(".")[0] in parts
+        return known and not inner.startswith(heads)
+
     lost = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"]), *info["unexpected_keys"]]
-    lost = sorted(key for key in lost if key.startswith(backbone))
-    if lost:
+    if lost := sorted(filter(is_of_backbone, lost)):
         raise ValueError(
             f"--model {name} does not fit a {type(model).__name__}: {', '.join(lost[:3])} and others, {len(lost)} in "
             "all, are missing, unexpected or of another size. Expected a complete model of that architecture."

@@ -1,0 +1,320 @@
+"""Pretrained models of Transformers and timm on other classes, by the recipe for image classifiers."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.models._hub import save_for_hf
+from torch import nn
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    BitImageProcessor,
+    Dinov2Config,
+    Dinov2Model,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
+
+from frugalvit import cli
+from frugalvit.training import bootstrap, loop, train
+from frugalvit.training.data import load_images
+from frugalvit.training.loading import load_vision_model
+
+
+SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2}
+IMAGES = {"input_size": (3, 32, 32), "crop_pct": 1.0}
+STILL = {"learning_rate": 1e-9, "epochs": 1, "config_overrides": None}
+ViT = Callable[..., Path]
+
+
+@pytest.fixture
+def timm_vit(tmp_path) -> ViT:
+    """Saves a small ViT as timm does."""
+
+    def save(name="timm", architecture="vit_tiny_patch16_224", labels=None, **options) -> Path:
+        torch.manual_seed(0)
+        options = SIZES | {"num_classes": 5} | options
+        labels = {"label_names": labels} if labels else {}
+        model = timm.create_model(architecture, **options)
+        save_for_hf(model, tmp_path / name, labels, model_args=options, data_config=IMAGES, safe_serialization=True)
+        return tmp_path / name
+
+    return save
+
+
+@pytest.fixture
+def transformers_vit(tmp_path) -> ViT:
+    def save(name="transformers", **options) -> Path:
+        torch.manual_seed(0)
+        config = ViTConfig(
+            image_size=32,
+            patch_size=8,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            intermediate_size=64,
+            num_labels=5,
+            **options,
+        )
+        ViTForImageClassification(config).save_pretrained(tmp_path / name)
+        ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    return save
+
+
+@pytest.fixture(params=["timm_vit", "transformers_vit"])
+def vit(request) -> ViT:
+    return request.getfixturevalue(request.param)
+
+
+def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tiny_run, tmp_path, class_names, capsys):
+    """It learns, and what is saved is for `predict`, `evaluate`, `bootstrap`, Auto classes and timm."""
+    names = ["ant", "bee", "cow", "dog", "emu"]
+    plain = {"mixup": 0, "randaugment_layers": 0, "label_smoothing": 0, "flip": 0, "crop_padding": 0}
+    folder = timm_vit(labels=names)
+    results = tiny_run(model=folder, config_overrides=None, epochs=10, learning_rate=5e-3, **plain)
+    losses = [record["train_loss"] for record in results["epochs"]]
+    assert losses[-1] < losses[0] - 0.4
+    out = tmp_path / "out"
+
+    model = AutoModelForImageClassification.from_pretrained(out)
+    assert model.config.id2label == dict(enumerate(class_names)) and model.config.label2id["truck"] == 9
+    images = load_images("cifar10-subset", "test[:50]").cast_column("image", datasets.Image())
+    processor = AutoImageProcessor.from_pretrained(out)
+    pixel_values = processor(images["image"][:], return_tensors="pt")["pixel_values"]
+    with torch.inference_mode():
+        logits = model(pixel_values).logits
+    right = (logits.argmax(1) == torch.tensor(images["label"][:])).float().mean().item()
+    assert right == pytest.approx(results["best"]["accuracy"])
+    assert "A vit_tiny_patch16_224 classifier" in (out / "README.md").read_text(encoding="utf-8")
+    there = timm.create_model("vit_tiny_patch16_224", **SIZES, num_classes=10).eval()
+    there.load_state_dict(load_file(out / "model.safetensors"))
+    with torch.inference_mode():
+        torch.testing.assert_close(there(pixel_values), logits)
+
+    images["image"][0].save(tmp_path / "image.png")
+    capsys.readouterr()
+    assert cli.main(["predict", "--model", str(out), "--top", "1", str(tmp_path / "image.png")]) == 0
+    assert class_names[logits[0].argmax()] in capsys.readouterr().out
+    data = ["--dataset", "cifar10-subset", "--split", "test[:50]"]
+    measured = ["--json", str(tmp_path / "measured.json")]
+    assert cli.main(["evaluate", "classification", "--model", str(out), *data, *measured]) == 0
+    assert json.loads((tmp_path / "measured.json").read_text(encoding="utf-8"))["accuracy"] == pytest.approx(right)
+    teacher = ["--teacher", str(out), "--train_split", "train[:16]", "--eval_split", "test[:8]", "--batch_size", "8"]
+    options = ["--epochs", "1", "--num_latent_tokens", "4", "--warmup_epochs", "0", "--no_compare"]
+    assert bootstrap.main([*teacher, *options, "--output_dir", str(tmp_path / "student")]) == 0
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "student")
+    assert student.config.id2label == model.config.id2label
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_classes": 0},
+        {"num_classes": 0, "global_pool": ""},
+        {"global_pool": "avg", "class_token": False},
+        {"architecture": "vit_base_patch16_siglip_224", "num_classes": 0},
+        {"architecture": "deit_tiny_distilled_patch16_224"},
+        {"architecture": "vit_small_patch16_dinov3", "num_classes": 0},
+        {"num_classes": 10, "labels": list("abcdefghij")},
+    ],
+    ids=["headless", "without-pooling", "mean", "siglip", "distilled", "dinov3", "other-names"],
+)
+def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tiny_run, tmp_path, class_names):
+    folder = timm_vit(**options)
+    tiny_run(model=folder, **STILL)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert {name for name in before.keys() ^ after.keys() if not name.startswith("head")} == set()
+    for name, tensor in before.items():
+        if not name.startswith("head"):
+            torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-6)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert [*model.config.id2label.values()] == class_names
+    assert model(torch.zeros(2, 3, 32, 32)).logits.shape == (2, 10)
+
+
+def test_a_folder_of_transformers_wrapper_without_a_classifier(timm_vit, tiny_run, tmp_path, class_names):
+    load_vision_model(timm_vit(num_classes=0), "cpu")[0].save_pretrained(tmp_path / "wrapper")
+    config = json.loads((tmp_path / "wrapper" / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["TimmWrapperModel"]
+    tiny_run(model=tmp_path / "wrapper", **STILL)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert [*model.config.id2label.values()] == class_names
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("timm", "out"))
+    torch.testing.assert_close(after["blocks.2.mlp.fc1.weight"], before["blocks.2.mlp.fc1.weight"])
+
+
+@pytest.mark.parametrize("image_size", [None, 48])
+def test_a_backbone_of_dinov2_gets_a_classifier(image_size, tiny_run, tmp_path, class_names):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8}
+    Dinov2Model(Dinov2Config(**sizes, image_size=56)).half().save_pretrained(tmp_path / "dino")
+    BitImageProcessor(size={"shortest_edge": 40}, crop_size={"height": 32, "width": 32}).save_pretrained(
+        tmp_path / "dino"
+    )
+    tiny_run(model=tmp_path / "dino", image_size=image_size, **STILL)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert type(model).__name__ == "Dinov2ForImageClassification" and model.dtype == torch.float32
+    assert [*model.config.id2label.values()] == class_names
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    pixels = image_size or 32
+    assert dict(processor.crop_size) == {"height": pixels, "width": pixels}
+    # The crop shows as much of an image as it did.
+    assert processor.size["shortest_edge"] == 5 * pixels // 4
+    positions = model.dinov2.embeddings.position_embeddings
+    assert positions.shape[1] == 1 + ((image_size or 56) // 8) ** 2
+
+
+def test_a_model_of_timm_at_another_size(timm_vit, tiny_run, tmp_path):
+    folder = timm_vit()
+    tiny_run(model=folder, image_size=48, **STILL)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    image = datasets.Image().decode_example(load_images("cifar10-subset", "test[:1]")[0]["image"])
+    pixel_values = processor(image, return_tensors="pt")["pixel_values"]
+    assert pixel_values.shape == (1, 3, 48, 48) and model(pixel_values).logits.shape == (1, 10)
+    expected = timm.create_model("vit_tiny_patch16_224", **SIZES, num_classes=5)
+    expected.load_state_dict(load_file(folder / "model.safetensors"))
+    expected.set_input_size(img_size=(48, 48))
+    torch.testing.assert_close(model.timm_model.pos_embed, expected.pos_embed, rtol=0, atol=1e-6)
+
+
+def spy(monkeypatch, module, name: str) -> list:
+    """What a function is called with from here on."""
+    calls, function = [], getattr(module, name)
+
+    def note(*arguments, **options):
+        calls.append((arguments, options))
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(module, name, note)
+    return calls
+
+
+def by_part(names_and_rates: list[tuple[str, float]]) -> dict[str, set[float]]:
+    """Learning rates of the embeddings, of each block, of the last norm and of the classifier."""
+    parts = {}
+    for name, rate in names_and_rates:
+        number = re.search(r"\.(?:layers|blocks)\.(\d+)\.", name)
+        if number:
+            part = f"block {number[1]}"
+        elif re.search(r"classifier|\.head\.", name):
+            part = "classifier"
+        else:
+            part = "norm" if re.search(r"\.(layer)?norm\.", name) else "embeddings"
+        parts.setdefault(part, set()).add(round(rate, 9))
+    return parts
+
+
+def test_factors_of_learning_rates_end_in_the_optimizer(vit, tiny_run, monkeypatch):
+    """The same for equal models of both libraries."""
+    calls = spy(monkeypatch, train, "prepare")
+    tiny_run(model=vit(), config_overrides=None, epochs=1, learning_rate=1e-3, layer_decay=0.5, head_multiplier=4)
+    [((_, model, optimizer, _), _)] = calls
+    rates = {parameter: group["initial_lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert by_part([(name, rates[parameter]) for name, parameter in model.named_parameters()]) == {
+        "embeddings": {1.25e-4},
+        "block 0": {2.5e-4},
+        "block 1": {5e-4},
+        "block 2": {1e-3},
+        "norm": {1e-3},
+        "classifier": {4e-3},
+    }
+
+
+@pytest.mark.parametrize("distill", [False, True], ids=["labels", "distilled"])
+def test_trains_on_smaller_images_and_evaluates_on_whole_ones(vit, distill, tiny_run, tmp_path, monkeypatch):
+    folder, seen = vit(), {True: set(), False: set()}
+    forward = nn.Conv2d.forward
+
+    def note(module, images):
+        seen[torch.is_grad_enabled()].add(tuple(images.shape[1:]))
+        return forward(module, images)
+
+    def watch(accelerator, model, *others):
+        monkeypatch.setattr(nn.Conv2d, "forward", note)
+        return loop.prepare(accelerator, model, *others)
+
+    monkeypatch.setattr(train, "prepare", watch)
+    options = {}
+    if distill:
+        tiny_run(name="teacher", model=folder, **STILL)
+        monkeypatch.undo()
+        monkeypatch.setattr(train, "prepare", watch)
+        seen[False].clear(), seen[True].clear()
+        options["distill_from"] = tmp_path / "teacher"
+    results = tiny_run(model=folder, config_overrides=None, epochs=1, train_image_size=16, **options)
+    assert seen == {True: {(3, 16, 16)}, False: {(3, 32, 32)}}
+    monkeypatch.undo()
+    # The model is for its own size, as it was.
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert "dynamic_img_size" not in config.get("model_args", {})
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    images = load_images("cifar10-subset", "test[:50]").cast_column("image", datasets.Image())
+    pixel_values = processor(images["image"][:], return_tensors="pt")["pixel_values"]
+    assert pixel_values.shape[2:] == (32, 32)
+    with torch.inference_mode():
+        right = (model(pixel_values).logits.argmax(1) == torch.tensor(images["label"][:])).float().mean().item()
+    assert right == pytest.approx(results["best"]["accuracy"])
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+@pytest.mark.parametrize("blocks", [2, 4], ids=["more", "fewer"])
+def test_a_backbone_that_is_not_whole_is_refused(library, blocks, request, tiny_run):
+    folder = request.getfixturevalue(f"{library}_vit")()
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if library == "timm":
+        config["model_args"]["depth"] = blocks
+    else:
+        config["num_hidden_layers"] = blocks
+        # The backbone alone, whose names have no prefix.
+        weights = load_file(folder / "model.safetensors")
+        weights = {name.removeprefix("vit."): tensor for name, tensor in weights.items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ValueError, match="does not fit a .*ForImageClassification: .* 1[26] in all, are missing"):
+        tiny_run(model=folder, config_overrides=None)
+
+
+@pytest.mark.parametrize(
+    ("library", "saved", "options", "message"),
+    [
+        ("timm", {}, {"image_size": 30}, "Images of 30 pixels do not divide into patches of .8, 8."),
+        ("timm", {}, {"train_image_size": 20}, "--train_image_size 20: a TimmWrapper.* not take images of that size"),
+        ("transformers", {}, {"train_image_size": 4}, "--train_image_size 4: a ViTFor.* does not take images of that"),
+        ("timm", {"class_token": False, "global_pool": "", "num_classes": 0}, {}, "neither pools its tokens nor has"),
+        ("timm", {}, {"layer_decay": 0}, "--layer_decay is 0.0, expected a number above 0, up to 1"),
+        ("timm", {}, {"head_multiplier": -1}, "--head_multiplier is -1.0, expected 0 or more"),
+        ("transformers", {}, {"drop_path": 0.1}, "but vit models have none"),
+    ],
+)
+def test_what_cannot_be_is_refused(library, saved, options, message, request, tiny_run, capsys):
+    folder = request.getfixturevalue(f"{library}_vit")(**saved)
+    with pytest.raises((ValueError, SystemExit)) as raised:
+        tiny_run(model=folder, config_overrides=None, **options)
+    text = capsys.readouterr().err if raised.type is SystemExit else str(raised.value)
+    assert re.search(message, text), text
+
+
+def test_timm_is_told_what_its_architecture_does_not_take(tmp_path, tiny_run):
+    model = timm.create_model("resnet10t", num_classes=5)
+    save_for_hf(model, tmp_path / "resnet", data_config=IMAGES, safe_serialization=True)
+    with pytest.raises(ValueError, match="timm does not make a resnet10t with .*'dynamic_img_size': True"):
+        tiny_run(model=tmp_path / "resnet", config_overrides=None, train_image_size=16)
+    tiny_run(model=tmp_path / "resnet", **STILL | {"drop_path": 0.5})
+
+
+def test_blocks_of_timm_are_left_out_in_training(timm_vit, tiny_run, monkeypatch):
+    calls = spy(monkeypatch, train, "prepare")
+    tiny_run(model=timm_vit(), drop_path=0.3, **STILL)
+    [((_, model, *_), _)] = calls
+    assert model.timm_model.blocks[2].drop_path1.drop_prob == pytest.approx(0.3)
