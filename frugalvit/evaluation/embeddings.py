@@ -121,7 +121,7 @@ class SquareImages:
         return {"pixel_values": self.format.normalize(pixels)}
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def extract_features(
     model: nn.Module, image_processor, images: Sequence[Image.Image], batch_size: int = 64
 ) -> torch.Tensor:

@@ -110,7 +110,7 @@ def fit_probe(train: LabeledFeatures, seed: int = 0) -> LinearProbe:
     if len(train.labels.unique()) < 2:
         raise ValueError(f"All {len(train)} labeled images are of one class; expected at least two.")
     classes = int(train.labels.max()) + 1
-    held_back = _hold_back(train.labels, seed)
+    held_back = hold_back(train.labels, seed)
     known, asked = (LabeledFeatures(train.features[part], train.labels[part]) for part in (~held_back, held_back))
     probe, best, penalty = None, -1.0, PENALTIES[0]
     for candidate in tqdm(PENALTIES, desc="penalty", leave=False, disable=None):
@@ -121,7 +121,7 @@ def fit_probe(train: LabeledFeatures, seed: int = 0) -> LinearProbe:
     return LinearProbe(train, classes, penalty)
 
 
-def _hold_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
+def hold_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
     """Which images are held back, `(images,)` of `bool`: of each class one in `HELD_BACK`, of smaller ones one, but
     never the only one."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,298 @@
+"""`frugalvit compare`: real models beside each other, what is said of them, and what a teacher does with less."""
+
+import functools
+import itertools
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+from transformers import ViTForImageClassification, ViTImageProcessor
+from vision_transformers import KINDS
+
+from frugalvit import checkpoint_path, count_macs, read_anatomy
+from frugalvit.cli import main
+from frugalvit.compare import compare, describe_score, draw_comparison, macs_of, peak_memory, right_classes
+from frugalvit.contenders import (
+    LOWER_RESOLUTION,
+    RANDOM_PATCHES,
+    Contender,
+    RandomPatches,
+    at_lower_resolution,
+    load_student,
+    load_teachers,
+)
+from frugalvit.modeling.hosts.transformers import resize_positions_
+from frugalvit.training.data import SUBSET, load_images
+
+
+torch.set_num_threads(1)
+
+VIT, STUDENT = (str(checkpoint_path(name)) for name in ("cifar10-vit", "cifar10-sparseformer"))
+SPLIT = "test[:48]"
+
+
+def run(*arguments) -> int:
+    return main(["compare", *map(str, arguments), "--device", "cpu"])
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """What a comparison wrote."""
+    folder = tmp_path_factory.mktemp("compare") / "out"
+    students = [STUDENT, "--model", f"ConvMixer={checkpoint_path('cifar10-convmixer')}"]
+    options = ["--resolutions", 16, "--rounds", 1, "--precision", "float32", "bf16"]
+    assert run(VIT, *students, "--split", SPLIT, *options, "--output", folder) == 0
+    return folder, json.loads((folder / "compare.json").read_text())
+
+
+def test_accuracies_are_those_of_evaluation(outcome, tmp_path):
+    """Of teacher and students, as the other command measures them."""
+    rows = {row["model"]: row for row in outcome[1]["rows"]}
+    for name in ("cifar10-vit", "cifar10-sparseformer", "cifar10-convmixer"):
+        model = ["--model", checkpoint_path(name), "--split", SPLIT, "--json", tmp_path / "results.json"]
+        assert main(["evaluate", "classification", *map(str, model), "--device", "cpu"]) == 0
+        expected = json.loads((tmp_path / "results.json").read_text())["accuracy"]
+        assert rows[name]["accuracy"] == expected
+        share = np.array([1.0] * round(48 * expected) + [0.0] * round(48 * (1 - expected)))
+        assert rows[name]["accuracy_error"] == pytest.approx(share.std(ddof=1) / 48**0.5)
+        difference = rows[name]["accuracy_difference"]
+        teacher = rows["cifar10-vit"]["accuracy"]
+        assert difference is None if name == "cifar10-vit" else difference == pytest.approx(expected - teacher)
+
+
+def test_rows_files_and_picture(outcome):
+    folder, content = outcome
+    assert {file.name for file in folder.iterdir()} == {"compare.json", "compare.md", "compare.png"}
+    rows = content["rows"]
+    assert [(row["method"], row["tokens"], row["image_size"]) for row in rows] == [
+        ("teacher", 65, [32, 32]),
+        (LOWER_RESOLUTION, 17, [16, 16]),
+        (RANDOM_PATCHES, 17, [32, 32]),
+        ("SparseFormer", 16, [32, 32]),
+        ("ConvMixer", None, [32, 32]),
+    ]
+    assert rows[0]["cosine"] == pytest.approx(1) and rows[-1]["cosine"] is None
+    assert all(0.5 < row["cosine"] < 0.99 for row in rows[1:-1])
+    for row in rows:
+        assert {name: list(speeds) for name, speeds in row["images_per_second"].items()} == {
+            "float32": ["1", "32"],
+            "bf16": ["1", "32"],
+        }
+        # Weights are in memory, and pixels.
+        assert row["memory"] > 4 * row["parameters"] + 4 * 32 * 3 * 16 * 16
+    assert (
+        rows[0]["parameters"]
+        == rows[1]["parameters"]
+        == ViTForImageClassification.from_pretrained(VIT).num_parameters()
+    )
+    assert rows[0]["macs"] == count_macs(ViTForImageClassification.from_pretrained(VIT), 32).macs_with_attention
+    assert content["command"].startswith("frugalvit compare ") and content["settings"]["images"] == 48
+    lines = (folder / "compare.md").read_text().splitlines()
+    assert len(lines) == 2 + len(rows) + 2 and all(line.count("|") == lines[0].count("|") for line in lines[:7])
+    assert f"{100 * rows[0]['accuracy']:.1f} ± " in lines[2]
+    assert Image.open(folder / "compare.png").size == (1200, 800)
+
+
+def test_lower_resolution():
+    """The teacher's own view, smaller, through the teacher's blocks with resampled positions; no work is hidden."""
+    model = ViTForImageClassification.from_pretrained(VIT).eval()
+    anatomy = read_anatomy(model)
+    contender = at_lower_resolution(anatomy, None, (16, 16))
+    view = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    small = F.interpolate(view, (16, 16), mode="bilinear", antialias=True, align_corners=False)
+    assert torch.allclose(contender.fit(view), small, atol=1e-6)
+    with torch.no_grad():
+        embedding = contender.embed(contender.fit(view))
+        resized = resize_positions_(ViTForImageClassification.from_pretrained(VIT).eval(), 16)
+        assert torch.allclose(contender.model(small), resized(small).logits, atol=1e-3)
+        assert torch.allclose(contender.model(small), model.classifier(embedding), atol=1e-5)
+    assert macs_of(contender) == count_macs(resized, 16).macs_with_attention
+
+
+@pytest.mark.parametrize("kind", ["vit", "dinov3", "timm-dinov3", "siglip-vision", "open_clip"])
+def test_random_patches(kind):
+    """All of them, in whatever order, give the teacher's embedding; a few another, each time; also after a cast."""
+    model = KINDS[kind].make()
+    anatomy = read_anatomy(model)
+    images = anatomy.example()
+    with torch.no_grad():
+        expected = anatomy.embed(images)
+        everything = RandomPatches(anatomy, anatomy.num_patches, seed=0)
+        assert torch.allclose(everything(images), expected, rtol=1e-3, atol=1e-4 * expected.abs().max())
+        some = RandomPatches(anatomy, 9, seed=0)
+        first, second = some(images), some(images)
+        again = RandomPatches(anatomy, 9, seed=0)(images)
+        assert not torch.allclose(first, expected, rtol=1e-2) and not torch.allclose(first, second, rtol=1e-2)
+        assert torch.equal(first, again)
+        # What was read are views of the float32 weights.
+        expected = some.anatomy.read(model.double()).embed(images.double())
+        assert torch.allclose(everything(images.double()), expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
+
+
+def test_default_resolutions():
+    contenders = load_teachers(VIT, baselines=["lower-resolution", "random-patches"], device="cpu")
+    assert [contender.image_size for contender in contenders[1:4]] == [(16, 16), (20, 20), (24, 24)]
+    assert [contender.tokens for contender in contenders] == [65, 17, 26, 37, 17, 26, 37]
+    assert [contender.draws for contender in contenders] == [1] * 4 + [3] * 3
+
+
+def test_errors_are_paired():
+    """The error of a difference is that of what differs, image by image."""
+    teacher = torch.tensor([1.0, 1, 1, 0, 1, 0, 1, 1], dtype=torch.float64)
+    right = torch.tensor([1.0, 1, 1, 0, 0, 0, 1, 1], dtype=torch.float64)
+    found = describe_score("accuracy", right, teacher)
+    assert found["accuracy"] == 0.625 and found["accuracy_difference"] == -0.125
+    assert found["accuracy_error"] == pytest.approx(right.numpy().std(ddof=1) / 8**0.5)
+    assert found["accuracy_difference_error"] == pytest.approx((right - teacher).numpy().std(ddof=1) / 8**0.5)
+    assert found["accuracy_difference_error"] < found["accuracy_error"]
+
+
+def test_features_are_judged_as_evaluation_does(tmp_path):
+    """Neighbors and probe of what `frugalvit evaluate` says, of chosen classes, without a classifier."""
+    images = ["--split", "test[:60]", "--train-split", "train[:150]", "--classes", "airplane", "cat", "dog"]
+    options = ["--baselines", "none", "--no-memory", "--rounds", 1, "--precision", "float32"]
+    folder = tmp_path / "out"
+    assert run(VIT, STUDENT, "--features", *images, *options, "--output", folder) == 0
+    content = json.loads((folder / "compare.json").read_text())
+    assert content["settings"]["classes"] == 3 and "accuracy" not in content["rows"][0]
+    for row, name in zip(content["rows"], (VIT, STUDENT), strict=True):
+        for task, measure in (("knn", "neighbor_accuracy"), ("linear", "linear_accuracy")):
+            file = tmp_path / "results.json"
+            arguments = ["evaluate", task, "--model", name, *images, "--device", "cpu", "--json", str(file)]
+            assert main(arguments) == 0
+            assert row[measure] == pytest.approx(json.loads(file.read_text())["accuracy"])
+    assert content["rows"][1]["memory"] is None
+
+
+class Constant(nn.Module):
+    """An embedding that says nothing, and a classifier that always says the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, pixel_values):
+        return pixel_values.mean((1, 2, 3))[:, None] * 0 + self.weight
+
+    def classify(self, embedding):
+        return F.one_hot(torch.full((len(embedding),), 3), 10).float()
+
+
+def test_another_contender():
+    """What a library function describes is a row like the others; its images are resized for it."""
+    images, model = load_images(SUBSET, "test[:20]"), Constant()
+    names = dict(enumerate(images.features["label"].names))
+    processor = ViTImageProcessor(size={"height": 32, "width": 32})
+    mine = Contender(
+        "mine", "a method", model, model, processor, (8, 8), classifier=model.classify, id2label=names, draws=2
+    )
+    student = load_student(STUDENT, device="cpu")
+    first, second = compare([student, mine], images, rounds=1, memory=False)
+    assert second["accuracy"] == images["label"].count(3) / 20 and second["accuracy_difference"] < 0
+    assert (second["method"], second["parameters"], second["macs"], second["cosine"]) == ("a method", 8, 0, None)
+    assert first["images_per_second"]["float32"].keys() == second["images_per_second"]["float32"].keys()
+
+
+def test_images_without_labels(tmp_path):
+    """Then embeddings are compared with the teacher's."""
+    for part in ("one", "two"):
+        (tmp_path / "images").mkdir(exist_ok=True)
+        color = {"one": "red", "two": "blue"}[part]
+        Image.new("RGB", (40, 30), color).save(tmp_path / "images" / f"{part}.png")
+    options = ["--baselines", "none", "--no-memory", "--rounds", 1, "--precision", "float32"]
+    assert run(VIT, STUDENT, "--dataset", tmp_path / "images", *options, "--output", tmp_path / "out") == 0
+    rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
+    assert "accuracy" not in rows[0] and rows[1]["cosine"] > 0.3
+
+
+def load_with_ballast(megabytes: int) -> Contender:
+    contender = load_student(STUDENT, device="cpu")
+    contender.model.register_buffer("ballast", torch.ones(megabytes, 2**18))
+    return contender
+
+
+def test_memory_is_of_a_process_of_its_own():
+    """What this process holds does not count, what the model holds does."""
+    held = torch.ones(300, 2**18)
+    small, large = (peak_memory(functools.partial(load_with_ballast, size), batch_size=2) for size in (1, 200))
+    assert 10 * 2**20 < small < 200 * 2**20
+    assert 190 * 2**20 < large - small < 230 * 2**20
+    assert held.sum() > 0
+
+
+def test_picture():
+    """A line for each method over speed; labels are there once and lie on nothing."""
+
+    def row(model, method, accuracy, speed):
+        speeds = {"float32": {"1": 1.0, "32": speed}}
+        error = {"accuracy_error": 0.01, "cosine": 0.9}
+        return {"model": model, "method": method, "accuracy": accuracy, "images_per_second": speeds, **error}
+
+    rows = [row("vit", "teacher", 0.9, 30.0)]
+    rows += [row(str(x), "smaller", 0.9 - x / 1000, 30.0 + x) for x in (200, 100, 50)]
+    rows += [row(str(x), "fewer", 0.9 - x / 900, 30.0 + x) for x in (50, 120)]
+    axes = draw_comparison(rows).axes[0]
+    smaller, fewer = axes.get_lines()[:2]
+    assert list(smaller.get_xdata()) == [80, 130, 230] and np.allclose(smaller.get_ydata(), [85, 80, 70])
+    assert len(fewer.get_xdata()) == 2 and axes.get_xscale() == "log"
+    assert sorted(text.get_text() for text in axes.texts) == ["fewer", "smaller", "teacher, vit"]
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    for line in (smaller, fewer):
+        path = axes.transData.transform(line.get_xydata())
+        points = np.concatenate([np.linspace(a, b, 500) for a, b in itertools.pairwise(path)])
+        assert not any(((box.min < points) & (points < box.max)).all(1).any() for box in boxes)
+
+
+def test_classes_of_models():
+    """Equal names in any order fit, so do numbers; other names and other counts do not."""
+    images = load_images(SUBSET, "test[:5]")
+    names = images.features["label"].names
+
+    def fits(labels):
+        model = Constant()
+        return right_classes(
+            Contender("mine", "method", model, model, None, (8, 8), model.classify, dict(enumerate(labels))), images
+        ).tolist()
+
+    assert fits(names[::-1]) == list(range(10))[::-1]
+    assert fits([f"LABEL_{index}" for index in range(10)]) == list(range(10))
+    assert fits([*names, "kite"]) == list(range(10))
+    for labels in (["kite"] * 10, names[:9], [f"class {index}" for index in range(100)]):
+        with pytest.raises(ValueError, match="mine classifies .* expected the same"):
+            fits(labels)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([VIT, "--output", "full"], "exists and is no empty folder"),
+        ([VIT, "--output", "out", "--model", "folder"], "expected NAME=FOLDER"),
+        ([VIT, "--output", "out", "--resolutions", "15"], "expected less than the teacher's 32 pixels and a multiple"),
+        ([VIT, "--output", "out", "--resolutions", "32"], "expected less than the teacher's 32 pixels"),
+        ([VIT, "no/folder/here", "--output", "out", "--baselines", "none"], "There is no folder 'no/folder/here'"),
+        ([str(checkpoint_path("cifar10-convmixer")), "--output", "out"], "Cannot compare students with"),
+        ([VIT, "--output", "out", "--baselines", "none", "--dataset", "animals"], "expected the same"),
+        ([VIT, "--output", "out", "--baselines", "none", "random-patches"], "expected none alone"),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path, monkeypatch, capsys):
+    """One line, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    for label in ("owl", "fox"):
+        (tmp_path / "animals" / label).mkdir(parents=True)
+        Image.new("RGB", (32, 32), "red").save(tmp_path / "animals" / label / "0.png")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    before = sorted(os.listdir(tmp_path))
+    try:
+        assert run(*arguments) == 1
+    except SystemExit as stop:
+        assert stop.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(os.listdir(tmp_path)) == before
