@@ -141,10 +141,10 @@ class StudentArguments:
         "cells of a grid, so that the student starts as its teacher at a lower resolution.",
         choices=[*FOCUSINGS],
     )
-    glance: int | None = argument(
-        None,
+    glance: int = argument(
+        0,
         "With --focusing inherited, tokens that glance at the image first, to choose the window in which the others "
-        "look; 0 for a window that is always the whole image. Default: 16.",
+        "look, for small objects; with 0, the window is the whole image.",
     )
     num_latent_tokens: int | None = argument(
         None, "Latent tokens, [CLS] not counted. Default: a quarter of the teacher's with [CLS], or --student's."
@@ -168,8 +168,6 @@ class StudentArguments:
     compile_teacher: bool = argument(False, "Compile the teacher (torch.compile).")
 
     def __post_init__(self):
-        if self.glance is None:
-            self.glance = 16 if self.focusing == "inherited" else 0
         check_at_least(self, 0, "glance")
         check(self.glance, not self.glance or self.focusing == "inherited", "glance", "0 without --focusing inherited")
         for name in ("num_latent_tokens", "image_size"):
@@ -199,6 +197,7 @@ class AlignmentArguments:
         "window_loss_weight",
         "Weight of an added distance of the window that was glanced at from the part of the image that the teacher "
         "attends to.",
+        ", 0 without --glance",
     )
     crop_scale: list[float] | None = by_recipe("crop_scale", "Lowest and highest share of the area that a crop shows.")
     crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio of a crop.")
@@ -453,6 +452,8 @@ def apply_recipe(arguments: Sequence, size: tuple[int, int]):
         values["epochs"] = 5
     if any(getattr(group, "teacher_cache", None) for group in arguments):
         values["token_loss_weight"] = 0.0
+    if not pair.glance and not pair.student:
+        values["window_loss_weight"] = 0.0
     overrides = values.pop("config_overrides"), pair.config_overrides
     pair.config_overrides = write_values(read_values("config_overrides", ",".join(filter(None, overrides))))
     for group in arguments:
