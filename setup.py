@@ -20,5 +20,9 @@ setup(
         "frugalvit.training": ["cifar10/*.parquet", "cifar10/README.md", "launch/*.yaml", "recipes/*.yaml"],
         "frugalvit.checkpoints": ["*/*"],
     },
-    exclude_package_data={"": ["__pycache__/*", "*/__pycache__/*"]},
+    # In the repository alone, for its size.
+    exclude_package_data={
+        "": ["__pycache__/*", "*/__pycache__/*"],
+        "frugalvit.checkpoints": ["caltech101-sparseformer/*"],
+    },
 )

@@ -3,13 +3,15 @@
     python benchmarks/caltech101.py teacher --model FOLDER --train TRAIN --test TEST
     python benchmarks/caltech101.py students --train TRAIN --test TEST --tokens 16 36 64 --steps 218
     python benchmarks/caltech101.py table
+    python benchmarks/caltech101.py picture --test TEST --student RUN
 
 `teacher` fine-tunes a pretrained ViT, first on small images. `students` bootstraps from it, without labels: students
 whose cells stay on a grid over the whole image (fixed), which are a distilled teacher at a lower resolution, with four
 times as many points (fine fixed), students that glance at the image first and look into a window of it (moving), and
 the paper's (paper). Test images choose
 nothing: the last step of each run is what counts. Runs are kept under --runs_dir and found again; `table` puts all
-that are there into results/caltech101_students.json.
+that are there into results/caltech101_students.json, `picture` draws where a student that glances looks on photographs and on
+the same as small objects (results/caltech101_windows.png). `frugalvit compare` sets students beside baselines.
 """
 
 import argparse
@@ -24,6 +26,8 @@ from tqdm import tqdm
 
 import frugalvit
 from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.pictures import save_figure
+from frugalvit.predict import draw_predictions, format_labels, predict
 from frugalvit.training import bootstrap, train
 from frugalvit.training.augmentation import EvalView, ImageFormat, seeded
 from frugalvit.training.data import decode_image, load_images
@@ -47,10 +51,11 @@ BATCH_SIZE = 64
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["teacher", "students", "table"])
+    parser.add_argument("what", choices=["teacher", "students", "table", "picture"])
     parser.add_argument("--model", help="pretrained ViT to fine-tune")
     parser.add_argument("--train", help="parquet file or folder of training images")
     parser.add_argument("--test", help="of test images")
+    parser.add_argument("--student", type=Path, help="run to draw")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["fixed", "moving"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 36, 64], help="default: 16 36 64")
     parser.add_argument("--steps", type=int, nargs="+", default=[218], help=f"of {BATCH_SIZE} views (default: 218)")
@@ -59,9 +64,11 @@ def main():
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
     add_run_arguments(parser, "runs/caltech101")
     arguments = parser.parse_args()
-    if arguments.what != "table" and not (arguments.train and arguments.test):
-        parser.error("--train and --test are needed")
-    {"teacher": train_teacher, "students": train_students, "table": make_table}[arguments.what](arguments)
+    needed = {"teacher": ("model", "train", "test"), "students": ("train", "test"), "picture": ("test", "student")}
+    if missing := [name for name in needed.get(arguments.what, ()) if getattr(arguments, name) is None]:
+        parser.error(f"{arguments.what} needs --{missing[0]}")
+    commands = {"teacher": train_teacher, "students": train_students, "table": make_table, "picture": draw_windows}
+    commands[arguments.what](arguments)
 
 
 def train_teacher(arguments):
@@ -166,6 +173,21 @@ def embed(arguments, model, processor, images: str) -> tuple[torch.Tensor, torch
         with torch.autocast("cpu", precision, enabled=precision is not None):
             found.append(model(image_format.normalize(torch.stack(pixels))).float())
     return torch.cat(found), torch.tensor(labels)
+
+
+def draw_windows(arguments):
+    """Six test images, as they are and on a canvas, with their tokens' RoIs."""
+    model, processor = load_image_classifier(arguments.student, "cpu")
+    records = load_images([arguments.test], "train")
+    zoom_out = v2.RandomZoomOut(ImageFormat.from_processor(processor).fill, (CANVAS, CANVAS), p=1.0)
+    images = []
+    for index in range(100, len(records), len(records) // 4)[:4]:
+        image = decode_image(records[index]["image"], index)
+        with seeded(index):
+            images += [image, zoom_out(image)]
+    predictions = predict(model, processor, images, top=1, output_rois=True)
+    figure = draw_predictions(predictions, [format_labels(prediction.labels) for prediction in predictions])
+    save_figure(figure, arguments.results_dir / "caltech101_windows.png")
 
 
 def make_table(arguments):

@@ -94,7 +94,9 @@ def test_names_and_commands_in_the_readme_exist():
 
 def test_every_shipped_model_loads_by_the_command(tmp_path):
     """The table has all of them; its class and name in the place of the command's."""
-    rows = dict(re.findall(r"^\| `(cifar10-[\w-]+)` \| .*? \| `(AutoModel\w+)` \|", README, re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\| `((?:cifar10|caltech101)-[\w-]+)` \| .*? \| `(AutoModel\w+)` \|", README, re.MULTILINE)
+    )
     assert sorted(rows) == sorted(shipped_checkpoints())
     (code,) = re.findall(r'^python -c "(.*)"$', README, re.MULTILINE)
     assert code.count("AutoModelForImageClassification") == code.count("cifar10-convmixer") == 1
