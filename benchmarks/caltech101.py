@@ -4,14 +4,16 @@
     python benchmarks/caltech101.py students --train TRAIN --test TEST --tokens 16 36 64 --steps 218
     python benchmarks/caltech101.py table
     python benchmarks/caltech101.py picture --test TEST --student RUN
+    python benchmarks/caltech101.py compare --test TEST --tome CHECKOUT
 
 `teacher` fine-tunes a pretrained ViT, first on small images. `students` bootstraps from it, without labels: students
 whose cells stay on a grid over the whole image (fixed), which are a distilled teacher at a lower resolution, with four
 times as many points (fine fixed), students that glance at the image first and look into a window of it (moving), and
-the paper's (paper). Test images choose
-nothing: the last step of each run is what counts. Runs are kept under --runs_dir and found again; `table` puts all
-that are there into results/caltech101_students.json, `picture` draws where a student that glances looks on photographs and on
-the same as small objects (results/caltech101_windows.png). `frugalvit compare` sets students beside baselines.
+the paper's (paper). Test images choose nothing: the last step of each run is what counts. Runs are kept under
+--runs_dir and found again; `table` puts all that are there into results/caltech101_students.json, `picture` draws
+where a student that glances looks on photographs and on the same as small objects (results/caltech101_windows.png).
+`compare` is `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is off the shelf
+(results/compare_caltech101.json and .png).
 """
 
 import argparse
@@ -25,7 +27,10 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import frugalvit
-from frugalvit.modeling.hosts import read_anatomy
+import token_merging
+from frugalvit.compare import compare, draw_comparison, sample, table_rows
+from frugalvit.contenders import BASELINES, Contender, Vision, load_student, load_teacher, load_teachers
+from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.pictures import save_figure
 from frugalvit.predict import draw_predictions, format_labels, predict
 from frugalvit.training import bootstrap, train
@@ -47,15 +52,22 @@ VARIANTS = {
 # Small objects: every image on a canvas whose sides are so many times its own.
 CANVAS = 2.5
 BATCH_SIZE = 64
+# What is compared: variants by what they are called in the picture, and the teacher at as many pixels.
+METHODS = {"fixed": "SparseFormer, inherited start", "paper": "SparseFormer, the paper's start"}
+RESOLUTIONS = [56, 84, 112, 168]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["teacher", "students", "table", "picture"])
+    parser.add_argument("what", choices=["teacher", "students", "table", "picture", "compare"])
     parser.add_argument("--model", help="pretrained ViT to fine-tune")
     parser.add_argument("--train", help="parquet file or folder of training images")
     parser.add_argument("--test", help="of test images")
     parser.add_argument("--student", type=Path, help="run to draw")
+    parser.add_argument("--tome", help="checkout of ToMe")
+    parser.add_argument("--merged", type=int, nargs="+", default=[8, 12, 16], help="ToMe's r (default: 8 12 16)")
+    parser.add_argument("--limit", type=int, default=600, help="test images to compare with (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed passes of each model (default: %(default)s)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["fixed", "moving"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 36, 64], help="default: 16 36 64")
     parser.add_argument("--steps", type=int, nargs="+", default=[218], help=f"of {BATCH_SIZE} views (default: 218)")
@@ -64,10 +76,21 @@ def main():
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
     add_run_arguments(parser, "runs/caltech101")
     arguments = parser.parse_args()
-    needed = {"teacher": ("model", "train", "test"), "students": ("train", "test"), "picture": ("test", "student")}
+    needed = {
+        "teacher": ("model", "train", "test"),
+        "students": ("train", "test"),
+        "picture": ("test", "student"),
+        "compare": ("test",),
+    }
     if missing := [name for name in needed.get(arguments.what, ()) if getattr(arguments, name) is None]:
         parser.error(f"{arguments.what} needs --{missing[0]}")
-    commands = {"teacher": train_teacher, "students": train_students, "table": make_table, "picture": draw_windows}
+    commands = {
+        "teacher": train_teacher,
+        "students": train_students,
+        "table": make_table,
+        "picture": draw_windows,
+        "compare": compare_all,
+    }
     commands[arguments.what](arguments)
 
 
@@ -188,6 +211,43 @@ def draw_windows(arguments):
     predictions = predict(model, processor, images, top=1, output_rois=True)
     figure = draw_predictions(predictions, [format_labels(prediction.labels) for prediction in predictions])
     save_figure(figure, arguments.results_dir / "caltech101_windows.png")
+
+
+def compare_all(arguments):
+    """Students that are there, of the first seed and without small objects, beside what the teacher can do."""
+    teacher, seed = arguments.runs_dir / "teacher", arguments.seeds[0]
+    contenders = load_teachers(str(teacher), None, BASELINES, RESOLUTIONS, seed=seed)
+    for variant, method in METHODS.items():
+        for folder in sorted(arguments.runs_dir.glob(f"{variant}-*tokens-*steps-seed{seed}")):
+            contenders.append(load_student(str(folder), method))
+    if arguments.tome:
+        original, image_processor = load_teacher(str(teacher))
+        contenders += [merging(original, image_processor, arguments.tome, merged) for merged in arguments.merged]
+    images = sample(load_images([arguments.test], "train"), arguments.limit, seed)
+    rows = compare(contenders, images, batch_size=32, rounds=arguments.rounds, memory=False)
+    print(format_table(table_rows(rows)))
+    write_table(
+        arguments.results_dir / "compare_caltech101.json",
+        {"images": len(images), "rounds": arguments.rounds, "threads": torch.get_num_threads()},
+        rows,
+        data="Caltech-101, test images chosen at random, 224 px",
+    )
+    save_figure(draw_comparison(rows), arguments.results_dir / "compare_caltech101.png")
+
+
+def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Contender:
+    """ToMe, by its authors' code, without training."""
+    model = token_merging.tome(teacher, checkout, merged)
+    return Contender(
+        name=f"ToMe, {merged} a block",
+        method="ToMe, not tuned",
+        model=Vision(model, lambda images: model(images).embedding, teacher.classifier),
+        embed=lambda images: model(images).embedding,
+        image_processor=image_processor,
+        image_size=teacher.image_size,
+        classifier=teacher.classifier,
+        id2label=teacher.labels["id2label"],
+    )
 
 
 def make_table(arguments):
