@@ -221,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     model = MergedViT(vit, searches=merging.search_macs is not None)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("selected_probability") == model.searches)
-    # The classifier reads what is aligned.
+    # It has no gradient where embeddings are aligned, which several processes do not take.
     vit.head.requires_grad_(not model.searches and merging.loss != "cosine")
     teacher_macs = count_macs(teacher, image_format.size).macs_with_attention
 
