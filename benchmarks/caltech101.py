@@ -199,12 +199,12 @@ def embed(arguments, model, processor, images: str) -> tuple[torch.Tensor, torch
 
 
 def draw_windows(arguments):
-    """Six test images, as they are and on a canvas, with their tokens' RoIs."""
+    """Some test images, as they are and on a canvas, with their tokens' RoIs."""
     model, processor = load_image_classifier(arguments.student, "cpu")
     records = load_images([arguments.test], "train")
     zoom_out = v2.RandomZoomOut(ImageFormat.from_processor(processor).fill, (CANVAS, CANVAS), p=1.0)
     images = []
-    for index in range(100, len(records), len(records) // 4)[:4]:
+    for index in range(800, len(records), 300):
         image = decode_image(records[index]["image"], index)
         with seeded(index):
             images += [image, zoom_out(image)]
@@ -216,10 +216,11 @@ def draw_windows(arguments):
 def compare_all(arguments):
     """Students that are there, of the first seed and without small objects, beside what the teacher can do."""
     teacher, seed = arguments.runs_dir / "teacher", arguments.seeds[0]
-    contenders = load_teachers(str(teacher), None, BASELINES, RESOLUTIONS, seed=seed)
+    contenders = load_teachers(str(teacher), "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
     for variant, method in METHODS.items():
         for folder in sorted(arguments.runs_dir.glob(f"{variant}-*tokens-*steps-seed{seed}")):
-            contenders.append(load_student(str(folder), method))
+            tokens = folder.name.split("-")[-3].removesuffix("tokens")
+            contenders.append(load_student(str(folder), method, f"{variant}, {tokens} tokens"))
     if arguments.tome:
         original, image_processor = load_teacher(str(teacher))
         contenders += [merging(original, image_processor, arguments.tome, merged) for merged in arguments.merged]

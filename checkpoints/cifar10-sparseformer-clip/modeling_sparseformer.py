@@ -28,10 +28,11 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_base import pair
-from .configuration_sparseformer import SparseFormerConfig
+from .configuration_sparseformer import SparseFormerConfig, choose_grid
 from .context_broadcast import ContextBroadcast, broadcast_layers
 from .hub import HubModel, image_processor_config, import_from_package
 from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path, rotary_table
+from .pyramid import ImagePyramid, PatchSampling, grid_rois, place_in_window, sample_features, window_of
 from .segmentation import SegmentationHead, semantic_segmentation_loss
 
 
@@ -181,26 +182,6 @@ class ClipGradient(torch.autograd.Function):
         return gradient.clamp(-ctx.bound, ctx.bound), None
 
 
-def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: str) -> torch.Tensor:
-    """Bilinear interpolation of a feature map, in float32.
-
-    Args:
-        features (`torch.Tensor`): `(batch, channels, height, width)`.
-        points (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y, 0 to 1 across the image.
-        padding_mode (`str`): What points outside the image read, "border" or "zeros".
-
-    Returns:
-        `torch.Tensor`: `(batch, tokens, points, channels)`; NaN at points that are NaN.
-    """
-    # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
-    points = points.float().clamp(-2, 3)
-    # It lets NaN pass, which on CPUs addresses memory outside the map, and the backward pass writes there.
-    grid = points.nan_to_num() * 2 - 1
-    sampled = F.grid_sample(features.float(), grid, padding_mode=padding_mode, align_corners=False)
-    # 0, or NaN where a coordinate is: a model that diverged must not look sound.
-    return sampled.permute(0, 2, 3, 1) + 0 * points.detach().sum(-1, keepdim=True)
-
-
 def encode_rois(rois: torch.Tensor, hidden_size: int) -> torch.Tensor:
     """Sinusoidal encoding of RoIs, `(batch, tokens, 4)` to `(batch, tokens, hidden_size)`, in float32.
 
@@ -221,6 +202,7 @@ class SparseFormerStem(nn.Module):
         self.convolution = nn.Conv2d(config.num_channels, config.stem_channels, kernel_size=7, stride=2, padding=3)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        pixel_values = pixel_values.to(self.convolution.weight.dtype)
         # Pooling, normalizing and sampling are several times faster where a pixel's channels lie side by side.
         pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
         # The paper's ReLU comes before pooling; after it, the same costs a quarter.
@@ -251,8 +233,9 @@ class SparseFormerLatents(nn.Module):
         self.num_latent_tokens = config.num_latent_tokens
         self.num_class_tokens = config.use_cls_token * config.num_class_tokens
         self.num_register_tokens = config.num_register_tokens
+        self.grid = config.token_grid
         num_embeddings = 1 if config.shared_token_embedding else config.num_latent_tokens
-        self.token_embedding = nn.Parameter(torch.empty(num_embeddings, config.focusing_hidden_size))
+        self.token_embedding = nn.Parameter(torch.empty(num_embeddings, config.latent_size))
         self.initial_rois = nn.Parameter(torch.empty(config.num_latent_tokens, 4))
         self.cls_token = self.register_tokens = None
         if self.num_class_tokens:
@@ -261,7 +244,7 @@ class SparseFormerLatents(nn.Module):
             self.register_tokens = nn.Parameter(torch.empty(self.num_register_tokens, config.hidden_size))
 
     def forward(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Tokens `(1, tokens, focusing_hidden_size)` and RoIs `(1, tokens, 4)`, in float32, of any image, and [CLS]
+        """Tokens `(1, tokens, latent_size)` and RoIs `(1, tokens, 4)`, in float32, of any image, and [CLS]
         and registers, `(batch, prefix tokens, hidden_size)`."""
         # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
         tokens = self.token_embedding.expand(self.num_latent_tokens, -1).repeat(1, 1, 1)
@@ -289,6 +272,21 @@ class SparseFormerLatents(nn.Module):
         tied = (starts[first:, None] == starts).all(dim=-1).sum(dim=1) > 1
         rois = self.initial_rois[first:]
         rois[tied] += std * torch.randn_like(rois[tied])
+
+    @torch.no_grad()
+    def resize_grid(self, grid: tuple[int, int]):
+        """Interpolate tokens, and how far their RoIs are from their cells, between those of a grid."""
+
+        def resize(values: torch.Tensor) -> torch.Tensor:
+            image = values.float().unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
+            resized = F.interpolate(image, grid, mode="bicubic", antialias=True)
+            return resized.squeeze(0).permute(1, 2, 0).flatten(0, 1).to(values)
+
+        moved = resize(self.initial_rois - grid_rois(self.grid).to(self.initial_rois))
+        rois = grid_rois(grid).to(moved) + moved
+        self.initial_rois = nn.Parameter(rois, self.initial_rois.requires_grad)
+        self.token_embedding = nn.Parameter(resize(self.token_embedding), self.token_embedding.requires_grad)
+        self.grid, self.num_latent_tokens = grid, len(rois)
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
@@ -375,6 +373,24 @@ class SparseFormerSampling(nn.Module):
         return self.mixing(tokens, sample_features(features, points, self.padding_mode)), points
 
 
+def image_pyramid(grid: tuple[int, int], config: SparseFormerConfig, num_levels: int = 1) -> ImagePyramid:
+    """Images of which the first has the points of a grid's cells as its pixels."""
+    rows, columns = (cells * points for cells, points in zip(grid, config.patch_size, strict=True))
+    return ImagePyramid((rows, columns), num_levels)
+
+
+def patch_sampling(config: SparseFormerConfig) -> PatchSampling:
+    """What tokens sample where they embed patches."""
+    return PatchSampling(
+        config.patch_size,
+        config.num_channels,
+        config.hidden_size,
+        1 / config.num_latent_tokens,
+        config.sampling_padding_mode,
+        cortex_norm(config)(config.hidden_size) if config.patch_norm else None,
+    )
+
+
 class SparseFormerPositionEncoding(nn.Module):
     """Linear map of the sinusoidal encoding of RoIs; no gradient flows into the RoIs."""
 
@@ -427,7 +443,7 @@ class SparseFormerLayer(GradientCheckpointingLayer):
         else:
             self.stage_embedding = None
         if "sampling" in steps:
-            self.sampling = SparseFormerSampling(config, hidden_size)
+            self.sampling = patch_sampling(config) if config.patch_size else SparseFormerSampling(config, hidden_size)
         if "position_encoding" in steps:
             self.position_encoding = SparseFormerPositionEncoding(config, hidden_size)
         norm = functools.partial(nn.LayerNorm, eps=focusing_eps(config)) if focusing else cortex_norm(config)
@@ -489,6 +505,51 @@ class SparseFormerLayer(GradientCheckpointingLayer):
         return hidden_states, rois, points
 
 
+class SparseFormerGlance(nn.Module):
+    """A look at the whole image by few tokens of a coarse grid, which decides in which window the others look.
+
+    They embed patches as the others do and run through transformer blocks, then a linear layer says how salient each
+    cell is. The window is what would have the same mean and variance if saliency were constant in it and zero outside,
+    along each axis: the mean +- sqrt(3) standard deviations, cut at the image. Before training, saliency is constant,
+    and the window is the image.
+    """
+
+    def __init__(self, config: SparseFormerConfig):
+        super().__init__()
+        self.grid = config.glance_grid
+        self.pyramid = image_pyramid(self.grid, config)
+        self.token_embedding = nn.Parameter(torch.empty(math.prod(self.grid), config.hidden_size))
+        self.blocks = nn.ModuleList(
+            SparseFormerLayer(config, ("attention", "mlp"), False, [0.0]) for _ in range(config.num_glance_layers)
+        )
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=focusing_eps(config))
+        self.saliency = nn.Linear(config.hidden_size, 1)
+
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        prefix: torch.Tensor | None,
+        sampling: PatchSampling,
+        embedding_norm: nn.Module,
+        rotation: Callable,
+    ) -> torch.Tensor:
+        """Images, what stands in front of the tokens, how they sample, are normalized and rotated, to windows `(batch,
+        1, 4)` as left, top, right, bottom, in float32."""
+        rois = grid_rois(self.grid).to(pixel_values.device).unsqueeze(0)
+        branch, _ = sampling(None, rois, self.pyramid(pixel_values))
+        hidden_states = join(prefix, self.token_embedding + branch)
+        hidden_states, rotary = embedding_norm(hidden_states), rotation(rois)
+        for block in self.blocks:
+            hidden_states, _, _ = block(hidden_states, rois, **rotary)
+        saliency = self.saliency(self.layernorm(hidden_states[:, -rois.shape[1] :]))
+        return window_of(saliency.float().softmax(dim=1), rois)
+
+
+def join(prefix: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Class and register tokens, if there are any, in front of others."""
+    return hidden_states if prefix is None else torch.cat([prefix.to(hidden_states.dtype), hidden_states], dim=1)
+
+
 class SparseFormerPoolingHead(nn.Module):
     """The pooling of SigLIP: one learned query attends to all tokens, then an MLP; AIMv2's has none."""
 
@@ -539,7 +600,8 @@ class SparseFormerPreTrainedModel(HubModel):
     }
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.base_model.stem.convolution
+        base = self.base_model
+        return base.final_focusing_layer.sampling.projection if self.config.patch_size else base.stem.convolution
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
         config = self.config
@@ -581,8 +643,13 @@ class SparseFormerPreTrainedModel(HubModel):
             bound = weight[0].numel() ** -0.5
             init.uniform_(module.convolution.bias, -bound, bound)
         elif isinstance(module, SparseFormerLatents):
-            init.trunc_normal_(module.token_embedding, std=1.0)
-            init.copy_(module.initial_rois, initial_rois(module.num_latent_tokens))
+            if module.grid is None:
+                init.trunc_normal_(module.token_embedding, std=1.0)
+                init.copy_(module.initial_rois, initial_rois(module.num_latent_tokens))
+            else:
+                # In the place of a teacher's positions.
+                init.trunc_normal_(module.token_embedding, std=std)
+                init.copy_(module.initial_rois, grid_rois(module.grid))
             for token in (module.cls_token, module.register_tokens):
                 if token is not None:
                     init.normal_(token)
@@ -603,6 +670,10 @@ class SparseFormerPreTrainedModel(HubModel):
             init.zeros_(module.out_proj.weight)
         elif isinstance(module, SparseFormerLayer) and module.stage_embedding is not None:
             init.normal_(module.stage_embedding)
+        elif isinstance(module, SparseFormerGlance):
+            init.trunc_normal_(module.token_embedding, std=std)
+            init.zeros_(module.saliency.weight)
+            init.zeros_(module.saliency.bias)
         elif isinstance(module, SparseFormerPoolingHead):
             init.normal_(module.probe)
         elif isinstance(module, SegmentationHead):
@@ -613,17 +684,25 @@ class SparseFormerPreTrainedModel(HubModel):
 
     def resize_tokens(self, num_latent_tokens: int):
         """Change the number of latent tokens in place, as continued bootstrapping needs; kept tokens stay as they are.
+        Those that embed patches are interpolated between the cells of a new grid.
 
         Args:
             num_latent_tokens (`int`): New count, [CLS] not counted (80 tokens in the papers are 79 here).
 
         Raises:
-            ValueError: if the count is below 1.
+            ValueError: if the count is below 1, or of tokens that embed patches makes no grid.
         """
         if num_latent_tokens < 1:
             raise ValueError(f"`num_latent_tokens` is {num_latent_tokens}, expected at least 1.")
-        self.base_model.latents.resize_tokens(num_latent_tokens)
-        self.config.num_latent_tokens = num_latent_tokens
+        base, config = self.base_model, self.config
+        if config.patch_size is None:
+            base.latents.resize_tokens(num_latent_tokens)
+        else:
+            config.token_grid = choose_grid(num_latent_tokens, pair(config.image_size))
+            base.latents.resize_grid(config.token_grid)
+            base.stem = image_pyramid(config.token_grid, config, config.num_pyramid_levels)
+            base.final_focusing_layer.sampling.cell_area = 1 / num_latent_tokens
+        config.num_latent_tokens = num_latent_tokens
 
     @classmethod
     @torch.no_grad()
@@ -631,13 +710,17 @@ class SparseFormerPreTrainedModel(HubModel):
         cls,
         teacher: nn.Module,
         num_latent_tokens: int | None = None,
-        truncate: float | int = 1 / 3,
+        truncate: float | int | None = None,
         inherit_blocks: bool = True,
+        focusing: str = "paper",
         check: bool = True,
         **fields,
     ):
-        """A SparseFormer with a teacher's blocks, final LayerNorm and classifier or projection inherited, its leading
-        blocks left out, and a new focusing stage that waits for bootstrapping (section 3.2 of the paper).
+        """A SparseFormer with a teacher's blocks, final LayerNorm and classifier or projection inherited.
+
+        The paper's (section 3.2) leaves out leading blocks and has a new focusing stage that waits for bootstrapping.
+        With `focusing="inherited"` it is the teacher at a lower resolution before any training: it inherits the patch
+        embedding and all blocks, and its tokens' RoIs are the cells of a grid.
 
         Args:
             teacher (`nn.Module`):
@@ -647,9 +730,12 @@ class SparseFormerPreTrainedModel(HubModel):
             num_latent_tokens (`int`, *optional*):
                 Latent tokens. By default, [CLS] counted, a quarter of the teacher's image tokens, of a teacher of 384
                 or more pixels of those that it would have at 224: 49 for ViT-L/16-384 as in the paper.
-            truncate (`float` or `int`, *optional*, defaults to 1/3): Leading blocks left out, a fraction or a count.
+            truncate (`float` or `int`, *optional*):
+                Leading blocks left out, a fraction or a count; 1/3 if the focusing stage is new, else none.
             inherit_blocks (`bool`, *optional*, defaults to `True`):
                 With `False`, only the classifier's weights are inherited (an ablation of table 3).
+            focusing (`str`, *optional*, defaults to `"paper"`):
+                `"paper"`, a stage that is learned from random weights, or `"inherited"`.
             check (`bool`, *optional*, defaults to `True`):
                 Run the teacher on two images of noise, and raise unless the inherited blocks, given its tokens at RoIs
                 that are its patches, compute what it does.
@@ -665,7 +751,9 @@ class SparseFormerPreTrainedModel(HubModel):
         """
         # What reads teachers is no part of a saved model's code.
         inheritance = import_from_package("inheritance", "Inheriting from a teacher")
-        return inheritance.inherit(cls, teacher, num_latent_tokens, truncate, inherit_blocks, check, **fields)
+        return inheritance.inherit(
+            cls, teacher, num_latent_tokens, truncate, inherit_blocks, focusing, check, **fields
+        )
 
 
 class SparseFormerModel(SparseFormerPreTrainedModel):
@@ -674,7 +762,10 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
     def __init__(self, config: SparseFormerConfig):
         config.validate()
         super().__init__(config)
-        self.stem = SparseFormerStem(config)
+        if config.patch_size is None:
+            self.stem = SparseFormerStem(config)
+        else:
+            self.stem = image_pyramid(config.token_grid, config, config.num_pyramid_levels)
         self.latents = SparseFormerLatents(config)
 
         iterations, blocks = config.num_focusing_iterations, config.num_hidden_layers
@@ -683,8 +774,13 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         rates = [config.drop_path_rate * i / max(total - 1, 1) for i in range(total)]
         cortex_rates = [[rate] for rate in rates[total - blocks :]]
 
-        self.focusing_layer = SparseFormerLayer(config, config.focusing_steps, True, rates[:iterations])
-        self.transition = nn.Linear(config.focusing_hidden_size, config.hidden_size)
+        self.focusing_layer = self.transition = self.glance = None
+        if iterations:
+            self.focusing_layer = SparseFormerLayer(config, config.focusing_steps, True, rates[:iterations])
+            self.transition = nn.Linear(config.focusing_hidden_size, config.hidden_size)
+        if config.glance_grid:
+            self.glance = SparseFormerGlance(config)
+        self.embedding_norm = cortex_norm(config)(config.hidden_size) if config.embedding_norm else nn.Identity()
         self.transition_layernorm = (
             nn.LayerNorm(config.hidden_size, eps=focusing_eps(config))
             if config.transition_layer_norm
@@ -733,16 +829,17 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 That spares 8 % of the multiply-accumulates of augreg-base-49-224, 4 % of augreg-large-49-224's.
         """
         pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min_size=4)
-        features = self.stem(pixel_values.to(self.stem.convolution.weight.dtype))
-        batch_size = features.shape[0]
+        features, batch_size = self.stem(pixel_values), len(pixel_values)
         hidden_states, rois, prefix = self.latents(batch_size)
+        # Tokens that glanced stand where they do in the window.
+        places = rois
         all_rois, all_points, focusing_hidden_states = [], [], []
 
         def run(layer, hidden_states, rois, iteration=0, leading=None):
             hidden_states, rois, points = layer(hidden_states, rois, features, iteration, leading, **kwargs)
             # What the first execution makes of learned tokens and RoIs alone, it makes once for all images.
             hidden_states, rois = (states.expand(batch_size, -1, -1) for states in (hidden_states, rois))
-            if "roi_adjustment" in layer.steps:
+            if "roi_adjustment" in layer.steps or layer is self.final_focusing_layer and self.config.patch_size:
                 all_rois.append(rois)
             if points is not None:
                 all_points.append(points)
@@ -752,12 +849,17 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             hidden_states, rois = run(self.focusing_layer, hidden_states, rois, iteration)
             focusing_hidden_states.append(hidden_states)
 
-        hidden_states = self.transition_layernorm(self.transition(hidden_states))
+        if self.transition is not None:
+            hidden_states = self.transition(hidden_states)
+        hidden_states = self.transition_layernorm(hidden_states)
+        if self.glance is not None:
+            sampling = self.final_focusing_layer.sampling
+            window = self.glance(pixel_values, prefix, sampling, self.embedding_norm, self.rotation)
+            rois = place_in_window(rois, window)
         if self.final_focusing_layer is not None:
             hidden_states, rois = run(self.final_focusing_layer, hidden_states, rois)
-        if prefix is not None:
-            hidden_states = torch.cat([prefix.to(hidden_states.dtype), hidden_states], dim=1)
-        kwargs |= self.rotation(rois)
+        hidden_states = self.embedding_norm(join(prefix, hidden_states))
+        kwargs |= self.rotation(places if self.config.patch_size else rois)
         cls_alone = not output_tokens and self.reads_cls_alone()
         for layer in self.layers:
             leading = self.config.num_class_tokens if cls_alone and layer is self.layers[-1] else None
@@ -769,8 +871,16 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             rois=tuple(all_rois) if output_rois else None,
             sampling_points=tuple(all_points) if output_rois else None,
             focusing_hidden_states=tuple(focusing_hidden_states) if output_focusing_hidden_states else None,
-            stem_features=features if output_stem_features else None,
+            stem_features=self.features_of(features, pixel_values) if output_stem_features else None,
         )
+
+    def features_of(self, features: torch.Tensor | list[torch.Tensor], pixel_values: torch.Tensor) -> torch.Tensor:
+        """What tokens sample as one map of a quarter of the image's size: of pixels, 4 x 4 beside each other."""
+        if self.config.patch_size is None:
+            return features
+        height, width = pixel_values.shape[-2:]
+        padded = F.pad(pixel_values, (0, -width % 4, 0, -height % 4), mode="replicate")
+        return F.pixel_unshuffle(padded, 4)
 
     def run_cortex(self, hidden_states: torch.Tensor, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The cortex alone, for any tokens.
@@ -866,7 +976,7 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
 
     def __init__(self, config: SparseFormerConfig):
         steps = (*config.focusing_steps, *config.final_focusing_steps)
-        if "roi_adjustment" not in steps:
+        if config.patch_size is None and "roi_adjustment" not in steps:
             raise ValueError(f"Tokens are placed by their RoIs, and no step of {list(steps)} adjusts any.")
         super().__init__(config)
         self.num_labels = config.num_labels

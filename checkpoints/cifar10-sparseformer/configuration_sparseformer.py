@@ -4,12 +4,37 @@ import math
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import FrugalViTConfig
+from .configuration_base import FrugalViTConfig, pair
 
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 INCEPTION_MEAN, INCEPTION_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of so many cells that are most nearly square in an image of that height and width.
+
+    Raises:
+        ValueError: if cells would be more than twice as long one way as the other; the message names counts that fit.
+    """
+
+    def length(count: int) -> tuple[float, tuple[int, int]]:
+        grids = [(rows, count // rows) for rows in range(1, count + 1) if count % rows == 0]
+        ratios = {grid: abs(math.log(image_size[0] * grid[1] / (image_size[1] * grid[0]))) for grid in grids}
+        best = min(grids, key=ratios.get)
+        return ratios[best], best
+
+    ratio, grid = length(num_cells)
+    if ratio > math.log(2) + 1e-6:
+        fitting = [n for n in range(1, 4 * num_cells + 8) if length(n)[0] <= math.log(2) + 1e-6]
+        nearest = sorted(sorted(fitting, key=lambda n: abs(n - num_cells))[:3])
+        raise ValueError(
+            f"{num_cells} tokens make no grid of cells that are nearly square in images of "
+            f"{image_size[0]} x {image_size[1]} pixels; {', '.join(map(str, nearest))} do."
+        )
+    return grid
+
 
 # What a layer can do with its tokens, in the order in which the configuration lists it.
 STEPS = ("sampling", "position_encoding", "attention", "mlp", "roi_adjustment")
@@ -25,6 +50,10 @@ class SparseFormerConfig(FrugalViTConfig):
     `focusing_hidden_size`, executed `num_focusing_iterations` times, and one at full width, executed once; the cortex
     is a plain transformer encoder. What the two generations do differently is written out in the fields below.
 
+    With `patch_size`, the focusing stage is inherited, too: each token embeds the pixels at a grid of points in its
+    RoI as the teacher embeds a patch, so that a new student is its teacher at a lower resolution; with `glance_grid`,
+    it first glances at the image to choose the window that its tokens share.
+
     Args:
         image_size (`int` or pair of `int`, *optional*, defaults to 224):
             Image size in pixels (or height and width) for preprocessing. The model itself takes any size: RoIs are
@@ -36,6 +65,21 @@ class SparseFormerConfig(FrugalViTConfig):
         num_mixed_points (`int`, *optional*):
             Points after mixing; `max(num_sampling_points, 32)` if not given, as in the reference implementation.
         stem_channels (`int`, *optional*, defaults to 64): Channels of the early convolution.
+        patch_size (`int` or pair of `int`, *optional*):
+            Rows and columns of points whose pixels a token embeds by a linear layer. There is then no early
+            convolution, no focusing layer and no adaptive mixing: `num_focusing_iterations` is 0.
+        patch_norm (`bool`, *optional*, defaults to `False`): A norm follows that layer, before positions are added.
+        embedding_norm (`bool`, *optional*, defaults to `False`): A norm of all tokens before the cortex (CLIP).
+        token_grid (pair of `int`, *optional*):
+            With `patch_size`, rows and columns of the cells that are the tokens' first RoIs, in row order. By default,
+            those with `num_latent_tokens` cells that are most nearly square in an image of `image_size`.
+        num_pyramid_levels (`int`, *optional*, defaults to 1):
+            With `patch_size`, sizes of the image that tokens sample: one where the points of the first RoIs are its
+            pixels, and others, each twice as large up to the image's own, for RoIs that are smaller.
+        glance_grid (pair of `int`, *optional*):
+            With `patch_size`, rows and columns of tokens that glance at the whole image; what they see places the
+            window in which the other tokens' first RoIs lie. Without it, the window is the image.
+        num_glance_layers (`int`, *optional*, defaults to 3): Transformer blocks of the glance.
         focusing_hidden_size (`int`, *optional*, defaults to 384): Width of the iterated focusing layer.
         num_focusing_iterations (`int`, *optional*, defaults to 4):
             Executions of the focusing layer; the one at full width comes on top ("4+1" in the paper).
@@ -139,6 +183,13 @@ class SparseFormerConfig(FrugalViTConfig):
     num_sampling_points: int = 16
     num_mixed_points: int | None = None
     stem_channels: int = 64
+    patch_size: int | list[int] | tuple[int, int] | None = None
+    patch_norm: bool = False
+    embedding_norm: bool = False
+    token_grid: list[int] | tuple[int, int] | None = None
+    num_pyramid_levels: int = 1
+    glance_grid: list[int] | tuple[int, int] | None = None
+    num_glance_layers: int = 3
     focusing_hidden_size: int = 384
     num_focusing_iterations: int = 4
     focusing_steps: list[str] | tuple[str, ...] = (
@@ -213,8 +264,21 @@ class SparseFormerConfig(FrugalViTConfig):
             self.intermediate_size = 4 * self.hidden_size
         if self.focusing_intermediate_size is None:
             self.focusing_intermediate_size = 4 * self.focusing_hidden_size
+        if self.patch_size is not None:
+            self.patch_size = pair(self.patch_size)
+            self.num_sampling_points = math.prod(self.patch_size)
+            self.stem_channels = 16 * self.num_channels
+            self.num_focusing_iterations, self.final_focusing_steps = 0, ("sampling",)
+            self.shared_token_embedding = False
+            self.token_grid = tuple(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))
+            self.glance_grid = self.glance_grid and tuple(self.glance_grid)
         self.rope_scale, self.rope_shift = tuple(self.rope_scale), tuple(self.rope_shift)
         super().__post_init__(**kwargs)
+
+    @property
+    def latent_size(self) -> int:
+        """Channels of the tokens at the start."""
+        return self.focusing_hidden_size if self.num_focusing_iterations else self.hidden_size
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -241,7 +305,8 @@ class SparseFormerConfig(FrugalViTConfig):
             "num_mixed_points",
             "stem_channels",
             "focusing_hidden_size",
-            "num_focusing_iterations",
+            "num_pyramid_levels",
+            "num_glance_layers",
             "focusing_num_attention_heads",
             "focusing_intermediate_size",
             "hidden_size",
@@ -260,10 +325,15 @@ class SparseFormerConfig(FrugalViTConfig):
                 f"`num_sampling_points` is {self.num_sampling_points}, expected at least 2: "
                 "sampling offsets are standardized over the points of a token."
             )
+        if self.patch_size is None:
+            self._check_counts("num_focusing_iterations")
         for name in ("decoder_num_hidden_layers", "num_register_tokens", "pooling_intermediate_size"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, expected at least 0.")
         self._check_sizes("image_size", low=4, reason=", each at least 4 (the stride of the stem)")
+        for name in ("patch_size", "token_grid", "glance_grid"):
+            if getattr(self, name) is not None:
+                self._check_sizes(name)
 
     def validate_widths(self):
         """Heads divide widths, and the positional encoding divides into sines and cosines of four coordinates."""
@@ -303,6 +373,18 @@ class SparseFormerConfig(FrugalViTConfig):
                 "its last RoIs, but the full-width focusing layer attends and is a cortex block: set "
                 "`use_cls_token=False`, no `num_register_tokens` and no `rope_theta`, or take 'attention' out of "
                 "`final_focusing_steps`."
+            )
+
+    def validate_patches(self):
+        """Tokens fill their grid, and what only tokens that embed patches can do is left to them."""
+        if self.patch_size is None:
+            for name in ("token_grid", "glance_grid"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"`{name}` is {getattr(self, name)} without `patch_size`; give both or neither.")
+        elif math.prod(self.token_grid) != self.num_latent_tokens:
+            raise ValueError(
+                f"`token_grid`={self.token_grid} has {math.prod(self.token_grid)} cells, expected "
+                f"`num_latent_tokens`={self.num_latent_tokens}."
             )
 
     def validate_rotation(self):

@@ -1,0 +1,177 @@
+"""What every configuration of the project shares."""
+
+import difflib
+from dataclasses import fields
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+CONTEXT_BROADCASTS = ("cb", "cb_s", "cb_gate", "cb_hybrid")
+CONTEXT_BROADCAST_POSITIONS = ("mlp_front", "mlp_mid", "mlp_end", "attention_end")
+
+
+def pair(size) -> tuple[int, ...]:
+    """Height and width of a size, which may be one number for both."""
+    return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+
+
+class HubConfigMixin:
+    """What configurations of `HubModel`s share."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Does nothing: the models' `save_pretrained` writes the source files of model and configuration together."""
+
+
+@strict
+class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
+    """Base configuration: a misspelled field is an error, and saving is left to the models.
+
+    Transformers keeps unknown keyword arguments as attributes, so that `num_hiden_layers=6` would silently build the
+    default model. Here a name that is close to that of a field raises, also if it was assigned to the configuration.
+    """
+
+    def __post_init__(self, **kwargs):
+        for name in ("image_mean", "image_std"):
+            if not isinstance(getattr(self, name, 0.0), float):
+                setattr(self, name, tuple(getattr(self, name)))
+        super().__post_init__(**kwargs)
+
+    @staticmethod
+    def _variants() -> dict[str, dict]:
+        """Fields of the papers' models by name."""
+        return {}
+
+    @classmethod
+    def variants(cls) -> list[str]:
+        """Names of the papers' models, for `from_variant`."""
+        return list(cls._variants())
+
+    @classmethod
+    def from_variant(cls, name: str, **overrides):
+        """The configuration of one of the papers' models.
+
+        Args:
+            name (`str`): One of `variants()`.
+            overrides: Fields to set differently, for example `num_labels=10`.
+
+        Raises:
+            ValueError: if there is no variant of that name; the message lists the names.
+        """
+        variants = cls._variants()
+        if name not in variants:
+            close = ", ".join(difflib.get_close_matches(name, variants, n=4, cutoff=0.5) or variants)
+            family = cls.__name__.removesuffix("Config")
+            raise ValueError(f"There is no {family} variant {name!r}. Did you mean: {close}?")
+        return cls(**{**variants[name], **overrides})
+
+    def validate_names(self):
+        """No attribute looks like a misspelled field."""
+        names = {field.name for field in fields(self)}
+        for key in vars(self):
+            if key in names or key.startswith("_") or hasattr(type(self), key):
+                continue
+            if close := difflib.get_close_matches(key, names, n=1, cutoff=0.85):
+                raise ValueError(
+                    f"{type(self).__name__} has no field `{key}`; did you mean `{close[0]}`? "
+                    f"The fields are: {', '.join(sorted(names))}."
+                )
+
+    def validate_preprocessing(self):
+        """Mean and standard deviation are there for every channel, where a family prepares images at all."""
+        for name in ("image_mean", "image_std"):
+            value = getattr(self, name, None)
+            if isinstance(value, (list, tuple)) and len(value) != self.num_channels:
+                raise ValueError(
+                    f"`{name}` has {len(value)} values, expected one number or one for each of the "
+                    f"`num_channels`={self.num_channels} channels."
+                )
+        std = getattr(self, "image_std", 1.0)
+        if 0 in (std if isinstance(std, (list, tuple)) else (std,)):
+            raise ValueError(f"`image_std` is {std}, expected numbers to divide by.")
+        if getattr(self, "resample", 2) not in range(6):
+            raise ValueError(f"`resample` is {self.resample!r}, expected one of {list(range(6))}.")
+
+    def validate_problem_type(self):
+        """The loss is one of Transformers'."""
+        types = (None, "regression", "single_label_classification", "multi_label_classification")
+        self._check_choices(problem_type=types)
+
+    def validate_context_broadcast(self):
+        """Kind and positions of Context Broadcasting exist, in families that can have it."""
+        if hasattr(self, "context_broadcast"):
+            self._check_choices(context_broadcast=(None, *CONTEXT_BROADCASTS))
+            positions = self.context_broadcast_position
+            for position in (positions,) if isinstance(positions, str) else positions:
+                if position not in CONTEXT_BROADCAST_POSITIONS:
+                    raise ValueError(
+                        f"`context_broadcast_position` has {position!r}, expected some of "
+                        f"{list(CONTEXT_BROADCAST_POSITIONS)}."
+                    )
+
+    def _check_counts(self, *names: str):
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}, expected at least 1.")
+
+    def _check_choices(self, **choices: tuple):
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {list(allowed)}.")
+
+    def _check_positive(self, *names: str):
+        for name in names:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, expected a positive number.")
+
+    def _check_rates(self, *names: str):
+        for name in names:
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, expected 0 <= rate < 1.")
+
+    def _check_sizes(self, *names: str, low: int = 1, reason: str = ""):
+        for name in names:
+            size = pair(getattr(self, name))
+            if len(size) != 2 or min(size) < low:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)}, expected one size or a height and a width{reason}."
+                )
+
+
+@strict
+class PatchTransformerConfig(FrugalViTConfig):
+    """Base configuration of vision transformers whose tokens are the patches of an image of one size."""
+
+    def __post_init__(self, **kwargs):
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        super().__post_init__(**kwargs)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Height and width in patches."""
+        (height, width), (patch_height, patch_width) = pair(self.image_size), pair(self.patch_size)
+        return height // patch_height, width // patch_width
+
+    def validate_patches(self):
+        """Counts and sizes are positive, patches tile the image, and heads divide the width."""
+        self._check_counts("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        self._check_counts("intermediate_size", "resize_size")
+        self._check_sizes("image_size", "patch_size")
+        for size, patch in zip(pair(self.image_size), pair(self.patch_size), strict=True):
+            if size % patch:
+                raise ValueError(
+                    f"Patches of `patch_size`={self.patch_size} do not tile images of `image_size`={self.image_size}."
+                )
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"`hidden_size`={self.hidden_size} is not divisible by `num_attention_heads`="
+                f"{self.num_attention_heads}; choose heads that divide the width."
+            )
+
+    def validate_numbers(self):
+        """Rates and widths of distributions make sense."""
+        self._check_rates("drop_path_rate")
+        self._check_positive("layer_norm_eps", "initializer_range")

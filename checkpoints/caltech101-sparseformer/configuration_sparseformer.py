@@ -1,0 +1,514 @@
+"""SparseFormer configuration: both generations, every variant of the papers by name."""
+
+import math
+
+from huggingface_hub.dataclasses import strict
+
+from .configuration_base import FrugalViTConfig, pair
+
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+INCEPTION_MEAN, INCEPTION_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of so many cells that are most nearly square in an image of that height and width.
+
+    Raises:
+        ValueError: if cells would be more than twice as long one way as the other; the message names counts that fit.
+    """
+
+    def length(count: int) -> tuple[float, tuple[int, int]]:
+        grids = [(rows, count // rows) for rows in range(1, count + 1) if count % rows == 0]
+        ratios = {grid: abs(math.log(image_size[0] * grid[1] / (image_size[1] * grid[0]))) for grid in grids}
+        best = min(grids, key=ratios.get)
+        return ratios[best], best
+
+    ratio, grid = length(num_cells)
+    if ratio > math.log(2) + 1e-6:
+        fitting = [n for n in range(1, 4 * num_cells + 8) if length(n)[0] <= math.log(2) + 1e-6]
+        nearest = sorted(sorted(fitting, key=lambda n: abs(n - num_cells))[:3])
+        raise ValueError(
+            f"{num_cells} tokens make no grid of cells that are nearly square in images of "
+            f"{image_size[0]} x {image_size[1]} pixels; {', '.join(map(str, nearest))} do."
+        )
+    return grid
+
+
+# What a layer can do with its tokens, in the order in which the configuration lists it.
+STEPS = ("sampling", "position_encoding", "attention", "mlp", "roi_adjustment")
+
+
+@strict
+class SparseFormerConfig(FrugalViTConfig):
+    r"""
+    Configuration of a SparseFormer. The defaults are the base model bootstrapped from AugReg ViT-B/16 with 49 tokens
+    (Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*, table 1); `from_variant` has the rest.
+
+    A SparseFormer is a stem, a focusing stage and a cortex. The focusing stage is one layer of width
+    `focusing_hidden_size`, executed `num_focusing_iterations` times, and one at full width, executed once; the cortex
+    is a plain transformer encoder. What the two generations do differently is written out in the fields below.
+
+    With `patch_size`, the focusing stage is inherited, too: each token embeds the pixels at a grid of points in its
+    RoI as the teacher embeds a patch, so that a new student is its teacher at a lower resolution; with `glance_grid`,
+    it first glances at the image to choose the window that its tokens share.
+
+    Args:
+        image_size (`int` or pair of `int`, *optional*, defaults to 224):
+            Image size in pixels (or height and width) for preprocessing. The model itself takes any size: RoIs are
+            relative to the image.
+        num_channels (`int`, *optional*, defaults to 3): Channels of the image.
+        num_latent_tokens (`int`, *optional*, defaults to 48):
+            Latent tokens, [CLS] not counted (the papers count it: 49).
+        num_sampling_points (`int`, *optional*, defaults to 16): Points that a token samples in its RoI, at least 2.
+        num_mixed_points (`int`, *optional*):
+            Points after mixing; `max(num_sampling_points, 32)` if not given, as in the reference implementation.
+        stem_channels (`int`, *optional*, defaults to 64): Channels of the early convolution.
+        patch_size (`int` or pair of `int`, *optional*):
+            Rows and columns of points whose pixels a token embeds by a linear layer. There is then no early
+            convolution, no focusing layer and no adaptive mixing: `num_focusing_iterations` is 0.
+        patch_norm (`bool`, *optional*, defaults to `False`): A norm follows that layer, before positions are added.
+        embedding_norm (`bool`, *optional*, defaults to `False`): A norm of all tokens before the cortex (CLIP).
+        token_grid (pair of `int`, *optional*):
+            With `patch_size`, rows and columns of the cells that are the tokens' first RoIs, in row order. By default,
+            those with `num_latent_tokens` cells that are most nearly square in an image of `image_size`.
+        num_pyramid_levels (`int`, *optional*, defaults to 1):
+            With `patch_size`, sizes of the image that tokens sample: one where the points of the first RoIs are its
+            pixels, and others, each twice as large up to the image's own, for RoIs that are smaller.
+        glance_grid (pair of `int`, *optional*):
+            With `patch_size`, rows and columns of tokens that glance at the whole image; what they see places the
+            window in which the other tokens' first RoIs lie. Without it, the window is the image.
+        num_glance_layers (`int`, *optional*, defaults to 3): Transformer blocks of the glance.
+        focusing_hidden_size (`int`, *optional*, defaults to 384): Width of the iterated focusing layer.
+        num_focusing_iterations (`int`, *optional*, defaults to 4):
+            Executions of the focusing layer; the one at full width comes on top ("4+1" in the paper).
+        focusing_steps (sequence of `str`, *optional*):
+            What the focusing layer does in one execution, in order; of "sampling", "position_encoding", "attention",
+            "mlp" and "roi_adjustment".
+        final_focusing_steps (sequence of `str`, *optional*):
+            The same for the layer at full width. If it attends (v1), it is a whole transformer block and counts as
+            the first of the `num_hidden_layers`.
+        focusing_num_attention_heads (`int`, *optional*): Heads of the focusing layer; one per 64 channels by default.
+        focusing_intermediate_size (`int`, *optional*): MLP width of the focusing layer; 4 times its width by default.
+        focusing_hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of the focusing layer's MLP.
+        hidden_size (`int`, *optional*, defaults to 768): Width of the cortex.
+        num_hidden_layers (`int`, *optional*, defaults to 8): Blocks of the cortex that exist, after truncation.
+        num_attention_heads (`int`, *optional*): Heads of the cortex; one per 64 channels by default.
+        intermediate_size (`int`, *optional*): MLP width of the cortex; 4 times its width by default.
+        hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of the cortex ("quick_gelu" for CLIP).
+        qkv_bias (`bool`, *optional*, defaults to `True`): Biases on queries, keys and values of the cortex.
+        gated_mlp (`bool`, *optional*, defaults to `False`):
+            MLPs of the cortex have a gate: activated, it multiplies their first layer (SwiGLU with "silu").
+        mlp_norm (`bool`, *optional*, defaults to `False`):
+            A norm before the second layer of MLPs of the cortex (EVA-02).
+        query_key_norm (`bool`, *optional*, defaults to `False`): Norms of each head's queries and keys in the cortex.
+        attention_norm (`bool`, *optional*, defaults to `False`):
+            A norm before the output projection of attention there.
+        norm_type (`str`, *optional*, defaults to `"layer_norm"`): Norms of the cortex, or `"rms_norm"`.
+        layer_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the cortex's norms, and of the others unless
+            `focusing_layer_norm_eps` is given.
+        focusing_layer_norm_eps (`float`, *optional*): Epsilon of every LayerNorm before the cortex.
+        final_norm (`bool`, *optional*, defaults to `True`): Whether a norm follows the cortex.
+        rope_theta (`float`, *optional*):
+            Base of the frequencies by which the cortex rotates queries and keys of latent tokens, each at the center
+            of its RoI; without it, it rotates none (`frugalvit.modeling.layers.rotary_table`).
+        rope_scale, rope_shift (pair of `float`, *optional*):
+            From centers, 0 to 1 across the image, to coordinates, those of y first. DINOv3's by default.
+        shared_token_embedding (`bool`, *optional*, defaults to `True`):
+            All latent tokens start from one learned embedding (v1: one each).
+        stage_embedding (`bool`, *optional*, defaults to `True`):
+            A learned embedding joins the tokens at the start of every focusing iteration.
+        transition_layer_norm (`bool`, *optional*, defaults to `False`):
+            LayerNorm after the linear layer that takes the tokens to full width.
+        mixing_bias (`bool`, *optional*, defaults to `False`):
+            Biases and a GELU after each of the two mixing products (v1); otherwise one GELU after both.
+        mixing_hidden_size (`int`, *optional*, defaults to 128):
+            Bottleneck of the generator of mixing parameters; `None` is a quarter of the token width (v1).
+        num_roi_delta_layers (`int`, *optional*, defaults to 2): Linear layers that produce the RoI deltas, 1 or 2.
+        sampling_padding_mode (`str`, *optional*, defaults to `"border"`):
+            What a point outside the image reads: "border" or "zeros".
+        clip_sampling_gradients (`bool`, *optional*, defaults to `False`):
+            Clamp the gradient on sampling points to +-1 / height of the feature map (v1's training code).
+        use_cls_token (`bool`, *optional*, defaults to `True`): A learned [CLS] joins the tokens before the cortex.
+        num_class_tokens (`int`, *optional*, defaults to 1): How many of them, with `use_cls_token`.
+        num_register_tokens (`int`, *optional*, defaults to 0):
+            Learned tokens that join after them and stand for nothing.
+        pooling (`str`, *optional*, defaults to `"cls"`):
+            `"cls"`, class tokens, side by side if there are several; `"class_mean"`, their mean; `"mean"` over all
+            tokens or `"latent_mean"` without those in front; `"cls_and_latent_mean"`, both side by side (DINOv2's
+            classifiers); `"attention"` to all tokens or `"latent_attention"`, by a learned query (SigLIP, AIMv2).
+        pooled_class_tokens (sequence of `int`, *optional*): Which class tokens `"cls"` takes; all by default.
+        pool_before_norm (`bool`, *optional*, defaults to `False`): Pool before the final norm (v1).
+        pooling_num_attention_heads (`int`, *optional*): Heads of attention pooling; the cortex's by default.
+        pooling_intermediate_size (`int`, *optional*): MLP width there, or 0 for no MLP (AIMv2).
+        pooling_hidden_act (`str`, *optional*): Activation there.
+        projection_dim (`int`, *optional*): Width of the projected embedding of CLIP-like models.
+        projection_bias (`bool`, *optional*, defaults to `False`): A bias on that projection.
+        decoder_hidden_size (`int`, *optional*, defaults to 256): Width of the segmentation head.
+        decoder_num_hidden_layers (`int`, *optional*, defaults to 2): Transformer blocks of the segmentation head.
+        semantic_loss_ignore_index (`int`, *optional*, defaults to 255): Label of pixels that do not count.
+        context_broadcast (`str`, *optional*):
+            Context Broadcasting in every block of the cortex: `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`, see
+            `insert_context_broadcast`.
+        context_broadcast_position (`str` or several, *optional*, defaults to `"mlp_end"`):
+            Where: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
+        drop_path_rate (`float`, *optional*, defaults to 0.0):
+            Largest stochastic depth rate; rises linearly over all layer executions.
+        initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
+        image_mean, image_std (`float` or sequence of `float`, *optional*):
+            Normalization written into the image processor, for all channels or each.
+        resize_size (`int`, *optional*):
+            Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
+        resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
+            if a name looks like a misspelled field; the message says what was given and what would fit.
+    """
+
+    model_type = "sparseformer"
+    attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
+    keys_to_ignore_at_inference = [
+        "rois",
+        "sampling_points",
+        "focusing_hidden_states",
+        "stem_features",
+        "token_maps",
+    ]
+
+    image_size: int | list[int] | tuple[int, int] = 224
+    num_channels: int = 3
+    num_latent_tokens: int = 48
+    num_sampling_points: int = 16
+    num_mixed_points: int | None = None
+    stem_channels: int = 64
+    patch_size: int | list[int] | tuple[int, int] | None = None
+    patch_norm: bool = False
+    embedding_norm: bool = False
+    token_grid: list[int] | tuple[int, int] | None = None
+    num_pyramid_levels: int = 1
+    glance_grid: list[int] | tuple[int, int] | None = None
+    num_glance_layers: int = 3
+    focusing_hidden_size: int = 384
+    num_focusing_iterations: int = 4
+    focusing_steps: list[str] | tuple[str, ...] = (
+        "sampling",
+        "position_encoding",
+        "attention",
+        "mlp",
+        "roi_adjustment",
+    )
+    final_focusing_steps: list[str] | tuple[str, ...] = ("sampling", "position_encoding")
+    focusing_num_attention_heads: int | None = None
+    focusing_intermediate_size: int | None = None
+    focusing_hidden_act: str = "gelu"
+    hidden_size: int = 768
+    num_hidden_layers: int = 8
+    num_attention_heads: int | None = None
+    intermediate_size: int | None = None
+    hidden_act: str = "gelu"
+    qkv_bias: bool = True
+    gated_mlp: bool = False
+    mlp_norm: bool = False
+    query_key_norm: bool = False
+    attention_norm: bool = False
+    norm_type: str = "layer_norm"
+    layer_norm_eps: float | int = 1e-5
+    focusing_layer_norm_eps: float | int | None = None
+    final_norm: bool = True
+    rope_theta: float | int | None = None
+    rope_scale: list[float] | tuple[float, ...] = (4 * math.pi, 4 * math.pi)
+    rope_shift: list[float] | tuple[float, ...] = (-2 * math.pi, -2 * math.pi)
+    shared_token_embedding: bool = True
+    stage_embedding: bool = True
+    transition_layer_norm: bool = False
+    mixing_bias: bool = False
+    mixing_hidden_size: int | None = 128
+    num_roi_delta_layers: int = 2
+    sampling_padding_mode: str = "border"
+    clip_sampling_gradients: bool = False
+    use_cls_token: bool = True
+    num_class_tokens: int = 1
+    num_register_tokens: int = 0
+    pooling: str = "cls"
+    pooled_class_tokens: list[int] | tuple[int, ...] | None = None
+    pool_before_norm: bool = False
+    pooling_num_attention_heads: int | None = None
+    pooling_intermediate_size: int | None = None
+    pooling_hidden_act: str | None = None
+    projection_dim: int | None = None
+    projection_bias: bool = False
+    decoder_hidden_size: int = 256
+    decoder_num_hidden_layers: int = 2
+    semantic_loss_ignore_index: int = 255
+    context_broadcast: str | None = None
+    context_broadcast_position: str | list[str] | tuple[str, ...] = "mlp_end"
+    drop_path_rate: float | int = 0.0
+    initializer_range: float | int = 0.02
+    image_mean: float | list[float] | tuple[float, ...] = INCEPTION_MEAN
+    image_std: float | list[float] | tuple[float, ...] = INCEPTION_STD
+    resize_size: int | None = None
+    resample: int = 2
+
+    def __post_init__(self, **kwargs):
+        self.focusing_steps = tuple(self.focusing_steps)
+        self.final_focusing_steps = tuple(self.final_focusing_steps)
+        if self.num_mixed_points is None:
+            self.num_mixed_points = max(self.num_sampling_points, 32)
+        if self.num_attention_heads is None:
+            self.num_attention_heads = max(self.hidden_size // 64, 1)
+        if self.focusing_num_attention_heads is None:
+            self.focusing_num_attention_heads = max(self.focusing_hidden_size // 64, 1)
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        if self.focusing_intermediate_size is None:
+            self.focusing_intermediate_size = 4 * self.focusing_hidden_size
+        if self.patch_size is not None:
+            self.patch_size = pair(self.patch_size)
+            self.num_sampling_points = math.prod(self.patch_size)
+            self.stem_channels = 16 * self.num_channels
+            self.num_focusing_iterations, self.final_focusing_steps = 0, ("sampling",)
+            self.shared_token_embedding = False
+            self.token_grid = tuple(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))
+            self.glance_grid = self.glance_grid and tuple(self.glance_grid)
+        self.rope_scale, self.rope_shift = tuple(self.rope_scale), tuple(self.rope_shift)
+        super().__post_init__(**kwargs)
+
+    @property
+    def latent_size(self) -> int:
+        """Channels of the tokens at the start."""
+        return self.focusing_hidden_size if self.num_focusing_iterations else self.hidden_size
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Class and register tokens, in front of the latent ones."""
+        return self.use_cls_token * self.num_class_tokens + self.num_register_tokens
+
+    @property
+    def pooled_size(self) -> int:
+        """Channels of the pooled token."""
+        if self.pooling == "cls":
+            return len(self.pooled_class_tokens or range(self.num_class_tokens)) * self.hidden_size
+        return 2 * self.hidden_size if self.pooling == "cls_and_latent_mean" else self.hidden_size
+
+    @property
+    def final_focusing_is_block(self) -> bool:
+        """Whether the layer that focuses at full width attends and so is the first block of the cortex (v1)."""
+        return "attention" in self.final_focusing_steps
+
+    def validate_counts(self):
+        """Counts and sizes are positive."""
+        self._check_counts(
+            "num_channels",
+            "num_latent_tokens",
+            "num_mixed_points",
+            "stem_channels",
+            "focusing_hidden_size",
+            "num_pyramid_levels",
+            "num_glance_layers",
+            "focusing_num_attention_heads",
+            "focusing_intermediate_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "mixing_hidden_size",
+            "num_class_tokens",
+            "pooling_num_attention_heads",
+            "projection_dim",
+            "decoder_hidden_size",
+            "resize_size",
+        )
+        if self.num_sampling_points < 2:
+            raise ValueError(
+                f"`num_sampling_points` is {self.num_sampling_points}, expected at least 2: "
+                "sampling offsets are standardized over the points of a token."
+            )
+        if self.patch_size is None:
+            self._check_counts("num_focusing_iterations")
+        for name in ("decoder_num_hidden_layers", "num_register_tokens", "pooling_intermediate_size"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, expected at least 0.")
+        self._check_sizes("image_size", low=4, reason=", each at least 4 (the stride of the stem)")
+        for name in ("patch_size", "token_grid", "glance_grid"):
+            if getattr(self, name) is not None:
+                self._check_sizes(name)
+
+    def validate_widths(self):
+        """Heads divide widths, and the positional encoding divides into sines and cosines of four coordinates."""
+        for width, heads in (
+            ("focusing_hidden_size", "focusing_num_attention_heads"),
+            ("hidden_size", "num_attention_heads"),
+        ):
+            size, count = getattr(self, width), getattr(self, heads)
+            if size % count:
+                raise ValueError(
+                    f"`{width}`={size} is not divisible by `{heads}`={count}; choose heads that divide the width."
+                )
+            if size % 8:
+                raise ValueError(
+                    f"`{width}`={size} is not a multiple of 8, as the RoI position encoding (sine and cosine of "
+                    "four coordinates) wants it."
+                )
+        if self.decoder_hidden_size % max(self.decoder_hidden_size // 64, 1):
+            raise ValueError(
+                f"`decoder_hidden_size` is {self.decoder_hidden_size}, expected up to 64 or a multiple of 64, the "
+                "width of its attention heads."
+            )
+
+    def validate_steps(self):
+        """The lists of steps name known operations, each once, and can run."""
+        for name in ("focusing_steps", "final_focusing_steps"):
+            steps = getattr(self, name)
+            if unknown := [step for step in steps if step not in STEPS]:
+                raise ValueError(f"`{name}` has unknown steps {unknown}; the steps are {list(STEPS)}.")
+            if len(set(steps)) != len(steps):
+                raise ValueError(f"`{name}`={list(steps)} lists a step twice; each may come once.")
+        if "sampling" not in [*self.focusing_steps, *self.final_focusing_steps]:
+            raise ValueError("No focusing step samples the image: put 'sampling' into `focusing_steps`.")
+        if self.final_focusing_is_block and (self.num_prefix_tokens or self.rope_theta is not None):
+            raise ValueError(
+                "[CLS] and registers have no RoI and join after the focusing stage, and rotary positions are those of "
+                "its last RoIs, but the full-width focusing layer attends and is a cortex block: set "
+                "`use_cls_token=False`, no `num_register_tokens` and no `rope_theta`, or take 'attention' out of "
+                "`final_focusing_steps`."
+            )
+
+    def validate_patches(self):
+        """Tokens fill their grid, and what only tokens that embed patches can do is left to them."""
+        if self.patch_size is None:
+            for name in ("token_grid", "glance_grid"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"`{name}` is {getattr(self, name)} without `patch_size`; give both or neither.")
+        elif math.prod(self.token_grid) != self.num_latent_tokens:
+            raise ValueError(
+                f"`token_grid`={self.token_grid} has {math.prod(self.token_grid)} cells, expected "
+                f"`num_latent_tokens`={self.num_latent_tokens}."
+            )
+
+    def validate_rotation(self):
+        """Rotary positions have two axes, and two channels for each frequency of both."""
+        for name in ("rope_scale", "rope_shift"):
+            if len(getattr(self, name)) != 2:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, expected two numbers, for y and x.")
+        if self.rope_theta is not None and self.hidden_size // self.num_attention_heads % 4:
+            raise ValueError(
+                f"Attention heads have {self.hidden_size // self.num_attention_heads} channels, expected a multiple "
+                "of 4 where `rope_theta` rotates them."
+            )
+
+    def validate_choices(self):
+        """Fields with a fixed set of values."""
+        self._check_choices(
+            pooling=(
+                *("cls", "class_mean", "mean", "latent_mean", "cls_and_latent_mean"),
+                *("attention", "latent_attention"),
+            ),
+            norm_type=("layer_norm", "rms_norm"),
+            sampling_padding_mode=("border", "zeros"),
+            num_roi_delta_layers=(1, 2),
+        )
+        if self.pooling in ("cls", "class_mean", "cls_and_latent_mean") and not self.use_cls_token:
+            raise ValueError(
+                f"`pooling={self.pooling!r}` needs `use_cls_token=True`; without [CLS] choose `pooling='mean'`."
+            )
+        if any(not 0 <= index < self.num_class_tokens for index in self.pooled_class_tokens or ()):
+            raise ValueError(
+                f"`pooled_class_tokens` is {self.pooled_class_tokens}, expected numbers below `num_class_tokens`="
+                f"{self.num_class_tokens}."
+            )
+        self._check_rates("drop_path_rate")
+        self._check_positive("layer_norm_eps", "initializer_range")
+        for name in ("focusing_layer_norm_eps", "rope_theta"):
+            if getattr(self, name) is not None:
+                self._check_positive(name)
+
+    @staticmethod
+    def _variants() -> dict[str, dict]:
+        return VARIANTS
+
+
+def _v1(width: int, layers: int, tokens: int, drop_path_rate: float) -> dict:
+    """SparseFormer as first published (Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent
+    Tokens*), where the layer that focuses at full width is a cortex block."""
+    steps = ("attention", "roi_adjustment", "sampling", "mlp")
+    return {
+        "num_latent_tokens": tokens,
+        "num_sampling_points": 36,
+        "stem_channels": 96,
+        "focusing_hidden_size": width // 2,
+        "focusing_steps": steps,
+        "final_focusing_steps": steps,
+        "focusing_num_attention_heads": 64,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 64,
+        "layer_norm_eps": 1e-6,
+        "shared_token_embedding": False,
+        "stage_embedding": False,
+        "transition_layer_norm": True,
+        "mixing_bias": True,
+        "mixing_hidden_size": None,
+        "num_roi_delta_layers": 1,
+        "sampling_padding_mode": "zeros",
+        "clip_sampling_gradients": True,
+        "use_cls_token": False,
+        "pooling": "mean",
+        "pool_before_norm": True,
+        "drop_path_rate": drop_path_rate,
+        "image_mean": IMAGENET_MEAN,
+        "image_std": IMAGENET_STD,
+        "resize_size": 256,
+        "num_labels": 1000,
+    }
+
+
+def _bootstrapped(size: str, tokens: int, image_size: int = 224, truncated: bool = True, **fields) -> dict:
+    """SparseFormer bootstrapped from a ViT of that size (table 1 of the bootstrapping paper); `tokens` with [CLS]."""
+    width, focusing_width, blocks = {"base": (768, 384, 12), "large": (1024, 512, 24)}[size]
+    return {
+        "image_size": image_size,
+        "num_latent_tokens": tokens - 1,
+        "focusing_hidden_size": focusing_width,
+        "hidden_size": width,
+        "num_hidden_layers": blocks - blocks // 3 if truncated else blocks,
+        "resize_size": image_size * 256 // 224,
+        "num_labels": 1000,
+        **fields,
+    }
+
+
+def _clip(size: str, tokens: int, image_size: int = 224) -> dict:
+    return _bootstrapped(
+        size,
+        tokens,
+        image_size,
+        hidden_act="quick_gelu",
+        projection_dim={"base": 512, "large": 768}[size],
+        image_mean=CLIP_MEAN,
+        image_std=CLIP_STD,
+    )
+
+
+# Names read family, size, tokens as the papers count them (latent + [CLS]) and image size; `-untruncated` keeps all of
+# the teacher's blocks.
+VARIANTS = {
+    "v1-tiny": _v1(512, 8, 49, 0.2),
+    "v1-small": _v1(640, 8, 64, 0.3),
+    "v1-base": _v1(768, 10, 81, 0.4),
+    **{
+        f"augreg-{size}-{tokens}-{image_size}": _bootstrapped(size, tokens, image_size)
+        for size in ("base", "large")
+        for tokens in (49, 80, 100, 144, 196)
+        for image_size in (224, 320, 384)
+    },
+    **{f"augreg-{size}-49-224-untruncated": _bootstrapped(size, 49, truncated=False) for size in ("base", "large")},
+    "clip-base-49-224": _clip("base", 49),
+    "clip-large-64-224": _clip("large", 64),
+    "clip-large-128-224": _clip("large", 128),
+    "clip-large-144-336": _clip("large", 144, 336),
+}
+
+
+__all__ = ["SparseFormerConfig"]

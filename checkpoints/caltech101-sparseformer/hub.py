@@ -1,0 +1,279 @@
+"""Models that save themselves as complete hub repositories, which load without this package."""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import tempfile
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from transformers import PreTrainedModel
+
+
+_RELATIVE_IMPORT = re.compile(r"^\s*from\s+(\.+[\w.]*)\s+import\s", re.MULTILINE)
+_CONFIGURATION_IMPORT = re.compile(r"^(\s*from )\.\.configuration\.", re.MULTILINE)
+
+# Arguments of `save_pretrained` that are meant for the upload.
+_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr")
+
+
+def flatten_imports(source: str) -> str:
+    """Source text of a module with the imports it needs when all files of a family lie side by side."""
+    return _CONFIGURATION_IMPORT.sub(r"\1.", source)
+
+
+def source_files(model_class: type) -> dict[str, str]:
+    """File names and flattened sources of the module that defines a class and of all that it imports relatively.
+
+    Works on an installed package and on remote code alike, as it follows the modules that are really loaded.
+    """
+    sources, pending = {}, [model_class.__module__]
+    while pending:
+        module = importlib.import_module(pending.pop())
+        path = Path(inspect.getsourcefile(module))
+        if path.name in sources:
+            continue
+        text = path.read_text(encoding="utf-8")
+        sources[path.name] = flatten_imports(text)
+        package = module.__spec__.parent if module.__spec__ else module.__name__.rpartition(".")[0]
+        pending += [importlib.util.resolve_name(name, package) for name in _RELATIVE_IMPORT.findall(text)]
+    return sources
+
+
+def image_processor_config(config) -> dict:
+    """The existing Transformers image processor, as the content of `preprocessor_config.json`, that a model wants.
+
+    A resize of the shorter side and a center crop where `config.resize_size` is set (CLIPImageProcessor), otherwise a
+    resize to `config.image_size` (ViTImageProcessor).
+    """
+    size = config.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    shared = {
+        "do_convert_rgb": config.num_channels == 3,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": config.image_mean,
+        "image_std": config.image_std,
+        "resample": config.resample,
+        "rescale_factor": 1 / 255,
+    }
+    if config.resize_size is None:
+        return {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}, **shared}
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_center_crop": True,
+        "crop_size": {"height": height, "width": width},
+        "size": {"shortest_edge": config.resize_size},
+        **shared,
+    }
+
+
+_LOADING_BY_AUTO_CLASS = """\
+from transformers import AutoImageProcessor, {auto_class}
+
+processor = AutoImageProcessor.from_pretrained("path/or/id")
+model = {auto_class}.from_pretrained("path/or/id"{remote})"""
+
+_LOADING_BY_CLASS_NAME = """\
+from transformers import AutoImageProcessor
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+processor = AutoImageProcessor.from_pretrained("path/or/id")
+model_class = get_class_from_dynamic_module("{module}.{name}", "path/or/id")
+model = model_class.from_pretrained("path/or/id")"""
+
+
+_PIPELINES = {
+    "AutoModel": "image-feature-extraction",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForSemanticSegmentation": "image-segmentation",
+    "AutoModelForZeroShotImageClassification": "zero-shot-image-classification",
+}
+
+
+def auto_class(model: PreTrainedModel) -> str | None:
+    """The Auto class that loads a model, the most special one."""
+    if not isinstance(model, HubModel):
+        if type(model).__name__.endswith("ForSemanticSegmentation"):
+            return "AutoModelForSemanticSegmentation"
+        is_clip = hasattr(model, "get_text_features")
+        return "AutoModelForZeroShotImageClassification" if is_clip else "AutoModelForImageClassification"
+    return next((auto for auto, own in reversed(model.auto_classes.items()) if own == type(model).__name__), None)
+
+
+def pipeline_tag(model: PreTrainedModel) -> str | None:
+    """The hub's name of what a model, or an image classifier or CLIP of Transformers, does."""
+    return _PIPELINES.get(auto_class(model))
+
+
+def loading_example(model: PreTrainedModel) -> str:
+    """Lines of Python that load a model, or an image classifier or CLIP of Transformers, and its image processor."""
+    if (loader := auto_class(model)) is not None:
+        remote = ", trust_remote_code=True" if isinstance(model, HubModel) else ""
+        return _LOADING_BY_AUTO_CLASS.format(auto_class=loader, remote=remote)
+    module = model.family_class().__module__.rpartition(".")[2]
+    return _LOADING_BY_CLASS_NAME.format(module=module, name=type(model).__name__)
+
+
+def model_card(model: "HubModel") -> ModelCard:
+    """A card that says what the model is and how to load it; recipes write theirs with measured results instead."""
+    data = ModelCardData(
+        library_name="transformers",
+        tags=["frugalvit", model.config.model_type],
+        pipeline_tag=pipeline_tag(model),
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return ModelCard(
+        f"---\n{data.to_yaml()}\n---\n\n# {type(model).__name__}\n\n"
+        f"A {model.config.model_type} model with {parameters:,} parameters.\n\n"
+        f"```python\n{loading_example(model)}\n```\n"
+    )
+
+
+def import_from_package(module: str, purpose: str):
+    """A module that saved models do not carry, of the installed frugalvit.
+
+    Args:
+        module (`str`): Its name within `frugalvit.modeling`.
+        purpose (`str`): What it is for, for the message.
+
+    Raises:
+        ImportError: if frugalvit is not installed.
+    """
+    try:
+        return importlib.import_module(f"frugalvit.modeling.{module}")
+    except ModuleNotFoundError as error:
+        if error.name and not error.name.startswith("frugalvit"):
+            raise
+        raise ImportError(f"{purpose} needs frugalvit, which is not installed here: pip install frugalvit.") from None
+
+
+class HubModel(PreTrainedModel):
+    """A `PreTrainedModel` whose `save_pretrained` (and so `Trainer` and `push_to_hub`) writes a folder that loads with
+    `trust_remote_code=True` where frugalvit is not installed.
+
+    Families set `auto_classes`, Auto class name to class name, for `auto_map`.
+    """
+
+    auto_classes: dict[str, str] = {}
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "auto_classes" in vars(cls):
+            # Read at import: what a long run saves is what it ran, whatever happened to the files in the meantime.
+            cls._sources = source_files(cls)
+
+    def _initialize_weights(self, module, is_custom_code: bool = False):
+        # In custom code Transformers passes over modules whose own parameters are all loaded, and that is every module
+        # without parameters of its own. `transformers.initialization` looks at each parameter, so none needs it.
+        super()._initialize_weights(module)
+
+    @classmethod
+    def family_class(cls) -> type:
+        """The class that sets `auto_classes`. Its module is what a folder ships, also for classes that were derived
+        from the family's elsewhere, for example in a notebook."""
+        return next(base for base in cls.__mro__ if "auto_classes" in vars(base))
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
+        """As in Transformers; besides weights and configuration it writes the family's source files, the image
+        processor's configuration and a model card. The last two are left alone where they exist.
+
+        Of a model with adapters, only the adapters are saved.
+        """
+        if getattr(self, "_hf_peft_config_loaded", False):
+            super().save_pretrained(save_directory, is_main_process=is_main_process, push_to_hub=push_to_hub, **kwargs)
+            return
+        folder = Path(save_directory)
+        upload = {name: kwargs.pop(name) for name in _UPLOAD_ARGUMENTS if name in kwargs}
+        writes = is_main_process and not folder.is_file()
+        before = {path: path.stat().st_mtime_ns for path in folder.glob("*")}
+        if writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.write_code(folder)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if writes:
+            values = self.image_processor_config()
+            if values is not None and not (folder / "preprocessor_config.json").exists():
+                text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+                (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
+            if not (folder / "README.md").exists():
+                model_card(self).save(folder / "README.md")
+            if push_to_hub:
+                # The folder may hold what is no part of the model, for example a `Trainer`'s checkpoints.
+                written = [path.name for path in folder.glob("*") if before.get(path) != path.stat().st_mtime_ns]
+                upload_folder(
+                    folder,
+                    upload.pop("repo_id", folder.name),
+                    token=kwargs.get("token"),
+                    allow_patterns=[*written, "preprocessor_config.json", "README.md"],
+                    **upload,
+                )
+
+    def image_processor_config(self) -> dict | None:
+        """The content of `preprocessor_config.json`, or `None` where the model does not say."""
+        return image_processor_config(getattr(self.config, "vision_config", self.config))
+
+    def write_code(self, folder: Path):
+        """Write the source files of the model's family and point the configuration's `auto_map` at them."""
+        family = self.family_class()
+        module_name = family.__module__.rpartition(".")[2]
+        # A configuration class imported through the modeling file is the one that the model itself uses.
+        self.config.auto_map = {
+            "AutoConfig": f"{module_name}.{family.config_class.__name__}",
+            **{auto_class: f"{module_name}.{name}" for auto_class, name in self.auto_classes.items()},
+        }
+        for name, source in family._sources.items():
+            (folder / name).write_text(source, encoding="utf-8", newline="\n")
+
+    def push_to_hub(self, repo_id: str, *, private=None, token=None, tags=None, max_shard_size="50GB", **commit):
+        """Save the complete repository and upload it in one commit; a model card that is already there stays.
+
+        Args:
+            repo_id (`str`): Repository on the hub, created if it does not exist.
+            private (`bool`, *optional*): Whether to create a private repository.
+            token (`str`, *optional*): Access token; the one of `hf auth login` by default.
+            tags (list of `str`, *optional*): Tags to add to the model card.
+            max_shard_size (`int` or `str`, *optional*, defaults to `"50GB"`): Largest file of weights.
+            commit: `commit_message`, `commit_description`, `revision` and `create_pr`.
+
+        Returns:
+            `huggingface_hub.CommitInfo`: Where it went.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            readme = Path(folder) / "README.md"
+            if tags and readme.exists():  # adapters come without one
+                card = ModelCard.load(readme)
+                card.data.tags += tags
+                card.save(readme)
+            return upload_folder(folder, repo_id, private=private, token=token, keep_card=True, **commit)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Does nothing: `save_pretrained` writes the source files itself."""
+
+
+def upload_folder(
+    folder, repo_id: str, private=None, token=None, commit_message=None, revision=None, keep_card=False, **commit
+):
+    """Upload a folder to a model repository on the hub, created if it does not exist, in one commit.
+
+    With `keep_card`, a model card that is already in the repository is not replaced.
+    """
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not revision.startswith("refs/pr"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    keeps = keep_card and api.file_exists(repo_id, "README.md", revision=revision)
+    return api.upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        commit_message=commit_message or "Upload model",
+        revision=revision,
+        ignore_patterns=["README.md"] if keeps else None,
+        **commit,
+    )

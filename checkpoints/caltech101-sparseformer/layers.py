@@ -1,0 +1,407 @@
+"""Building blocks that the model families share."""
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import ImageClassifierOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.processing_utils import Unpack
+from transformers.utils import ModelOutput, TransformersKwargs
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_base import pair
+
+
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Softmax attention that returns its weights, `(batch, heads, queries, keys)`; the softmax is in float32."""
+    weights = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        weights = weights + attention_mask
+    weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+def rotary_table(
+    centers: torch.Tensor, theta: float, scale: tuple[float, float], shift: tuple[float, float], head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the angles by which a token's queries and keys are rotated, in float32.
+
+    Rotary positions (Su et al. 2021, arXiv 2104.09864) of two axes, each with a quarter of the channels' frequencies:
+    a token at `(y, x)` has the angles (scale * center + shift) * theta^(-i / n), i = 0, …, n - 1, n = head_dim / 4.
+    With scale = 4 pi and shift = -2 pi these are 2 pi (2 c - 1) f, DINOv3's (Siméoni et al. 2025, arXiv 2508.10104);
+    EVA-02 (Fang et al. 2023, arXiv 2303.11331) counts patches. Neither needs a grid: the formula holds at any center.
+
+    Args:
+        centers (`torch.Tensor`): `(..., 2)` as y, x, 0 to 1 across the image.
+        theta (`float`): Base of the frequencies.
+        scale, shift (pair of `float`): From centers to coordinates, y first.
+        head_dim (`int`): Channels of a head, a multiple of 4.
+
+    Returns:
+        pair of `torch.Tensor`: `(..., head_dim / 2)`, first the frequencies of y, then those of x.
+    """
+    # Numbers of Python instead of tensors, which a device would wait for.
+    axes = zip(centers.float().unbind(-1), scale, shift, strict=True)
+    coordinates = torch.stack([center * factor + offset for center, factor, offset in axes], dim=-1)
+    steps = torch.arange(head_dim // 4, device=centers.device, dtype=torch.float32) / (head_dim // 4)
+    angles = (coordinates.unsqueeze(-1) * theta**-steps).flatten(-2)
+    return angles.cos(), angles.sin()
+
+
+def rotate_half(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate channel i with channel i + head_dim / 2, for each token by its angles.
+
+    Args:
+        states (`torch.Tensor`): `(batch, heads, tokens, head_dim)`.
+        cos, sin (`torch.Tensor`): What broadcasts with `(batch, heads, tokens, head_dim / 2)`.
+    """
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head attention through Transformers' attention interface, of tokens to themselves or of other queries.
+
+    Args:
+        config: The model's configuration, read for the attention implementation only.
+        hidden_size (`int`): Width of the tokens.
+        num_heads (`int`): Heads; divides `hidden_size`.
+        qkv_bias (`bool`): Biases on queries, keys and values.
+        head_norm (`Callable`, *optional*): Makes the norm of each head's queries and keys, given their width.
+        output_norm (`Callable`, *optional*): Makes the norm before the output projection.
+    """
+
+    def __init__(
+        self,
+        config,
+        hidden_size: int,
+        num_heads: int,
+        qkv_bias: bool = True,
+        head_norm: Callable[[int], nn.Module] | None = None,
+        output_norm: Callable[[int], nn.Module] | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.head_dim = hidden_size // num_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = False
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+        self.q_norm = head_norm(self.head_dim) if head_norm else None
+        self.k_norm = head_norm(self.head_dim) if head_norm else None
+        self.output_norm = output_norm(hidden_size) if output_norm else None
+        self.o_proj = nn.Linear(hidden_size, hidden_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        queries: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens `(batch, tokens, hidden_size)`, and `queries` of that width where not the tokens themselves ask, to
+        the shape of what asks; and the attention weights if the implementation has them. `position_embeddings` are
+        cosines and sines, `(batch, rotated tokens, head_dim / 2)`, of the last tokens; queries that are fewer than the
+        tokens are the first of them."""
+        queries = hidden_states if queries is None else queries
+
+        def heads(states: torch.Tensor) -> torch.Tensor:
+            return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+        query, key = heads(self.q_proj(queries)), heads(self.k_proj(hidden_states))
+        value = heads(self.v_proj(hidden_states))
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if position_embeddings is not None:
+            cos, sin = (table.unsqueeze(1).to(query.dtype) for table in position_embeddings)
+            fixed = key.shape[2] - cos.shape[2]
+            rotated = query.shape[2] - fixed
+            query, key = (
+                torch.cat(
+                    [states[:, :, :fixed], rotate_half(states[:, :, fixed:], cos[:, :, :count], sin[:, :, :count])], 2
+                )
+                for states, count in ((query, max(rotated, 0)), (key, cos.shape[2]))
+            )
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attention(self, query, key, value, None, scaling=self.scaling, **kwargs)
+        output = output.reshape(queries.shape)
+        if self.output_norm is not None:
+            output = self.output_norm(output)
+        return self.o_proj(output), weights
+
+
+def activation(name: str) -> nn.Module:
+    """One of Transformers' activations.
+
+    Raises:
+        ValueError: if there is none of that name; the message lists the names.
+    """
+    if name not in ACT2FN:
+        raise ValueError(f"There is no activation {name!r}; there are {', '.join(sorted(ACT2FN))}.")
+    return ACT2FN[name]
+
+
+class MLP(nn.Module):
+    """Two linear layers with an activation between; with a gate, that is activated and multiplied with the first.
+
+    Args:
+        hidden_size, intermediate_size (`int`): Widths.
+        hidden_act (`str`): One of Transformers' activations.
+        gated (`bool`): With a gate (Shazeer 2020, arXiv 2002.05202), SwiGLU for `hidden_act="silu"`.
+        norm (`Callable`, *optional*): Makes the norm before the second layer, given its width.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        hidden_act: str,
+        gated: bool = False,
+        norm: Callable[[int], nn.Module] | None = None,
+    ):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size) if gated else None
+        self.fc1 = nn.Linear(hidden_size, intermediate_size)
+        self.activation = activation(hidden_act)
+        self.norm = norm(intermediate_size) if norm else None
+        self.fc2 = nn.Linear(intermediate_size, hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        inner = self.fc1(hidden_states)
+        inner = (
+            self.activation(inner)
+            if self.gate_proj is None
+            else self.activation(self.gate_proj(hidden_states)) * inner
+        )
+        return self.fc2(inner if self.norm is None else self.norm(inner))
+
+
+def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor:
+    """Stochastic depth (Huang et al. 2016): zeroes a residual branch for whole images, `(batch, ...)`."""
+    if rate == 0.0 or not training:
+        return branch
+    keep = branch.new_empty((branch.shape[0],) + (1,) * (branch.ndim - 1)).bernoulli_(1 - rate)
+    return branch * keep / (1 - rate)
+
+
+class PatchEmbeddings(nn.Module):
+    """Pixels `(batch, num_channels, height, width)` to tokens `(batch, patches, hidden_size)`, by a linear map of each
+    patch. The configuration's `image_size`, `patch_size`, `num_channels`, `hidden_size` and `grid` are read."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.image_size, self.patch_size = pair(config.image_size), pair(config.patch_size)
+        self.num_patches = config.grid[0] * config.grid[1]
+        self.projection = nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
+        )
+
+    def grid_of(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width in patches of an image of that many pixels."""
+        return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
+
+    def forward(self, pixel_values: torch.Tensor, any_size: bool = False) -> torch.Tensor:
+        """
+        Raises:
+            ValueError: if the image has another size than the configuration says, unless any will do.
+        """
+        size = tuple(pixel_values.shape[2:])
+        if not any_size and size != self.image_size:
+            expected = " x ".join(map(str, self.image_size))
+            raise ValueError(
+                f"Got images of {size[0]} x {size[1]} pixels, expected {expected}. Resize them, or pass "
+                "`interpolate_pos_encoding=True`."
+            )
+        return self.projection(pixel_values).flatten(2).mT
+
+
+def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
+    """Positions `(1, leading + height * width, hidden_size)` of a grid for one of another size, bicubically; leading
+    ones, of [CLS] and the like, stay."""
+    leading = positions.shape[1] - grid[0] * grid[1]
+    patches = positions[:, leading:].unflatten(1, grid).permute(0, 3, 1, 2)
+    patches = F.interpolate(patches.float(), size, mode="bicubic", align_corners=False).flatten(2).mT
+    return torch.cat([positions[:, :leading], patches.to(positions.dtype)], dim=1)
+
+
+class PreNormLayer(GradientCheckpointingLayer):
+    """A transformer block: attention and MLP, each of normalized tokens.
+
+    Args:
+        config: The model's configuration: `hidden_size`, `num_attention_heads`, `intermediate_size`, `hidden_act`,
+            `qkv_bias` and `layer_norm_eps` are read.
+        drop_path_rate (`float`): Of both branches.
+    """
+
+    def __init__(self, config, drop_path_rate: float):
+        super().__init__()
+        self.drop_path_rate = drop_path_rate
+        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attention = SelfAttention(config, config.hidden_size, config.num_attention_heads, config.qkv_bias)
+        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
+        hidden_states = hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+        branch = self.mlp(self.layernorm_after(hidden_states))
+        return hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+
+
+def pre_norm_layers(config) -> nn.ModuleList:
+    """A configuration's blocks, whose drop path rate rises linearly to `drop_path_rate`."""
+    last = max(config.num_hidden_layers - 1, 1)
+    return nn.ModuleList(
+        PreNormLayer(config, config.drop_path_rate * i / last) for i in range(config.num_hidden_layers)
+    )
+
+
+def check_pixel_values(pixel_values: torch.Tensor | None, num_channels: int, min_size: int) -> torch.Tensor:
+    """`pixel_values` as they are.
+
+    Raises:
+        ValueError: if they are missing, no `(batch, num_channels, height, width)` floats, smaller than `min_size`, the
+            first layer's stride, or (looked at on CPU only, where it costs no synchronization) none or not finite.
+    """
+    if pixel_values is None:
+        raise ValueError("You have to specify `pixel_values`.")
+    if pixel_values.ndim != 4 or pixel_values.shape[1] != num_channels:
+        raise ValueError(
+            f"Got pixel values of shape {tuple(pixel_values.shape)}, expected (batch, {num_channels}, height, width). "
+            "Prepare images with the model's AutoImageProcessor."
+        )
+    if not pixel_values.is_floating_point():
+        raise ValueError(
+            f"Got pixel values of dtype {pixel_values.dtype}, expected normalized floating point values. Prepare "
+            "images with the model's AutoImageProcessor."
+        )
+    if min(pixel_values.shape[2:]) < min_size:
+        raise ValueError(
+            f"Got an image of {pixel_values.shape[2]} x {pixel_values.shape[3]} pixels, expected at least "
+            f"{min_size} x {min_size}, the stride of the first layer. Resize it first."
+        )
+    if not torch.compiler.is_compiling() and pixel_values.device.type == "cpu" and not torch.jit.is_tracing():
+        if len(pixel_values) == 0:
+            raise ValueError("Got a batch of no images, expected at least one.")
+        # A finite sum, which costs little, has finite terms alone; one that overflowed says nothing.
+        if not pixel_values.sum().isfinite() and not (finite := pixel_values.isfinite().flatten(1).all(1)).all():
+            raise ValueError(
+                f"Images {(~finite).nonzero().flatten().tolist()} of the batch hold NaN or infinite pixels; check "
+                "how they were loaded and normalized."
+            )
+    return pixel_values
+
+
+def image_classification_loss(
+    logits: torch.Tensor, labels: torch.Tensor, config, num_items_in_batch: torch.Tensor | int | None = None
+) -> torch.Tensor:
+    """Loss of an image classifier for `config.problem_type`, inferred from the labels and kept there if it is unset.
+
+    With `num_items_in_batch` (what `Trainer` hands over when it accumulates gradients) the summed loss is divided by
+    that count, for every problem type, so that accumulated steps add up to the large batch.
+
+    Args:
+        logits (`torch.Tensor`): `(batch, num_labels)`.
+        labels (`torch.Tensor`): `(batch,)` integers, `(batch, num_labels)` zeros and ones, or floats for regression.
+        config: Its `problem_type` and `num_labels` are read.
+        num_items_in_batch (`int`, *optional*): Labels in the whole batch that this one is a part of.
+
+    Raises:
+        ValueError: if the shape of the labels does not fit the problem type, or (looked at on CPU only) if they are no
+            classes of the model; -100 is ignored.
+    """
+    if config.problem_type is None:
+        if config.num_labels == 1:
+            config.problem_type = "regression"
+        elif labels.is_floating_point():
+            config.problem_type = "multi_label_classification"
+        else:
+            config.problem_type = "single_label_classification"
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    logits, labels = logits.float(), labels.to(logits.device)
+    if config.problem_type == "single_label_classification":
+        if labels.shape != logits.shape[:1] or labels.is_floating_point():
+            raise ValueError(
+                f"Got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}; single-label classification "
+                f"expects {logits.shape[0]} integers. For zeros and ones per class, set "
+                '`config.problem_type="multi_label_classification"` and pass floats.'
+            )
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = labels[(labels >= config.num_labels) | (labels < 0) & (labels != -100)]
+            if len(wrong):
+                raise ValueError(
+                    f"Got labels {wrong.unique().tolist()}; the model's classes are 0 to {config.num_labels - 1}. For "
+                    "other classes, load it with `num_labels` and `ignore_mismatched_sizes=True`."
+                )
+        loss = F.cross_entropy(logits, labels, reduction=reduction)
+    else:
+        if labels.numel() != logits.numel():
+            raise ValueError(
+                f"Got labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}; "
+                f"{config.problem_type} expects one value for each logit."
+            )
+        labels = labels.reshape(logits.shape).to(logits.dtype)
+        regression = config.problem_type == "regression"
+        loss_function = F.mse_loss if regression else F.binary_cross_entropy_with_logits
+        loss = loss_function(logits, labels, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+class GenericForImageClassification:
+    """A linear classifier on the pooled embedding of a family's base model: the first base of a family's
+    `...ForImageClassification`, before its `...PreTrainedModel`, as Transformers' `GenericForSequenceClassification`.
+
+    Families set `model_class`, the base model, and where it has more outputs than attentions, `output_class`.
+    `base_model_arguments` are passed to it unless others are given.
+    """
+
+    model_class: type[nn.Module]
+    output_class: type[ModelOutput] = ImageClassifierOutput
+    base_model_arguments: dict[str, object] = {}
+    # The loss divides by `num_items_in_batch` for every problem type.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        setattr(self, self.base_model_prefix, self.model_class(config))
+        width = getattr(config, "pooled_size", config.hidden_size)
+        self.classifier = nn.Linear(width, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        names = [field.name for field in fields(self.output_class)]
+        self.passed_on = [name for name in names if name not in ("loss", "logits")]
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ModelOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
+            labels (`torch.Tensor`, *optional*):
+                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
+            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
+            kwargs: Passed to the base model's `forward`.
+
+        Returns:
+            `output_class`: `loss`, `(batch, num_labels)` `logits`, and what the base model gives of its other fields.
+        """
+        outputs = self.base_model(pixel_values, **(self.base_model_arguments | kwargs))
+        logits = self.classifier(outputs.pooler_output)
+        loss = None
+        if labels is not None:
+            loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
+        return self.output_class(loss=loss, logits=logits, **{name: outputs.get(name) for name in self.passed_on})

@@ -1,0 +1,1114 @@
+"""SparseFormer: a vision transformer whose few tokens look where they choose.
+
+Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent Tokens* (v1) and *Bootstrapping SparseFormers
+from Vision Foundation Models* (CVPR 2024). The order of operations and every other difference between the two stand in
+the configuration. Weights load from the authors' checkpoints through `frugalvit convert showlab`.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    ImageClassifierOutput,
+    ModelOutput,
+    SemanticSegmenterOutput,
+)
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_base import pair
+from .configuration_sparseformer import SparseFormerConfig, choose_grid
+from .context_broadcast import ContextBroadcast, broadcast_layers
+from .hub import HubModel, image_processor_config, import_from_package
+from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path, rotary_table
+from .pyramid import ImagePyramid, PatchSampling, grid_rois, place_in_window, sample_features, window_of
+from .segmentation import SegmentationHead, semantic_segmentation_loss
+
+
+@dataclass
+class SparseFormerModelOutput(BaseModelOutputWithPooling):
+    """Output of `SparseFormerModel`.
+
+    Args:
+        last_hidden_state (`torch.FloatTensor` of shape `(batch, [CLS] + tokens, hidden_size)`):
+            Tokens after the final LayerNorm.
+        pooler_output (`torch.FloatTensor` of shape `(batch, hidden_size)`): [CLS] or the mean token, normalized.
+        hidden_states (`tuple`, *optional*): Input of the first cortex block and the output of each block.
+        attentions (`tuple`, *optional*): `(batch, heads, [CLS] + tokens, [CLS] + tokens)` of each cortex block.
+        rois (`tuple`, *optional*, with `output_rois=True`):
+            `(batch, tokens, 4)` float32 after every adjustment: left, top, right, bottom, 0 to 1 across the image,
+            not clamped.
+        sampling_points (`tuple`, *optional*, with `output_rois=True`):
+            `(batch, tokens, points, 2)` float32 of every sampling: x and y, 0 to 1 across the image.
+        focusing_hidden_states (`tuple`, *optional*, with `output_focusing_hidden_states=True`):
+            `(batch, tokens, focusing_hidden_size)` after every focusing iteration.
+        stem_features (`torch.FloatTensor`, *optional*, with `output_stem_features=True`):
+            `(batch, stem_channels, height / 4, width / 4)`, what the tokens sample.
+    """
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    stem_features: torch.FloatTensor | None = None
+
+
+@dataclass
+class SparseFormerImageClassifierOutput(ImageClassifierOutput):
+    """`ImageClassifierOutput` with the extra outputs of `SparseFormerModelOutput`."""
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
+    """`SemanticSegmenterOutput` with the extra outputs of `SparseFormerModelOutput`.
+
+    Args:
+        token_maps (`torch.FloatTensor`, *optional*, with `output_token_maps=True`):
+            `(batch, tokens, height / 4, width / 4)`, the share of each token in each pixel's scores; sums to 1.
+    """
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    token_maps: torch.FloatTensor | None = None
+
+
+@dataclass
+class SparseFormerVisionModelWithProjectionOutput(ModelOutput):
+    """`SparseFormerModelOutput` with `image_embeds`, `(batch, projection_dim)`, the projected `pooler_output`."""
+
+    image_embeds: torch.FloatTensor | None = None
+    last_hidden_state: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    attentions: tuple[torch.FloatTensor, ...] | None = None
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+
+
+def initial_rois(num_tokens: int) -> torch.Tensor:
+    """RoIs before any adjustment, `(num_tokens, 4)` as left, top, right, bottom.
+
+    The first root**2 tokens, root = floor(sqrt(num_tokens)), get boxes of side 0.5 on a grid, x in the outer loop; the
+    remaining ones see the whole image, and so do all tokens if there are fewer than 4 (the reference implementation
+    divides by zero there).
+    """
+    rois = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat(num_tokens, 1)
+    root = math.isqrt(num_tokens)
+    if root > 1:
+        corner = torch.linspace(0, 0.5, root)
+        left_top = torch.cartesian_prod(corner, corner)
+        rois[: root**2] = torch.cat([left_top, left_top + 0.5], dim=1)
+    return rois
+
+
+def initial_sampling_offsets(num_points: int) -> torch.Tensor:
+    """Offsets from the center of a RoI before training, `(num_points, 2)` as x, y.
+
+    Cell centers of a square grid, x in the inner loop, or uniform in +-0.5 if `num_points` is no square.
+    """
+    root = math.isqrt(num_points)
+    if root**2 != num_points:
+        return torch.rand(num_points, 2) - 0.5
+    center = (torch.arange(root) + 0.5) / root - 0.5
+    return torch.cartesian_prod(center, center).flip(1)
+
+
+# exp(8) is a factor of almost 3,000 in one adjustment; the bound keeps five of them finite in float32.
+MAX_LOG_SCALE = 8.0
+
+
+def adjust_rois(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+    """Move and scale RoIs by normalized deltas (equations 2 and 3 of the bootstrapping paper), in float32.
+
+    Args:
+        rois (`torch.Tensor`): `(batch, tokens, 4)` as left, top, right, bottom.
+        deltas (`torch.Tensor`): `(batch, tokens, 4)`: shift in units of width and height, log scale of both.
+    """
+    rois, deltas = rois.float(), deltas.float()
+    left_top, right_bottom = rois.chunk(2, dim=-1)
+    shift, log_scale = deltas.chunk(2, dim=-1)
+    size = (right_bottom - left_top).abs()
+    center = (left_top + right_bottom) * 0.5 + shift * size
+    half = 0.5 * size * log_scale.clamp(max=MAX_LOG_SCALE).exp()
+    return torch.cat([center - half, center + half], dim=-1)
+
+
+def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Place sampling points in RoIs, in float32.
+
+    Offsets are standardized over the points of a token and divided by 3, so that nearly all points lie within half the
+    RoI's (signed) size of its center.
+
+    Args:
+        rois (`torch.Tensor`): `(batch, tokens, 4)`.
+        offsets (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y.
+
+    Returns:
+        `torch.Tensor`: `(batch, tokens, points, 2)`, 0 to 1 across the image.
+    """
+    rois, offsets = rois.float(), offsets.float()
+    left_top, right_bottom = rois.unsqueeze(2).chunk(2, dim=-1)
+    variance, mean = torch.var_mean(offsets, dim=2, keepdim=True)
+    # The square root has no finite gradient at 0, where all points of a token coincide.
+    offsets = (offsets - mean) / (3 * (variance.clamp(min=1e-12).sqrt() + 1e-5))
+    return (left_top + right_bottom) * 0.5 + offsets * (right_bottom - left_top)
+
+
+class ClipGradient(torch.autograd.Function):
+    """Identity whose gradient is clamped to +-`bound`."""
+
+    @staticmethod
+    def forward(ctx, points, bound):
+        ctx.bound = bound
+        return points.view_as(points)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-ctx.bound, ctx.bound), None
+
+
+def encode_rois(rois: torch.Tensor, hidden_size: int) -> torch.Tensor:
+    """Sinusoidal encoding of RoIs, `(batch, tokens, 4)` to `(batch, tokens, hidden_size)`, in float32.
+
+    Supplement A.2 of the bootstrapping paper prints d/8 frequencies, each with a sine and a cosine, interleaved. The
+    reference implementation, followed here, spaces d/4 frequencies from 1 to 128, takes the sine of the even and the
+    cosine of the odd ones, and puts all sines of a coordinate before its cosines.
+    """
+    frequencies = torch.linspace(0, math.log(128), hidden_size // 4, device=rois.device).exp()
+    angles = (rois.float() * math.pi).unsqueeze(-1) * frequencies
+    return torch.cat([angles[..., 0::2].sin(), angles[..., 1::2].cos()], dim=-1).flatten(2)
+
+
+class SparseFormerStem(nn.Module):
+    """Early convolution: `(batch, num_channels, height, width)` to `(batch, stem_channels, height / 4, width / 4)`."""
+
+    def __init__(self, config: SparseFormerConfig):
+        super().__init__()
+        self.convolution = nn.Conv2d(config.num_channels, config.stem_channels, kernel_size=7, stride=2, padding=3)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        pixel_values = pixel_values.to(self.convolution.weight.dtype)
+        # Pooling, normalizing and sampling are several times faster where a pixel's channels lie side by side.
+        pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
+        # The paper's ReLU comes before pooling; after it, the same costs a quarter.
+        features = F.max_pool2d(self.convolution(pixel_values), kernel_size=3, stride=2, padding=1).relu()
+        # LayerNorm over channels without parameters; sampling reads it in float32.
+        features = features.permute(0, 2, 3, 1).float()
+        return F.layer_norm(features, features.shape[-1:], eps=1e-5).permute(0, 3, 1, 2)
+
+
+def focusing_eps(config: SparseFormerConfig) -> float:
+    """Epsilon of LayerNorms before the cortex."""
+    eps = config.focusing_layer_norm_eps
+    return config.layer_norm_eps if eps is None else eps
+
+
+def cortex_norm(config: SparseFormerConfig) -> Callable[[int], nn.Module]:
+    """Makes norms of the cortex, given their width."""
+    norm_class = nn.LayerNorm if config.norm_type == "layer_norm" else nn.RMSNorm
+    return functools.partial(norm_class, eps=config.layer_norm_eps)
+
+
+class SparseFormerLatents(nn.Module):
+    """The learned tokens and RoIs that every image starts from, and what joins them before the cortex: [CLS] and
+    registers."""
+
+    def __init__(self, config: SparseFormerConfig):
+        super().__init__()
+        self.num_latent_tokens = config.num_latent_tokens
+        self.num_class_tokens = config.use_cls_token * config.num_class_tokens
+        self.num_register_tokens = config.num_register_tokens
+        self.grid = config.token_grid
+        num_embeddings = 1 if config.shared_token_embedding else config.num_latent_tokens
+        self.token_embedding = nn.Parameter(torch.empty(num_embeddings, config.latent_size))
+        self.initial_rois = nn.Parameter(torch.empty(config.num_latent_tokens, 4))
+        self.cls_token = self.register_tokens = None
+        if self.num_class_tokens:
+            self.cls_token = nn.Parameter(torch.empty(self.num_class_tokens, config.hidden_size))
+        if self.num_register_tokens:
+            self.register_tokens = nn.Parameter(torch.empty(self.num_register_tokens, config.hidden_size))
+
+    def forward(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Tokens `(1, tokens, latent_size)` and RoIs `(1, tokens, 4)`, in float32, of any image, and [CLS]
+        and registers, `(batch, prefix tokens, hidden_size)`."""
+        # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
+        tokens = self.token_embedding.expand(self.num_latent_tokens, -1).repeat(1, 1, 1)
+        prefix = [token for token in (self.cls_token, self.register_tokens) if token is not None]
+        prefix = torch.cat(prefix).repeat(batch_size, 1, 1) if prefix else None
+        return tokens, self.initial_rois.float().repeat(1, 1, 1), prefix
+
+    def _apply(self, fn, recurse: bool = True):
+        # RoIs stay float32 in models that are cast, as in those that are loaded in half precision.
+        rois = self.initial_rois.detach()
+        super()._apply(fn, recurse)
+        if self.initial_rois.itemsize < rois.itemsize:
+            self.initial_rois.data = rois.to(self.initial_rois.device)
+        return self
+
+    @torch.no_grad()
+    def break_ties(self, first: int = 0, std: float = 0.05):
+        """Move apart the RoIs of tokens, from number `first` on, that start on the same RoI with the same embedding as
+        another one.
+
+        They would get equal gradients and stay copies of each other for good: 12 of the paper's 48 tokens.
+        """
+        embedding = self.token_embedding.expand(self.num_latent_tokens, -1).to(self.initial_rois)
+        starts = torch.cat([self.initial_rois, embedding], dim=1)
+        tied = (starts[first:, None] == starts).all(dim=-1).sum(dim=1) > 1
+        rois = self.initial_rois[first:]
+        rois[tied] += std * torch.randn_like(rois[tied])
+
+    @torch.no_grad()
+    def resize_grid(self, grid: tuple[int, int]):
+        """Interpolate tokens, and how far their RoIs are from their cells, between those of a grid."""
+
+        def resize(values: torch.Tensor) -> torch.Tensor:
+            image = values.float().unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
+            resized = F.interpolate(image, grid, mode="bicubic", antialias=True)
+            return resized.squeeze(0).permute(1, 2, 0).flatten(0, 1).to(values)
+
+        moved = resize(self.initial_rois - grid_rois(self.grid).to(self.initial_rois))
+        rois = grid_rois(grid).to(moved) + moved
+        self.initial_rois = nn.Parameter(rois, self.initial_rois.requires_grad)
+        self.token_embedding = nn.Parameter(resize(self.token_embedding), self.token_embedding.requires_grad)
+        self.grid, self.num_latent_tokens = grid, len(rois)
+
+    @torch.no_grad()
+    def resize_tokens(self, num_latent_tokens: int):
+        """Keep the first tokens as they are, drop the last or add new ones that start like those of a new model, but
+        each on a RoI of its own."""
+        kept = min(num_latent_tokens, self.num_latent_tokens)
+        rois = initial_rois(num_latent_tokens - kept).to(self.initial_rois)
+        self.initial_rois = nn.Parameter(torch.cat([self.initial_rois[:kept], rois]), self.initial_rois.requires_grad)
+        if len(self.token_embedding) == self.num_latent_tokens:
+            embedding = self.token_embedding
+            # New tokens start as copies of the mean token: the cortex has seen nothing else.
+            new = embedding.mean(0, keepdim=True).expand(num_latent_tokens - kept, -1)
+            self.token_embedding = nn.Parameter(torch.cat([embedding[:kept], new]), embedding.requires_grad)
+        self.num_latent_tokens = num_latent_tokens
+        self.break_ties(first=kept)
+
+
+class SparseFormerMixing(nn.Module):
+    """Adaptive mixing: a token generates the two matrices that decode what it sampled.
+
+    A channels x channels matrix, a mixed_points x points matrix, then one linear layer to the token width. v1 adds a
+    bias and a GELU after each product, bootstrapped models have one GELU after both.
+    """
+
+    def __init__(self, config: SparseFormerConfig, hidden_size: int):
+        super().__init__()
+        self.shapes = (
+            (config.stem_channels, config.stem_channels),
+            (config.num_mixed_points, config.num_sampling_points),
+        )
+        bottleneck = config.mixing_hidden_size or hidden_size // 4
+        self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
+        self.bottleneck = nn.Linear(hidden_size, bottleneck)
+        self.generator = nn.Linear(bottleneck, sum(rows * columns for rows, columns in self.shapes))
+        if config.mixing_bias:
+            self.channel_bias = nn.Parameter(torch.empty(config.stem_channels))
+            self.point_bias = nn.Parameter(torch.empty(config.num_mixed_points, 1))
+        else:
+            self.channel_bias = self.point_bias = None
+        self.out_proj = nn.Linear(config.num_mixed_points * config.stem_channels, hidden_size)
+
+    def forward(self, tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """`(batch, tokens, hidden_size)`, or a batch of 1 for all images, and `(batch, tokens, points, channels)` to
+        `(batch, tokens, hidden_size)`."""
+        parameters = self.generator(self.bottleneck(self.layernorm(tokens)))
+        channel_matrix, point_matrix = (
+            matrix.unflatten(-1, shape)
+            for matrix, shape in zip(
+                parameters.split([rows * columns for rows, columns in self.shapes], dim=-1), self.shapes, strict=True
+            )
+        )
+        mixed = sampled.to(parameters.dtype) @ channel_matrix
+        if self.channel_bias is not None:
+            mixed = F.gelu(mixed + self.channel_bias).to(parameters.dtype)
+        mixed = point_matrix @ mixed
+        if self.point_bias is not None:
+            mixed = mixed + self.point_bias
+        return self.out_proj(F.gelu(mixed).flatten(2))
+
+
+class SparseFormerSampling(nn.Module):
+    """Each token samples features at points in its RoI and mixes them."""
+
+    def __init__(self, config: SparseFormerConfig, hidden_size: int):
+        super().__init__()
+        self.num_points = config.num_sampling_points
+        self.padding_mode = config.sampling_padding_mode
+        self.clip_gradients = config.clip_sampling_gradients
+        self.offset_layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
+        self.offset_proj = nn.Linear(hidden_size, 2 * config.num_sampling_points, bias=False)
+        self.offset_bias = nn.Parameter(torch.empty(2 * config.num_sampling_points))
+        self.mixing = SparseFormerMixing(config, hidden_size)
+
+    def forward(
+        self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual branch `(batch, tokens, hidden_size)` and the points `(batch, tokens, points, 2)`."""
+        offsets = self.offset_proj(self.offset_layernorm(tokens)).float() + self.offset_bias.float()
+        points = locate_sampling_points(rois, offsets.unflatten(-1, (self.num_points, 2)))
+        # Before gradients are clipped, which is done for each image.
+        points = points.expand(features.shape[0], -1, -1, -1)
+        if self.clip_gradients and self.training:
+            points = ClipGradient.apply(points, 1 / features.shape[2])
+        return self.mixing(tokens, sample_features(features, points, self.padding_mode)), points
+
+
+def image_pyramid(grid: tuple[int, int], config: SparseFormerConfig, num_levels: int = 1) -> ImagePyramid:
+    """Images of which the first has the points of a grid's cells as its pixels."""
+    rows, columns = (cells * points for cells, points in zip(grid, config.patch_size, strict=True))
+    return ImagePyramid((rows, columns), num_levels)
+
+
+def patch_sampling(config: SparseFormerConfig) -> PatchSampling:
+    """What tokens sample where they embed patches."""
+    return PatchSampling(
+        config.patch_size,
+        config.num_channels,
+        config.hidden_size,
+        1 / config.num_latent_tokens,
+        config.sampling_padding_mode,
+        cortex_norm(config)(config.hidden_size) if config.patch_norm else None,
+    )
+
+
+class SparseFormerPositionEncoding(nn.Module):
+    """Linear map of the sinusoidal encoding of RoIs; no gradient flows into the RoIs."""
+
+    def __init__(self, config: SparseFormerConfig, hidden_size: int):
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
+        self.proj = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, rois: torch.Tensor) -> torch.Tensor:
+        encoding = encode_rois(rois.detach(), self.hidden_size)
+        return self.proj(self.layernorm(encoding.to(self.layernorm.weight.dtype)))
+
+
+class SparseFormerRoIDeltas(nn.Module):
+    """Tokens `(batch, tokens, hidden_size)` to RoI deltas `(batch, tokens, 4)`, by one or two linear layers."""
+
+    def __init__(self, config: SparseFormerConfig, hidden_size: int):
+        super().__init__()
+        self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
+        self.dense = nn.Linear(hidden_size, hidden_size) if config.num_roi_delta_layers == 2 else None
+        self.out_proj = nn.Linear(hidden_size, 4, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        tokens = self.layernorm(tokens)
+        return self.out_proj(tokens if self.dense is None else F.gelu(self.dense(tokens)))
+
+
+class SparseFormerLayer(GradientCheckpointingLayer):
+    """A transformer layer that performs the `steps` of the configuration, in their order.
+
+    The cortex attends and has an MLP; focusing layers also sample features, encode RoIs and adjust them.
+
+    Args:
+        config (`SparseFormerConfig`): The configuration.
+        steps (sequence of `str`): Operations, in order.
+        focusing (`bool`): Of the focusing width (iterated), or of full width.
+        drop_path_rates (sequence of `float`): One for each execution of the layer.
+    """
+
+    def __init__(self, config: SparseFormerConfig, steps, focusing: bool, drop_path_rates):
+        super().__init__()
+        self.steps = tuple(steps)
+        self.drop_path_rates = tuple(drop_path_rates)
+        # v1's code drops RoI deltas along with the residual branches.
+        self.drops_roi_deltas = config.num_roi_delta_layers == 1
+        hidden_size = config.focusing_hidden_size if focusing else config.hidden_size
+        if focusing and config.stage_embedding and config.num_focusing_iterations > 1:
+            self.stage_embedding = nn.Parameter(torch.empty(config.num_focusing_iterations, hidden_size))
+        else:
+            self.stage_embedding = None
+        if "sampling" in steps:
+            self.sampling = patch_sampling(config) if config.patch_size else SparseFormerSampling(config, hidden_size)
+        if "position_encoding" in steps:
+            self.position_encoding = SparseFormerPositionEncoding(config, hidden_size)
+        norm = functools.partial(nn.LayerNorm, eps=focusing_eps(config)) if focusing else cortex_norm(config)
+        if "attention" in steps:
+            self.layernorm_before = norm(hidden_size)
+            if focusing:
+                self.attention = SelfAttention(config, hidden_size, config.focusing_num_attention_heads)
+            else:
+                self.attention = SelfAttention(
+                    config,
+                    hidden_size,
+                    config.num_attention_heads,
+                    config.qkv_bias,
+                    head_norm=norm if config.query_key_norm else None,
+                    output_norm=norm if config.attention_norm else None,
+                )
+        if "mlp" in steps:
+            self.layernorm_after = norm(hidden_size)
+            if focusing:
+                self.mlp = MLP(hidden_size, config.focusing_intermediate_size, config.focusing_hidden_act)
+            else:
+                inner_norm = norm if config.mlp_norm else None
+                self.mlp = MLP(hidden_size, config.intermediate_size, config.hidden_act, config.gated_mlp, inner_norm)
+        if "roi_adjustment" in steps:
+            self.roi_deltas = SparseFormerRoIDeltas(config, hidden_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rois: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
+        iteration: int = 0,
+        leading: int | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Tokens, RoIs (needed by every step but attention and MLP) and feature map (needed by sampling) to tokens,
+        RoIs and, if the layer samples, the sampling points. What is alike for all images has a batch of 1. With
+        `leading`, only so many tokens are computed; they attend to all."""
+        rate = self.drop_path_rates[iteration]
+        points = None
+        if self.stage_embedding is not None:
+            hidden_states = hidden_states + self.stage_embedding[iteration]
+        for step in self.steps:
+            if step == "sampling":
+                branch, points = self.sampling(hidden_states, rois, features)
+                hidden_states = hidden_states + drop_path(branch, rate, self.training)
+            elif step == "position_encoding":
+                hidden_states = hidden_states + self.position_encoding(rois)
+            elif step == "attention":
+                tokens = self.layernorm_before(hidden_states)
+                branch, _ = self.attention(tokens, tokens[:, :leading], **kwargs)
+                hidden_states = hidden_states[:, :leading] + drop_path(branch, rate, self.training)
+            elif step == "mlp":
+                branch = self.mlp(self.layernorm_after(hidden_states))
+                hidden_states = hidden_states + drop_path(branch, rate, self.training)
+            else:
+                deltas = self.roi_deltas(hidden_states)
+                rois = adjust_rois(rois, drop_path(deltas, rate if self.drops_roi_deltas else 0.0, self.training))
+        return hidden_states, rois, points
+
+
+class SparseFormerGlance(nn.Module):
+    """A look at the whole image by few tokens of a coarse grid, which decides in which window the others look.
+
+    They embed patches as the others do and run through transformer blocks, then a linear layer says how salient each
+    cell is. The window is what would have the same mean and variance if saliency were constant in it and zero outside,
+    along each axis: the mean +- sqrt(3) standard deviations, cut at the image. Before training, saliency is constant,
+    and the window is the image.
+    """
+
+    def __init__(self, config: SparseFormerConfig):
+        super().__init__()
+        self.grid = config.glance_grid
+        self.pyramid = image_pyramid(self.grid, config)
+        self.token_embedding = nn.Parameter(torch.empty(math.prod(self.grid), config.hidden_size))
+        self.blocks = nn.ModuleList(
+            SparseFormerLayer(config, ("attention", "mlp"), False, [0.0]) for _ in range(config.num_glance_layers)
+        )
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=focusing_eps(config))
+        self.saliency = nn.Linear(config.hidden_size, 1)
+
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        prefix: torch.Tensor | None,
+        sampling: PatchSampling,
+        embedding_norm: nn.Module,
+        rotation: Callable,
+    ) -> torch.Tensor:
+        """Images, what stands in front of the tokens, how they sample, are normalized and rotated, to windows `(batch,
+        1, 4)` as left, top, right, bottom, in float32."""
+        rois = grid_rois(self.grid).to(pixel_values.device).unsqueeze(0)
+        branch, _ = sampling(None, rois, self.pyramid(pixel_values))
+        hidden_states = join(prefix, self.token_embedding + branch)
+        hidden_states, rotary = embedding_norm(hidden_states), rotation(rois)
+        for block in self.blocks:
+            hidden_states, _, _ = block(hidden_states, rois, **rotary)
+        saliency = self.saliency(self.layernorm(hidden_states[:, -rois.shape[1] :]))
+        return window_of(saliency.float().softmax(dim=1), rois)
+
+
+def join(prefix: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Class and register tokens, if there are any, in front of others."""
+    return hidden_states if prefix is None else torch.cat([prefix.to(hidden_states.dtype), hidden_states], dim=1)
+
+
+class SparseFormerPoolingHead(nn.Module):
+    """The pooling of SigLIP: one learned query attends to all tokens, then an MLP; AIMv2's has none."""
+
+    def __init__(self, config: SparseFormerConfig):
+        super().__init__()
+        hidden_size, heads = config.hidden_size, config.pooling_num_attention_heads or config.num_attention_heads
+        intermediate_size = config.pooling_intermediate_size
+        self.probe = nn.Parameter(torch.empty(1, hidden_size))
+        self.attention = SelfAttention(config, hidden_size, heads)
+        self.layernorm = self.mlp = None
+        if intermediate_size != 0:
+            self.layernorm = cortex_norm(config)(hidden_size)
+            self.mlp = MLP(
+                hidden_size,
+                intermediate_size or config.intermediate_size,
+                config.pooling_hidden_act or config.hidden_act,
+            )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(batch, tokens, hidden_size)` to `(batch, hidden_size)`."""
+        pooled, _ = self.attention(hidden_states, self.probe.repeat(len(hidden_states), 1, 1))
+        return (pooled if self.mlp is None else pooled + self.mlp(self.layernorm(pooled)))[:, 0]
+
+
+class SparseFormerPreTrainedModel(HubModel):
+    """What all SparseFormers share: initialization, checks of their input, teachers, and the number of tokens."""
+
+    config: SparseFormerConfig
+    base_model_prefix = "sparseformer"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    auto_classes = {
+        "AutoModel": "SparseFormerModel",
+        "AutoModelForImageClassification": "SparseFormerForImageClassification",
+        "AutoModelForSemanticSegmentation": "SparseFormerForSemanticSegmentation",
+    }
+    _no_split_modules = ["SparseFormerLayer", "SparseFormerLatents"]
+    _keep_in_fp32_modules_strict = ["initial_rois"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "hidden_states": OutputRecorder(SparseFormerLayer, index=0, layer_name="layers"),
+        "attentions": OutputRecorder(SelfAttention, index=1, layer_name="layers"),
+    }
+
+    def get_input_embeddings(self) -> nn.Module:
+        base = self.base_model
+        return base.final_focusing_layer.sampling.projection if self.config.patch_size else base.stem.convolution
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+        config = self.config
+        head_dim = min(
+            config.hidden_size // config.num_attention_heads,
+            config.focusing_hidden_size // config.focusing_num_attention_heads,
+        )
+        if attn_implementation and "fl" in attn_implementation and head_dim < 16:
+            raise ValueError(
+                f"{attn_implementation!r} needs attention heads of 16 or more channels, this model's have {head_dim}. "
+                'Use attn_implementation="sdpa" or "eager".'
+            )
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def no_weight_decay(self) -> list[str]:
+        """Names of parameters that optimizers should not decay, besides biases and norms."""
+        names = (
+            *("initial_rois", "token_embedding", "cls_token", "register_tokens", "stage_embedding", "offset_bias"),
+            "probe",
+        )
+        return [name for name, _ in self.named_parameters() if name.rsplit(".", 1)[-1] in names]
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        """The reference implementation's initialization; bootstrapping depends on it."""
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear):
+            init.trunc_normal_(module.weight, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, SparseFormerStem):
+            weight = module.convolution.weight
+            init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
+            bound = weight[0].numel() ** -0.5
+            init.uniform_(module.convolution.bias, -bound, bound)
+        elif isinstance(module, SparseFormerLatents):
+            if module.grid is None:
+                init.trunc_normal_(module.token_embedding, std=1.0)
+                init.copy_(module.initial_rois, initial_rois(module.num_latent_tokens))
+            else:
+                # In the place of a teacher's positions.
+                init.trunc_normal_(module.token_embedding, std=std)
+                init.copy_(module.initial_rois, grid_rois(module.grid))
+            for token in (module.cls_token, module.register_tokens):
+                if token is not None:
+                    init.normal_(token)
+        elif isinstance(module, SparseFormerMixing):
+            init.constant_(module.layernorm.weight, module.layernorm.normalized_shape[0] ** -0.5)
+            init.zeros_(module.generator.weight)
+            matrices = [nn.init.xavier_uniform_(torch.empty(shape)).flatten() for shape in module.shapes]
+            init.copy_(module.generator.bias, torch.cat(matrices))
+            if module.channel_bias is not None:
+                init.zeros_(module.channel_bias)
+                init.zeros_(module.point_bias)
+        elif isinstance(module, SparseFormerSampling):
+            init.constant_(module.offset_layernorm.weight, module.offset_layernorm.normalized_shape[0] ** -0.5)
+            init.zeros_(module.offset_proj.weight)
+            init.copy_(module.offset_bias, initial_sampling_offsets(module.num_points).flatten())
+        elif isinstance(module, SparseFormerRoIDeltas):
+            init.constant_(module.layernorm.weight, module.layernorm.normalized_shape[0] ** -0.5)
+            init.zeros_(module.out_proj.weight)
+        elif isinstance(module, SparseFormerLayer) and module.stage_embedding is not None:
+            init.normal_(module.stage_embedding)
+        elif isinstance(module, SparseFormerGlance):
+            init.trunc_normal_(module.token_embedding, std=std)
+            init.zeros_(module.saliency.weight)
+            init.zeros_(module.saliency.bias)
+        elif isinstance(module, SparseFormerPoolingHead):
+            init.normal_(module.probe)
+        elif isinstance(module, SegmentationHead):
+            init.trunc_normal_(module.query.weight, std=std)
+            init.zeros_(module.query.bias)
+        elif isinstance(module, ContextBroadcast):
+            module.reset_parameters()
+
+    def resize_tokens(self, num_latent_tokens: int):
+        """Change the number of latent tokens in place, as continued bootstrapping needs; kept tokens stay as they are.
+        Those that embed patches are interpolated between the cells of a new grid.
+
+        Args:
+            num_latent_tokens (`int`): New count, [CLS] not counted (80 tokens in the papers are 79 here).
+
+        Raises:
+            ValueError: if the count is below 1, or of tokens that embed patches makes no grid.
+        """
+        if num_latent_tokens < 1:
+            raise ValueError(f"`num_latent_tokens` is {num_latent_tokens}, expected at least 1.")
+        base, config = self.base_model, self.config
+        if config.patch_size is None:
+            base.latents.resize_tokens(num_latent_tokens)
+        else:
+            config.token_grid = choose_grid(num_latent_tokens, pair(config.image_size))
+            base.latents.resize_grid(config.token_grid)
+            base.stem = image_pyramid(config.token_grid, config, config.num_pyramid_levels)
+            base.final_focusing_layer.sampling.cell_area = 1 / num_latent_tokens
+        config.num_latent_tokens = num_latent_tokens
+
+    @classmethod
+    @torch.no_grad()
+    def from_teacher(
+        cls,
+        teacher: nn.Module,
+        num_latent_tokens: int | None = None,
+        truncate: float | int | None = None,
+        inherit_blocks: bool = True,
+        focusing: str = "paper",
+        check: bool = True,
+        **fields,
+    ):
+        """A SparseFormer with a teacher's blocks, final LayerNorm and classifier or projection inherited.
+
+        The paper's (section 3.2) leaves out leading blocks and has a new focusing stage that waits for bootstrapping.
+        With `focusing="inherited"` it is the teacher at a lower resolution before any training: it inherits the patch
+        embedding and all blocks, and its tokens' RoIs are the cells of a grid.
+
+        Args:
+            teacher (`nn.Module`):
+                A plain pre-norm vision transformer of Transformers, timm or open_clip, see docs/models.md, or what
+                `read_anatomy` read of it. The student pools as it does, and has its registers, gates, norms and rotary
+                positions.
+            num_latent_tokens (`int`, *optional*):
+                Latent tokens. By default, [CLS] counted, a quarter of the teacher's image tokens, of a teacher of 384
+                or more pixels of those that it would have at 224: 49 for ViT-L/16-384 as in the paper.
+            truncate (`float` or `int`, *optional*):
+                Leading blocks left out, a fraction or a count; 1/3 if the focusing stage is new, else none.
+            inherit_blocks (`bool`, *optional*, defaults to `True`):
+                With `False`, only the classifier's weights are inherited (an ablation of table 3).
+            focusing (`str`, *optional*, defaults to `"paper"`):
+                `"paper"`, a stage that is learned from random weights, or `"inherited"`.
+            check (`bool`, *optional*, defaults to `True`):
+                Run the teacher on two images of noise, and raise unless the inherited blocks, given its tokens at RoIs
+                that are its patches, compute what it does.
+            fields: Fields of `SparseFormerConfig` to set differently, for example `stem_channels=32`.
+
+        Returns:
+            The model, in evaluation mode.
+
+        Raises:
+            ValueError: if the teacher is no such transformer, has no classifier where one is needed, or the numbers
+                do not fit.
+            ImportError: in a model's own code, where frugalvit is not installed.
+        """
+        # What reads teachers is no part of a saved model's code.
+        inheritance = import_from_package("inheritance", "Inheriting from a teacher")
+        return inheritance.inherit(
+            cls, teacher, num_latent_tokens, truncate, inherit_blocks, focusing, check, **fields
+        )
+
+
+class SparseFormerModel(SparseFormerPreTrainedModel):
+    """The bare SparseFormer, from pixels to tokens; what `AutoModel` loads, and the vision tower of LLaVA."""
+
+    def __init__(self, config: SparseFormerConfig):
+        config.validate()
+        super().__init__(config)
+        if config.patch_size is None:
+            self.stem = SparseFormerStem(config)
+        else:
+            self.stem = image_pyramid(config.token_grid, config, config.num_pyramid_levels)
+        self.latents = SparseFormerLatents(config)
+
+        iterations, blocks = config.num_focusing_iterations, config.num_hidden_layers
+        separate = not config.final_focusing_is_block
+        total = iterations + separate + blocks
+        rates = [config.drop_path_rate * i / max(total - 1, 1) for i in range(total)]
+        cortex_rates = [[rate] for rate in rates[total - blocks :]]
+
+        self.focusing_layer = self.transition = self.glance = None
+        if iterations:
+            self.focusing_layer = SparseFormerLayer(config, config.focusing_steps, True, rates[:iterations])
+            self.transition = nn.Linear(config.focusing_hidden_size, config.hidden_size)
+        if config.glance_grid:
+            self.glance = SparseFormerGlance(config)
+        self.embedding_norm = cortex_norm(config)(config.hidden_size) if config.embedding_norm else nn.Identity()
+        self.transition_layernorm = (
+            nn.LayerNorm(config.hidden_size, eps=focusing_eps(config))
+            if config.transition_layer_norm
+            else nn.Identity()
+        )
+        self.final_focusing_layer = (
+            SparseFormerLayer(config, config.final_focusing_steps, False, [rates[iterations]]) if separate else None
+        )
+        steps = [("attention", "mlp")] * blocks
+        if config.final_focusing_is_block:
+            steps[0] = config.final_focusing_steps
+        self.layers = nn.ModuleList(
+            SparseFormerLayer(config, layer_steps, False, rate)
+            for layer_steps, rate in zip(steps, cortex_rates, strict=True)
+        )
+        self.layernorm = cortex_norm(config)(config.hidden_size) if config.final_norm else nn.Identity()
+        attends = config.pooling in ("attention", "latent_attention")
+        self.pooling_head = SparseFormerPoolingHead(config) if attends else None
+        if config.context_broadcast is not None:
+            kind, position = config.context_broadcast, config.context_broadcast_position
+            broadcast_layers(self.layers, kind, position, has_class_token=config.use_cls_token)
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        output_rois: bool = False,
+        output_focusing_hidden_states: bool = False,
+        output_stem_features: bool = False,
+        output_tokens: bool = True,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SparseFormerModelOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
+                Normalized images of any size from 4 x 4 pixels.
+            output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
+            output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
+                Return `focusing_hidden_states`.
+            output_stem_features (`bool`, *optional*, defaults to `False`): Return `stem_features`.
+            output_tokens (`bool`, *optional*, defaults to `True`):
+                Return `last_hidden_state` of all tokens. Without it, the last block may compute [CLS] alone, where
+                nothing else is read of it (`reads_cls_alone`), and `last_hidden_state` has no other token.
+                That spares 8 % of the multiply-accumulates of augreg-base-49-224, 4 % of augreg-large-49-224's.
+        """
+        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min_size=4)
+        features, batch_size = self.stem(pixel_values), len(pixel_values)
+        hidden_states, rois, prefix = self.latents(batch_size)
+        # Tokens that glanced stand where they do in the window.
+        places = rois
+        all_rois, all_points, focusing_hidden_states = [], [], []
+
+        def run(layer, hidden_states, rois, iteration=0, leading=None):
+            hidden_states, rois, points = layer(hidden_states, rois, features, iteration, leading, **kwargs)
+            # What the first execution makes of learned tokens and RoIs alone, it makes once for all images.
+            hidden_states, rois = (states.expand(batch_size, -1, -1) for states in (hidden_states, rois))
+            if "roi_adjustment" in layer.steps or layer is self.final_focusing_layer and self.config.patch_size:
+                all_rois.append(rois)
+            if points is not None:
+                all_points.append(points)
+            return hidden_states, rois
+
+        for iteration in range(self.config.num_focusing_iterations):
+            hidden_states, rois = run(self.focusing_layer, hidden_states, rois, iteration)
+            focusing_hidden_states.append(hidden_states)
+
+        if self.transition is not None:
+            hidden_states = self.transition(hidden_states)
+        hidden_states = self.transition_layernorm(hidden_states)
+        if self.glance is not None:
+            sampling = self.final_focusing_layer.sampling
+            window = self.glance(pixel_values, prefix, sampling, self.embedding_norm, self.rotation)
+            rois = place_in_window(rois, window)
+        if self.final_focusing_layer is not None:
+            hidden_states, rois = run(self.final_focusing_layer, hidden_states, rois)
+        hidden_states = self.embedding_norm(join(prefix, hidden_states))
+        kwargs |= self.rotation(places if self.config.patch_size else rois)
+        cls_alone = not output_tokens and self.reads_cls_alone()
+        for layer in self.layers:
+            leading = self.config.num_class_tokens if cls_alone and layer is self.layers[-1] else None
+            hidden_states, rois = run(layer, hidden_states, rois, leading=leading)
+
+        return SparseFormerModelOutput(
+            last_hidden_state=self.layernorm(hidden_states),
+            pooler_output=self.pool(hidden_states),
+            rois=tuple(all_rois) if output_rois else None,
+            sampling_points=tuple(all_points) if output_rois else None,
+            focusing_hidden_states=tuple(focusing_hidden_states) if output_focusing_hidden_states else None,
+            stem_features=self.features_of(features, pixel_values) if output_stem_features else None,
+        )
+
+    def features_of(self, features: torch.Tensor | list[torch.Tensor], pixel_values: torch.Tensor) -> torch.Tensor:
+        """What tokens sample as one map of a quarter of the image's size: of pixels, 4 x 4 beside each other."""
+        if self.config.patch_size is None:
+            return features
+        height, width = pixel_values.shape[-2:]
+        padded = F.pad(pixel_values, (0, -width % 4, 0, -height % 4), mode="replicate")
+        return F.pixel_unshuffle(padded, 4)
+
+    def run_cortex(self, hidden_states: torch.Tensor, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cortex alone, for any tokens.
+
+        Args:
+            hidden_states (`torch.Tensor`): `(batch, prefix + latent tokens, hidden_size)`, [CLS] and registers first.
+            rois (`torch.Tensor`): `(batch, latent tokens, 4)`.
+
+        Returns:
+            pair of `torch.Tensor`: As `last_hidden_state` and `pooler_output`.
+        """
+        rotation = self.rotation(rois)
+        for layer in self.layers:
+            hidden_states, _, _ = layer(hidden_states, rois, **rotation)
+        return self.layernorm(hidden_states), self.pool(hidden_states)
+
+    def rotation(self, rois: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Rotary positions for the cortex, from the RoIs that it is given, `(batch, tokens, 4)`: cosines and sines
+        that all blocks share, as `SelfAttention` takes them.
+
+        A token without a grid is rotated as the patch around the center of its RoI would be. No gradient flows into
+        the RoIs through it, as through the position encoding of the focusing stage. With it, students of a small
+        DINOv3 had a cosine of 0.81 +- 0.06 with its embeddings, without 0.88 +- 0.03 (three seeds, three epochs of
+        3,000 images; `results/rotary_centers.json`).
+        """
+        config = self.config
+        if config.rope_theta is None:
+            return {}
+        left_top, right_bottom = rois.detach().float().chunk(2, dim=-1)
+        centers = ((left_top + right_bottom) * 0.5).flip(-1)
+        head_dim = config.hidden_size // config.num_attention_heads
+        table = rotary_table(centers, config.rope_theta, config.rope_scale, config.rope_shift, head_dim)
+        return {"position_embeddings": table}
+
+    def reads_cls_alone(self) -> bool:
+        """Whether nothing but [CLS] is read of the last block: it is what is pooled, and no hook sees other tokens, by
+        which hidden states and attentions are recorded and Context Broadcasting is inserted, too."""
+        last = self.layers[-1]
+        hooks = (module._forward_hooks or module._forward_pre_hooks for module in last.modules())
+        return self.config.pooling == "cls" and last.steps == ("attention", "mlp") and not any(hooks)
+
+    def pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Tokens before the final LayerNorm, `(batch, tokens, hidden_size)`, to `(batch, hidden_size)`."""
+        config, pooling = self.config, self.config.pooling
+        if pooling == "cls":
+            chosen = config.pooled_class_tokens or range(config.num_class_tokens)
+            return self.layernorm(torch.stack([hidden_states[:, index] for index in chosen], dim=1)).flatten(1)
+        if pooling == "cls_and_latent_mean":
+            hidden_states = self.layernorm(hidden_states)
+            return torch.cat([hidden_states[:, 0], hidden_states[:, config.num_prefix_tokens :].mean(dim=1)], dim=1)
+        if pooling == "class_mean":
+            pooled = hidden_states[:, : config.num_class_tokens]
+        elif pooling in ("latent_mean", "latent_attention"):
+            pooled = hidden_states[:, config.num_prefix_tokens :]
+        else:
+            pooled = hidden_states
+        if pooling in ("attention", "latent_attention"):
+            return self.pooling_head(self.layernorm(pooled))
+        return self.layernorm(pooled.mean(dim=1)) if config.pool_before_norm else self.layernorm(pooled).mean(dim=1)
+
+
+class SparseFormerForImageClassification(GenericForImageClassification, SparseFormerPreTrainedModel):
+    """SparseFormer with a linear classifier on the pooled token.
+
+    Where that is [CLS], the last block computes nothing else, unless something else is read of it (the base model's
+    `reads_cls_alone`). Whoever puts another `forward` that mixes tokens into that block passes `output_tokens=True`.
+    """
+
+    model_class = SparseFormerModel
+    output_class = SparseFormerImageClassifierOutput
+    base_model_arguments = {"output_tokens": False}
+
+
+# Arguments of `from_pretrained` that say where a checkpoint lies.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
+    """SparseFormer with a class for every pixel: scores of each latent token, spread over the image by its RoI and
+    likeness (section 4.1 of the bootstrapping paper; `SegmentationHead` says what that leaves open).
+
+    With 256 latent tokens, 512 x 512 pixels and 150 classes, base has 65.4 M parameters and 25.4 G
+    multiply-accumulates, large 213.5 M and 66.3 G. Table 5 prints 68 M and 36 G, 216 M and 77 G, which the paper's
+    text does not explain.
+
+    It starts from a bootstrapped classifier, with more tokens and pixels (256 tokens for 512 x 512 in the paper):
+    `SparseFormerForSemanticSegmentation.from_pretrained(folder, num_latent_tokens=256, image_size=512,
+    num_labels=150)`.
+    """
+
+    # The loss is a mean over the pixels that count, whose number `Trainer` does not know.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: SparseFormerConfig):
+        steps = (*config.focusing_steps, *config.final_focusing_steps)
+        if config.patch_size is None and "roi_adjustment" not in steps:
+            raise ValueError(f"Tokens are placed by their RoIs, and no step of {list(steps)} adjusts any.")
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.sparseformer = SparseFormerModel(config)
+        self.decode_head = SegmentationHead(config)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, num_latent_tokens: int | None = None, **kwargs):
+        """As in Transformers. `num_latent_tokens`, also that of a `config`, may be another number than the
+        checkpoint's: `resize_tokens` changes it."""
+        config = kwargs.get("config")
+        if isinstance(config, SparseFormerConfig) and pretrained_model_name_or_path is not None:
+            num_latent_tokens = num_latent_tokens or config.num_latent_tokens
+            where = {name: kwargs[name] for name in _WHERE if kwargs.get(name) is not None}
+            stored = SparseFormerConfig.from_pretrained(pretrained_model_name_or_path, **where)
+            kwargs["config"] = copy.deepcopy(config)
+            kwargs["config"].num_latent_tokens = stored.num_latent_tokens
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if num_latent_tokens is not None and num_latent_tokens != model.config.num_latent_tokens:
+            model.resize_tokens(num_latent_tokens)
+        return loaded
+
+    def image_processor_config(self) -> dict:
+        height, width = pair(self.config.image_size)
+        fields = image_processor_config(self.config)
+        for name in ("do_center_crop", "crop_size", "do_convert_rgb"):
+            fields.pop(name, None)
+        return {
+            **fields,
+            "image_processor_type": "SegformerImageProcessor",
+            "size": {"height": height, "width": width},
+            "do_reduce_labels": False,
+        }
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        output_rois: bool = False,
+        output_token_maps: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SparseFormerSemanticSegmenterOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
+                Normalized images of any size from 4 x 4 pixels.
+            labels (`torch.LongTensor` of shape `(batch, height, width)`, *optional*):
+                Class numbers; `config.semantic_loss_ignore_index` does not count.
+            output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
+            output_token_maps (`bool`, *optional*, defaults to `False`): Return `token_maps`.
+            kwargs: Passed to `SparseFormerModel.forward`.
+
+        Returns:
+            `SparseFormerSemanticSegmenterOutput`: `loss`, the mean over the pixels that count, and `(batch,
+            num_labels, height / 4, width / 4)` `logits`, rounded up; the image processor's
+            `post_process_semantic_segmentation` makes maps of them.
+
+        Raises:
+            ValueError: if the labels are of another size than the images, or no classes of the model.
+        """
+        if labels is not None and pixel_values is not None and labels.shape[-2:] != pixel_values.shape[-2:]:
+            raise ValueError(
+                f"Got masks of {' x '.join(map(str, labels.shape[-2:]))} pixels for images of "
+                f"{' x '.join(map(str, pixel_values.shape[-2:]))}; expected the same size. Prepare both with the "
+                "model's AutoImageProcessor: `processor(images, masks)`."
+            )
+        kwargs |= {"output_rois": True, "output_stem_features": True, "return_dict": True}
+        outputs = self.sparseformer(pixel_values, **kwargs)
+        tokens = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]
+        logits, token_maps = self.decode_head(tokens, outputs.rois[-1], outputs.stem_features)
+        loss = None
+        if labels is not None:
+            ignored = self.config.semantic_loss_ignore_index
+            loss = semantic_segmentation_loss(logits, labels, self.config.num_labels, ignored)
+        return SparseFormerSemanticSegmenterOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            rois=outputs.rois if output_rois else None,
+            sampling_points=outputs.sampling_points if output_rois else None,
+            focusing_hidden_states=outputs.focusing_hidden_states,
+            token_maps=token_maps if output_token_maps else None,
+        )
+
+
+class SparseFormerVisionModel(SparseFormerModel):
+    """SparseFormer as a vision encoder of CLIP, in the place of `CLIPVisionModel`.
+
+    The same weights under the same names as `SparseFormerModel`, which `AutoModel` loads from the same folder.
+    """
+
+
+class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
+    """SparseFormer with a linear projection of the pooled token, in the place of `CLIPVisionModelWithProjection`."""
+
+    def __init__(self, config: SparseFormerConfig):
+        if config.projection_dim is None:
+            raise ValueError(
+                "`projection_dim` of the configuration is None, expected the width of the projected embedding."
+            )
+        super().__init__(config)
+        self.sparseformer = SparseFormerModel(config)
+        self.visual_projection = nn.Linear(config.pooled_size, config.projection_dim, bias=config.projection_bias)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self, pixel_values: torch.Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+    ) -> SparseFormerVisionModelWithProjectionOutput:
+        """Pixels to `image_embeds`, `(batch, projection_dim)`; keyword arguments go to `SparseFormerModel.forward`."""
+        outputs = self.sparseformer(pixel_values, **kwargs)
+        return SparseFormerVisionModelWithProjectionOutput(
+            image_embeds=self.visual_projection(outputs.pooler_output),
+            last_hidden_state=outputs.last_hidden_state,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            rois=outputs.rois,
+            sampling_points=outputs.sampling_points,
+            focusing_hidden_states=outputs.focusing_hidden_states,
+        )
+
+
+__all__ = [
+    "SparseFormerConfig",
+    "SparseFormerModel",
+    "SparseFormerForImageClassification",
+    "SparseFormerForSemanticSegmentation",
+    "SparseFormerPreTrainedModel",
+    "SparseFormerVisionModel",
+    "SparseFormerVisionModelWithProjection",
+]

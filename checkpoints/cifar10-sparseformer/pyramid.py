@@ -1,0 +1,155 @@
+"""Patches at any place and size in an image, which a vision transformer's patch embedding takes as if they were its
+own: an image pyramid, and samples from it."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def grid_rois(grid: tuple[int, int]) -> torch.Tensor:
+    """RoIs that are the cells of a grid, `(cells, 4)` as left, top, right, bottom, in row order."""
+    rows, columns = grid
+    top, left = torch.meshgrid(torch.arange(rows) / rows, torch.arange(columns) / columns, indexing="ij")
+    return torch.stack([left, top, left + 1 / columns, top + 1 / rows], dim=-1).flatten(0, 1)
+
+
+def window_of(weights: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+    """The box that has the mean and the variance of weights along each axis, cut at the image.
+
+    Args:
+        weights (`torch.Tensor`): `(batch, cells, 1)`, sums to 1; each lies evenly on its cell.
+        cells (`torch.Tensor`): `(1, cells, 4)` as left, top, right, bottom.
+
+    Returns:
+        `torch.Tensor`: `(batch, 1, 4)`.
+    """
+    left_top, right_bottom = cells.chunk(2, dim=-1)
+    centers, sizes = (left_top + right_bottom) * 0.5, right_bottom - left_top
+    mean = (weights * centers).sum(1, keepdim=True)
+    # Twelve times the variance is the square of an even box's size.
+    half = 0.5 * (weights * (12 * (centers - mean).square() + sizes.square())).sum(1, keepdim=True).sqrt()
+    corners = torch.cat([mean - half, mean + half], dim=-1)
+    # Cut without stopping the gradient, which at first would stop it for good: the window is the image then.
+    return corners - (corners - corners.clamp(0, 1)).detach()
+
+
+def place_in_window(rois: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+    """RoIs `(batch, tokens, 4)`, 0 to 1 across a window, in an image whose part `(batch, 1, 4)` that is."""
+    left_top, right_bottom = window.chunk(2, dim=-1)
+    return left_top.repeat(1, 1, 2) + rois * (right_bottom - left_top).repeat(1, 1, 2)
+
+
+def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: str) -> torch.Tensor:
+    """Bilinear interpolation of a feature map, in float32.
+
+    Args:
+        features (`torch.Tensor`): `(batch, channels, height, width)`.
+        points (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y, 0 to 1 across the image.
+        padding_mode (`str`): What points outside the image read, "border" or "zeros".
+
+    Returns:
+        `torch.Tensor`: `(batch, tokens, points, channels)`; NaN at points that are NaN.
+    """
+    # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
+    points = points.float().clamp(-2, 3)
+    # It lets NaN pass, which on CPUs addresses memory outside the map, and the backward pass writes there.
+    grid = points.nan_to_num() * 2 - 1
+    sampled = F.grid_sample(features.float(), grid, padding_mode=padding_mode, align_corners=False)
+    # 0, or NaN where a coordinate is: a model that diverged must not look sound.
+    return sampled.permute(0, 2, 3, 1) + 0 * points.detach().sum(-1, keepdim=True)
+
+
+def points_in(rois: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
+    """The centers of a RoI's cells if it is divided into so many rows and columns, in row order.
+
+    Args:
+        rois (`torch.Tensor`): `(batch, tokens, 4)`.
+        patch_size (pair of `int`): Rows and columns.
+
+    Returns:
+        `torch.Tensor`: `(batch, tokens, rows * columns, 2)` float32 as x, y.
+    """
+    rows, columns = ((torch.arange(count, device=rois.device) + 0.5) / count for count in patch_size)
+    shares = torch.cartesian_prod(rows, columns).flip(-1)
+    left_top, right_bottom = rois.float().unsqueeze(2).chunk(2, dim=-1)
+    return left_top + shares * (right_bottom - left_top)
+
+
+class ImagePyramid(nn.Module):
+    """An image at several sizes: the first is given, each of the others twice as large, up to the image's own.
+
+    Args:
+        size (pair of `int`): Rows and columns of the first.
+        num_levels (`int`): Sizes.
+    """
+
+    def __init__(self, size: tuple[int, int], num_levels: int):
+        super().__init__()
+        self.size, self.num_levels = size, num_levels
+
+    def forward(self, pixel_values: torch.Tensor) -> list[torch.Tensor]:
+        """`(batch, channels, height, width)` to as many images in float32, smallest first."""
+        pixel_values = pixel_values.float()
+        height, width = pixel_values.shape[-2:]
+        levels = []
+        for level in range(self.num_levels):
+            rows, columns = (count << level for count in self.size)
+            # The first may be larger than the image, where a token has more points than pixels.
+            size = (min(rows, max(height, self.size[0])), min(columns, max(width, self.size[1])))
+            same = size == (height, width)
+            levels.append(pixel_values if same else F.interpolate(pixel_values, size, mode="bilinear", antialias=True))
+        return levels
+
+
+class PatchSampling(nn.Module):
+    """Each token embeds the pixels at a grid of points in its RoI, as a vision transformer embeds a patch.
+
+    Where RoIs are smaller than the cells that the pyramid's first image is made for, points are read from its larger
+    images, between two of which they are interpolated.
+
+    Args:
+        patch_size (pair of `int`): Rows and columns of points.
+        num_channels, hidden_size (`int`): Channels of the image and of tokens.
+        cell_area (`float`): Share of the image that such a cell has.
+        padding_mode (`str`): What points outside the image read, "border" or "zeros".
+        norm (`nn.Module`, *optional*): Of what is embedded.
+    """
+
+    def __init__(
+        self,
+        patch_size: tuple[int, int],
+        num_channels: int,
+        hidden_size: int,
+        cell_area: float,
+        padding_mode: str,
+        norm: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.patch_size, self.cell_area, self.padding_mode = patch_size, cell_area, padding_mode
+        self.projection = nn.Linear(num_channels * math.prod(patch_size), hidden_size)
+        self.norm = nn.Identity() if norm is None else norm
+
+    def forward(
+        self, tokens: torch.Tensor, rois: torch.Tensor, levels: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """RoIs `(batch, tokens, 4)`, or a batch of 1 for all images, and the pyramid's images to what joins the
+        tokens, `(batch, tokens, hidden_size)`, and the points `(batch, tokens, rows * columns, 2)`."""
+        points = points_in(rois, self.patch_size).expand(len(levels[0]), -1, -1, -1)
+        sampled = sum(
+            sample_features(image, points, self.padding_mode) * share
+            for image, share in zip(levels, self.shares_of_levels(rois, len(levels)), strict=True)
+        )
+        # Channels before points, as the weights of a convolution.
+        patches = sampled.transpose(2, 3).flatten(2)
+        return self.norm(self.projection(patches.to(self.projection.weight.dtype))), points
+
+    def shares_of_levels(self, rois: torch.Tensor, count: int) -> list[torch.Tensor | int]:
+        """How much of each image a token reads, `(batch, tokens, 1, 1)`; the shares sum to 1."""
+        if count == 1:
+            return [1]
+        left_top, right_bottom = rois.float().chunk(2, dim=-1)
+        area = (right_bottom - left_top).prod(-1).abs().clamp(min=1e-12)
+        level = (0.5 * torch.log2(self.cell_area / area)).clamp(0, count - 1)[..., None, None]
+        return [(1 - (level - index).abs()).clamp(min=0) for index in range(count)]
