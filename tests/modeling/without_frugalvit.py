@@ -87,6 +87,11 @@ def pipeline_computes_the_same(source: str, loader: str, model, processor) -> bo
 def is_initialized(model) -> bool:
     """Whether a new base model has its family's initial weights, and not those that PyTorch gives its layers."""
     if model.config.model_type == "sparseformer":
+        if model.config.patch_size is not None:
+            # No cell is more salient than another, and none is larger.
+            rois = model.latents.initial_rois
+            alike = ((rois[:, 2:] - rois[:, :2]) - (rois[0, 2:] - rois[0, :2])).abs().max().item() < 1e-6
+            return alike and (model.glance is None or not model.glance.saliency.weight.any())
         # RoIs do not move, stems are far wider than 0.02.
         still = not model.focusing_layer.roi_deltas.out_proj.weight.any()
         return still and model.stem.convolution.weight.std().item() > 0.04
