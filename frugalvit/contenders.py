@@ -190,12 +190,13 @@ class RandomPatches:
 
     def __init__(self, anatomy: Anatomy, patches: int, seed: int):
         self.anatomy, self.patches = anatomy, patches
+        self.dtype = next(anatomy.model.parameters()).dtype
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        if self.anatomy.blocks[0].attention.query.weight.dtype != pixel_values.dtype:
-            # What was read are views of weights, which a cast leaves behind.
-            self.anatomy = self.anatomy.read(self.anatomy.source)
+        if (dtype := next(self.anatomy.model.parameters()).dtype) != self.dtype:
+            # What was read are in part views of weights, which a cast leaves behind.
+            self.anatomy, self.dtype = self.anatomy.read(self.anatomy.source), dtype
         anatomy, front = self.anatomy, self.anatomy.num_prefix_tokens
         tokens = anatomy.tokens(pixel_values)
         # No order, and without replacement.
