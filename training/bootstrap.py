@@ -69,7 +69,6 @@ RECIPES = {
     "paper": {
         "config_overrides": "",
         "truncate": 1 / 3,
-        "tune_all": False,
         "crop_scale": [0.5, 1.0],
         "token_loss_weight": 0.0,
         "window_loss_weight": 0.0,
@@ -82,7 +81,6 @@ RECIPES = {
     "small": {
         "config_overrides": "stem_channels=48,num_mixed_points=16,mixing_hidden_size=96,num_focusing_iterations=2",
         "truncate": 1.0,
-        "tune_all": False,
         "crop_scale": [0.8, 1.0],
         "token_loss_weight": 4.0,
         "window_loss_weight": 0.0,
@@ -95,7 +93,6 @@ RECIPES = {
     "inherited": {
         "config_overrides": "",
         "truncate": 0.0,
-        "tune_all": True,
         "crop_scale": [0.5, 1.0],
         "token_loss_weight": 0.0,
         "window_loss_weight": 1.0,
@@ -156,10 +153,12 @@ class StudentArguments:
         f"{RECIPES['small']['config_overrides']}.",
     )
     truncate: float | None = by_recipe("truncate", "Leading blocks left out: a share of the teacher's, or a count.")
-    tune: float = argument(
-        1 / 3, "Blocks to tune, from the first inherited one: a share of the teacher's, or a count."
+    tune: float | None = argument(
+        None,
+        "Blocks to tune, from the first inherited one: a share of the teacher's, or a count. Default: 0.333, with "
+        "--focusing inherited all.",
     )
-    tune_all: bool | None = by_recipe("tune_all", "Tune every inherited block.")
+    tune_all: bool = argument(False, "Tune every inherited block.")
     inherit_blocks: bool = argument(True, "Inherit the teacher's blocks, or its classifier alone.")
     attn_implementation: str | None = argument(
         None, "The student's attention in training. Default: eager on CPUs, whose fused attention goes back slowly."
@@ -566,8 +565,10 @@ def freeze(student: SparseFormerPreTrainedModel, pair: StudentArguments, num_blo
         return set()
     base = student.base_model
     layers, inherits_patches = base.layers, base.config.patch_size is not None
-    count = int(pair.tune) if pair.tune >= 1 else round(pair.tune * num_blocks)
-    count = len(layers) if pair.tune_all else count
+    tune = 1 / 3 if pair.tune is None else pair.tune
+    count = int(tune) if tune >= 1 else round(tune * num_blocks)
+    if pair.tune_all or (inherits_patches and pair.tune is None):
+        count = len(layers)
     if count > len(layers):
         raise ValueError(f"--tune asks for {count} blocks, the student has {len(layers)}; --tune_all tunes them all.")
     layers[count:].requires_grad_(False)

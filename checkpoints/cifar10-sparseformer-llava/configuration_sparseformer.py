@@ -1,5 +1,6 @@
 """SparseFormer configuration: both generations, every variant of the papers by name."""
 
+import contextlib
 import math
 
 from huggingface_hub.dataclasses import strict
@@ -70,13 +71,13 @@ class SparseFormerConfig(FrugalViTConfig):
             convolution, no focusing layer and no adaptive mixing: `num_focusing_iterations` is 0.
         patch_norm (`bool`, *optional*, defaults to `False`): A norm follows that layer, before positions are added.
         embedding_norm (`bool`, *optional*, defaults to `False`): A norm of all tokens before the cortex (CLIP).
-        token_grid (pair of `int`, *optional*):
+        token_grid (`int` or pair of `int`, *optional*):
             With `patch_size`, rows and columns of the cells that are the tokens' first RoIs, in row order. By default,
             those with `num_latent_tokens` cells that are most nearly square in an image of `image_size`.
         num_pyramid_levels (`int`, *optional*, defaults to 1):
             With `patch_size`, sizes of the image that tokens sample: one where the points of the first RoIs are its
             pixels, and others, each twice as large up to the image's own, for RoIs that are smaller.
-        glance_grid (pair of `int`, *optional*):
+        glance_grid (`int` or pair of `int`, *optional*):
             With `patch_size`, rows and columns of tokens that glance at the whole image; what they see places the
             window in which the other tokens' first RoIs lie. Without it, the window is the image.
         num_glance_layers (`int`, *optional*, defaults to 3): Transformer blocks of the glance.
@@ -186,9 +187,9 @@ class SparseFormerConfig(FrugalViTConfig):
     patch_size: int | list[int] | tuple[int, int] | None = None
     patch_norm: bool = False
     embedding_norm: bool = False
-    token_grid: list[int] | tuple[int, int] | None = None
+    token_grid: int | list[int] | tuple[int, int] | None = None
     num_pyramid_levels: int = 1
-    glance_grid: list[int] | tuple[int, int] | None = None
+    glance_grid: int | list[int] | tuple[int, int] | None = None
     num_glance_layers: int = 3
     focusing_hidden_size: int = 384
     num_focusing_iterations: int = 4
@@ -266,12 +267,14 @@ class SparseFormerConfig(FrugalViTConfig):
             self.focusing_intermediate_size = 4 * self.focusing_hidden_size
         if self.patch_size is not None:
             self.patch_size = pair(self.patch_size)
-            self.num_sampling_points = math.prod(self.patch_size)
             self.stem_channels = 16 * self.num_channels
             self.num_focusing_iterations, self.final_focusing_steps = 0, ("sampling",)
             self.shared_token_embedding = False
-            self.token_grid = tuple(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))
-            self.glance_grid = self.glance_grid and tuple(self.glance_grid)
+            # What makes no sense is left to the validation.
+            with contextlib.suppress(TypeError, ValueError, IndexError, ZeroDivisionError):
+                self.num_sampling_points = math.prod(self.patch_size)
+                self.token_grid = pair(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))
+                self.glance_grid = self.glance_grid and pair(self.glance_grid)
         self.rope_scale, self.rope_shift = tuple(self.rope_scale), tuple(self.rope_shift)
         super().__post_init__(**kwargs)
 
@@ -381,9 +384,12 @@ class SparseFormerConfig(FrugalViTConfig):
             for name in ("token_grid", "glance_grid"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"`{name}` is {getattr(self, name)} without `patch_size`; give both or neither.")
-        elif math.prod(self.token_grid) != self.num_latent_tokens:
+            return
+        # Raises where there is none.
+        grid = self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size))
+        if math.prod(grid) != self.num_latent_tokens:
             raise ValueError(
-                f"`token_grid`={self.token_grid} has {math.prod(self.token_grid)} cells, expected "
+                f"`token_grid`={self.token_grid} has {math.prod(grid)} cells, expected "
                 f"`num_latent_tokens`={self.num_latent_tokens}."
             )
 

@@ -46,19 +46,29 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
 
     Args:
         features (`torch.Tensor`): `(batch, channels, height, width)`.
-        points (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y, 0 to 1 across the image.
+        points (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y, 0 to 1 across the image; or a batch of 1 for
+            all images.
         padding_mode (`str`): What points outside the image read, "border" or "zeros".
 
     Returns:
         `torch.Tensor`: `(batch, tokens, points, channels)`; NaN at points that are NaN.
     """
+    return sample_maps([features], points, padding_mode)[0]
+
+
+def sample_maps(maps: list[torch.Tensor], points: torch.Tensor, padding_mode: str) -> list[torch.Tensor]:
+    """`sample_features` of several maps at the same points."""
     # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
     points = points.float().clamp(-2, 3)
     # It lets NaN pass, which on CPUs addresses memory outside the map, and the backward pass writes there.
-    grid = points.nan_to_num() * 2 - 1
-    sampled = F.grid_sample(features.float(), grid, padding_mode=padding_mode, align_corners=False)
+    grid = (points.nan_to_num() * 2 - 1).expand(maps[0].shape[0], -1, -1, -1)
     # 0, or NaN where a coordinate is: a model that diverged must not look sound.
-    return sampled.permute(0, 2, 3, 1) + 0 * points.detach().sum(-1, keepdim=True)
+    sound = 0 * points.detach().sum(-1, keepdim=True)
+    return [
+        F.grid_sample(features.float(), grid, padding_mode=padding_mode, align_corners=False).permute(0, 2, 3, 1)
+        + sound
+        for features in maps
+    ]
 
 
 def points_in(rois: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
@@ -136,14 +146,14 @@ class PatchSampling(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """RoIs `(batch, tokens, 4)`, or a batch of 1 for all images, and the pyramid's images to what joins the
         tokens, `(batch, tokens, hidden_size)`, and the points `(batch, tokens, rows * columns, 2)`."""
-        points = points_in(rois, self.patch_size).expand(len(levels[0]), -1, -1, -1)
-        sampled = sum(
-            sample_features(image, points, self.padding_mode) * share
-            for image, share in zip(levels, self.shares_of_levels(rois, len(levels)), strict=True)
-        )
+        points = points_in(rois, self.patch_size)
+        read = sample_maps(levels, points, self.padding_mode)
+        shares = self.shares_of_levels(rois, len(levels))
+        sampled = sum(values * share for values, share in zip(read, shares, strict=True))
         # Channels before points, as the weights of a convolution.
         patches = sampled.transpose(2, 3).flatten(2)
-        return self.norm(self.projection(patches.to(self.projection.weight.dtype))), points
+        tokens = self.norm(self.projection(patches.to(self.projection.weight.dtype)))
+        return tokens, points.expand(tokens.shape[0], -1, -1, -1)
 
     def shares_of_levels(self, rois: torch.Tensor, count: int) -> list[torch.Tensor | int]:
         """How much of each image a token reads, `(batch, tokens, 1, 1)`; the shares sum to 1."""

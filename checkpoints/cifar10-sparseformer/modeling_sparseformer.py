@@ -525,20 +525,12 @@ class SparseFormerGlance(nn.Module):
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=focusing_eps(config))
         self.saliency = nn.Linear(config.hidden_size, 1)
 
-    def forward(
-        self,
-        pixel_values: torch.Tensor,
-        prefix: torch.Tensor | None,
-        sampling: PatchSampling,
-        embedding_norm: nn.Module,
-        rotation: Callable,
-    ) -> torch.Tensor:
-        """Images, what stands in front of the tokens, how they sample, are normalized and rotated, to windows `(batch,
-        1, 4)` as left, top, right, bottom, in float32."""
+    def forward(self, pixel_values: torch.Tensor, embed: Callable, rotation: Callable) -> torch.Tensor:
+        """Images, what makes tokens of an embedding, RoIs and a pyramid, [CLS] and the like in front, and what rotates
+        them, to windows `(batch, 1, 4)` as left, top, right, bottom, in float32."""
         rois = grid_rois(self.grid).to(pixel_values.device).unsqueeze(0)
-        branch, _ = sampling(None, rois, self.pyramid(pixel_values))
-        hidden_states = join(prefix, self.token_embedding + branch)
-        hidden_states, rotary = embedding_norm(hidden_states), rotation(rois)
+        hidden_states = embed(self.token_embedding.unsqueeze(0), rois, self.pyramid(pixel_values))
+        rotary = rotation(rois)
         for block in self.blocks:
             hidden_states, _, _ = block(hidden_states, rois, **rotary)
         saliency = self.saliency(self.layernorm(hidden_states[:, -rois.shape[1] :]))
@@ -829,7 +821,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 That spares 8 % of the multiply-accumulates of augreg-base-49-224, 4 % of augreg-large-49-224's.
         """
         pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min_size=4)
-        features, batch_size = self.stem(pixel_values), len(pixel_values)
+        features, batch_size = self.stem(pixel_values), pixel_values.shape[0]
         hidden_states, rois, prefix = self.latents(batch_size)
         # Tokens that glanced stand where they do in the window.
         places = rois
@@ -853,9 +845,11 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             hidden_states = self.transition(hidden_states)
         hidden_states = self.transition_layernorm(hidden_states)
         if self.glance is not None:
-            sampling = self.final_focusing_layer.sampling
-            window = self.glance(pixel_values, prefix, sampling, self.embedding_norm, self.rotation)
-            rois = place_in_window(rois, window)
+
+            def embed(*tokens_rois_features):
+                return self.embedding_norm(join(prefix, self.final_focusing_layer(*tokens_rois_features)[0]))
+
+            rois = place_in_window(rois, self.glance(pixel_values, embed, self.rotation))
         if self.final_focusing_layer is not None:
             hidden_states, rois = run(self.final_focusing_layer, hidden_states, rois)
         hidden_states = self.embedding_norm(join(prefix, hidden_states))

@@ -325,7 +325,7 @@ class TestOutputs:
 class TestCompilationAndExport:
     @pytest.fixture
     def classifier(self, kind, make_model) -> transformers.PreTrainedModel:
-        fewer = {"num_focusing_iterations": 2} if kind in ("bootstrapped", "v1") else {}
+        fewer = {"num_focusing_iterations": 2} if kind in ("bootstrapped", "patches", "v1") else {}
         return make_model("classifier", kind, num_hidden_layers=2, **fewer)
 
     @torch.no_grad()
@@ -389,7 +389,7 @@ class TestLoading:
         model = make_model("classifier", kind)
         labels = torch.tensor([0, 1])
         # Sharding's hooks have a SparseFormer compute all tokens.
-        whole = {"output_tokens": True} if kind in ("bootstrapped", "v1") else {}
+        whole = {"output_tokens": True} if kind in ("bootstrapped", "patches", "v1") else {}
         loss = model(pixel_values, labels=labels, **whole).loss
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
