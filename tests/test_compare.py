@@ -212,18 +212,13 @@ def test_images_without_labels(tmp_path):
     assert "accuracy" not in rows[0] and rows[1]["cosine"] > 0.3
 
 
-def load_with_ballast(megabytes: int) -> Contender:
-    contender = load_student(STUDENT, device="cpu")
-    contender.model.register_buffer("ballast", torch.ones(megabytes, 2**18))
-    return contender
-
-
 def test_memory_is_of_a_process_of_its_own():
-    """What this process holds does not count, what the model holds does."""
-    held = torch.ones(300, 2**18)
-    small, large = (peak_memory(functools.partial(load_with_ballast, size), batch_size=2) for size in (1, 200))
+    """What this process holds does not count, what the model holds does: of 22 million weights, 86 MB."""
+    held = torch.ones(400, 2**18)
+    folders = (STUDENT, str(checkpoint_path("caltech101-sparseformer")))
+    small, large = (peak_memory(functools.partial(load_student, name, device="cpu"), batch_size=2) for name in folders)
     assert 10 * 2**20 < small < 200 * 2**20
-    assert 190 * 2**20 < large - small < 230 * 2**20
+    assert 80 * 2**20 < large - small < 350 * 2**20
     assert held.sum() > 0
 
 
