@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torchvision.transforms import v2
 from tqdm import tqdm
 
@@ -180,7 +181,7 @@ def measure_student(arguments, folder: Path) -> dict:
 def embed(arguments, model, processor, images: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Embeddings in float32 and labels of all test images; with "canvas", of each put on a larger one."""
     image_format = ImageFormat.from_processor(processor)
-    view, zoom_out = EvalView(image_format), v2.RandomZoomOut(image_format.fill, (CANVAS, CANVAS), p=1.0)
+    view = EvalView(image_format)
     records = load_images([arguments.test], "train")
     precision = torch.bfloat16 if arguments.mixed_precision == "bf16" else None
     found, labels = [], []
@@ -189,8 +190,7 @@ def embed(arguments, model, processor, images: str) -> tuple[torch.Tensor, torch
         for index in range(start, min(start + 32, len(records))):
             image = decode_image(records[index]["image"], index)
             if images == "canvas":
-                with seeded(index):
-                    image = zoom_out(image)
+                image = put_on_canvas(image, index, image_format)
             pixels.append(view(image)["pixel_values"])
             labels.append(records[index]["label"])
         with torch.autocast("cpu", precision, enabled=precision is not None):
@@ -198,16 +198,20 @@ def embed(arguments, model, processor, images: str) -> tuple[torch.Tensor, torch
     return torch.cat(found), torch.tensor(labels)
 
 
+def put_on_canvas(image: Image.Image, index: int, image_format: ImageFormat) -> Image.Image:
+    """A test image as a small object, at a place that its number decides."""
+    with seeded(index):
+        return v2.RandomZoomOut(image_format.fill, (CANVAS, CANVAS), p=1.0)(image)
+
+
 def draw_windows(arguments):
     """Some test images, as they are and on a canvas, with their tokens' RoIs."""
     model, processor = load_image_classifier(arguments.student, "cpu")
     records = load_images([arguments.test], "train")
-    zoom_out = v2.RandomZoomOut(ImageFormat.from_processor(processor).fill, (CANVAS, CANVAS), p=1.0)
-    images = []
+    image_format, images = ImageFormat.from_processor(processor), []
     for index in range(800, len(records), 300):
         image = decode_image(records[index]["image"], index)
-        with seeded(index):
-            images += [image, zoom_out(image)]
+        images += [image, put_on_canvas(image, index, image_format)]
     predictions = predict(model, processor, images, top=1, output_rois=True)
     figure = draw_predictions(predictions, [format_labels(prediction.labels) for prediction in predictions])
     save_figure(figure, arguments.results_dir / "caltech101_windows.png")
