@@ -60,8 +60,8 @@ def test_windows_lie_in_the_image(grid, seed):
 @given(grids, st.tuples(st.integers(1, 5), st.integers(1, 5)))
 def test_points_in_cells_are_the_pixels_of_the_pyramids_first_image(grid, patch):
     images = torch.randn(2, 3, 24, 20, generator=torch.Generator().manual_seed(0))
-    (level,) = ImagePyramid((grid[0] * patch[0], grid[1] * patch[1]), 1)(images)
-    sampling = PatchSampling(patch, 3, 8, 1 / (grid[0] * grid[1]), "border")
+    (level,) = ImagePyramid(patch, 1)(images, grid)
+    sampling = PatchSampling(patch, 3, 8, "border")
     tokens, points = sampling(None, grid_rois(grid)[None], [level])
     weight = sampling.projection.weight.unflatten(1, (3, *patch))
     expected = F.conv2d(level, weight, sampling.projection.bias, stride=patch).flatten(2).mT
@@ -71,22 +71,24 @@ def test_points_in_cells_are_the_pixels_of_the_pyramids_first_image(grid, patch)
 
 
 def test_smaller_rois_read_larger_images():
-    sampling = PatchSampling((2, 2), 3, 8, 1 / 4, "border")
-    sides = torch.tensor([1.0, 0.5, 0.5**1.5, 0.25, 0.1])
-    rois = torch.stack([torch.zeros(5), torch.zeros(5), sides, sides], dim=1)[None]
+    sampling = PatchSampling((2, 2), 3, 8, "border")
+    # Four tokens: the first image is made for cells of half of its sides.
+    sides = torch.tensor([1.0, 0.5**1.5, 0.25, 0.1])
+    rois = torch.stack([torch.zeros(4), torch.zeros(4), sides, sides], dim=1)[None]
     shares = torch.stack([share.flatten() for share in sampling.shares_of_levels(rois, 3)], dim=1)
-    expected = [[1, 0, 0], [1, 0, 0], [0.5, 0.5, 0], [0, 1, 0], [0, 0, 1]]
-    torch.testing.assert_close(shares[:4], torch.tensor(expected[:4], dtype=torch.float32), atol=1e-5, rtol=0)
-    # A token that is ten times smaller than the image, in a grid of cells of half, is between the last two.
-    torch.testing.assert_close(shares[4], torch.tensor([0.0, 0.0, 1.0]), atol=0.4, rtol=0)
-    torch.testing.assert_close(shares.sum(1), torch.ones(5))
+    expected = torch.tensor([[1, 0, 0], [0.5, 0.5, 0], [0, 1, 0], [0, 0, 1]])
+    torch.testing.assert_close(shares[:3], expected[:3], atol=1e-5, rtol=0)
+    # A token that is ten times smaller than the image is between the last two.
+    torch.testing.assert_close(shares[3], expected[3], atol=0.4, rtol=0)
+    torch.testing.assert_close(shares.sum(1), torch.ones(4))
 
 
 def test_levels_double_up_to_the_image():
-    shapes = [tuple(level.shape[-2:]) for level in ImagePyramid((8, 8), 4)(torch.zeros(1, 3, 24, 40))]
+    shapes = [tuple(level.shape[-2:]) for level in ImagePyramid((4, 4), 4)(torch.zeros(1, 3, 24, 40), (2, 2))]
     assert shapes == [(8, 8), (16, 16), (24, 32), (24, 40)]
     # Tokens may have more points than the image has pixels.
-    assert [tuple(level.shape[-2:]) for level in ImagePyramid((8, 8), 2)(torch.zeros(1, 3, 4, 4))] == [(8, 8)] * 2
+    levels = ImagePyramid((8, 8), 2)(torch.zeros(1, 3, 4, 4), (1, 1))
+    assert [tuple(level.shape[-2:]) for level in levels] == [(8, 8)] * 2
 
 
 def test_counts_become_grids_of_nearly_square_cells():

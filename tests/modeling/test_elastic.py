@@ -1,0 +1,225 @@
+"""One model with any number of tokens: chosen in a call, kept in the configuration, or by how sure each image is."""
+
+import copy
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import pipeline
+from transformers.utils import logging
+
+from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
+from frugalvit.modeling.modeling_sparseformer import initial_rois
+from kinds import SPARSEFORMERS
+
+
+COUNTS = {"bootstrapped": [4, 6, 9], "patches": [4, 9, 16], "v1": [4, 6, 9]}
+
+
+@pytest.fixture(params=list(COUNTS))
+def elastic(request, make_model):
+    """Function that makes a tiny elastic model of a class."""
+
+    def make(model_class, **fields):
+        counts = COUNTS[request.param]
+        if request.param == "v1":
+            fields["projection_dim"] = 16
+        return make_model(
+            model_class, request.param, num_latent_tokens=counts[-1], elastic_token_counts=counts, **fields
+        )
+
+    return make
+
+
+def first(outputs) -> torch.Tensor:
+    return outputs.logits if "logits" in outputs else outputs[0]
+
+
+@pytest.mark.parametrize("model_class", SPARSEFORMERS)
+@torch.no_grad()
+def test_a_count_is_the_model_that_was_cut_to_it(model_class, elastic, pixel_values, tmp_path):
+    model = elastic(model_class)
+    *smaller, largest = model.config.elastic_token_counts
+    found = {count: first(model(pixel_values, num_tokens=count)) for count in (*smaller, largest)}
+    assert torch.equal(found[largest], first(model(pixel_values)))
+    for count in smaller:
+        assert not torch.equal(found[count], found[largest])
+        cut = copy.deepcopy(model)
+        cut.resize_tokens(count)
+        assert cut.config.num_latent_tokens == count and len(cut.base_model.latents.initial_rois) == count
+        assert torch.equal(first(cut(pixel_values)), found[count])
+        # What is set is saved, and all weights with it.
+        model.set_num_tokens(count)
+        assert torch.equal(first(model(pixel_values)), found[count])
+        model.save_pretrained(tmp_path)
+        loaded = model_class.from_pretrained(tmp_path)
+        assert torch.equal(first(loaded(pixel_values)), found[count])
+        assert torch.equal(first(loaded(pixel_values, num_tokens=largest)), found[largest])
+    model.set_num_tokens(None)
+    assert torch.equal(first(model(pixel_values)), found[largest])
+
+
+def test_pipelines_use_the_count_that_is_set(elastic, photographs, tmp_path):
+    image = photographs[0][0]
+    model = elastic(SparseFormerForImageClassification)
+    model.save_pretrained(tmp_path / "all")
+    model.set_num_tokens(4)
+    model.save_pretrained(tmp_path / "four")
+    scores = [pipeline("image-classification", str(tmp_path / name))(image)[0]["score"] for name in ("all", "four")]
+    assert scores[0] != scores[1]
+
+
+@torch.no_grad()
+def test_rois_are_those_of_the_tokens(elastic, pixel_values):
+    model = elastic(SparseFormerModel)
+    outputs = model(pixel_values, num_tokens=4, output_rois=True)
+    assert {rois.shape[1] for rois in outputs.rois} == {4}
+
+
+class TestPrefixes:
+    """Where tokens are those of the paper, the first ones are a smaller model's."""
+
+    @pytest.mark.parametrize("counts", [[4, 9, 16], [5, 12], [9, 16, 25, 36, 49, 64]])
+    def test_every_prefix_covers_the_image(self, counts):
+        *smaller, largest = counts
+        rois = initial_rois(largest, smaller)
+        assert rois.shape == (largest, 4)
+        points = torch.cartesian_prod(torch.linspace(0, 1, 21), torch.linspace(0, 1, 21))
+        for count in counts:
+            low, high = rois[:count, None, :2], rois[:count, None, 2:]
+            assert ((points >= low) & (points <= high)).all(-1).any(0).all()
+        assert torch.equal(rois[: counts[0]], initial_rois(counts[0]))
+
+    def test_a_new_model_starts_there(self, make_config):
+        config = make_config("bootstrapped", num_latent_tokens=9, elastic_token_counts=[4, 9])
+        rois = SparseFormerModel(config).latents.initial_rois
+        assert torch.equal(rois, initial_rois(9, [4]))
+        assert not torch.equal(rois, initial_rois(9))
+
+    def test_cutting_keeps_smaller_counts(self, make_model):
+        model = make_model("base", "bootstrapped", num_latent_tokens=9, elastic_token_counts=[4, 6, 9])
+        model.set_num_tokens(4)
+        model.resize_tokens(6)
+        assert (model.config.elastic_token_counts, model.config.num_tokens) == ([4, 6], None)
+        model.resize_tokens(3)
+        assert model.config.elastic_token_counts is None
+
+
+def test_cutting_a_grid_leaves_one_count(make_model):
+    """Smaller grids would be interpolated from another one than was trained."""
+    model = make_model("base", "patches", num_latent_tokens=16, elastic_token_counts=[4, 9, 16])
+    model.resize_tokens(9)
+    assert model.config.elastic_token_counts is None
+
+
+class TestCounts:
+    @pytest.mark.parametrize("count", [0, -1, 10])
+    def test_too_few_and_too_many(self, count, make_model, pixel_values):
+        model = make_model("classifier", "bootstrapped", num_latent_tokens=9)
+        for refuse in (lambda: model(pixel_values, num_tokens=count), lambda: model.set_num_tokens(count)):
+            with pytest.raises(ValueError, match=f"`num_tokens` is {count}, expected 1 to 9"):
+                refuse()
+
+    def test_no_grid(self, make_model, pixel_values):
+        model = make_model("classifier", "patches", num_latent_tokens=16)
+        with pytest.raises(ValueError, match="7 tokens make no grid"):
+            model(pixel_values, num_tokens=7)
+
+    @torch.no_grad()
+    def test_what_was_not_trained_warns_once(self, elastic, pixel_values, caplog):
+        logging.enable_propagation()
+        model = elastic(SparseFormerForImageClassification)
+        type(logging.get_logger("x")).warning_once.cache_clear()
+        for _ in range(2):
+            assert model(pixel_values, num_tokens=2).logits.shape == (2, 3)
+        logging.disable_propagation()
+        (record,) = caplog.records
+        counts = ", ".join(map(str, model.config.elastic_token_counts))
+        assert f"trained with {counts} latent tokens and is asked for 2" in record.message
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"elastic_token_counts": [4, 4, 9]}, "expected increasing counts"),
+            ({"elastic_token_counts": [0, 9]}, "expected increasing counts"),
+            ({"elastic_token_counts": []}, "expected increasing counts"),
+            ({"elastic_token_counts": [4, 8]}, "the last is `num_latent_tokens`=9"),
+            ({"num_tokens": 10}, "`num_tokens` is 10, expected 1 to"),
+            ({"elastic_token_counts": [7, 9], "patch_size": 4}, "7 tokens make no grid"),
+            ({"num_tokens": 7, "patch_size": 4}, "7 tokens make no grid"),
+        ],
+    )
+    def test_configurations(self, fields, message):
+        with pytest.raises(StrictDataclassError, match=message):
+            SparseFormerConfig(num_latent_tokens=9, **fields)
+
+
+def test_each_count_compiles_once(elastic, pixel_values):
+    model = elastic(SparseFormerForImageClassification)
+    counts = model.config.elastic_token_counts
+    compiles = []
+
+    def backend(graph, example_inputs):
+        compiles.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for count in (*counts, *counts, counts[0]):
+            expected = model(pixel_values, num_tokens=count).logits
+            torch.testing.assert_close(compiled(pixel_values, num_tokens=count).logits, expected)
+    assert len(compiles) == len(counts)
+
+
+@torch.no_grad()
+def test_export_has_the_count_that_is_set(elastic, pixel_values):
+    model = elastic(SparseFormerForImageClassification)
+    model.set_num_tokens(4)
+    exported = torch.export.export(model, (pixel_values,)).module()
+    torch.testing.assert_close(exported(pixel_values).logits, model(pixel_values, num_tokens=4).logits)
+
+
+class TestAdaptive:
+    @pytest.fixture
+    def images(self) -> torch.Tensor:
+        return torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+    def test_sure_images_stop(self, elastic, images):
+        model = elastic(SparseFormerForImageClassification)
+        counts = model.config.elastic_token_counts
+        with torch.no_grad():
+            logits = {count: model(images, num_tokens=count).logits for count in counts}
+        sure = {count: found.softmax(-1).amax(-1) for count, found in logits.items()}
+        # Some images are done at once, and some go through all.
+        confidence = sure[counts[0]].median().item()
+        found = model.classify_adaptively(images, confidence)
+        assert len(set(found.num_tokens.tolist())) > 1
+        for index, count in enumerate(found.num_tokens.tolist()):
+            torch.testing.assert_close(found.logits[index], logits[count][index], atol=1e-5, rtol=1e-5)
+            earlier = counts[: counts.index(count)]
+            assert all(sure[other][index] < confidence for other in earlier)
+            assert count == counts[-1] or sure[count][index] >= confidence
+
+    def test_ends(self, elastic, images):
+        model = elastic(SparseFormerForImageClassification)
+        low, *_, high = model.config.elastic_token_counts
+        assert set(model.classify_adaptively(images, 0.0).num_tokens.tolist()) == {low}
+        assert set(model.classify_adaptively(images, 1.0).num_tokens.tolist()) == {high}
+        assert set(model.classify_adaptively(images, 1.0, [low]).num_tokens.tolist()) == {low}
+        model.set_num_tokens(low)
+        assert set(model.classify_adaptively(images, 1.0).num_tokens.tolist()) == {low}
+        with pytest.raises(ValueError, match="`confidence` is 90, expected a probability"):
+            model.classify_adaptively(images, 90)
+
+    def test_the_stem_runs_once(self, make_model, images):
+        model = make_model("classifier", "bootstrapped", num_latent_tokens=9, elastic_token_counts=[4, 9])
+        seen = []
+        model.base_model.stem.register_forward_hook(lambda *_: seen.append(1))
+        model.classify_adaptively(images, 1.0)
+        assert len(seen) == 1
+
+    def test_one_count(self, make_model, images):
+        model = make_model("classifier", "bootstrapped")
+        found = model.classify_adaptively(images)
+        assert set(found.num_tokens.tolist()) == {5}
+        torch.testing.assert_close(found.logits, model(images).logits)
