@@ -119,9 +119,10 @@ class SparseFormerVisionModelWithProjectionOutput(ModelOutput):
 def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
     """RoIs before any adjustment, `(num_tokens, 4)` as left, top, right, bottom.
 
-    Of each of the smaller `counts`, too, the first ones cover the image: what a count adds begins anew. The first root**2 tokens, root = floor(sqrt(num_tokens)), get boxes of side 0.5 on a grid, x in the outer loop; the
+    The first root**2 tokens, root = floor(sqrt(num_tokens)), get boxes of side 0.5 on a grid, x in the outer loop; the
     remaining ones see the whole image, and so do all tokens if there are fewer than 4 (the reference implementation
-    divides by zero there).
+    divides by zero there). With smaller `counts`, that holds for the first tokens of each, and for those that the next
+    adds.
     """
     if counts:
         added = [high - low for low, high in zip([0, *counts], [*counts, num_tokens], strict=False)]
@@ -658,7 +659,9 @@ class SparseFormerPreTrainedModel(HubModel):
         elif isinstance(module, SparseFormerLatents):
             if module.grid is None:
                 init.trunc_normal_(module.token_embedding, std=1.0)
-                init.copy_(module.initial_rois, initial_rois(module.num_latent_tokens, self.config.trained_token_counts[:-1]))
+                init.copy_(
+                    module.initial_rois, initial_rois(module.num_latent_tokens, self.config.trained_token_counts[:-1])
+                )
             else:
                 # In the place of a teacher's positions.
                 init.trunc_normal_(module.token_embedding, std=std)
@@ -716,12 +719,14 @@ class SparseFormerPreTrainedModel(HubModel):
             base.latents.resize_grid(config.token_grid)
             # Smaller grids would be interpolated from one that is not the trained one.
             smaller = []
-        config.elastic_token_counts = [*smaller, num_latent_tokens] if config.elastic_token_counts and smaller else None
+        config.elastic_token_counts = (
+            [*smaller, num_latent_tokens] if config.elastic_token_counts and smaller else None
+        )
         config.num_latent_tokens, config.num_tokens = num_latent_tokens, None
 
     def set_num_tokens(self, num_tokens: int | None):
-        """Choose the latent tokens of all calls that do not; what is saved, exported or given to a pipeline keeps them.
-        All weights stay, other than with `resize_tokens`.
+        """Choose the latent tokens of all calls that choose none; what is saved, exported or given to a pipeline keeps
+        the choice. All weights stay, other than with `resize_tokens`.
 
         Args:
             num_tokens (`int`, *optional*): Count, [CLS] not counted; `None` for all tokens.
@@ -746,8 +751,8 @@ class SparseFormerPreTrainedModel(HubModel):
         if num_tokens not in config.trained_token_counts and not torch.compiler.is_compiling():
             trained = ", ".join(map(str, config.trained_token_counts))
             logger.warning_once(
-                f"This model was trained with {trained} latent tokens and is asked for {num_tokens}, with which it may "
-                "be much worse; `frugalvit bootstrap --student MODEL --elastic_token_counts …` teaches it others."
+                f"This model was trained with {trained} latent tokens and is asked for {num_tokens}, with which it may"
+                " be much worse; `frugalvit bootstrap --student MODEL --elastic_token_counts …` teaches it others."
             )
         return num_tokens
 

@@ -11,6 +11,8 @@ tokens or pixels. `recipes/` has a file for each student of the paper.
 
 import json
 import math
+import random
+import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -53,7 +55,7 @@ from .loading import load_vision_model
 from .loop import TrainingState, fit, make_optimizer, parameter_groups, prepare, start_accelerator
 from .metrics import TopKAccuracy
 from .precision import hold_teacher
-from .tables import format_table
+from .tables import format_markdown, format_table
 from .teacher_cache import TeacherCache
 from .token_alignment import TokenAlignment
 from .train import parse_overrides, read_values, write_values
@@ -146,6 +148,11 @@ class StudentArguments:
     num_latent_tokens: int | None = argument(
         None, "Latent tokens, [CLS] not counted. Default: a quarter of the teacher's with [CLS], or --student's."
     )
+    elastic_token_counts: list[int] | None = argument(
+        None,
+        "Counts of latent tokens that one student is to serve, for example 16 36 64: a call chooses. Each step trains "
+        "the largest, the smallest and two others. Default: --student's.",
+    )
     image_size: int | None = argument(None, "Pixels of the student's images. Default: the teacher's, or --student's.")
     config_overrides: str = argument(
         "",
@@ -172,6 +179,12 @@ class StudentArguments:
         for name in ("num_latent_tokens", "image_size"):
             if getattr(self, name) is not None:
                 check_at_least(self, 1, name)
+        if self.elastic_token_counts is not None:
+            counts = self.elastic_token_counts = sorted({*self.elastic_token_counts})
+            check(counts, len(counts) > 1 and counts[0] > 0, "elastic_token_counts", "two or more counts from 1")
+            fits = self.num_latent_tokens in (None, counts[-1])
+            check(self.num_latent_tokens, fits, "num_latent_tokens", f"--elastic_token_counts' largest, {counts[-1]}")
+            self.num_latent_tokens = counts[-1]
         for name in ("truncate", "tune"):
             if (value := getattr(self, name)) is not None:
                 fits = 0 <= value < 1 or value == int(value) > 0
@@ -330,7 +343,9 @@ def main(argv: list[str] | None = None) -> int:
         repeats=schedule.repeats,
         view_epochs=alignment.view_epochs,
     )
-    uses_windows = alignment.window_loss_weight > 0
+    glances = alignment.window_loss_weight > 0 and student.base_model.glance is not None
+    # A cache serves other students, too.
+    uses_windows = glances or (alignment.window_loss_weight > 0 and alignment.teacher_cache is not None)
     cache = None
     if alignment.teacher_cache:
         width = anatomy.embedding_size + 4 * uses_windows
@@ -340,7 +355,7 @@ def main(argv: list[str] | None = None) -> int:
 
     sizes = (teacher_format.size, student_format.size)
     costs = describe_pair(anatomy, student, *sizes) if accelerator.is_main_process else []
-    for line in introduce(costs, (teacher, student), sizes):
+    for line in introduce(costs, sizes, [type(model).__name__ for model in (teacher, student)]):
         accelerator.print(line)
     length = f"{run.epochs} x {loader.steps_per_epoch:,} x {run.batch_size:,}"
     evaluated = "not" if eval_images is None else f"on {len(eval_images):,} images, {data.evaluated}"
@@ -358,7 +373,6 @@ def main(argv: list[str] | None = None) -> int:
     uses_labels = alignment.label_loss_weight > 0
     align_tokens = TokenAlignment(student, anatomy) if alignment.token_loss_weight else None
     outputs_asked_for = align_tokens.arguments if align_tokens else {"output_tokens": False}
-    glances = uses_windows and student.base_model.glance is not None
     if glances:
         outputs_asked_for = {**outputs_asked_for, "output_rois": True}
 
@@ -385,7 +399,14 @@ def main(argv: list[str] | None = None) -> int:
         if "target" not in batch:
             # It stays for repeated steps.
             batch["target"] = cache(batch["index"], lambda: ask_teacher(batch)) if cache else ask_teacher(batch)
-        outputs, target = model(pixel_values, **outputs_asked_for), batch["target"]
+        losses = []
+        # The same in all processes, and when a run goes on.
+        for count in token_counts_to_train(student.config, f"{run.seed}-{scheduler.scheduler.last_epoch}"):
+            losses.append(compare_to_teacher(model(pixel_values, num_tokens=count, **outputs_asked_for), batch))
+        return torch.stack(losses).mean()
+
+    def compare_to_teacher(outputs, batch):
+        target = batch["target"]
         if uses_windows:
             target, window = target[:, :-4], target[:, -4:]
         embedding = project(outputs.pooler_output).float()
@@ -406,6 +427,9 @@ def main(argv: list[str] | None = None) -> int:
     # What the teacher makes of each batch of evaluation images, which are the same in every epoch.
     targets: dict[int, torch.Tensor] = {}
 
+    def evaluate(model):
+        return evaluate_student(accelerator, model, student.config, project, classify, anatomy, eval_loader, targets)
+
     def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         student.save_pretrained(folder, state_dict=weights)
         write_card(folder, student, describe(pair, student, uses_labels, state), data, run, state, pair.teacher)
@@ -418,15 +442,15 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=eval_loader
-        and (lambda model: evaluate_student(accelerator, model, project, classify, anatomy, eval_loader, targets)),
+        evaluate=eval_loader and evaluate,
         save=save,
         saved=student,
         metric="alignment",
         before_epoch=lambda epoch: cache.open(loader.sampler.views_of(epoch)) if cache else None,
     )
     watching.close()
-    accelerator.print(f"{describe(pair, student, uses_labels, state)} See {run.output_dir}.")
+    accelerator.print(describe(pair, student, uses_labels, state))
+    accelerator.print(f"See {run.output_dir}.")
     if run.compare and accelerator.is_main_process:
         compare(anatomy, type(student), sizes, costs, Path(run.output_dir), state)
     return 0
@@ -502,8 +526,11 @@ def build_student(
                 f"--student {pair.student} gives embeddings {width} wide and --teacher {teacher_width}, before or "
                 "after a projection; these cannot be aligned. Give the teacher that the student was bootstrapped from."
             )
-        if pair.num_latent_tokens:
+        if pair.num_latent_tokens not in (None, student.config.num_latent_tokens):
             student.resize_tokens(pair.num_latent_tokens)
+        if pair.elastic_token_counts:
+            student.config.elastic_token_counts = pair.elastic_token_counts
+        student.set_num_tokens(None)
         if pair.image_size:
             set_image_size(student.config, pair.image_size)
         return student
@@ -523,6 +550,7 @@ def build_student(
     student = student_class.from_teacher(
         teacher,
         num_latent_tokens=pair.num_latent_tokens,
+        elastic_token_counts=pair.elastic_token_counts,
         truncate=truncate,
         inherit_blocks=pair.inherit_blocks,
         focusing=pair.focusing,
@@ -535,6 +563,16 @@ def build_student(
     if pair.image_size:
         set_image_size(student.config, pair.image_size)
     return student
+
+
+def token_counts_to_train(config, seed: str) -> list[int]:
+    """The largest count of tokens, the smallest, and two of the others, chosen by the seed (the sandwich rule of Yu and Huang,
+    *Universally Slimmable Networks and Improved Training Techniques*)."""
+    smallest, *between = config.trained_token_counts
+    if not between:
+        return [smallest]
+    *between, largest = between
+    return [largest, *random.Random(seed).sample(between, min(len(between), 2)), smallest]
 
 
 def set_image_size(config, image_size: int):
@@ -610,41 +648,54 @@ def build_optimizer(student, tuned: set[nn.Parameter], schedule: ScheduleArgumen
 
 @torch.inference_mode()
 def evaluate_student(
-    accelerator: Accelerator, model, project, classify, teacher: Anatomy, loader, targets
+    accelerator: Accelerator, model, config, project, classify, teacher: Anatomy, loader, targets
 ) -> dict[str, float]:
     """Mean cosine of student's and teacher's embeddings and, of classifiers where there are labels, the accuracy of
-    both. The teacher is asked about batches that `targets` lacks, and noted there."""
+    both. Of a student for several counts of tokens, `alignment` is the mean over them, `accuracy` that of the largest,
+    and both are given for each count besides. The teacher is asked about batches that `targets` lacks, and noted
+    there."""
     model.eval()
-    cosines, accuracies = [], {"accuracy": TopKAccuracy(), "teacher_accuracy": TopKAccuracy()}
+    counts = config.trained_token_counts
+    cosines, accuracies = {count: [] for count in counts}, {count: TopKAccuracy() for count in (*counts, "teacher")}
     labeled = False
     for number, batch in enumerate(loader):
         pixel_values = batch["pixel_values"]
-        embedding = project(model(pixel_values, output_tokens=False).pooler_output).float()
         if number not in targets:
             with accelerator.autocast():
                 targets[number] = teacher.embed(batch.get("teacher_pixel_values", pixel_values)).float()
         target = targets[number]
-        cosines.append(accelerator.gather_for_metrics(F.cosine_similarity(embedding, target)))
+        features = {}
+        for count in counts:
+            features[count] = project(model(pixel_values, num_tokens=count, output_tokens=False).pooler_output).float()
+            cosines[count].append(accelerator.gather_for_metrics(F.cosine_similarity(features[count], target)))
         if labeled := classify is not None and "labels" in batch:
-            for name, classifier, features in (
-                ("accuracy", classify, embedding),
-                ("teacher_accuracy", teacher.classifier, target),
-            ):
-                logits, labels = accelerator.gather_for_metrics((classifier(features), batch["labels"]))
-                accuracies[name].add_batch(predictions=logits.cpu().numpy(), references=labels.cpu().numpy())
-    results = {"alignment": torch.cat(cosines).mean().item()}
+            logits = {count: classify(embedding) for count, embedding in features.items()}
+            logits["teacher"] = teacher.classifier(target)
+            logits, labels = accelerator.gather_for_metrics((logits, batch["labels"]))
+            for name, scores in logits.items():
+                accuracies[name].add_batch(predictions=scores.cpu().numpy(), references=labels.cpu().numpy())
+    alignments = {count: torch.cat(values).mean().item() for count, values in cosines.items()}
+    results = {"alignment": statistics.mean(alignments.values())}
     if labeled:
-        results |= {name: metric.compute()["accuracy"] for name, metric in accuracies.items()}
+        found = {name: metric.compute()["accuracy"] for name, metric in accuracies.items()}
+        results |= {"accuracy": found[counts[-1]], "teacher_accuracy": found["teacher"]}
+    if len(counts) > 1:
+        for count in counts:
+            results[f"alignment_{count}"] = alignments[count]
+            if labeled:
+                results[f"accuracy_{count}"] = found[count]
     return results
 
 
-def introduce(costs: list[dict], models: Sequence[nn.Module], sizes: Sequence[tuple[int, int]]) -> list[str]:
-    """Teacher and student, a line each, of what `describe_pair` counted."""
+def introduce(costs: list[dict], sizes: Sequence[tuple[int, int]], names: Sequence[str]) -> list[str]:
+    """Teacher and student, a line each, of what `describe_pair` counted; `sizes` of images and `names` of both."""
     lines = []
-    for cost, model, (height, width) in zip(costs, models, sizes, strict=False):
+    for cost in costs:
+        role = cost["model"]
+        height, width = sizes[role == "student"]
         macs = "" if cost["macs"] is None else f"{cost['macs'] / 1e9:.3g} G multiply-accumulates, "
         lines.append(
-            f"{cost['model'].capitalize()}: {type(model).__name__}, {cost['parameters']:,} parameters, {macs}"
+            f"{role.capitalize()}: {names[role == 'student']}, {cost['parameters']:,} parameters, {macs}"
             f"{cost['tokens']:,} tokens, {height} x {width} pixels."
         )
     return lines
@@ -664,9 +715,7 @@ def compare(
     dtype = weight.dtype
     teacher.source.to(dtype)
     student = student_class.from_pretrained(folder).to(weight.device, dtype)
-    name = next((name for name in ("accuracy", "alignment") if name in state.best), None)
-    scores = [{name: state.best.get(key)} if name else {} for key in (f"teacher_{name}", name)]
-    rows = side_by_side(costs, scores, compare_speeds(teacher, student, *sizes))
+    rows = side_by_side(costs, scores_of(state, student.config), compare_speeds(teacher, student, *sizes))
     print(f"Side by side, on {weight.device.type} in {str(dtype).removeprefix('torch.')}:\n\n{format_table(rows)}\n")
     if slow := slower_than_teacher(rows):
         print(
@@ -677,17 +726,38 @@ def compare(
     write_json(folder / "results.json", results | {"comparison": rows})
 
 
+def scores_of(state: TrainingState, config) -> list[dict[str, float]]:
+    """What the best epoch's evaluation said of the teacher and of the student, for each count of tokens: accuracy, or
+    else alignment."""
+    counts = config.trained_token_counts
+    name = next((name for name in ("accuracy", "alignment") if name in state.best), None)
+    if name is None:
+        return [{} for _ in ("teacher", *counts)]
+    names = [name] if len(counts) == 1 else [f"{name}_{count}" for count in counts]
+    return [{name: state.best.get(key)} for key in (f"teacher_{name}", *names)]
+
+
 def describe(pair: StudentArguments, student: SparseFormerPreTrainedModel, labels: bool, state: TrainingState) -> str:
-    """What came out, in a sentence."""
-    tokens = student.config.num_latent_tokens + student.config.use_cls_token
+    """What came out, in a sentence, and for several counts of tokens a table."""
+    config = student.config
+    counts = config.trained_token_counts
+    tokens = ", ".join(str(count + config.use_cls_token) for count in counts)
+    choice = "" if len(counts) == 1 else ", of which a call chooses (`num_tokens`, without [CLS])"
     text = (
-        f"A SparseFormer with {tokens} tokens, bootstrapped from {pair.teacher}{'' if labels else ' without labels'}"
+        f"A SparseFormer with {tokens} tokens{choice}, bootstrapped from {pair.teacher}"
+        f"{'' if labels else ' without labels'}"
     )
     if "accuracy" in state.best:
-        return f"{text}: accuracy {state.best['accuracy']:.2%}, the teacher's is {state.best['teacher_accuracy']:.2%}."
-    if "alignment" in state.best:
-        return f"{text}: mean cosine with the teacher's embeddings {state.best['alignment']:.4f}."
-    return f"{text}, not evaluated."
+        text = f"{text}: accuracy {state.best['accuracy']:.2%}, the teacher's is {state.best['teacher_accuracy']:.2%}."
+    elif "alignment" in state.best:
+        text = f"{text}: mean cosine with the teacher's embeddings {state.best['alignment']:.4f}."
+    else:
+        text = f"{text}, not evaluated."
+    if len(counts) > 1 and "alignment" in state.best:
+        _, *scores = scores_of(state, config)
+        rows = [{"num_tokens": count, **score} for count, score in zip(counts, scores, strict=True)]
+        text = f"{text}\n\n{format_markdown(rows)}"
+    return text
 
 
 if __name__ == "__main__":

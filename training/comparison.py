@@ -1,6 +1,8 @@
 """A SparseFormer beside its teacher: what they cost and how fast they are."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -27,12 +29,23 @@ class ImageSide(nn.Module):
         return self.run(pixel_values)
 
 
+@contextmanager
+def using_tokens(student: nn.Module, num_tokens: int) -> Iterator[None]:
+    """Within, a SparseFormer computes with so many latent tokens where a call chooses none."""
+    before, student.config.num_tokens = student.config.num_tokens, num_tokens
+    try:
+        yield
+    finally:
+        student.config.num_tokens = before
+
+
 def describe_pair(
     teacher: Anatomy, student: nn.Module, teacher_size: tuple[int, int], student_size: tuple[int, int]
 ) -> list[dict[str, object]]:
-    """What teacher and student cost, in this order: `model`, `tokens` in the last block, [CLS] and registers counted,
-    `parameters` of what sees images, and `macs`, the multiply-accumulates of one image, attention's products counted;
-    `None` where they cannot be counted.
+    """What teacher and student cost, in this order, the student for each count of tokens that it is made for.
+
+    Each has a `model`, `tokens` in the last block, [CLS] and registers counted, `parameters` of what sees images, and
+    `macs`, the multiply-accumulates of one image, attention's products counted; `None` where they cannot be counted.
 
     Args:
         teacher (`Anatomy`): Of the teacher, which is frozen.
@@ -46,21 +59,24 @@ def describe_pair(
     parts += teacher.classifier.parameters() if teacher.classifier is not None else ()
     if teacher.projection is not None:
         parts += [part for part in (teacher.projection.weight, teacher.projection.bias) if part is not None]
-    config = student.config
-    return [
+    rows = [
         {
             "model": "teacher",
             "tokens": teacher.num_prefix_tokens + patches,
             "parameters": sum(part.numel() for part in set(parts)),
             "macs": _count_macs(ImageSide(teacher), teacher_size),
-        },
-        {
-            "model": "student",
-            "tokens": config.num_prefix_tokens + config.num_latent_tokens,
-            "parameters": student.num_parameters(),
-            "macs": _count_macs(student, student_size),
-        },
+        }
     ]
+    for count in student.config.trained_token_counts:
+        with using_tokens(student, count):
+            row = {
+                "model": "student",
+                "tokens": student.config.num_prefix_tokens + count,
+                "parameters": student.num_parameters(),
+                "macs": _count_macs(student, student_size),
+            }
+        rows.append(row)
+    return rows
 
 
 def compare_speeds(
@@ -70,7 +86,8 @@ def compare_speeds(
     student_size: tuple[int, int],
     batch_sizes: tuple[int, ...] = (1, 32),
 ) -> list[dict[str, float]]:
-    """Images per second of teacher and student, in this order, by batch size as `images/s, BATCH_SIZE`.
+    """Images per second of teacher and student, in the order of `describe_pair`, by batch size as `images/s,
+    BATCH_SIZE`.
 
     It takes seconds; of large models on a slow machine two passes of each batch.
 
@@ -79,16 +96,18 @@ def compare_speeds(
         batch_sizes (`tuple[int, ...]`, *optional*, defaults to `(1, 32)`): Images at a time.
     """
     weight = next(teacher.model.parameters())
-    contenders = {"teacher": (ImageSide(teacher).eval(), teacher_size), "student": (student.eval(), student_size)}
+    contenders = [(ImageSide(teacher).eval(), teacher_size)]
+    for count in student.config.trained_token_counts:
+        contenders.append((functools.partial(student.eval(), num_tokens=count), student_size))
     rows = [{} for _ in contenders]
     for batch_size in batch_sizes:
         calls = {}
-        for name, (model, size) in contenders.items():
+        for number, (model, size) in enumerate(contenders):
             images = torch.randn(batch_size, 3, *size, dtype=weight.dtype, device=weight.device)
-            calls[name] = functools.partial(_call, model, images)
+            calls[number] = functools.partial(_call, model, images)
         speeds = images_per_second(calls, images, limit=LIMIT)
-        for row, name in zip(rows, contenders, strict=True):
-            row[f"images/s, {batch_size}"] = speeds[name]
+        for number, row in enumerate(rows):
+            row[f"images/s, {batch_size}"] = speeds[number]
     return rows
 
 
@@ -112,10 +131,12 @@ def side_by_side(costs: list[dict], scores: list[dict], speeds: list[dict]) -> l
 
 
 def slower_than_teacher(rows: list[dict[str, object]]) -> list[str]:
-    """At which batch sizes a student is not faster than its teacher, in words."""
-    teacher, student = rows
+    """With how many tokens and at which batch sizes a student is not faster than its teacher, in words."""
+    teacher, *students = rows
     return [
         f"{student[name] / teacher[name]:.2f} times its images/s in batches of {name.removeprefix('images/s, ')}"
+        + (f" with {student['tokens']} tokens" if len(students) > 1 else "")
+        for student in students
         for name in student
         if name.startswith("images/s") and student[name] <= teacher[name]
     ]

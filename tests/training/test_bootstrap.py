@@ -21,7 +21,7 @@ from transformers import (
     TimmWrapperForImageClassification,
 )
 
-from frugalvit import SparseFormerVisionModel, SparseFormerVisionModelWithProjection
+from frugalvit import SparseFormerConfig, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.training import bootstrap, comparison
 from frugalvit.training.macs import count_macs
@@ -260,6 +260,8 @@ def test_bad_input_is_one_clear_error(teacher, tmp_path, arguments, message):
         (("--temperature", "0"), "--temperature is 0.0"),
         (("--crop_scale", "1", "0.5"), "--crop_scale"),
         (("--epochs", "0"), "--epochs is 0"),
+        (("--elastic_token_counts", "4", "4"), "--elastic_token_counts is [4], expected two or more counts"),
+        (("--elastic_token_counts", "4", "9", "--num_latent_tokens", "5"), "--num_latent_tokens is 5, expected --ela"),
         (("--loss", "mse"), "invalid choice"),
     ],
 )
@@ -530,6 +532,68 @@ def test_windows_are_cached_beside_embeddings(teacher, tmp_path):
     with pytest.raises(ValueError, match="other windows"):
         inherited(teacher, tmp_path / "other", *cache, "--window_loss_weight", "0")
     AcceleratorState._reset_state(True)
+
+
+def elastic(teacher, output_dir, *arguments, **options):
+    counts = ("--elastic_token_counts", "16", "4", "9", "6", "12")
+    return inherited(teacher, output_dir, *counts, "--learning_rate", "5e-3", *arguments, **options)
+
+
+def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
+    """The smallest gains, too, and the evaluation and the card have all."""
+    results = elastic(teacher, tmp_path / "out", epochs=6)
+    first, last = results["epochs"][0], results["epochs"][-1]
+    counts = [4, 6, 9, 12, 16]
+    for count in counts:
+        assert last[f"alignment_{count}"] > first[f"alignment_{count}"]
+        assert f"accuracy_{count}" in last
+    assert last["alignment"] == pytest.approx(sum(last[f"alignment_{count}"] for count in counts) / 5)
+    assert last["accuracy"] == last["accuracy_16"]
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert student.config.elastic_token_counts == counts
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "with 5, 7, 10, 13, 17 tokens" in card and "| num_tokens |" in card and "\n| 12 |" in card
+    other = inherited(teacher, tmp_path / "alone", "--learning_rate", "5e-3", epochs=6)["epochs"][-1]
+    # What trains for one count alone is worse at others.
+    alone = AutoModelForImageClassification.from_pretrained(tmp_path / "alone")
+    images = torch.randn(8, 3, 32, 32)
+    with torch.no_grad():
+        embeddings = [model.base_model(images, num_tokens=4).pooler_output for model in (student, alone)]
+        expected = AutoModelForImageClassification.from_pretrained(teacher).vit(images).last_hidden_state[:, 0]
+    ours, theirs = (torch.cosine_similarity(found, expected).mean() for found in embeddings)
+    assert ours > theirs and other["alignment"] > 0
+
+
+def test_an_existing_student_learns_other_counts(teacher, tmp_path):
+    inherited(teacher, tmp_path / "one", epochs=1)
+    arguments = ("--student", str(tmp_path / "one"), "--elastic_token_counts", "4", "16")
+    results = inherited(teacher, tmp_path / "more", *arguments, epochs=1)
+    assert {"alignment_4", "alignment_16"} <= results["best"].keys()
+    # Whose counts are kept by what goes on from it.
+    again = inherited(teacher, tmp_path / "again", "--student", str(tmp_path / "more"), epochs=1)
+    assert {"alignment_4", "alignment_16"} <= again["best"].keys()
+
+
+def test_counts_are_chosen_by_a_sandwich_rule():
+    config = SparseFormerConfig(num_latent_tokens=49, elastic_token_counts=[9, 16, 25, 36, 49])
+    chosen = [bootstrap.token_counts_to_train(config, f"0-{step}") for step in range(50)]
+    assert all(len({*counts}) == 4 and (counts[0], counts[-1]) == (49, 9) for counts in chosen)
+    assert {count for counts in chosen for count in counts} == {9, 16, 25, 36, 49}
+    assert chosen == [bootstrap.token_counts_to_train(config, f"0-{step}") for step in range(50)]
+    config.elastic_token_counts = [9, 49]
+    assert bootstrap.token_counts_to_train(config, "") == [49, 9]
+    config.elastic_token_counts = None
+    assert bootstrap.token_counts_to_train(config, "") == [49]
+
+
+def test_elastic_and_side_by_side(teacher, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(comparison, "LIMIT", 0.0)
+    elastic(teacher, tmp_path / "out", "--compare", epochs=1)
+    rows = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["comparison"]
+    assert [row["model"] for row in rows] == ["teacher", *["student"] * 5]
+    macs = [row["macs"] for row in rows[1:]]
+    assert macs == sorted(macs) and len({*macs}) == 5
+    assert all(row["images/s, 32"] > 0 and row["accuracy"] is not None for row in rows)
 
 
 def test_the_inherited_rate_is_there_from_the_first_step(teacher):

@@ -44,7 +44,8 @@ def run(folder: Path, jobs: list[dict]):
     """Run jobs of several_processes.py; their `options` are the command line's, besides those of all."""
     for job in jobs:
         values = SHARED | {"output_dir": folder / job["name"]} | job["options"]
-        job["arguments"] = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+        job["arguments"] = [str(text) for name, value in lists.items() for text in (f"--{name}", *value)]
         job["log"] = str(folder / f"{job['name']}.log")
         job.setdefault("ends", [1 if "stops" in job else 0] * job["processes"])
     (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
@@ -120,6 +121,7 @@ def finished(tmp_path_factory, teacher):
     ]
     small = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
     student = {"teacher": teacher, "config_overrides": small, "learning_rate": 1e-3, "recipe": "paper"}
+    student["elastic_token_counts"] = ["1", "2", "3", "4", "5"]
     jobs = [{"recipe": "train", **job, "options": CLASSIFIER | job.get("options", {})} for job in classifiers]
     jobs += [{"recipe": "bootstrap", **job, "options": student | job.get("options", {})} for job in students]
     run(folder, jobs)
