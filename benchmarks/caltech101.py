@@ -9,7 +9,8 @@
 `teacher` fine-tunes a pretrained ViT, first on small images. `students` bootstraps from it, without labels: students
 whose cells stay on a grid over the whole image (fixed), which are a distilled teacher at a lower resolution, with four
 times as many points (fine fixed), students that glance at the image first and look into a window of it (moving), and
-the paper's (paper). Test images choose nothing: the last step of each run is what counts. Runs are kept under
+the paper's (paper), and one student for six counts of tokens (elastic), which is also asked with few tokens first and
+with more where it is not sure. Test images choose nothing: the last step of each run is what counts. Runs are kept under
 --runs_dir and found again; `table` puts all that are there into results/caltech101_students.json, `picture` draws
 where a student that glances looks on photographs and on the same as small objects (results/caltech101_windows.png).
 `compare` is `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is off the shelf
@@ -36,6 +37,7 @@ from frugalvit.pictures import save_figure
 from frugalvit.predict import draw_predictions, format_labels, predict
 from frugalvit.training import bootstrap, train
 from frugalvit.training.augmentation import EvalView, ImageFormat, seeded
+from frugalvit.training.comparison import using_tokens
 from frugalvit.training.data import decode_image, load_images
 from frugalvit.training.files import write_json
 from frugalvit.training.loading import load_image_classifier
@@ -48,8 +50,11 @@ VARIANTS = {
     "fixed": ["--focusing", "inherited"],
     "moving": ["--focusing", "inherited", "--glance", "16"],
     "fine fixed": ["--focusing", "inherited", "--config_overrides", "patch_size=28"],
+    "elastic": ["--focusing", "inherited", "--elastic_token_counts", "9", "16", "25", "36", "49", "64"],
     "paper": ["--recipe", "paper", "--learning_rate", "2e-3", "--warmup_epochs", "0.5"],
 }
+# Sureness from which on an image needs no more tokens.
+CONFIDENCES = [0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999]
 # Small objects: every image on a canvas whose sides are so many times its own.
 CANVAS = 2.5
 BATCH_SIZE = 64
@@ -118,11 +123,12 @@ def train_students(arguments):
         for seed in arguments.seeds:
             for tokens in arguments.tokens:
                 for variant in arguments.variants:
-                    print(json.dumps(train_student(arguments, variant, tokens, steps, seed)), flush=True)
+                    for row in train_student(arguments, variant, tokens, steps, seed):
+                        print(json.dumps(row), flush=True)
 
 
-def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -> dict:
-    """A run and what came out, now or before."""
+def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -> list[dict]:
+    """A run and what came out, for each count of tokens, now or before."""
     zoomed = f"-zoom{arguments.zoom_out:g}" if arguments.zoom_out > 1 else ""
     folder = arguments.runs_dir / f"{variant.replace(' ', '-')}-{tokens}tokens-{steps}steps{zoomed}-seed{seed}"
     measured_file = folder / "measured.json"
@@ -140,10 +146,9 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
         *("--window_loss_weight", "1"),
     ]
     run_recipe(bootstrap, folder, argv)
-    measured = {
-        **{"variant": variant, "tokens": tokens, "views": epochs * min(steps, epoch) * BATCH_SIZE, "seed": seed},
-        **{"zoom_out": arguments.zoom_out, **measure_student(arguments, folder)},
-    }
+    views = epochs * min(steps, epoch) * BATCH_SIZE
+    about = {"variant": variant, "views": views, "seed": seed, "zoom_out": arguments.zoom_out}
+    measured = [about | row for row in measure_student(arguments, folder)]
     write_json(measured_file, measured)
     return measured
 
@@ -162,20 +167,46 @@ def teacher_on_test(arguments, images: str) -> dict:
 
 
 @torch.inference_mode()
-def measure_student(arguments, folder: Path) -> dict:
-    """Accuracy and likeness to the teacher on the test images, and on the same images as small objects."""
+def measure_student(arguments, folder: Path) -> list[dict]:
+    """Accuracy and likeness to the teacher on the test images, and on the same images as small objects, for each count
+    of tokens; of a student for several, also where sureness decides."""
     model, processor = load_image_classifier(folder, "cpu")
-    found = {"macs": frugalvit.count_macs(model, model.config.image_size).macs_with_attention}
+    counts = model.config.trained_token_counts
+    rows = {count: {"tokens": count} for count in counts}
+    by_confidence = {confidence: {"confidence": confidence} for confidence in CONFIDENCES if len(counts) > 1}
+    for count, row in rows.items():
+        with using_tokens(model, count):
+            row["macs"] = frugalvit.count_macs(model, model.config.image_size).macs_with_attention
     for images in ("test", "canvas"):
-        teacher = teacher_on_test(arguments, images)
-        embeddings, labels = embed(arguments, lambda pixels: model.base_model(pixels).pooler_output, processor, images)
-        right = model.classifier(embeddings).argmax(1) == labels
-        found[images] = {
-            "accuracy": right.float().mean().item(),
-            "teacher_accuracy": teacher["accuracy"],
-            "cosine": F.cosine_similarity(embeddings, teacher["embeddings"]).mean().item(),
-        }
-    return found
+        teacher, logits = teacher_on_test(arguments, images), {}
+        for count, row in rows.items():
+            with using_tokens(model, count):
+                embeddings, labels = embed(
+                    arguments, lambda pixels: model.base_model(pixels).pooler_output, processor, images
+                )
+            logits[count] = model.classifier(embeddings)
+            row[images] = {
+                "accuracy": (logits[count].argmax(1) == labels).float().mean().item(),
+                "teacher_accuracy": teacher["accuracy"],
+                "cosine": F.cosine_similarity(embeddings, teacher["embeddings"]).mean().item(),
+            }
+        for confidence, row in by_confidence.items():
+            row[images] = {"teacher_accuracy": teacher["accuracy"], **stop_when_sure(logits, labels, rows, confidence)}
+    return [*rows.values(), *by_confidence.values()]
+
+
+def stop_when_sure(logits: dict[int, torch.Tensor], labels: torch.Tensor, rows: dict, confidence: float) -> dict:
+    """Accuracy, and tokens and cost of an image on average, of what `classify_adaptively` does, given what it would
+    find with each count."""
+    left = torch.ones(len(labels), dtype=torch.bool)
+    classes = torch.full_like(labels, -1)
+    tokens, macs = torch.zeros(len(labels)), torch.zeros(len(labels))
+    for count, found in logits.items():
+        classes[left], tokens[left] = found.argmax(1)[left], float(count)
+        macs[left] += rows[count]["macs"]
+        left &= found.softmax(1).amax(1) < confidence
+    accuracy = (classes == labels).float().mean().item()
+    return {"accuracy": accuracy, "tokens": tokens.mean().item(), "macs": macs.mean().item()}
 
 
 def embed(arguments, model, processor, images: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,18 +290,27 @@ def make_table(arguments):
     """Means over the seeds of all runs that are there."""
     groups = {}
     for file in sorted(arguments.runs_dir.glob("*/measured.json")):
-        run = json.loads(file.read_text(encoding="utf-8"))
-        groups.setdefault((run["tokens"], run["views"], run["zoom_out"], run["variant"]), []).append(run)
+        for run in json.loads(file.read_text(encoding="utf-8")):
+            about = (run["views"], run["zoom_out"], run["variant"], run.get("tokens"), run.get("confidence"))
+            groups.setdefault(about, []).append(run)
     rows = []
-    for (tokens, views, zoom_out, variant), runs in sorted(groups.items()):
-        row = {"tokens": tokens, "views": views, "zoom_out": zoom_out, "student": variant, "macs": runs[0]["macs"]}
+    for about, runs in sorted(groups.items(), key=lambda group: [(part is None, part) for part in group[0]]):
+        views, zoom_out, variant, tokens, confidence = about
+        row = {"views": views, "zoom_out": zoom_out, "student": variant, "tokens": tokens, "confidence": confidence}
+        row["macs"] = runs[0].get("macs")
         for images in ("test", "canvas"):
-            accuracies = [run[images]["accuracy"] for run in runs]
+            found = {
+                name: [run[images].get(name) for run in runs] for name in ("accuracy", "cosine", "tokens", "macs")
+            }
             row |= {
-                f"{images}_accuracy": statistics.mean(accuracies),
-                f"{images}_spread": spread(accuracies),
-                f"{images}_of_teacher": statistics.mean(accuracies) / runs[0][images]["teacher_accuracy"],
-                f"{images}_cosine": statistics.mean(run[images]["cosine"] for run in runs),
+                f"{images}_accuracy": statistics.mean(found["accuracy"]),
+                f"{images}_spread": spread(found["accuracy"]),
+                f"{images}_of_teacher": statistics.mean(found["accuracy"]) / runs[0][images]["teacher_accuracy"],
+                **{
+                    f"{images}_{name}": None if values[0] is None else statistics.mean(values)
+                    for name, values in found.items()
+                    if name != "accuracy"
+                },
             }
         rows.append(row | {"seeds": len(runs)})
     print(format_table(rows))
