@@ -9,8 +9,8 @@
 `teacher` fine-tunes a pretrained ViT, first on small images. `students` bootstraps from it, without labels: students
 whose cells stay on a grid over the whole image (fixed), which are a distilled teacher at a lower resolution, with four
 times as many points (fine fixed), students that glance at the image first and look into a window of it (moving), and
-the paper's (paper), and one student for six counts of tokens (elastic), which is also asked with few tokens first and
-with more where it is not sure. Test images choose nothing: the last step of each run is what counts. Runs are kept under
+the paper's (paper), and one student for six counts of tokens (elastic), also asked with few tokens first and with more
+where it is not sure. Test images choose nothing: the last step of each run is what counts. Runs are kept under
 --runs_dir and found again; `table` puts all that are there into results/caltech101_students.json, `picture` draws
 where a student that glances looks on photographs and on the same as small objects (results/caltech101_windows.png).
 `compare` is `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is off the shelf

@@ -566,8 +566,10 @@ def build_student(
 
 
 def token_counts_to_train(config, seed: str) -> list[int]:
-    """The largest count of tokens, the smallest, and two of the others, chosen by the seed (the sandwich rule of Yu and
-    Huang, *Universally Slimmable Networks and Improved Training Techniques*)."""
+    """The largest count of tokens, the smallest, and two of the others, chosen by the seed.
+
+    The sandwich rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*.
+    """
     smallest, *between = config.trained_token_counts
     if not between:
         return [smallest]
