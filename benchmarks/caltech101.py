@@ -9,12 +9,12 @@
 `teacher` fine-tunes a pretrained ViT, first on small images. `students` bootstraps from it, without labels: students
 whose cells stay on a grid over the whole image (fixed), which are a distilled teacher at a lower resolution, with four
 times as many points (fine fixed), students that glance at the image first and look into a window of it (moving), and
-the paper's (paper), and one student for six counts of tokens (elastic), also asked with few tokens first and with more
-where it is not sure. Test images choose nothing: the last step of each run is what counts. Runs are kept under
---runs_dir and found again; `table` puts all that are there into results/caltech101_students.json, `picture` draws
-where a student that glances looks on photographs and on the same as small objects (results/caltech101_windows.png).
-`compare` is `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is off the shelf
-(results/compare_caltech101.json and .png).
+the paper's (paper), students with all of the teacher's tokens and its last blocks alone (3 blocks), and one for six
+counts of tokens (elastic), also asked with few first and with more where it is not sure. Test images choose nothing:
+the last step of each run is what counts. Runs are kept under --runs_dir and found again; `table` puts all that are
+there into results/caltech101_students.json, `picture` draws where a student that glances looks on photographs and on
+the same as small objects (results/caltech101_windows.png). `compare` is `frugalvit compare` with ToMe
+(github.com/facebookresearch/ToMe) besides, as it is off the shelf (results/compare_caltech101.json and .png).
 """
 
 import argparse
@@ -51,6 +51,8 @@ VARIANTS = {
     "moving": ["--focusing", "inherited", "--glance", "16"],
     "fine fixed": ["--focusing", "inherited", "--config_overrides", "patch_size=28"],
     "elastic": ["--focusing", "inherited", "--elastic_token_counts", "9", "16", "25", "36", "49", "64"],
+    # With --tokens 256, the teacher's at 224 pixels: as many products as 64 tokens through twelve blocks.
+    "3 blocks": ["--focusing", "inherited", "--truncate", "9"],
     "paper": ["--recipe", "paper", "--learning_rate", "2e-3", "--warmup_epochs", "0.5"],
 }
 # Sureness from which on an image needs no more tokens.
