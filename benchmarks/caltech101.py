@@ -31,7 +31,7 @@ from tqdm import tqdm
 import frugalvit
 import token_merging
 from frugalvit.compare import compare, draw_comparison, sample, table_rows
-from frugalvit.contenders import BASELINES, Contender, Vision, load_student, load_teacher, load_teachers
+from frugalvit.contenders import BASELINES, Contender, Vision, load_students, load_teacher, load_teachers
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.pictures import save_figure
 from frugalvit.predict import draw_predictions, format_labels, predict
@@ -61,7 +61,11 @@ CONFIDENCES = [0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999]
 CANVAS = 2.5
 BATCH_SIZE = 64
 # What is compared: variants by what they are called in the picture, and the teacher at as many pixels.
-METHODS = {"fixed": "SparseFormer, inherited start", "paper": "SparseFormer, the paper's start"}
+METHODS = {
+    "fixed": "SparseFormer, inherited start",
+    "elastic": "one SparseFormer, any number of tokens",
+    "paper": "SparseFormer, the paper's start",
+}
 RESOLUTIONS = [56, 84, 112, 168]
 
 
@@ -257,7 +261,8 @@ def compare_all(arguments):
     for variant, method in METHODS.items():
         for folder in sorted(arguments.runs_dir.glob(f"{variant}-*tokens-*steps-seed{seed}")):
             tokens = folder.name.split("-")[-3].removesuffix("tokens")
-            contenders.append(load_student(str(folder), method, f"{variant}, {tokens} tokens"))
+            name = variant if variant == "elastic" else f"{variant}, {tokens} tokens"
+            contenders += load_students(str(folder), method, name)
     if arguments.tome:
         original, image_processor = load_teacher(str(teacher))
         contenders += [merging(original, image_processor, arguments.tome, merged) for merged in arguments.merged]

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from .contenders import BASELINES, Contender, load_student, load_teachers
+from .contenders import BASELINES, Contender, load_students, load_teachers
 from .evaluation.embeddings import (
     LabeledFeatures,
     add_training_images_arguments,
@@ -139,10 +139,8 @@ def main(argv: list[str] | None = None) -> None:
     contenders = load_teachers(
         arguments.teacher, None, baselines, arguments.resolutions, seed=arguments.seed, **options
     )
-    contenders += [
-        load_student(folder, method, **options)
-        for method, folder in [*((None, folder) for folder in arguments.students), *named]
-    ]
+    for method, folder in [*((None, folder) for folder in arguments.students), *named]:
+        contenders += load_students(folder, method, **options)
     images = choose_images(arguments, any(contender.classifier is None for contender in contenders))
     with whole_folder(output) as folder:
         rows = compare(

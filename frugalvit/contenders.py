@@ -227,12 +227,25 @@ class RandomPatches:
         return rotate
 
 
+def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Contender]:
+    """`load_student`, for each count of tokens that a SparseFormer is made for, the smallest first."""
+    student = load_student(folder, method, name, **options)
+    *smaller, _ = getattr(getattr(student.model, "config", None), "elastic_token_counts", None) or [None]
+    if not smaller:
+        return [student]
+    # A point of a line each, where all students of a method share one.
+    method = method or student.name
+    counts = [*smaller, student.model.config.num_latent_tokens]
+    return [load_student(folder, method, name, num_tokens=count, **options) for count in counts]
+
+
 def load_student(
     folder: str,
     method: str | None = None,
     name: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
+    num_tokens: int | None = None,
 ) -> Contender:
     """A SparseFormer, or any other model with an embedding.
 
@@ -241,17 +254,22 @@ def load_student(
         method (`str`, *optional*): Otherwise "SparseFormer", or of others the name.
         name (`str`, *optional*): Otherwise the folder's.
         device (`str`, *optional*), trust_remote_code (`bool`): As in `load_vision_model`.
+        num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; otherwise what its configuration says.
 
     Raises:
         ValueError: if there is no such model, or it has no embedding.
     """
     model, image_processor = load_vision_model(folder, device, trust_remote_code)
     model = without_agent(model).requires_grad_(False)
+    load = functools.partial(load_student, folder, method, name, device, trust_remote_code, num_tokens)
     size, name = ImageFormat.from_processor(image_processor).size, name or Path(folder).name
     embed = image_embedder(model, size)
     config = getattr(model, "config", None)
     if getattr(config, "model_type", None) == "sparseformer":
-        method, tokens = method or "SparseFormer", config.num_prefix_tokens + config.num_latent_tokens
+        if num_tokens is not None:
+            model.set_num_tokens(num_tokens)
+            name = f"{name}, {num_tokens} tokens"
+        method, tokens = method or "SparseFormer", config.num_prefix_tokens + config.default_num_tokens
         classifier, vision, parameters = getattr(model, "classifier", None), model, None
     else:
         anatomy = read_anatomy(model, size)
@@ -270,7 +288,7 @@ def load_student(
         id2label=dict(config.id2label) if classifier is not None else {},
         tokens=tokens,
         parameters=parameters,
-        load=functools.partial(load_student, folder, method, name, device, trust_remote_code),
+        load=load,
     )
 
 

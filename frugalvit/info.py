@@ -121,7 +121,7 @@ def _count_tokens(model: PreTrainedModel, height: int, width: int) -> int | None
     """Tokens after the last block, [CLS] among them; `None` for a model that keeps a feature map."""
     config = model.config
     if config.model_type == "sparseformer":
-        return config.num_latent_tokens + config.num_prefix_tokens
+        return config.default_num_tokens + config.num_prefix_tokens
     image = torch.empty(1, config.num_channels, height, width, device="meta")
     with torch.no_grad():
         hidden_states = model(image, output_hidden_states=True).hidden_states[-1]

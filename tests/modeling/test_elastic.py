@@ -9,6 +9,7 @@ from transformers import pipeline
 from transformers.utils import logging
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
+from frugalvit.contenders import load_students
 from frugalvit.modeling.modeling_sparseformer import initial_rois
 from kinds import SPARSEFORMERS
 
@@ -223,3 +224,25 @@ class TestAdaptive:
         found = model.classify_adaptively(images)
         assert set(found.num_tokens.tolist()) == {5}
         torch.testing.assert_close(found.logits, model(images).logits)
+
+
+def test_comparisons_have_a_line_of_all_counts(elastic, pixel_values, tmp_path):
+    model = elastic(SparseFormerForImageClassification)
+    model.save_pretrained(tmp_path / "student")
+    counts, front = model.config.elastic_token_counts, model.config.num_prefix_tokens
+    students = load_students(str(tmp_path / "student"), device="cpu")
+    assert [student.tokens for student in students] == [front + count for count in counts]
+    assert {student.method for student in students} == {"student"}
+    for student, count in zip(students, counts, strict=True):
+        # Peak memory is that of a process that loads it anew.
+        again = student.load()
+        assert again.name == student.name == f"student, {count} tokens"
+        with torch.no_grad():
+            expected = model(pixel_values, num_tokens=count).logits
+            torch.testing.assert_close(again.model(pixel_values).logits, expected)
+
+
+def test_one_count_is_one_contender(make_model, tmp_path):
+    make_model("classifier", "bootstrapped").save_pretrained(tmp_path / "student")
+    (student,) = load_students(str(tmp_path / "student"), device="cpu")
+    assert (student.name, student.method, student.tokens) == ("student", "SparseFormer", 6)
