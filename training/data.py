@@ -1,6 +1,7 @@
 """Images to train on: found, decoded and put into batches that depend neither on workers nor on processes."""
 
 import glob
+import hashlib
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from accelerate.data_loader import prepare_data_loader
 from datasets.distributed import split_dataset_by_node
 from PIL import Image
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from tqdm import tqdm
 
 from .augmentation import ORDER, SHUFFLE, VIEW, Mix, View, random_seed, seeded
 from .files import write_json
@@ -45,6 +47,8 @@ HELD_BACK_SHARE, MOST_HELD_BACK = 0.1, 5_000
 MANY_SHARDS = 100
 # Batches that are made before the first of them is repeated; each stays in memory until then.
 REPEATED_TOGETHER = 8
+# Images that are looked at before the next progress.
+CHECKED_TOGETHER = 256
 
 
 class ImageError(ValueError):
@@ -540,11 +544,16 @@ class ViewDataset(Dataset):
                 return sample | {"skipped": skipped}
         raise ValueError(f"None of the {len(self)} images of the data set can be read.")
 
+    def read(self, index: int, record: dict | None = None) -> tuple:
+        """The image of a record, and its mask if it has one; raises `ImageError`."""
+        record = self.images[index] if record is None else record
+        image = decode_image(record["image"], index)
+        return (image, self.view.read_mask(record["mask"], index, image.size)) if "mask" in record else (image,)
+
     def sample(self, epoch: int, index: int, record: dict) -> dict | None:
         """The view of a record that belongs to (seed, epoch, index), with what a batch needs besides."""
         try:
-            image = decode_image(record["image"], index)
-            mask = [self.view.read_mask(record["mask"], index, image.size)] if "mask" in record else []
+            image, *mask = self.read(index, record)
         except CorruptImageError:
             if not self.skip_corrupt:
                 raise
@@ -934,6 +943,47 @@ def evaluation_loader(
     return DeviceLoader(accelerator, loader, view)
 
 
+def describe_images(images: datasets.Dataset | datasets.IterableDataset | None) -> dict[str, int | str]:
+    """What tells images from others that a run could find in their place: how many there are, and hashes of the names
+    of files and classes and of the labels; of a stream, what is known of it."""
+    if images is None:
+        return {}
+    found = {}
+    if "label" in images.features:
+        found["classes"] = _hash(class_names(images))
+    if isinstance(images, datasets.IterableDataset):
+        return found
+    found["images"] = len(images)
+    if "label" in images.features:
+        found["labels"] = _hash(label_numbers(images).tolist())
+    # Read from the table, where the bytes of images need not be.
+    paths = pc.struct_field(images.data.column("image"), "path").to_pylist()
+    found["files"] = _hash([path and "/".join(Path(path).parts[-2:]) for path in paths])
+    return found
+
+
+def _hash(values: list) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def check_images(images: "ViewDataset", accelerator: Accelerator):
+    """Read all images, and masks, that are going to be evaluated: what is wrong is known before hours of training.
+
+    Raises:
+        ImageError: for the first that cannot be read.
+    """
+    own = range(accelerator.process_index, len(images), accelerator.num_processes)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
+        progress = tqdm(
+            desc="reading evaluation images", total=len(own), unit="img", leave=False, disable=None, delay=5
+        )
+        with progress:
+            for start in range(0, len(own), CHECKED_TOGETHER):
+                indices = own[start : start + CHECKED_TOGETHER]
+                list(readers.map(images.read, indices))
+                progress.update(len(indices))
+
+
 def make_loaders(
     accelerator: Accelerator, data, run, train: tuple, evaluation: tuple, **options
 ) -> tuple[TrainingLoader, DeviceLoader | None]:
@@ -946,6 +996,9 @@ def make_loaders(
         options: Of the `TrainingLoader`, besides those that the arguments tell.
     """
     shared = {"num_workers": data.num_workers, "skip_corrupt": data.skip_corrupt}
+    run.record["images"] = describe_images(train[0]) | {
+        f"evaluation {name}": value for name, value in describe_images(evaluation[0]).items()
+    }
     training_loader = TrainingLoader(
         accelerator,
         *train,
@@ -958,4 +1011,6 @@ def make_loaders(
     )
     if evaluation[0] is None:
         return training_loader, None
+    if not data.skip_corrupt:
+        check_images(ViewDataset(*evaluation), accelerator)
     return training_loader, evaluation_loader(accelerator, *evaluation, batch_size=run.eval_batch_size, **shared)
