@@ -973,15 +973,12 @@ def check_images(images: "ViewDataset", accelerator: Accelerator):
         ImageError: for the first that cannot be read.
     """
     own = range(accelerator.process_index, len(images), accelerator.num_processes)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
-        progress = tqdm(
-            desc="reading evaluation images", total=len(own), unit="img", leave=False, disable=None, delay=5
-        )
-        with progress:
-            for start in range(0, len(own), CHECKED_TOGETHER):
-                indices = own[start : start + CHECKED_TOGETHER]
-                list(readers.map(images.read, indices))
-                progress.update(len(indices))
+    progress = tqdm(desc="evaluation images", total=len(own), unit="img", leave=False, disable=None, delay=5)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers, progress:
+        for start in range(0, len(own), CHECKED_TOGETHER):
+            indices = own[start : start + CHECKED_TOGETHER]
+            list(readers.map(images.read, indices))
+            progress.update(len(indices))
 
 
 def make_loaders(

@@ -212,7 +212,7 @@ def whole_folder(output: str | Path, overwrite: bool = False):
         if others := strangers(output):
             raise ValueError(
                 f"The output folder {str(output)!r} has more than a model in it ({', '.join(others[:3])}"
-                f"{', …' if len(others) > 3 else ''}), which would be lost, and is not overwritten; choose another one."
+                f"{', …' if len(others) > 3 else ''}) and is not overwritten, so that nothing is lost; choose another."
             )
     output.parent.mkdir(parents=True, exist_ok=True)
     # A run that was killed may have left them.

@@ -148,8 +148,6 @@ def load_with_image_processor(
 ) -> tuple[PreTrainedModel, object]:
     """`load_pretrained` and the model's image processor."""
     model = load_pretrained(name, device, trust_remote_code, kind, choose_class, unread)
-    hub_id, revision = split_revision(name)
-    folder = Path(hub_id).expanduser()
     return model, load_image_processor(name, trust_remote_code, kind)
 
 

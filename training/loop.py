@@ -161,7 +161,7 @@ def check_output_folder(folder: Path, run: RunArguments, arguments: list):
     checkpoints = folder / "checkpoints"
     if checkpoints.is_symlink() or (checkpoints.exists() and not checkpoints.is_dir()):
         raise ValueError(
-            f"{checkpoints} is no folder of the run in --output_dir {folder}, but leads elsewhere; give another folder."
+            f"{checkpoints} is no folder of the run in --output_dir {folder} but leads elsewhere; give another one."
         )
     if run.overwrite:
         return
@@ -438,9 +438,7 @@ class Checkpoints:
         """The newest checkpoint whose files are as they were written; None if there are no checkpoints."""
         for checkpoint in reversed(self.all()):
             if damaged := damaged_files(checkpoint):
-                print(
-                    f"The checkpoint {checkpoint} is damaged ({', '.join(damaged[:3])}); an older one is looked for."
-                )
+                print(f"The checkpoint {checkpoint} is damaged ({', '.join(damaged[:3])}) and left out.")
             else:
                 return checkpoint
         if self.all():
@@ -461,7 +459,7 @@ def checksums(folder: Path) -> dict[str, int]:
 
 
 def damaged_files(checkpoint: Path) -> list[str]:
-    """Files of a checkpoint that are not what was written, or empty in one of an earlier version, without checksums."""
+    """Files of a checkpoint that are not what was written; without checksums (earlier versions), empty ones."""
     try:
         json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         noted = checkpoint / CHECKSUMS
@@ -545,11 +543,8 @@ def claim(folder: Path, run: RunArguments):
         here, there = run.record.get("images", {}), found.get("images", {})
         changed = [name for name in here if name in there and here[name] != there[name]]
         if changed:
-            counts = "".join(
-                f", {there[name]:,} {name} then and {here[name]:,} now"
-                for name in changed
-                if isinstance(here[name], int)
-            )
+            counted = [name for name in changed if isinstance(here[name], int)]
+            counts = "".join(f", {there[name]:,} {name} then and {here[name]:,} now" for name in counted)
             raise ValueError(
                 f"The images are not those that the run in --output_dir {folder} began with (other "
                 f"{' and '.join(changed)}{counts}). Restore them, give another folder, or --overwrite to start anew."
@@ -730,9 +725,8 @@ def read_losses(
 
 def check_weights(accelerator: Accelerator, model: torch.nn.Module, step: int, checkpoints: Checkpoints):
     """Raise a ValueError if a weight is not finite."""
-    parts = [
-        getattr(parameter, "to_local", lambda parameter=parameter: parameter)() for parameter in model.parameters()
-    ]
+    # Of a weight that FSDP shares out, this process' part.
+    parts = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in model.parameters())
     lost = sum((~part.detach().isfinite()).sum() for part in parts)
     if lost := int(accelerator.reduce(lost, reduction="sum")):
         check_finite(f"value of {lost:,} weights", math.nan, step, checkpoints)
