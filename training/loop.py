@@ -185,7 +185,7 @@ def read_run(folder: Path) -> dict | None:
     """What a recipe noted about the run in a folder, or None if none did."""
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("arguments"), dict) else None
 

@@ -133,7 +133,7 @@ def test_another_run_is_refused(options, message, tiny_run, tmp_path):
 def test_folders_of_others_are_refused(tiny_run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="out is not empty and holds no run to go on with or to overwrite; give another"):
+    with pytest.raises(ValueError, match="out is not empty and holds no run to go on with or to overwrite"):
         tiny_run()
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="file is a file; expected a folder"):
@@ -204,7 +204,7 @@ def write_images(folder, counts):
         (lambda folder: (folder / "cat" / "0.png").unlink(), "8 images then and 7 now"),
         (lambda folder: shutil.copy(folder / "cat" / "0.png", folder / "cat" / "9.png"), "8 images then and 9 now"),
         (lambda folder: (folder / "cat").rename(folder / "zebra"), "other classes and labels and files"),
-        (lambda folder: (folder / "cat" / "0.png").rename(folder / "dog" / "0.png"), "other labels and files"),
+        (lambda folder: (folder / "cat" / "0.png").rename(folder / "dog" / "9.png"), "other labels and files"),
         (lambda folder: (folder / "cat" / "0.png").rename(folder / "cat" / "x.png"), "other files"),
     ],
     ids=["removed", "added", "renamed class", "another class", "renamed file"],
