@@ -22,6 +22,7 @@ from .resources import checkpoint_path
 from .training.data import image_files
 from .training.decoding import read_image
 from .training.loading import load_image_classifier
+from .training.metrics import check_scores
 
 
 # More rows than this make a picture that no one looks at.
@@ -153,8 +154,7 @@ def predict(
     pixel_values = image_processor(list(images), return_tensors="pt").pixel_values
     outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))
     logits = outputs.logits.float()
-    if not logits.isfinite().all():
-        raise ValueError("The model's scores are not finite; its weights are damaged, or its training diverged.")
+    check_scores(logits)
     multi_label = model.config.problem_type == "multi_label_classification"
     scores, indices = (logits.sigmoid() if multi_label else logits.softmax(-1)).topk(min(top, logits.shape[-1]))
     predictions = [

@@ -465,6 +465,13 @@ def find_parquet_parts(folder: Path) -> dict[str, list[str]]:
     return {split: parts[split] for split in PART_FOLDERS if split in parts}
 
 
+def _files_within(folders: list[str]) -> list[tuple[str, str]]:
+    """Images in folders, in order: their paths in there, and their paths."""
+    return sorted(
+        (path.relative_to(folder).as_posix(), str(path)) for folder in folders for path in image_files(folder)
+    )
+
+
 def _read_parts(
     dataset, split: str, parts: dict[str, list[str]], streaming: bool
 ) -> datasets.Dataset | datasets.IterableDataset:
@@ -473,17 +480,15 @@ def _read_parts(
     named = _names_in(split)
     if unknown := [name for name in named if name not in parts]:
         raise ValueError(f"Cannot load the split {unknown[0]!r} of {dataset!r}: it has {', '.join(parts)}.")
-    found = {}
-    for name in dict.fromkeys(named):
-        found[name] = sorted(
-            (path.relative_to(folder).as_posix(), str(path)) for folder in parts[name] for path in image_files(folder)
-        )
-        if not found[name]:
-            raise ValueError(f"There are no images in {', '.join(parts[name])}; {_EXPECTED}.")
-    classes = [{inside.partition("/")[0] for inside, _ in part if "/" in inside} for part in found.values()]
-    if any(classes) and not all(classes):
+    found = {name: _files_within(folders) for name, folders in parts.items()}
+    if empty := [name for name in named if not found[name]]:
+        raise ValueError(f"Cannot load {dataset!r}: there are no images in {', '.join(parts[empty[0]])}; {_EXPECTED}.")
+    classes = {name: {inside.partition("/")[0] for inside, _ in found[name] if "/" in inside} for name in found}
+    if len({bool(classes[name]) for name in named}) > 1:
         raise ValueError(f"Cannot load {split!r} of {dataset!r}: only some of these parts have classes.")
-    names = {name: number for number, name in enumerate(sorted(set().union(*classes)))}
+    # Of all parts, as some may lack a class.
+    names = sorted(set().union(*classes.values())) if classes[named[0]] else []
+    number_of = {name: number for number, name in enumerate(names)}
     try:
         slices = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(found[name]) for name in found})
     except (ValueError, AssertionError) as error:
@@ -494,8 +499,8 @@ def _read_parts(
         files = [file for file in files if "/" in file[0]]
     features, columns = {"image": datasets.Image()}, {"image": [{"bytes": None, "path": path} for _, path in files]}
     if names:
-        features["label"] = datasets.ClassLabel(names=list(names))
-        columns["label"] = [names[inside.partition("/")[0]] for inside, _ in files]
+        features["label"] = datasets.ClassLabel(names=names)
+        columns["label"] = [number_of[inside.partition("/")[0]] for inside, _ in files]
     table = datasets.Dataset.from_dict(columns, datasets.Features(features))
     return table.to_iterable_dataset(min(len(table), FOLDER_SHARDS) or 1) if streaming else table
 

@@ -27,7 +27,7 @@ def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> 
     with Image.open(file) as image:
         if max_pixels and image.width * image.height > max_pixels:
             raise ValueError(
-                f"The image has {image.width:,} x {image.height:,} pixels, at most {max_pixels / 1e6:g} million can be."
+                f"It has {image.width:,} x {image.height:,} pixels, expected at most {max_pixels / 1e6:g} million."
             )
         return to_rgb(ImageOps.exif_transpose(image))
 
