@@ -76,10 +76,10 @@ def main(argv: list[str] | None = None) -> None:
         arguments.rounds,
         arguments.compile,
     )
+    print(json.dumps(rows, indent=2) if arguments.json else format_table(rows))
     if arguments.output:
         settings = {"device": device, "threads": torch.get_num_threads(), "rounds": arguments.rounds}
         write_json(arguments.output, {"settings": settings, "versions": versions(), "rows": rows})
-    print(json.dumps(rows, indent=2) if arguments.json else format_table(rows))
 
 
 def build_model(name: str) -> nn.Module:

@@ -3,6 +3,9 @@
 import argparse
 import functools
 import json
+import os
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +21,7 @@ from .pictures import denormalize, draw_maps
 from .predict import draw_predictions, has_rois, predict
 from .resources import checkpoint_path, shipped_checkpoints
 from .training.data import SUBSET, decode_image, load_images
+from .training.decoding import read_image
 from .training.loading import choose_device, load_image_classifier
 
 
@@ -29,6 +33,8 @@ INTRODUCTION = (
 )
 # Drawn examples: enough to choose from in one row.
 EXAMPLES = 8
+# What can be uploaded, and shown: the largest photographs of cameras; and how long gradio keeps it.
+MAX_UPLOAD, MAX_PIXELS, CACHE_SECONDS = "20mb", 50_000_000, 3_600
 # The page asks no other machine for its fonts.
 FONTS = ["system-ui", "sans-serif"]
 # Small images are shown large.
@@ -58,18 +64,35 @@ def main(argv: list[str] | None = None) -> None:
         "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the models"
     )
     arguments = parser.parse_args(argv)
+    check_port(arguments.port)
     choose_device(arguments.device)
     folders = {Path(model).name: model for model in arguments.models}
     if len(folders) < len(arguments.models):
         raise ValueError("Two of the models have the same name; rename a folder.")
+    for model in arguments.models:
+        # What is wrong with one is known before a page is there.
+        load_image_classifier(model, arguments.device, arguments.trust_remote_code)
     folders = folders or shipped_classifiers()
-    page = build_page(folders, arguments.device, arguments.trust_remote_code)
-    page.launch(
-        server_name=arguments.host,
-        server_port=arguments.port,
-        inbrowser=arguments.open,
-        **page_options(),
-    )
+    # Ended by a signal, too, the process leaves nothing behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with tempfile.TemporaryDirectory(prefix="frugalvit-demo-") as folder:
+        # Where gradio keeps what is uploaded and drawn.
+        os.environ["GRADIO_TEMP_DIR"] = folder
+        page = build_page(folders, arguments.device, arguments.trust_remote_code, Path(folder))
+        page.launch(
+            server_name=arguments.host,
+            server_port=arguments.port,
+            inbrowser=arguments.open,
+            max_file_size=MAX_UPLOAD,
+            show_error=True,
+            **page_options(),
+        )
+
+
+def check_port(port: int | None):
+    """Raise a ValueError if no page can be served there."""
+    if port is not None and not 1 <= port <= 65_535:
+        raise ValueError(f"--port is {port}, expected a number from 1 to 65535.")
 
 
 def shipped_classifiers() -> dict[str, Path]:
@@ -101,31 +124,40 @@ def page_options() -> dict:
     return {"theme": theme, "css": CSS}
 
 
-def build_page(folders: dict[str, str | Path], device: str | None = None, trust_remote_code: bool = False):
-    """The page, a `gradio.Blocks`, of models by their names."""
+def build_page(
+    folders: dict[str, str | Path],
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    examples: Path | None = None,
+):
+    """The page, a `gradio.Blocks`, of models by their names; it keeps images to try in the folder `examples`, if that
+    is given."""
     gr = gradio()
 
     @functools.lru_cache(maxsize=4)
     def load(name: str):
         return load_image_classifier(folders[name], device, trust_remote_code)
 
-    def show(name: str, image: Image.Image | None):
-        if image is None:
+    def show(name: str, file: str | None):
+        if file is None:
             return None, *[gr.update(visible=False)] * 3
         try:
-            labels, *figures = look(*load(name), image.convert("RGB"), name)
-        except ValueError as error:
-            raise gr.Error(str(error)) from error
+            labels, *figures = look(*load(name), read_image(file, MAX_PIXELS), name)
+        # Decoders raise whatever a broken file leads them to.
+        except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise gr.Error(f"Cannot show that: {error}") from error
         return labels, *(gr.update(value=figure, visible=figure is not None) for figure in figures)
 
-    with gr.Blocks(title=TITLE, analytics_enabled=False) as page:
+    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(CACHE_SECONDS, CACHE_SECONDS)) as page:
         gr.Markdown(f"# {TITLE}\n\n{INTRODUCTION}")
         with gr.Row():
             with gr.Column():
                 model = gr.Dropdown(list(folders), value=next(iter(folders)), label="Model")
-                image = gr.Image(type="pil", label="Image", height=300, elem_id="image")
+                # Its file, so that nothing is decoded before its size is known.
+                image = gr.Image(type="filepath", image_mode=None, label="Image", height=300, elem_id="image")
             labels = gr.Label(num_top_classes=5, label="Labels")
-        gr.Examples(example_images(), image, label="Images to try")
+        if examples:
+            gr.Examples(example_images(examples), image, label="Images to try")
         figures = [
             gr.Plot(label=label, visible=False)
             for label in ("Where the tokens look", "What the layers make of it", "Attention")
@@ -204,9 +236,10 @@ def _shares_of_rois(rois: torch.Tensor, side: int = 64) -> torch.Tensor:
     return inside / inside.sum((1, 2), keepdim=True).clamp(min=1)
 
 
-def example_images() -> list[list[str]]:
-    """Files of embedded test images."""
-    folder = Path(tempfile.mkdtemp(prefix="frugalvit-demo-"))
+def example_images(folder: Path) -> list[list[str]]:
+    """Files of embedded test images, written into a folder."""
+    folder = folder / "examples"
+    folder.mkdir()
     for index, record in enumerate(load_images(SUBSET, f"test[:{EXAMPLES}]")):
         decode_image(record["image"], index).save(folder / f"{index}.png")
     return [[str(file)] for file in sorted(folder.iterdir())]

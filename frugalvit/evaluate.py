@@ -1,6 +1,7 @@
 """`frugalvit evaluate`: how good a model is on a task."""
 
 import argparse
+import math
 
 from .evaluation import classification, knn, linear, retrieval, scienceqa, segmentation, zero_shot
 from .training.files import check_file_path, write_json
@@ -16,6 +17,9 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json:
         check_file_path(arguments.json)
     results = {"task": arguments.task, **arguments.evaluate(arguments)}
+    for name, value in results.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"The {name} of {arguments.model} is {value}; its weights are damaged or it diverged.")
     print(format_table([{"measure": name, "value": value} for name, value in results.items()]))
     if arguments.json:
         write_json(arguments.json, results)

@@ -5,21 +5,24 @@ import glob
 import io
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .resources import checkpoint_path
+from .training.data import image_files
+from .training.decoding import read_image
 from .training.loading import load_image_classifier
+from .training.metrics import check_scores
 
 
 # More rows than this make a picture that no one looks at.
@@ -51,7 +54,10 @@ def main(argv: list[str] | None = None) -> None:
         f"(at most {MAX_DRAWN} images) into this .png, .pdf or .svg",
     )
     parser.add_argument("--all-steps", "--all_steps", action="store_true", help="draw the RoIs of every focusing step")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON, an image after the other")
+    parser.add_argument(
+        "--skip-corrupt", "--skip_corrupt", action="store_true", help="leave out what cannot be read, and say so"
+    )
     parser.add_argument("--batch-size", "--batch_size", type=int, default=32, help="images at a time (default: 32)")
     parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
     parser.add_argument(
@@ -80,8 +86,8 @@ def main(argv: list[str] | None = None) -> None:
             "another --model."
         )
 
-    images = islice(read_images(paths), arguments.limit)
-    drawn, captions, results, count = [], [], [], 0
+    images = islice(read_images(paths, arguments.skip_corrupt), arguments.limit)
+    drawn, captions, count, written = [], [], 0, False
     with tqdm(desc="predict", unit=" images", leave=False, disable=None) as progress:
         while batch := list(islice(images, arguments.batch_size)):
             draws = bool(arguments.rois) and len(drawn) < MAX_DRAWN
@@ -89,7 +95,9 @@ def main(argv: list[str] | None = None) -> None:
             for (name, _), prediction in zip(batch, predictions, strict=True):
                 if arguments.json:
                     labels = [{"label": label, "score": score} for label, score in prediction.labels]
-                    results.append({"image": name, "labels": labels})
+                    result = json.dumps({"image": name, "labels": labels}, indent=2)
+                    tqdm.write(f"{',' if written else '['}\n{textwrap.indent(result, '  ')}", end="")
+                    written = True
                 else:
                     tqdm.write(format_prediction(name, prediction))
                 if draws and len(drawn) < MAX_DRAWN:
@@ -97,8 +105,10 @@ def main(argv: list[str] | None = None) -> None:
                     captions.append(f"{Path(name).name}: {format_labels(prediction.labels[:3])}")
             count += len(batch)
             progress.update(len(batch))
+    if not count:
+        raise ValueError("None of the images can be read.")
     if arguments.json:
-        print(json.dumps(results, indent=2))
+        print("\n]")
     if arguments.rois:
         save_figure(draw_predictions(drawn, captions, arguments.all_steps), arguments.rois)
         print(f"Drew {len(drawn)} of {count} images: {arguments.rois}", file=sys.stderr)
@@ -137,10 +147,14 @@ def predict(
     Returns:
         `list[Prediction]`: One for each image, on the CPU. Scores are sigmoids for multi-label models and softmax
         probabilities otherwise.
+
+    Raises:
+        ValueError: if the model's scores are no numbers.
     """
     pixel_values = image_processor(list(images), return_tensors="pt").pixel_values
     outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))
     logits = outputs.logits.float()
+    check_scores(logits)
     multi_label = model.config.problem_type == "multi_label_classification"
     scores, indices = (logits.sigmoid() if multi_label else logits.softmax(-1)).topk(min(top, logits.shape[-1]))
     predictions = [
@@ -190,13 +204,15 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
     Raises:
         FileNotFoundError: if an argument stands for nothing.
     """
-    endings = {*Image.registered_extensions(), ".parquet"}
     found = []
     for argument in arguments:
         path = Path(argument).expanduser()
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.suffix.lower() in endings and file.is_file())
+            tables = (file for file in path.rglob("*.parquet") if file.is_file() and not file.name.startswith("."))
+            files = sorted([*image_files(path), *tables])
             problem = "no images in the folder"
+        elif path.exists() and not path.is_file():
+            raise ValueError(f"{argument!r} is no file but a device or a pipe, expected an image.")
         elif path.exists():
             files, problem = [path], ""
         else:
@@ -208,19 +224,34 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
     return found
 
 
-def read_images(paths: Sequence[Path]) -> Iterator[tuple[str, Image.Image]]:
-    """Names and RGB images of image files and of parquet files with an image column.
+def read_images(paths: Sequence[Path], skip_corrupt: bool = False) -> Iterator[tuple[str, Image.Image]]:
+    """Names and RGB images, see `to_rgb`, of image files and of parquet files with an image column.
+
+    Args:
+        paths (sequence of `Path`): The files.
+        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read, and say so.
 
     Raises:
         ValueError: if a file is no image or is corrupt.
     """
-    for path in paths:
-        if path.suffix.lower() == ".parquet":
-            for index, encoded in enumerate(_read_parquet(path)):
-                name = f"{path}[{index}]"
-                yield name, _decode(io.BytesIO(encoded or b""), name)
-        else:
-            yield str(path), _decode(path, str(path))
+
+    def files() -> Iterator[tuple[str, Path | io.BytesIO]]:
+        for path in paths:
+            if path.suffix.lower() == ".parquet":
+                for index, encoded in enumerate(_read_parquet(path)):
+                    yield f"{path}[{index}]", io.BytesIO(encoded or b"")
+            else:
+                yield str(path), path
+
+    for name, file in files():
+        try:
+            image = _decode(file, name)
+        except (ValueError, PermissionError) as error:
+            if not skip_corrupt:
+                raise
+            tqdm.write(f"Left out: {error}", file=sys.stderr)
+            continue
+        yield name, image
 
 
 def _read_parquet(path: Path) -> Iterator[bytes | None]:
@@ -245,20 +276,13 @@ def _read_parquet(path: Path) -> Iterator[bytes | None]:
 
 
 def _decode(file: Path | io.BytesIO, name: str) -> Image.Image:
-    """An RGB image as it is meant to be seen: turned upright, transparency on white, 16 bits scaled to 8."""
     try:
-        with Image.open(file) as image:
-            image = ImageOps.exif_transpose(image)
-            if image.mode.startswith("I"):
-                image = Image.fromarray((np.asarray(image) / 257).clip(0, 255).round().astype(np.uint8))
-            elif image.has_transparency_data:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            return image.convert("RGB")
+        return read_image(file)
     except PermissionError:
         raise
     # Decoders raise whatever a broken file leads them to.
     except Exception as error:
         raise ValueError(
-            f"Cannot read {name!r}: it is no image that Pillow reads, or is corrupt ({error})."
+            f"Cannot read {name!r}: it is no image that Pillow reads, or is corrupt ({error}). To go on without such "
+            "images: --skip-corrupt."
         ) from error

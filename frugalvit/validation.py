@@ -8,17 +8,20 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from huggingface_hub import ModelCard
+from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import frugalvit
 
+from .configuration.configuration_base import pair
 from .modeling.hub import HubModel, auto_class, flatten_imports, pipeline_tag
-from .training.loading import load_pretrained
+from .training.loading import load_image_processor, load_pretrained
 from .without_package import outputs_of
 
 
@@ -146,11 +149,35 @@ def check_preprocessing(folder: Path, model: PreTrainedModel) -> list[str]:
     """The image processor fits the model and the card names its task."""
     problems = []
     if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
-        problems.append("it has no preprocessor_config.json")
+        return ["it has no preprocessor_config.json"]
+    try:
+        problems += check_image_processor(load_image_processor(folder, False, "a model"), model.config)
+    except ValueError as error:
+        problems.append(str(error))
     task, named = pipeline_tag(model), ModelCard.load(folder / "README.md").data.get("pipeline_tag")
     if task and named != task:
         problems.append(f"pipeline_tag is {named!r} in README.md, expected {task!r}")
     return problems
+
+
+def check_image_processor(image_processor, config) -> list[str]:
+    """What is wrong with what an image processor makes of an image."""
+    vision = getattr(config, "vision_config", config)
+    generator = np.random.default_rng(0)
+    image = Image.fromarray(generator.integers(0, 256, (61, 61, 3), dtype=np.uint8))
+    try:
+        pixel_values = torch.as_tensor(image_processor(image, return_tensors="pt")["pixel_values"])
+    # As many ways to fail as there are processors.
+    except Exception as error:
+        return [f"the image processor cannot prepare an image ({type(error).__name__}: {error})"]
+    if not pixel_values.isfinite().all():
+        return ["the image processor makes pixels that are no finite numbers; check image_std and rescale_factor"]
+    size = getattr(vision, "image_size", None)
+    height, width = pair(size) if size else pixel_values.shape[-2:]
+    expected = (1, getattr(vision, "num_channels", 3), height, width)
+    if tuple(pixel_values.shape) != expected:
+        return [f"the image processor makes pixel values {tuple(pixel_values.shape)}, the model takes {expected}"]
+    return []
 
 
 def check_predictions(folder: Path, model: PreTrainedModel) -> list[str]:

@@ -18,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from ..configuration.configuration_bootstrapped_vit import BootstrappedViTConfig
 from .generalized_convolution import generalized_conv2d
 from .hub import HubModel
-from .layers import image_classification_loss
+from .layers import check_pixel_values, image_classification_loss
 from .modeling_agent_cnn import AgentCNNForImageClassification, AgentCNNLayer
 
 
@@ -188,9 +188,11 @@ class BootstrappedViTForImageClassification(HubModel):
             `BootstrappedViTOutput`: The loss is the sum of the terms that `losses` has.
 
         Raises:
-            ValueError: if labels are no class indices of the model.
+            ValueError: if pixel values are missing, no such floats, or (looked at on CPU) none or not finite, or
+                labels are no class indices of the model.
         """
         config = self.config
+        check_pixel_values(pixel_values, config.vit_config.num_channels, 1)
         if labels is None:
             outputs = self.vit(pixel_values, **kwargs)
             return BootstrappedViTOutput(

@@ -50,6 +50,14 @@ class ViTImpulseInitEmbeddings(nn.Module):
         encoding = sincos_position_encoding(*self.grid, self.hidden_size)
         return F.pad(encoding, (0, 0, int(self.cls_token is not None), 0))[None]
 
+    def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        """Positions that are not saved are computed: a model that was made without memory has none yet."""
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if "position_embeddings" in self._non_persistent_buffers_set:
+            old, weight = self.position_embeddings, state_dict.get(f"{prefix}patch_embeddings.projection.weight")
+            device = weight.device if old.is_meta and weight is not None else old.device
+            self.position_embeddings = self.sincos_positions().to(device, old.dtype)
+
     def interpolate_pos_encoding(self, height: int, width: int) -> torch.Tensor:
         """Positions for images of another size, interpolated bicubically."""
         grid = self.patch_embeddings.grid_of((height, width))

@@ -4,6 +4,7 @@ import base64
 import functools
 import io
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -33,14 +34,21 @@ def ask(tmp_path_factory):
         port = free.getsockname()[1]
     folders = [str(frugalvit.checkpoint_path(name)) for name in NAMES]
     command = [sys.executable, "-m", "frugalvit", "demo", *folders, "--port", str(port), "--device", "cpu"]
-    log = tmp_path_factory.mktemp("demo") / "log"
-    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+    log, temporary = tmp_path_factory.mktemp("demo") / "log", tmp_path_factory.mktemp("temporary")
+    # What `mkdtemp` and gradio write, they write there.
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process,
+    ):
         try:
             api = f"http://127.0.0.1:{port}/gradio_api"
             wait_for(f"{api}/info", process, log)
             yield functools.partial(look, api)
         finally:
             process.terminate()
+            process.wait()
+            assert not list(temporary.iterdir())
 
 
 def wait_for(url: str, process: subprocess.Popen, log, seconds: float = 200):
@@ -54,7 +62,8 @@ def wait_for(url: str, process: subprocess.Popen, log, seconds: float = 200):
     raise TimeoutError(log.read_text())
 
 
-def look(api: str, model: str, image_file: str | None) -> list:
+def look(api: str, model: str, image_file: str | None, fails: bool = False):
+    """What the page shows, or the error that it answers with."""
     image = None
     if image_file:
         with open(image_file, "rb") as file:
@@ -62,13 +71,13 @@ def look(api: str, model: str, image_file: str | None) -> list:
         image = {"path": path, "meta": {"_type": "gradio.FileData"}}
     event = httpx.post(f"{api}/call/look", json={"data": [model, image]}).raise_for_status().json()["event_id"]
     answer = httpx.get(f"{api}/call/look/{event}", timeout=120).raise_for_status().text
-    assert "event: complete" in answer, answer
+    assert ("event: error" if fails else "event: complete") in answer, answer
     return json.loads(answer.rpartition("data: ")[2])
 
 
 @pytest.fixture(scope="module")
-def image_file() -> str:
-    return demo.example_images()[0][0]
+def image_file(tmp_path_factory) -> str:
+    return demo.example_images(tmp_path_factory.mktemp("demo"))[0][0]
 
 
 def picture(update: dict) -> np.ndarray:
@@ -98,6 +107,53 @@ def test_shows_labels_and_pictures(ask, image_file):
 def test_nothing_is_shown_without_an_image(ask):
     _, *updates = ask("cifar10-sparseformer", None)
     assert [update["visible"] for update in updates] == [False] * 3
+
+
+def write_bomb(path):
+    """A small file of 60 million pixels."""
+    Image.new("1", (10_000, 6_000)).save(path)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (write_bomb, "at most 50 million"),
+        (lambda path: path.write_text("no image"), "cannot identify image"),
+        (lambda path: path.write_bytes(encoded()[:200]), "Cannot show that"),
+        (lambda path: path.write_bytes(b""), "cannot identify image"),
+    ],
+    ids=["bomb", "text", "truncated", "empty"],
+)
+def test_what_is_no_image_is_said(write, message, ask, tmp_path):
+    write(tmp_path / "image.png")
+    assert message in ask("cifar10-sparseformer", str(tmp_path / "image.png"), fails=True)["error"]
+
+
+def encoded() -> bytes:
+    buffer = io.BytesIO()
+    Image.effect_noise((32, 32), 50).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_large_files_are_refused(ask):
+    with pytest.raises(httpx.HTTPStatusError, match="413"):
+        [api] = ask.args
+        files = {"files": io.BytesIO(bytes(21_000_000))}
+        httpx.post(f"{api}/upload", files=files, timeout=60).raise_for_status()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "99999"], "--port is 99999, expected a number from 1 to 65535"),
+        (["--port", "-1"], "--port is -1"),
+        (["nowhere/at/all"], "There is no folder"),
+        (["{folder}"], "it has no config.json"),
+    ],
+)
+def test_what_cannot_be_served_is_known_first(arguments, message, tmp_path, capsys):
+    assert main(["demo", *(text.format(folder=tmp_path) for text in arguments)]) == 1
+    assert message in capsys.readouterr().err
 
 
 @torch.no_grad()

@@ -143,7 +143,7 @@ def test_labels_are_matched_by_name(folder, tmp_path):
 def test_match_labels():
     id2label = {0: "cat", 1: "dog", 2: "frog"}
     assert match_labels(["frog", "Cat"], id2label) == [2, 0]
-    assert match_labels(["tabby", "dog"], id2label) == [0, 1]
+    assert match_labels(["tabby", "dog"], {0: "LABEL_0", 1: "LABEL_1"}) == [0, 1]
     assert match_labels(["1", "2", "3"], {0: "a", 1: "a", 2: "b"}) == [0, 1, 2]
     with pytest.raises(ValueError, match="4 classes .* the model only 3"):
         match_labels(["0", "1", "2", "3"], id2label)

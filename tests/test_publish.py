@@ -153,6 +153,16 @@ def edit_card(old, new):
     return edit
 
 
+def edit_processor(text: str | None = None, **values):
+    """Function that gives a folder's image processor another text, or other values."""
+
+    def edit(folder):
+        file = folder / "preprocessor_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values) if text is None else text, encoding="utf-8")
+
+    return edit
+
+
 def edit_code(folder):
     """Code that computes something else where frugalvit is not installed."""
     file = folder / "modeling_sparseformer.py"
@@ -178,6 +188,14 @@ def edit_code(folder):
         (edit_code, r"modeling_sparseformer\.py is not what frugalvit .* ships"),
         (lambda folder: (folder / "config.json").unlink(), "it has no config.json"),
         (lambda folder: (folder / "preprocessor_config.json").unlink(), "it has no preprocessor_config.json"),
+        (edit_processor(""), "Cannot load .* as a model"),
+        (edit_processor("[]"), "Cannot load .* as a model"),
+        (edit_processor("null"), "Cannot load .* as a model"),
+        (edit_processor(resample=99), "cannot prepare an image|Cannot load .* as a model"),
+        (edit_processor(image_std=[0, 0, 0]), "makes pixels that are no finite numbers; check image_std"),
+        (edit_processor(image_mean=None), "cannot prepare an image|Cannot load .* as a model"),
+        (edit_processor(size={"height": 16, "width": 16}), r"makes pixel values \(1, 3, 16, 16\), the model takes"),
+        (edit_processor(size={"height": -1, "width": 32}), "cannot prepare an image"),
         (lambda folder: (folder / "pytorch_model.bin").write_text(""), "pytorch_model.bin does not belong into it"),
         (lambda folder: (folder / "data").mkdir(), "data does not belong into it"),
         (lambda folder: (folder / "hub.py").unlink(), "hub.py is not what frugalvit .* ships"),

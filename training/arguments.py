@@ -18,11 +18,12 @@ from safetensors import SafetensorError
 from .data import NO_EVALUATION, SUBSET
 
 
-# What may change when a run is resumed: these alter neither the model nor what is measured.
+# What may change when a run is resumed: these alter nothing that was done. A run that met an image that cannot be read
+# goes on without it.
 RESUMABLE = frozenset(
     {
         *("output_dir", "overwrite", "num_workers", "eval_batch_size", "logging_steps", "checkpointing_steps"),
-        *("report_to", "teacher_cache", "compare"),
+        *("report_to", "teacher_cache", "compare", "skip_corrupt", "trust_remote_code"),
     }
 )
 
@@ -122,6 +123,8 @@ class RunArguments:
     overwrite: bool = argument(False, "Start anew in an output folder that is not empty.")
     # What `run.json` holds, noted when the run starts.
     record: dict = field(default_factory=dict, init=False, repr=False)
+    # What `run.json` held then.
+    found: dict | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
         check_at_least(self, 1, "epochs", "batch_size", "eval_batch_size", "gradient_accumulation_steps")

@@ -49,7 +49,7 @@ from .attended_windows import attended_windows
 from .augmentation import BootstrapView, EvalView, ImageFormat, View
 from .cards import write_card
 from .comparison import compare_speeds, describe_pair, side_by_side, slower_than_teacher
-from .data import load_splits, make_loaders
+from .data import load_splits, make_loaders, match_classes
 from .files import write_json
 from .loading import load_vision_model
 from .loop import TrainingState, fit, make_optimizer, parameter_groups, prepare, start_accelerator
@@ -325,6 +325,9 @@ def main(argv: list[str] | None = None) -> int:
             f"--loss kl and --label_loss_weight compare classes, and {pair.teacher} is no classifier; align its "
             "embedding (--loss cosine)."
         )
+    train_images, eval_images, classes = match_classes(
+        train_images, eval_images, classify and student.config.id2label, alignment.label_loss_weight > 0
+    )
     view = BootstrapView(
         student_format,
         teacher_format,
@@ -340,6 +343,7 @@ def main(argv: list[str] | None = None) -> int:
         run,
         (train_images, view),
         evaluation,
+        classes=classes,
         repeats=schedule.repeats,
         view_epochs=alignment.view_epochs,
     )

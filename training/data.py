@@ -1,12 +1,14 @@
 """Images to train on: found, decoded and put into batches that depend neither on workers nor on processes."""
 
 import glob
+import hashlib
 import itertools
 import json
 import os
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from importlib.resources import files
@@ -21,8 +23,11 @@ from accelerate.data_loader import prepare_data_loader
 from datasets.distributed import split_dataset_by_node
 from PIL import Image
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from tqdm import tqdm
 
 from .augmentation import ORDER, SHUFFLE, VIEW, Mix, View, random_seed, seeded
+from .classes import match_labels
+from .decoding import is_image_file, to_rgb
 from .files import write_json
 from .loading import split_revision
 
@@ -45,6 +50,10 @@ HELD_BACK_SHARE, MOST_HELD_BACK = 0.1, 5_000
 MANY_SHARDS = 100
 # Batches that are made before the first of them is repeated; each stays in memory until then.
 REPEATED_TOGETHER = 8
+# Images that are looked at before the next progress.
+CHECKED_TOGETHER = 256
+# Shards of a stream of a folder's images.
+FOLDER_SHARDS = 1_024
 
 
 class ImageError(ValueError):
@@ -190,6 +199,34 @@ def load_splits(
     return train, evaluation
 
 
+def match_classes(train, evaluation, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
+    """The images to train on, those to evaluate on, and what a trained classifier calls each of their classes, `None`
+    where there are no labels: they are left out where nothing learns from them and the classifier does not know them,
+    which is printed.
+
+    Args:
+        train, evaluation: What `load_splits` returns.
+        id2label (`Mapping[int, str]`, *optional*): The classifier's classes; `None` where there is no classifier.
+        learns_labels (`bool`): Whether the recipe learns from the labels.
+
+    Raises:
+        ValueError: if it does, and the classifier does not know all of them.
+    """
+    names = class_names(train) or (class_names(evaluation) if evaluation is not None else None)
+    if id2label is None or names is None:
+        return train, evaluation, None
+    try:
+        return train, evaluation, match_labels(names, id2label)
+    except ValueError as error:
+        if learns_labels:
+            raise
+        PartialState().print(f"{error} They are left out: nothing is learned from them, and no accuracy is measured.")
+    train = train.remove_columns("label") if "label" in train.features else train
+    if evaluation is not None and "label" in evaluation.features:
+        evaluation = evaluation.remove_columns("label")
+    return train, evaluation, None
+
+
 def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
     """The images to train on, and those to evaluate on or `None`, which are never streamed.
 
@@ -309,7 +346,11 @@ def load_table(
     """A data set with all its columns. Arguments and errors as in `load_images`."""
     source = _find(dataset, name)
     if source["path"] == "imagefolder" and "data_files" in source:
-        source |= _part_of_folder(dataset, split, source["data_files"])
+        parts = source["data_files"]
+        folders = [Path(folder) for part in parts.values() for folder in part]
+        if not any((folder / name).is_file() for folder in folders for name in METADATA_FILES):
+            return _read_parts(dataset, split, parts, streaming)
+        source |= _part_of_folder(dataset, split, parts)
     with _one_error(dataset, split):
         return datasets.load_dataset(**source, split=split, streaming=streaming)
 
@@ -331,7 +372,7 @@ def _find(dataset: str | list[str], name: str | None) -> dict:
         raise ValueError(f"Several data sets, {', '.join(paths)}; expected one, or several parquet files.")
     if path.is_dir():
         if any(file.name not in METADATA_FILES for file in path.rglob("*.parquet")):
-            return {"path": "parquet", "data_dir": str(path)}
+            return {"path": "parquet", "data_files": find_parquet_parts(path)}
         if any(path.glob("*.zip")):
             return {"path": "imagefolder", "data_dir": str(path)}
         return {"path": "imagefolder", "data_files": find_parts(path)}
@@ -356,8 +397,11 @@ def find_parts(folder: str | Path) -> dict[str, list[str]]:
         for parent in level:
             children = _subfolders(parent)
             named = {child: split for child in children if (split := _part_called(child.name))}
+            others = [child for child in children if child not in named and next(image_files(child), None)]
             # A class may be called so, too.
-            if len(named) > 1 or len(named) == len(children) or any(map(_subfolders, named)):
+            if len(named) > 1 or not others:
+                if named and others:
+                    _leave_out(others, f"{' and '.join(child.name for child in named)} are parts of {parent}")
                 for child, split in named.items():
                     parts[split].append(str(child))
                 metadata = [name for name in METADATA_FILES if (parent / name).is_file()]
@@ -383,7 +427,82 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _has_images(folder: Path) -> bool:
-    return any(path.suffix.lower() in Image.registered_extensions() for path in folder.iterdir())
+    return any(map(is_image_file, folder.iterdir()))
+
+
+def image_files(folder: str | Path) -> Iterator[Path]:
+    """The images in a folder and those within it, through symbolic links, too, which may not lead round in circles."""
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        above = os.path.realpath(parent)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and not f"{above}{os.sep}".startswith(f"{os.path.realpath(os.path.join(parent, name))}{os.sep}")
+        )
+        yield from (Path(parent, name) for name in sorted(names) if is_image_file(Path(name)))
+
+
+def _leave_out(paths: Sequence[Path], reason: str):
+    names = _short([path.name for path in paths])
+    PartialState().print(f"Left out, as {reason}: {names}.", file=sys.stderr)
+
+
+def find_parquet_parts(folder: Path) -> dict[str, list[str]]:
+    """The parquet files of a folder by split, which names of files and folders in there tell (`train-00000.parquet`);
+    without any such name, all of them are "train"."""
+    parts, others = defaultdict(list), []
+    for path in sorted(path for path in folder.rglob("*.parquet") if path.name not in METADATA_FILES):
+        if path.name.startswith("."):
+            continue
+        words = [word for part in path.relative_to(folder).with_suffix("").parts for word in re.split(r"[-._ ]", part)]
+        split = next(filter(None, map(_part_called, words)), None)
+        (parts[split] if split else others).append(glob.escape(str(path)))
+    if not parts:
+        return {"train": others}
+    if others:
+        _leave_out(list(map(Path, others)), f"other files of {folder} are called {', '.join(parts)}")
+    return {split: parts[split] for split in PART_FOLDERS if split in parts}
+
+
+def _files_within(folders: list[str]) -> list[tuple[str, str]]:
+    """Images in folders, in order: their paths in there, and their paths."""
+    return sorted(
+        (path.relative_to(folder).as_posix(), str(path)) for folder in folders for path in image_files(folder)
+    )
+
+
+def _read_parts(
+    dataset, split: str, parts: dict[str, list[str]], streaming: bool
+) -> datasets.Dataset | datasets.IterableDataset:
+    """The images of parts of a folder: those in their class folders, however deep, or flat ones, which have no
+    labels."""
+    named = _names_in(split)
+    if unknown := [name for name in named if name not in parts]:
+        raise ValueError(f"Cannot load the split {unknown[0]!r} of {dataset!r}: it has {', '.join(parts)}.")
+    found = {name: _files_within(folders) for name, folders in parts.items()}
+    if empty := [name for name in named if not found[name]]:
+        raise ValueError(f"Cannot load {dataset!r}: there are no images in {', '.join(parts[empty[0]])}; {_EXPECTED}.")
+    classes = {name: {inside.partition("/")[0] for inside, _ in found[name] if "/" in inside} for name in found}
+    if len({bool(classes[name]) for name in named}) > 1:
+        raise ValueError(f"Cannot load {split!r} of {dataset!r}: only some of these parts have classes.")
+    # Of all parts, as some may lack a class.
+    names = sorted(set().union(*classes.values())) if classes[named[0]] else []
+    number_of = {name: number for number, name in enumerate(names)}
+    try:
+        slices = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(found[name]) for name in found})
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"Cannot take {split!r} of {dataset!r}: {_first_line(error)}") from error
+    files = [file for each in slices for file in found[each.splitname][each.from_ : each.to]]
+    if names and (loose := [Path(path) for inside, path in files if "/" not in inside]):
+        _leave_out(loose, "they lie beside the folders of classes")
+        files = [file for file in files if "/" in file[0]]
+    features, columns = {"image": datasets.Image()}, {"image": [{"bytes": None, "path": path} for _, path in files]}
+    if names:
+        features["label"] = datasets.ClassLabel(names=names)
+        columns["label"] = [number_of[inside.partition("/")[0]] for inside, _ in files]
+    table = datasets.Dataset.from_dict(columns, datasets.Features(features))
+    return table.to_iterable_dataset(min(len(table), FOLDER_SHARDS) or 1) if streaming else table
 
 
 def _part_of_folder(dataset, split: str, parts: dict[str, list[str]]) -> dict:
@@ -499,7 +618,7 @@ def check_labels(images: datasets.Dataset, split: str):
         raise ValueError(f"Image {missing[0]} of the split {split!r} has no label{others}; choose another split.")
 
 
-_DECODER = datasets.Image(mode="RGB")
+_DECODER = datasets.Image()
 
 
 def decode_image(image: dict, index: int) -> Image.Image:
@@ -509,7 +628,7 @@ def decode_image(image: dict, index: int) -> Image.Image:
         CorruptImageError: with the index, if it cannot be read.
     """
     try:
-        return _DECODER.decode_example(image)
+        return to_rgb(_DECODER.decode_example(image))
     except Exception as error:
         path = f", {image['path']}" if image and image.get("path") else ""
         raise CorruptImageError(
@@ -522,11 +641,20 @@ class ViewDataset(Dataset):
     """Views of images under keys (epoch, index).
 
     An image that cannot be read raises `CorruptImageError`, or, with `skip_corrupt`, gives way to the next readable
-    one; `skipped` of the sample counts those passed over.
+    one; `skipped` of the sample counts those passed over. With `classes`, what a model calls each class takes the
+    place of the label.
     """
 
-    def __init__(self, images: datasets.Dataset, view: View, seed: int = 0, skip_corrupt: bool = False):
+    def __init__(
+        self,
+        images: datasets.Dataset,
+        view: View,
+        seed: int = 0,
+        skip_corrupt: bool = False,
+        classes: Sequence[int] | None = None,
+    ):
         self.images, self.view, self.seed, self.skip_corrupt = images, view, seed, skip_corrupt
+        self.classes = classes
 
     def __len__(self) -> int:
         return len(self.images)
@@ -540,11 +668,16 @@ class ViewDataset(Dataset):
                 return sample | {"skipped": skipped}
         raise ValueError(f"None of the {len(self)} images of the data set can be read.")
 
+    def read(self, index: int, record: dict | None = None) -> tuple:
+        """The image of a record, and its mask if it has one; raises `ImageError`."""
+        record = self.images[index] if record is None else record
+        image = decode_image(record["image"], index)
+        return (image, self.view.read_mask(record["mask"], index, image.size)) if "mask" in record else (image,)
+
     def sample(self, epoch: int, index: int, record: dict) -> dict | None:
         """The view of a record that belongs to (seed, epoch, index), with what a batch needs besides."""
         try:
-            image = decode_image(record["image"], index)
-            mask = [self.view.read_mask(record["mask"], index, image.size)] if "mask" in record else []
+            image, *mask = self.read(index, record)
         except CorruptImageError:
             if not self.skip_corrupt:
                 raise
@@ -552,6 +685,8 @@ class ViewDataset(Dataset):
         with seeded(self.seed, epoch, index, VIEW):
             sample = self.view(image, *mask)
         label = {"labels": record["label"]} if "label" in record else {}
+        if label and self.classes is not None:
+            label = {"labels": self.classes[record["label"]]}
         return {**sample, **label, "epoch": epoch, "index": index, "skipped": 0}
 
 
@@ -799,6 +934,7 @@ class TrainingLoader:
         repeats (`int`): Steps that are made of every batch (data echoing, Choi et al. 2019), a group of
             `REPEATED_TOGETHER` at a time. The same `dict` comes again, with what was noted in it the first time.
         view_epochs (`int`, *optional*): Epochs after which the views of an image come again; not of a stream.
+        classes (sequence of `int`, *optional*): What a model calls each class, see `match_classes`.
     """
 
     def __init__(
@@ -817,6 +953,7 @@ class TrainingLoader:
         repeated_augmentation: int = 1,
         repeats: int = 1,
         view_epochs: int | None = None,
+        classes: Sequence[int] | None = None,
     ):
         pairs = mix is not None and mix.pairs
         parts = accelerator.num_processes * accelerator.gradient_accumulation_steps * (2 if pairs else 1)
@@ -847,11 +984,11 @@ class TrainingLoader:
         own = own_shards(images, accelerator) if streams else None
         if streams:
             rank = {"process": accelerator.process_index, "processes": accelerator.num_processes} if own else {}
-            dataset = StreamedViewDataset(images, view, seed, skip_corrupt)
+            dataset = StreamedViewDataset(images, view, seed, skip_corrupt, classes)
             self.sampler = StreamSampler(own or images, shuffle_buffer, length, seed, **rank)
             self.keep_in_checkpoints(accelerator)
         else:
-            dataset = ViewDataset(images, view, seed, skip_corrupt)
+            dataset = ViewDataset(images, view, seed, skip_corrupt, classes)
             self.sampler = EpochSampler(len(images), length, seed, repeated_augmentation, view_epochs)
         loader = DataLoader(
             dataset,
@@ -917,13 +1054,14 @@ def evaluation_loader(
     batch_size: int = 256,
     num_workers: int = 0,
     skip_corrupt: bool = False,
+    classes: Sequence[int] | None = None,
 ) -> DeviceLoader:
     """All images once, in order, shared among processes; use `accelerator.gather_for_metrics` on what is computed."""
     if not len(images):
         raise ValueError("There are no images to evaluate on; check --eval_dataset and --eval_split.")
     processes = accelerator.num_processes
     loader = DataLoader(
-        ViewDataset(images, view, skip_corrupt=skip_corrupt),
+        ViewDataset(images, view, skip_corrupt=skip_corrupt, classes=classes),
         batch_size=-(-batch_size // processes) * processes,
         sampler=[(0, index) for index in range(len(images))],
         collate_fn=Collate(),
@@ -934,8 +1072,52 @@ def evaluation_loader(
     return DeviceLoader(accelerator, loader, view)
 
 
+def describe_images(images: datasets.Dataset | datasets.IterableDataset | None) -> dict[str, int | str]:
+    """What tells images from others that a run could find in their place: how many there are, and hashes of the names
+    of files and classes and of the labels; of a stream, what is known of it."""
+    if images is None:
+        return {}
+    found = {}
+    if "label" in images.features:
+        found["classes"] = _hash(class_names(images))
+    if isinstance(images, datasets.IterableDataset):
+        return found
+    found["images"] = len(images)
+    if "label" in images.features:
+        found["labels"] = _hash(label_numbers(images).tolist())
+    # Read from the table, where the bytes of images need not be.
+    paths = pc.struct_field(images.data.column("image"), "path").to_pylist()
+    found["files"] = _hash([path and "/".join(Path(path).parts[-2:]) for path in paths])
+    return found
+
+
+def _hash(values: list) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def check_images(images: "ViewDataset", accelerator: Accelerator):
+    """Read all images, and masks, that are going to be evaluated: what is wrong is known before hours of training.
+
+    Raises:
+        ImageError: for the first that cannot be read.
+    """
+    own = range(accelerator.process_index, len(images), accelerator.num_processes)
+    progress = tqdm(desc="evaluation images", total=len(own), unit="img", leave=False, disable=None, delay=5)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers, progress:
+        for start in range(0, len(own), CHECKED_TOGETHER):
+            indices = own[start : start + CHECKED_TOGETHER]
+            list(readers.map(images.read, indices))
+            progress.update(len(indices))
+
+
 def make_loaders(
-    accelerator: Accelerator, data, run, train: tuple, evaluation: tuple, **options
+    accelerator: Accelerator,
+    data,
+    run,
+    train: tuple,
+    evaluation: tuple,
+    classes: Sequence[int] | None = None,
+    **options,
 ) -> tuple[TrainingLoader, DeviceLoader | None]:
     """The loaders of a recipe, `None` where nothing is evaluated.
 
@@ -943,9 +1125,13 @@ def make_loaders(
         accelerator (`Accelerator`): As in `TrainingLoader`.
         data (`DataArguments`), run (`RunArguments`): What the command line says.
         train, evaluation (pairs of images and `View`): What is shown of which images, `None` for no images.
+        classes (sequence of `int`, *optional*): What the model calls each class, see `match_classes`.
         options: Of the `TrainingLoader`, besides those that the arguments tell.
     """
-    shared = {"num_workers": data.num_workers, "skip_corrupt": data.skip_corrupt}
+    shared = {"num_workers": data.num_workers, "skip_corrupt": data.skip_corrupt, "classes": classes}
+    run.record["images"] = describe_images(train[0]) | {
+        f"evaluation {name}": value for name, value in describe_images(evaluation[0]).items()
+    }
     training_loader = TrainingLoader(
         accelerator,
         *train,
@@ -958,4 +1144,6 @@ def make_loaders(
     )
     if evaluation[0] is None:
         return training_loader, None
+    if not data.skip_corrupt:
+        check_images(ViewDataset(*evaluation), accelerator)
     return training_loader, evaluation_loader(accelerator, *evaluation, batch_size=run.eval_batch_size, **shared)

@@ -148,21 +148,22 @@ def load_with_image_processor(
 ) -> tuple[PreTrainedModel, object]:
     """`load_pretrained` and the model's image processor."""
     model = load_pretrained(name, device, trust_remote_code, kind, choose_class, unread)
+    return model, load_image_processor(name, trust_remote_code, kind)
+
+
+def load_image_processor(name: str | os.PathLike, trust_remote_code: bool, kind: str):
+    """The image processor of a model, which has to take an image; arguments and errors as in `load_pretrained`."""
     hub_id, revision = split_revision(name)
     folder = Path(hub_id).expanduser()
-    try:
-        with _quiet_transformers():
-            hub_id = str(folder) if folder.is_dir() else hub_id
-            return model, AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
-    # As many ways to fail as there are for models.
-    except Exception as error:
-        files = ("preprocessor_config.json", "processor_config.json")
-        if folder.is_dir() and not any((folder / file).exists() for file in files):
-            raise ValueError(
-                f"Cannot load {os.fspath(name)!r} as {kind}: without a preprocessor_config.json it does not say how "
-                "its images are resized and normalized. Save the image processor of the model's family beside it."
-            ) from error
-        raise _cannot_load(name, kind, error) from error
+    files = [folder / file for file in ("preprocessor_config.json", "processor_config.json")]
+    if folder.is_dir() and not any(file.exists() for file in files):
+        raise ValueError(
+            f"Cannot load {os.fspath(name)!r} as {kind}: without a preprocessor_config.json it does not say how "
+            "its images are resized and normalized. Save the image processor of the model's family beside it."
+        )
+    with one_error(name, kind):
+        hub_id = str(folder) if folder.is_dir() else hub_id
+        return AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
 
 
 def load_pretrained(
@@ -201,23 +202,19 @@ def load_pretrained(
         raise ValueError(f"There is no folder {given!r}; give a folder that `save_pretrained` wrote, or a hub id.")
 
     device = choose_device(None if device is None else str(device))
-    try:
-        with _quiet_transformers():
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
-            model_class = choose_class(config)
-            # Classes of Transformers and of this package take no code from elsewhere.
-            remote = {"trust_remote_code": trust_remote_code} if model_class.__name__.startswith("Auto") else {}
-            # Other shapes are refused below, by name.
-            options = {"ignore_mismatched_sizes": True, **remote, **revision}
-            if "pooler" in unread and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
-                options["add_pooling_layer"] = False
-            if model_args := getattr(config, "model_args", None):
-                # timm notes the number of classes there, too; Transformers' wrapper would pass it twice.
-                options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
-            model, report = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **options)
-    # Weights, configurations and remote code fail in more ways than can be listed.
-    except Exception as error:
-        raise _cannot_load(given, kind, error) from error
+    with one_error(given, kind):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
+        model_class = choose_class(config)
+        # Classes of Transformers and of this package take no code from elsewhere.
+        remote = {"trust_remote_code": trust_remote_code} if model_class.__name__.startswith("Auto") else {}
+        # Other shapes are refused below, by name.
+        options = {"ignore_mismatched_sizes": True, **remote, **revision}
+        if "pooler" in unread and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
+            options["add_pooling_layer"] = False
+        if model_args := getattr(config, "model_args", None):
+            # timm notes the number of classes there, too; Transformers' wrapper would pass it twice.
+            options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
+        model, report = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **options)
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     for problem, keys in (
         ("lacks", report["missing_keys"]),
@@ -235,12 +232,19 @@ def load_pretrained(
     return model.eval().to(device)
 
 
-def _cannot_load(name: str | os.PathLike, kind: str, error: Exception) -> ValueError:
-    if "trust_remote_code" in str(error):
-        message = "it brings its own code. Read that, and if you trust it, pass --trust-remote-code."
-    else:
-        message = f"{type(error).__name__}: {_one_line(error)}"
-    return ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {message}")
+@contextmanager
+def one_error(name: str | os.PathLike, kind: str):
+    """One clear error for what loading a model, or a part of it, raises, and nothing from Transformers besides."""
+    try:
+        with _quiet_transformers():
+            yield
+    # Weights, configurations and remote code fail in more ways than can be listed.
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            message = "it brings its own code. Read that, and if you trust it, pass --trust-remote-code."
+        else:
+            message = f"{type(error).__name__}: {_one_line(error)}"
+        raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {message}") from error
 
 
 def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:

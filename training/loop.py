@@ -12,8 +12,9 @@ import shlex
 import shutil
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from tqdm import tqdm
 from ..modeling.hosts.timm import is_timm
 from .arguments import RESUMABLE, OptimizerArguments, RunArguments
 from .data import TrainingLoader
-from .files import write_json, write_text
+from .files import LOCK, disk_errors, locked, write_json, write_text
 from .muon import Muon, split_matrices
 from .precision import choose_mixed_precision, describe_device
 
@@ -41,6 +42,8 @@ from .precision import choose_mixed_precision, describe_device
 OPTIMIZERS = ("adamw", "muon", "sam")
 # Where the best model is written before its files are moved over the earlier ones.
 BEST_ASIDE = ".best.aside"
+# What each file of a checkpoint was when it was written.
+CHECKSUMS = "checksums.json"
 
 
 @dataclass
@@ -135,9 +138,9 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
 def automatic_precision(run: RunArguments) -> str:
     """The precision that the run in the output folder began with, or the one that the main process' device is fast
     at."""
-    file = Path(run.output_dir) / "run.json"
-    if file.is_file() and not run.overwrite:
-        return json.loads(file.read_text(encoding="utf-8"))["arguments"]["mixed_precision"]
+    there = None if run.overwrite else read_run(Path(run.output_dir))
+    if there and "mixed_precision" in there["arguments"]:
+        return there["arguments"]["mixed_precision"]
     # As Accelerate asks for processes on CPUs, before it is told the precision.
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     chosen = [choose_mixed_precision(state.device) if state.is_main_process else None]
@@ -148,15 +151,27 @@ def check_output_folder(folder: Path, run: RunArguments, arguments: list):
     """Refuse a folder that is not free, unless the same run can go on there or is to be overwritten."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file; expected a folder, or a name that is free.")
-    if run.overwrite or not folder.is_dir() or not any(folder.iterdir()):
+    if not folder.is_dir() or not any(path.name != LOCK for path in folder.iterdir()):
         return
-    if not (folder / "run.json").is_file():
-        raise ValueError(f"--output_dir {folder} is not empty and holds no run to go on with; give another folder.")
+    run.found = read_run(folder)
+    if run.found is None:
+        raise ValueError(
+            f"--output_dir {folder} is not empty and holds no run to go on with or to overwrite; give another folder."
+        )
+    checkpoints = folder / "checkpoints"
+    if checkpoints.is_symlink() or (checkpoints.exists() and not checkpoints.is_dir()):
+        raise ValueError(
+            f"{checkpoints} is no folder of the run in --output_dir {folder} but leads elsewhere; give another one."
+        )
+    if run.overwrite:
+        return
     defaults = {f.name: _default(f) for group in arguments for f in dataclasses.fields(group)}
     here = json.loads(json.dumps(run.record["arguments"]))
-    there = json.loads((folder / "run.json").read_text(encoding="utf-8"))["arguments"]
+    there = run.found["arguments"]
     # A run of an earlier version lacks the arguments that came later.
     there = {name: default for name, default in defaults.items() if name in here} | there
+    # What may change was noted by one.
+    there = {name: value for name, value in there.items() if name not in RESUMABLE}
     changed = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
     if changed:
         raise ValueError(
@@ -164,6 +179,15 @@ def check_output_folder(folder: Path, run: RunArguments, arguments: list):
             + ", ".join(f"{name} is {there.get(name)!r} there, {here.get(name)!r} here" for name in changed[:3])
             + "). Give another folder, the same arguments to go on, or --overwrite to start anew."
         )
+
+
+def read_run(folder: Path) -> dict | None:
+    """What a recipe noted about the run in a folder, or None if none did."""
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("arguments"), dict) else None
 
 
 def _fixed_values(arguments: list) -> dict:
@@ -192,7 +216,8 @@ def replace_files(folder: Path, write: Callable[[Path], None]):
     """Let `write` fill a folder aside, then move its files over, the weights last."""
     aside = folder / BEST_ASIDE
     aside.mkdir()
-    write(aside)
+    with disk_errors(folder):
+        write(aside)
     for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
         os.replace(path, folder / path.name)
     aside.rmdir()
@@ -355,7 +380,8 @@ def ordinary_class(model: torch.nn.Module) -> Iterator[None]:
 
 
 class Checkpoints:
-    """Complete states under `folder/step-…`: written aside, renamed when complete, the newest two kept."""
+    """Complete states under `folder/step-…`: written aside, with checksums, renamed when complete, the newest two
+    kept."""
 
     def __init__(self, accelerator: Accelerator, folder: Path, limit: int = 2):
         self.accelerator, self.folder, self.limit = accelerator, folder, limit
@@ -369,27 +395,81 @@ class Checkpoints:
         if self.accelerator.is_main_process:
             shutil.rmtree(aside, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(aside))
+        with disk_errors(self.folder.parent):
+            self.accelerator.save_state(str(aside))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
+            write_json(aside / CHECKSUMS, checksums(aside))
             write_json(aside / "state.json", dataclasses.asdict(state))
+            if target.exists():
+                self.remove(target)
             os.rename(aside, target)
-            removed = self.folder / ".removed"
             for old in self.all()[: -self.limit]:
-                # One that is half gone must not look like a checkpoint.
-                shutil.rmtree(removed, ignore_errors=True)
-                os.rename(old, removed)
-                shutil.rmtree(removed)
+                self.remove(old)
+
+    def update(self, state: TrainingState):
+        """Let the checkpoint of this step, whose weights are the same, say more."""
+        if self.accelerator.is_main_process:
+            write_json(self.folder / f"step-{state.step:08d}" / "state.json", dataclasses.asdict(state))
+
+    def remove(self, checkpoint: Path):
+        # One that is half gone must not look like a checkpoint.
+        removed = self.folder / ".removed"
+        shutil.rmtree(removed, ignore_errors=True)
+        os.rename(checkpoint, removed)
+        shutil.rmtree(removed)
 
     def resume(self) -> TrainingState:
-        """Load the newest checkpoint, or begin at the beginning."""
-        if not self.all():
+        """Load the newest checkpoint that is whole, or begin at the beginning.
+
+        Raises:
+            ValueError: if there are checkpoints and none is whole.
+        """
+        found = [self.newest_whole() if self.accelerator.is_main_process else None]
+        newest = broadcast_object_list(found)[0]
+        if newest is None:
             return TrainingState()
-        newest = self.all()[-1]
         self.accelerator.load_state(str(newest))
         state = TrainingState(**json.loads((newest / "state.json").read_text(encoding="utf-8")))
         self.accelerator.print(f"Going on from {newest}: {state.epoch} epochs and {state.step} steps are done.")
         return state
+
+    def newest_whole(self) -> Path | None:
+        """The newest checkpoint whose files are as they were written; None if there are no checkpoints."""
+        for checkpoint in reversed(self.all()):
+            if damaged := damaged_files(checkpoint):
+                print(f"The checkpoint {checkpoint} is damaged ({', '.join(damaged[:3])}) and left out.")
+            else:
+                return checkpoint
+        if self.all():
+            raise ValueError(f"All checkpoints in {self.folder} are damaged; start anew with --overwrite.")
+        return None
+
+
+def checksums(folder: Path) -> dict[str, int]:
+    """CRC-32 of each file of a folder, by its path in there."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        checksum = 0
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                checksum = zlib.crc32(block, checksum)
+        found[path.relative_to(folder).as_posix()] = checksum
+    return found
+
+
+def damaged_files(checkpoint: Path) -> list[str]:
+    """Files of a checkpoint that are not what was written; without checksums (earlier versions), empty ones."""
+    try:
+        json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        noted = checkpoint / CHECKSUMS
+        expected = json.loads(noted.read_text(encoding="utf-8")) if noted.is_file() else None
+    except (OSError, ValueError):
+        return ["state.json"]
+    if expected is None:
+        return [path.name for path in sorted(checkpoint.iterdir()) if path.is_file() and not path.stat().st_size]
+    found = checksums(checkpoint)
+    return [name for name, checksum in expected.items() if found.get(name) != checksum]
 
 
 def fit(
@@ -430,18 +510,67 @@ def fit(
         speed since then, the highest learning rate and the norm of the step's gradient, before it was clipped.
 
     Raises:
-        ValueError: if the loss, or the gradient before a checkpoint, is not finite; the last checkpoint stays. Or if
+        ValueError: if the loss, what is measured, or the gradient or the weights before a checkpoint are not finite;
+            the last checkpoint stays. If another process works in the folder, or it holds a run on other images. Or if
             the optimizer cannot do what `run` asks for.
     """
     folder = Path(run.output_dir)
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder))
+            claim(folder, run)
+        accelerator.wait_for_everyone()
+        return _fit(
+            *(accelerator, run, model, optimizer, scheduler, loader, compute_loss, evaluate, save),
+            *(saved, metric, before_epoch, clipped),
+        )
+
+
+def claim(folder: Path, run: RunArguments):
+    """Begin or go on with a run in its folder, which is locked.
+
+    Raises:
+        ValueError: if another process began one there since this one looked, or the run has seen other images.
+    """
+    found = read_run(folder)
+    if found != run.found:
+        raise ValueError(f"Another process has begun a run in --output_dir {folder}; give another folder.")
+    if run.overwrite:
+        if (folder / "checkpoints").exists():
+            shutil.rmtree(folder / "checkpoints")
+    elif found:
+        here, there = run.record.get("images", {}), found.get("images", {})
+        changed = [name for name in here if name in there and here[name] != there[name]]
+        if changed:
+            counted = [name for name in changed if isinstance(here[name], int)]
+            counts = "".join(f", {there[name]:,} {name} then and {here[name]:,} now" for name in counted)
+            raise ValueError(
+                f"The images are not those that the run in --output_dir {folder} began with (other "
+                f"{' and '.join(changed)}{counts}). Restore them, give another folder, or --overwrite to start anew."
+            )
+    shutil.rmtree(folder / BEST_ASIDE, ignore_errors=True)
+    write_json(folder / "run.json", run.record)
+
+
+def _fit(
+    accelerator: Accelerator,
+    run: RunArguments,
+    model: torch.nn.Module,
+    optimizer,
+    scheduler,
+    loader: TrainingLoader,
+    compute_loss: Callable,
+    evaluate: Callable | None,
+    save: Callable,
+    saved: torch.nn.Module | None,
+    metric: str,
+    before_epoch: Callable | None,
+    clipped: Callable | None,
+) -> TrainingState:
+    """`fit` in a folder that is this process' own."""
+    folder = Path(run.output_dir)
     checkpoints = Checkpoints(accelerator, folder / "checkpoints")
-    if accelerator.is_main_process:
-        if run.overwrite:
-            shutil.rmtree(checkpoints.folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(folder / BEST_ASIDE, ignore_errors=True)
-        write_json(folder / "run.json", run.record)
-    accelerator.wait_for_everyone()
     values = run.record["arguments"].items()
     accelerator.init_trackers("frugalvit", {k: v for k, v in values if isinstance(v, int | float | str)})
     set_seed(run.seed, device_specific=True)
@@ -542,8 +671,9 @@ def fit(
                 paused = time.perf_counter()
                 state.seconds += paused - started
                 state.skipped += loader.take_skipped(accelerator)
-                if state.step < end:
-                    checkpoints.save(state)
+                check_weights(accelerator, model, state.step, checkpoints)
+                # At the end of an epoch, too: what is measured then may fail.
+                checkpoints.save(state)
                 started = time.perf_counter()
                 logged_at += started - paused
 
@@ -555,6 +685,9 @@ def fit(
             **({"skipped": state.skipped} if state.skipped else {}),
             **(evaluate(model) if evaluate else {}),
         }
+        for name, value in record.items():
+            if isinstance(value, float):
+                check_finite(f"{name} of epoch {epoch + 1}", value, state.step, checkpoints)
         is_best = evaluate is None or state.best is None or record[metric] > state.best[metric]
         state = TrainingState(epoch + 1, state.step, record if is_best else state.best, state.log)
         # Where each process has a part of the weights, all of them gather the whole.
@@ -565,7 +698,7 @@ def fit(
                 with ordinary_class(accelerator.unwrap_model(model)):
                     replace_files(folder, lambda aside, state=state, weights=weights: save(aside, state, weights))
         log(record)
-        checkpoints.save(state)
+        checkpoints.update(state)
 
     progress.close()
     if accelerator.is_main_process:
@@ -588,6 +721,15 @@ def read_losses(
     for at, loss in enumerate(losses, step - len(losses) + 1):
         check_finite("loss", loss, at, checkpoints)
     return losses
+
+
+def check_weights(accelerator: Accelerator, model: torch.nn.Module, step: int, checkpoints: Checkpoints):
+    """Raise a ValueError if a weight is not finite."""
+    # Of a weight that FSDP shares out, this process' part.
+    parts = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in model.parameters())
+    lost = sum((~part.detach().isfinite()).sum() for part in parts)
+    if lost := int(accelerator.reduce(lost, reduction="sum")):
+        check_finite(f"value of {lost:,} weights", math.nan, step, checkpoints)
 
 
 def check_finite(what: str, value: float, step: int, checkpoints: Checkpoints):

@@ -20,6 +20,17 @@ def negative_log_likelihood(logits: torch.Tensor, labels: torch.Tensor) -> torch
     return (logits.logsumexp(1) - chosen.logsumexp(1)).sum()
 
 
+def check_scores(scores: torch.Tensor | np.ndarray, what: str = "scores"):
+    """Raise a ValueError if a model's scores, logits or embeddings are not finite: no measure notices."""
+    scores = torch.as_tensor(scores)
+    if not scores.isfinite().all():
+        lost = int((~scores.isfinite()).flatten(1).any(1).sum())
+        raise ValueError(
+            f"The model's {what} of {lost} in a batch of {len(scores)} are not finite; its weights are damaged, its "
+            "training diverged, or its numbers are too large for the precision."
+        )
+
+
 class TopKAccuracy(evaluate.Metric):
     """Share of images whose label, or one of whose labels, is among the k highest scores.
 
@@ -43,7 +54,8 @@ class TopKAccuracy(evaluate.Metric):
         )
 
     def add_batch(self, *, predictions, references):
-        """Keep the k best labels of each image, `(batch, k)`, rather than all scores."""
+        """Keep the k best labels of each image, `(batch, k)`, rather than all scores, which have to be finite."""
+        check_scores(predictions)
         best = np.argsort(-np.asarray(predictions), axis=1, kind="stable")[:, : self.k]
         references = np.asarray(references)
         super().add_batch(predictions=best, references=references.reshape(len(references), -1))
@@ -145,6 +157,7 @@ def evaluate_segmenter(accelerator: Accelerator, model: torch.nn.Module, loader,
     scores = SegmentationScores(num_labels)
     for batch in loader:
         logits, labels = model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"]
+        check_scores(logits)
         logits = torch.nn.functional.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
         predictions, labels = accelerator.gather_for_metrics((logits.argmax(1).int(), labels))
         scores.add_batch(predictions=predictions.cpu().numpy(), references=labels.cpu().numpy())

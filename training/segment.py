@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForSemanticSegmentation, SegformerImageProcessor
+from transformers import AutoConfig, AutoModelForSemanticSegmentation, SegformerImageProcessor
 
 from ..modeling.modeling_sparseformer import SparseFormerForSemanticSegmentation
 from ..modeling.segmentation import semantic_segmentation_loss
@@ -35,7 +35,7 @@ from .arguments import (
 from .augmentation import ImageFormat
 from .cards import write_card
 from .data import make_loaders
-from .loading import split_revision
+from .loading import load_image_processor, one_error, split_revision
 from .loop import TrainingState, fit, learning_rate_factors, optimizer_with_schedule, prepare, start_accelerator
 from .masks import IGNORED, MaskReader, SegmentationEvalView, SegmentationView, load_masked_splits
 from .metrics import evaluate_segmenter
@@ -43,6 +43,8 @@ from .train import check_loading, parse_overrides, set_drop_path
 
 
 PROG = "frugalvit segment"
+# What `--model` should be, for messages.
+KIND = "a model to go on from"
 
 
 @dataclass
@@ -57,6 +59,7 @@ class SegmenterArguments:
     num_latent_tokens: int | None = argument(None, "Tokens of a SparseFormer, [CLS] not counted; 256 in the paper.")
     image_size: list[int] = argument([512], "Pixels of the crop, one number or height and width.")
     drop_path: float = argument(0.3, "Largest rate at which residual branches are left out.")
+    trust_remote_code: bool = argument(False, "Run code that comes with the model.")
 
     def __post_init__(self):
         if (self.model is None) == (self.model_type is None):
@@ -225,7 +228,9 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
     preprocessing = {}
     if arguments.model:
         name, revision = split_revision(arguments.model)
-        config = AutoConfig.from_pretrained(name, **revision, **labels)
+        remote = {"trust_remote_code": arguments.trust_remote_code}
+        with one_error(arguments.model, KIND):
+            config = AutoConfig.from_pretrained(name, **remote, **revision, **labels)
         if not labels and not any("Segmentation" in name for name in config.architectures or ()):
             raise ValueError(
                 f"{arguments.model} is no segmentation model that would know the classes; say how many there are with "
@@ -238,17 +243,18 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
         elif arguments.num_latent_tokens:
             raise ValueError(f"--num_latent_tokens is for SparseFormers, {arguments.model} is a {config.model_type}.")
         model_class = SparseFormerForSemanticSegmentation if sparse else AutoModelForSemanticSegmentation
-        model, info = model_class.from_pretrained(
-            name,
-            config=config,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **revision,
-            **({"num_latent_tokens": arguments.num_latent_tokens} if sparse else {}),
-        )
+        with one_error(arguments.model, KIND):
+            model, info = model_class.from_pretrained(
+                name,
+                config=config,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **revision,
+                **({"num_latent_tokens": arguments.num_latent_tokens} if sparse else remote),
+            )
         check_loading(model, info, arguments.model)
-        given = AutoImageProcessor.from_pretrained(name, **revision)
+        given = load_image_processor(arguments.model, arguments.trust_remote_code, KIND)
         if getattr(given, "do_flip_channel_order", False):
             raise ValueError(f"{arguments.model} takes blue before green before red, which this recipe does not.")
         names = ("image_mean", "image_std", "resample", "do_normalize")

@@ -19,7 +19,6 @@ import transformers
 from accelerate import Accelerator
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForImageClassification,
     ViTImageProcessor,
 )
@@ -45,7 +44,7 @@ from .arguments import (
 from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .cards import write_card
 from .data import CorruptImageError, class_names, decode_image, load_splits, make_loaders
-from .loading import load_image_classifier, split_revision
+from .loading import load_image_classifier, load_image_processor, one_error, split_revision
 from .loop import (
     OPTIMIZERS,
     TrainingState,
@@ -69,6 +68,8 @@ SMALL_VARIANT, LARGE_VARIANT, LARGEST_SMALL = "vit-tiny-h3-32", "vit-tiny-h3-224
 FIRST_IMAGES = 16
 # Transformers' model type for timm's models.
 TIMM = "timm_wrapper"
+# What `--model` should be, for messages.
+KIND = "an image classifier to go on from"
 
 
 @dataclass
@@ -108,6 +109,7 @@ class ModelArguments:
     )
     image_mean: list[float] = argument([0.5, 0.5, 0.5], "Mean of the channels, of values in 0..1, from scratch.")
     image_std: list[float] = argument([0.5, 0.5, 0.5], "Standard deviation of the channels, from scratch.")
+    trust_remote_code: bool = argument(False, "Run code that comes with the model or the teacher.")
 
 
 @dataclass
@@ -184,7 +186,10 @@ def main(argv: list[str] | None = None) -> int:
         model.compile()
     image_format = ImageFormat.from_processor(processor)
     view_format, options = format_in_training(model, image_format, arguments.train_image_size)
-    teacher_loss = load_teacher(recipe, view_format, len(names), accelerator) if recipe.distill_from else None
+    teacher_loss = None
+    if recipe.distill_from:
+        trusts = arguments.trust_remote_code
+        teacher_loss = load_teacher(recipe, view_format, len(names), accelerator, trusts)
 
     view = SmallDataView(
         view_format,
@@ -303,8 +308,10 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
     options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
     if arguments.model:
         name, revision = split_revision(arguments.model)
+        remote = {"trust_remote_code": arguments.trust_remote_code, **revision}
         # Configurations of timm's models keep their own count of classes, unless it is given.
-        config = AutoConfig.from_pretrained(name, num_labels=len(names), **revision, **labels)
+        with one_error(arguments.model, KIND):
+            config = AutoConfig.from_pretrained(name, num_labels=len(names), **remote, **labels)
         if config.model_type == TIMM:
             prepare_timm_config(config)
         set_drop_path(config, recipe.drop_path)
@@ -313,17 +320,19 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
             # For training alone, so that it is not saved.
             config.model_args = model_args | {"dynamic_img_size": True}
         try:
-            model, info = AutoModelForImageClassification.from_pretrained(
-                name,
-                config=config,
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **revision,
-                **options,
-            )
-        except TypeError as error:
-            if config.model_type != TIMM:
+            with one_error(arguments.model, KIND):
+                model, info = AutoModelForImageClassification.from_pretrained(
+                    name,
+                    config=config,
+                    dtype=torch.float32,
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                    **remote,
+                    **options,
+                )
+        except ValueError as failure:
+            error = failure.__cause__
+            if config.model_type != TIMM or not isinstance(error, TypeError):
                 raise
             # Architectures of timm differ in what they can be made with.
             raise ValueError(
@@ -331,7 +340,7 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
                 f"({' '.join(str(error).split())}). Leave out --drop_path and --train_image_size if they are in there."
             ) from error
         check_loading(model, info, arguments.model)
-        processor = AutoImageProcessor.from_pretrained(name, **revision)
+        processor = load_image_processor(arguments.model, arguments.trust_remote_code, KIND)
         if config.model_type == TIMM:
             model.config.model_args = model_args
             processor = finish_timm_model(model, processor, arguments)
@@ -507,10 +516,16 @@ def write_values(values: dict) -> str:
     )
 
 
-def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels: int, accelerator: Accelerator):
+def load_teacher(
+    recipe: RecipeArguments,
+    image_format: ImageFormat,
+    num_labels: int,
+    accelerator: Accelerator,
+    trust_remote_code: bool = False,
+):
     """A function of logits and pixels: the divergence from the teacher's distribution, times temperature^2, or, if it
     is to be hard, the cross-entropy with the teacher's best class (DeiT)."""
-    teacher, processor = load_image_classifier(recipe.distill_from, accelerator.device)
+    teacher, processor = load_image_classifier(recipe.distill_from, accelerator.device, trust_remote_code)
     hold_teacher(accelerator, teacher)
     teacher_format = ImageFormat.from_processor(processor)
     if teacher.config.num_labels != num_labels:

@@ -37,6 +37,13 @@ def add_parser(tasks) -> None:
     parser.add_argument("--occlude", choices=["center"], help="hide the middle of the images")
     parser.add_argument("--ratio", type=share, default=0.25, help="hidden share of the area (default: %(default)s)")
     add_image_arguments(parser)
+    parser.add_argument(
+        "--class-names",
+        "--class_names",
+        nargs="+",
+        metavar="NAME",
+        help="names of the labels 0, 1, …, as the model has them, or its numbers, where the data set has others",
+    )
     parser.set_defaults(evaluate=run)
 
 

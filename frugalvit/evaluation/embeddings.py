@@ -16,6 +16,7 @@ from ..modeling.hosts import read_anatomy
 from ..training.augmentation import EvalView, ImageFormat
 from ..training.data import check_labels, class_names, hold_back, label_numbers, load_images
 from ..training.loading import load_vision_model
+from ..training.metrics import check_scores
 from .images import add_image_arguments, image_batches, read_images, take_first
 
 
@@ -173,6 +174,7 @@ def embed_images(
     features, read = [], []
     for pixel_values, indices in image_batches(image_processor, images, batch_size, num_workers, skip_corrupt):
         features.append(embed(pixel_values.to(device)).float().cpu())
+        check_scores(features[-1], "embeddings")
         read += indices
     return LabeledFeatures(torch.cat(features), torch.from_numpy(label_numbers(images)[read]))
 

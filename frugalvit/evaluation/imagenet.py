@@ -7,8 +7,9 @@ from importlib import resources
 from pathlib import Path
 
 import datasets
-from timm.data import ImageNetInfo
 from timm.data.real_labels import RealLabelsImagenet
+
+from ..training.classes import IMAGENET_CLASSES, match_labels
 
 
 PROTOCOLS = {
@@ -17,7 +18,6 @@ PROTOCOLS = {
     "imagenet-real": "ImageNet's validation images with the ReaL labels; images without any do not count",
     "imagenet-a": "ImageNet-A, whose 200 classes alone are compared",
 }
-CLASSES = 1000
 _VALIDATION_NAME = re.compile(r"ILSVRC2012_val_\d{8}")
 
 
@@ -46,7 +46,7 @@ def right_answers(protocol: str, images: datasets.Dataset, id2label: Mapping[int
         ValueError: if labels are missing, the data set is not what the protocol is for, or the model does not know a
             label.
     """
-    if protocol != "labels" and len(id2label) != CLASSES:
+    if protocol != "labels" and len(id2label) != IMAGENET_CLASSES:
         raise ValueError(
             f"--protocol {protocol} is for models with ImageNet's 1,000 classes; this has {len(id2label)}."
         )
@@ -59,36 +59,10 @@ def right_answers(protocol: str, images: datasets.Dataset, id2label: Mapping[int
         raise ValueError(f"Image {unlabeled} of the data set has no label; choose another --split.")
     if protocol == "imagenet-a":
         return _imagenet_a(names, labels)
-    if protocol == "imagenet-v2" and set(names) - {str(index) for index in range(CLASSES)}:
+    if protocol == "imagenet-v2" and set(names) - {str(index) for index in range(IMAGENET_CLASSES)}:
         raise ValueError(f"ImageNet-V2's classes are named 0 to 999; this data set's {', '.join(names[:3])}, …")
     known = match_labels(names, id2label)
     return Answers([[known[label]] for label in labels])
-
-
-def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
-    """The model's index of each class of a data set.
-
-    Classes are matched by name, whatever the case, if the model knows all of them; those of ImageNet by WordNet's
-    numbers ("n01440764"); names that are numbers of the model's classes mean these; others by index.
-
-    Raises:
-        ValueError: if the data set has classes beyond the model's.
-    """
-    known = {label.casefold(): index for index, label in id2label.items()}
-    if len(known) == len(id2label) and all(name.casefold() in known for name in names):
-        return [known[name.casefold()] for name in names]
-    if len(id2label) == CLASSES:
-        synsets = {synset: index for index, synset in enumerate(ImageNetInfo().label_names())}
-        if all(name in synsets for name in names):
-            return [synsets[name] for name in names]
-    if all(name.isdecimal() and int(name) < len(id2label) for name in names):
-        return [int(name) for name in names]
-    if len(names) > len(id2label):
-        raise ValueError(
-            f"The data set has {len(names)} classes ({', '.join(names[:3])}, …), the model only {len(id2label)} "
-            f"({', '.join(list(id2label.values())[:3])}, …); choose a model for this data set."
-        )
-    return list(range(len(names)))
 
 
 def _imagenet_a(names: Sequence[str], labels: Sequence[int]) -> Answers:

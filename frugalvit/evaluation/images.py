@@ -75,6 +75,7 @@ def read_images(arguments: argparse.Namespace, default_names: list[str] | None =
         "name": arguments.dataset_config,
         "image_column": arguments.image_column,
         "label_column": arguments.label_column,
+        "class_names": getattr(arguments, "class_names", None),
         "default_names": default_names,
     }
     splits = (

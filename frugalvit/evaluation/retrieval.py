@@ -8,6 +8,7 @@ import datasets
 import torch
 
 from ..training.data import load_images, load_table
+from ..training.metrics import check_scores
 from .images import add_loop_arguments, add_worker_argument, image_batches, positive, take_first
 from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers, name_models
 
@@ -102,12 +103,16 @@ def read_parquet(paths: list[str], column: str) -> tuple[datasets.Dataset, list[
             f"{' '.join(paths)} has no column {column!r} (--caption_column); it has {', '.join(table.column_names)}."
         )
     captions = table.select_columns(column)[column]
-    return images, _check_captions([[each] if isinstance(each, str) else list(each) for each in captions])
+    lists = [each if isinstance(each, list) else [] if each is None else [each] for each in captions]
+    return images, _check_captions(lists)
 
 
 def _check_captions(captions: list[list[str]]) -> list[list[str]]:
-    if (without := next((index for index, several in enumerate(captions) if not several), None)) is not None:
-        raise ValueError(f"Image {without} has no caption.")
+    for index, several in enumerate(captions):
+        if not several:
+            raise ValueError(f"Image {index} has no caption.")
+        if wrong := [caption for caption in several if not isinstance(caption, str)]:
+            raise ValueError(f"Image {index} has the caption {wrong[0]!r}, expected a text.")
     return captions
 
 
@@ -115,7 +120,9 @@ def _check_captions(captions: list[list[str]]) -> list[list[str]]:
 def embed_all_images(towers: TwoTowers, images: datasets.Dataset, batch_size: int, num_workers: int) -> torch.Tensor:
     """Embeddings of many images `(images, width)`, on the CPU, with a progress bar."""
     batches = image_batches(towers.image_processor, images, batch_size, num_workers)
-    return torch.cat([towers.embed_images(pixel_values.to(towers.device)).cpu() for pixel_values, _ in batches])
+    embeddings = torch.cat([towers.embed_images(pixel_values.to(towers.device)).cpu() for pixel_values, _ in batches])
+    check_scores(embeddings, "embeddings")
+    return embeddings
 
 
 def retrieval_recall(

@@ -52,6 +52,13 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     questions = take_first(questions, arguments.limit)
     if "{image}" not in arguments.prompt or "{question}" not in arguments.prompt:
         raise ValueError(f"--prompt is {arguments.prompt!r}, expected {{image}} and {{question}} in it.")
+    try:
+        arguments.prompt.format(image="", question="")
+    except (ValueError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"--prompt is {arguments.prompt!r}, expected no braces but {{image}} and {{question}} "
+            f"({type(error).__name__}: {error})."
+        ) from error
     model = load_pretrained(
         *(arguments.model, arguments.device, arguments.trust_remote_code, "a LLaVA"),
         lambda _: AutoModelForImageTextToText,
@@ -76,7 +83,22 @@ def read_questions(dataset: list[str], split: str | None) -> tuple[datasets.Data
         raise ValueError(
             f"{' '.join(dataset)} has no columns {missing}, it has {questions.column_names}; expected ScienceQA's."
         )
-    return questions.cast_column("image", datasets.Image(decode=False)), split
+    questions = questions.cast_column("image", datasets.Image(decode=False))
+    for index, record in enumerate(questions.select_columns(["question", "choices", "answer"])):
+        check_question(index, **record)
+    return questions, split
+
+
+def check_question(index: int, question: str, choices: list[str], answer: int):
+    """Raise a ValueError if a question is no text with some texts to choose from, one of which is right."""
+    if not isinstance(question, str):
+        raise ValueError(f"Question {index} is {question!r}, expected a text.")
+    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError(f"Question {index} has the choices {choices!r}, expected a list of texts.")
+    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
+        raise ValueError(
+            f"Question {index} has the answer {answer!r}, expected a number from 0 to {len(choices) - 1}."
+        )
 
 
 def format_question(question: str, choices: Sequence[str], hint: str | None = None) -> str:
@@ -136,7 +158,7 @@ def scienceqa_accuracy(
                 ):
                     chosen = read_answer(answer, len(record["choices"]))
                     unanswered += chosen is None
-                    right[has_image].append(chosen == record["answer"])
+                    right[has_image].append(chosen is not None and chosen == record["answer"])
                 progress.update(len(indices))
 
     def share(values: list[bool]) -> float | None:

@@ -16,7 +16,7 @@ from ..training.augmentation import ImageFormat
 from ..training.data import CorruptImageError, decode_image, evaluation_splits
 from ..training.loading import load_with_image_processor
 from ..training.masks import MaskReader, load_masked_images, masked_split_names
-from ..training.metrics import SegmentationScores
+from ..training.metrics import SegmentationScores, check_scores
 from .images import add_loop_arguments, positive, take_first
 
 
@@ -222,7 +222,9 @@ def _logits(model: PreTrainedModel, pixel_values: torch.Tensor, flip: bool) -> t
     size, pixel_values = pixel_values.shape[-2:], pixel_values.to(model.device)
 
     def compute(pixel_values: torch.Tensor) -> torch.Tensor:
-        return F.interpolate(model(pixel_values=pixel_values).logits.float(), size, mode="bilinear")
+        logits = model(pixel_values=pixel_values).logits.float()
+        check_scores(logits)
+        return F.interpolate(logits, size, mode="bilinear")
 
     logits = compute(pixel_values)
     return (logits + compute(pixel_values.flip(-1)).flip(-1)) / 2 if flip else logits

@@ -12,6 +12,7 @@ from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel
 from ..modeling.open_clip_adapter import OpenClipVisual
 from ..training.loading import OPEN_CLIP, load_pretrained, load_vision_model, split_revision
+from ..training.metrics import check_scores
 
 
 @dataclass
@@ -123,4 +124,6 @@ def _open_clip(name: str, student, image_processor, device: str | None) -> TwoTo
 def embed_all_texts(towers: TwoTowers, texts: Sequence[str], batch_size: int) -> torch.Tensor:
     """Embeddings of many texts `(texts, width)`, on the CPU, with a progress bar."""
     starts = tqdm(range(0, len(texts), batch_size), desc="texts", leave=False, disable=None)
-    return torch.cat([towers.embed_texts(texts[start : start + batch_size]).cpu() for start in starts])
+    embeddings = torch.cat([towers.embed_texts(texts[start : start + batch_size]).cpu() for start in starts])
+    check_scores(embeddings, "embeddings")
+    return embeddings

@@ -96,7 +96,7 @@ def read_templates(source: str) -> list[str]:
         templates = OPENAI_IMAGENET_TEMPLATES if source == "imagenet" else SIMPLE_IMAGENET_TEMPLATES
         return [template("{}") for template in templates]
     templates = _lines(source, "--templates")
-    if wrong := [line for line in templates if line.count("{}") != 1]:
+    if wrong := [line for line in templates if line.count("{}") != 1 or line.count("{") + line.count("}") != 2]:
         raise ValueError(f"--templates {source} has the line {wrong[0]!r}, expected one {{}} in it, for the name.")
     return templates
 

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import json
+import re
 from pathlib import Path
 
 import datasets
@@ -25,6 +26,8 @@ from frugalvit.training.data import (
     label_numbers,
     load_images,
     load_splits,
+    load_table,
+    split_names,
 )
 from frugalvit.training.masks import load_masked_splits
 from frugalvit.training.segment import MaskedImageArguments
@@ -320,7 +323,7 @@ def test_bootstraps_on_folders(layout, measured, teacher, tmp_path, capsys):
         *("--config_overrides", SMALL, "--batch_size", "6", "--epochs", "1", "--recipe", "paper", "--no_compare"),
     ]
     if layout is validation:
-        options += ["--class_names", *"abcdefghij"]
+        options += ["--class_names", *"0123456789"]
     bootstrap.main(options)
     best = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["best"]
     assert best["step"] == 3 and measured <= best.keys() and ("accuracy" in best) == ("accuracy" in measured)
@@ -359,3 +362,92 @@ def test_without_evaluation_the_last_epoch_is_kept(recipe, teacher, tmp_path, ti
     # Of a student, the base model alone is in checkpoints.
     prefix = "sparseformer." if recipe == "bootstrap" else ""
     assert all(torch.equal(kept[prefix + name], weight) for name, weight in last.items())
+
+
+def images_in(folder, **counts):
+    for path, count in counts.items():
+        (folder / path.replace("__", "/")).mkdir(parents=True, exist_ok=True)
+        for index in range(count):
+            Image.new("RGB", (8, 8)).save(folder / path.replace("__", "/") / f"{index}.png")
+
+
+def class_link(folder):
+    images_in(folder.parent, elsewhere=2)
+    images_in(folder, cat=2)
+    (folder / "dog").symlink_to("../elsewhere")
+
+
+def circle(folder):
+    images_in(folder, cat=2, dog=2)
+    (folder / "dog" / "again").symlink_to(folder)
+
+
+def called_like_parts(folder):
+    images_in(folder, cat=1, dog=1)
+    for name in ("train_1", "test-2", "validation", "x.test"):
+        Image.new("RGB", (8, 8)).save(folder / "cat" / f"{name}.png")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "parts", "left_out"),
+    [
+        ("photos", lambda f: images_in(f, bus=2, car=2, train=2), {"train": (6, ["bus", "car", "train"])}, None),
+        (
+            "photos",
+            lambda f: images_in(f, bus__a=2, car__a=2, train__a=2),
+            {"train": (6, ["bus", "car", "train"])},
+            None,
+        ),
+        ("photos [2023]", lambda f: images_in(f, cat=2, dog=2), {"train": (4, ["cat", "dog"])}, None),
+        ("photos", called_like_parts, {"train": (6, ["cat", "dog"])}, None),
+        ("photos", class_link, {"train": (4, ["cat", "dog"])}, None),
+        ("photos", circle, {"train": (4, ["cat", "dog"])}, None),
+        ("photos", lambda f: images_in(f, cat__x=2, dog__x=2), {"train": (4, ["cat", "dog"])}, None),
+        (
+            "photos",
+            lambda f: images_in(f, train__cat=2, test__cat=1, extra=3),
+            {"train": (2, ["cat"]), "test": (1, ["cat"])},
+            "Left out, as train and test are parts of|Left out, as test and train are parts of",
+        ),
+        (
+            "photos",
+            lambda f: (images_in(f, cat=2, dog=2), Image.new("RGB", (8, 8)).save(f / "loose.png")),
+            {"train": (4, ["cat", "dog"])},
+            "Left out, as they lie beside the folders of classes: loose.png",
+        ),
+    ],
+)
+def test_class_folders_are_class_folders(name, make, parts, left_out, tmp_path, capsys):
+    folder = tmp_path / name
+    folder.mkdir()
+    make(folder)
+    found = {}
+    for split in split_names(str(folder)):
+        images = load_images(str(folder), split)
+        found[split] = (len(images), images.features["label"].names)
+        decode_image(images[len(images) - 1]["image"], 0)
+    assert found == parts
+    printed = capsys.readouterr().err
+    assert re.search(left_out, printed) if left_out else "Left out" not in printed
+
+
+@pytest.mark.parametrize(
+    ("files", "parts", "left_out"),
+    [
+        (["a.parquet", "b.parquet"], {"train": 2}, None),
+        (
+            ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "test.parquet"],
+            {"train": 2, "test": 1},
+            None,
+        ),
+        (["data/train.parquet", "data/bus.parquet"], {"train": 1}, r"Left out, as other files of .*bus\.parquet"),
+    ],
+)
+def test_folders_of_parquet_files(files, parts, left_out, tmp_path, capsys):
+    folder = tmp_path / "photos [2023]"
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_dict({"x": [1]}).to_parquet(folder / name)
+    assert {split: len(load_table(str(folder), split)) for split in split_names(str(folder))} == parts
+    printed = capsys.readouterr().err
+    assert re.search(left_out, printed) if left_out else "Left out" not in printed

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import ViTConfig, ViTForImageClassification
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.training import train
-from frugalvit.training.loop import Checkpoints, parameter_groups, read_losses
+from frugalvit.training.data import CorruptImageError
+from frugalvit.training.files import locked, write_json
+from frugalvit.training.loop import (
+    CHECKSUMS,
+    Checkpoints,
+    checksums,
+    damaged_files,
+    parameter_groups,
+    read_losses,
+)
 
 
 TIMES = {"images_per_second", "seconds"}
@@ -122,14 +133,162 @@ def test_another_run_is_refused(options, message, tiny_run, tmp_path):
 def test_folders_of_others_are_refused(tiny_run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="out is not empty and holds no run to go on with; give another folder"):
+    with pytest.raises(ValueError, match="out is not empty and holds no run to go on with or to overwrite"):
         tiny_run()
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="file is a file; expected a folder"):
         tiny_run(name="file")
-    tiny_run("--overwrite")
-    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "out" / "results.json").exists()
+    # Nor are they overwritten.
+    for name in ("README.md", "config.json", "checkpoints/step-1", "run.json"):
+        (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "out" / name).write_text("mine")
+        with pytest.raises(ValueError, match="holds no run to go on with or to overwrite"):
+            tiny_run("--overwrite")
+        assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_checkpoints_of_another_run_are_refused(overwrite, tiny_run, tmp_path):
+    tiny_run(name="other", epochs=1, steps_per_epoch=1)
+    tiny_run(name="out", epochs=1, steps_per_epoch=1)
+    shutil.rmtree(tmp_path / "out" / "checkpoints")
+    (tmp_path / "out" / "checkpoints").symlink_to(tmp_path / "other" / "checkpoints")
+    with pytest.raises(ValueError, match="checkpoints is no folder of the run in .* but leads elsewhere"):
+        tiny_run(*overwrite, epochs=1, steps_per_epoch=1)
+    assert list((tmp_path / "other" / "checkpoints").iterdir())
+
+
+def test_two_processes_do_not_share_a_folder(tiny_run, tmp_path):
+    tiny_run(epochs=1, steps_per_epoch=1)
+    before = (tmp_path / "out" / "run.json").read_bytes()
+    (ready, is_ready), (end, ends) = os.pipe(), os.pipe()
+    other = os.fork()
+    if not other:
+        with locked(tmp_path / "out"):
+            os.write(is_ready, b".")
+            os.read(end, 1)
+            os._exit(0)
+    os.read(ready, 1)
+    try:
+        with pytest.raises(ValueError, match=f"in use by process {other} of "):
+            tiny_run("--overwrite", epochs=2, steps_per_epoch=1)
+    finally:
+        os.write(ends, b".")
+        os.waitpid(other, 0)
+    assert (tmp_path / "out" / "run.json").read_bytes() == before
+
+
+def test_a_run_that_another_process_began_meanwhile_is_refused(tiny_run, tmp_path, monkeypatch):
+    load_splits = train.load_splits
+
+    def load_while_another_trains(*arguments, **options):
+        monkeypatch.setattr(train, "load_splits", load_splits)
+        tiny_run(epochs=1, steps_per_epoch=1, seed=1)
+        return load_splits(*arguments, **options)
+
+    monkeypatch.setattr(train, "load_splits", load_while_another_trains)
+    with pytest.raises(ValueError, match="Another process has begun a run in"):
+        tiny_run(epochs=1, steps_per_epoch=1)
+
+
+def write_images(folder, counts):
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for index in range(count):
+            Image.new("RGB", (32, 32), (10 * index, 0, 0)).save(folder / name / f"{index}.png")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "cat" / "0.png").unlink(), "8 images then and 7 now"),
+        (lambda folder: shutil.copy(folder / "cat" / "0.png", folder / "cat" / "9.png"), "8 images then and 9 now"),
+        (lambda folder: (folder / "cat").rename(folder / "zebra"), "other classes and labels and files"),
+        (lambda folder: (folder / "cat" / "0.png").rename(folder / "dog" / "9.png"), "other labels and files"),
+        (lambda folder: (folder / "cat" / "0.png").rename(folder / "cat" / "x.png"), "other files"),
+    ],
+    ids=["removed", "added", "renamed class", "another class", "renamed file"],
+)
+def test_other_images_are_not_gone_on_with(change, message, tiny_run, tmp_path):
+    write_images(tmp_path / "images", {"cat": 3, "dog": 5})
+    options = {"dataset": tmp_path / "images", "train_split": "train", "eval_split": "none", "batch_size": 4}
+    tiny_run(**options)
+    change(tmp_path / "images")
+    with pytest.raises(ValueError, match=f"The images are not those that the run in .* began with .*{message}"):
+        tiny_run(**options)
+
+
+def test_evaluation_images_are_looked_at_first(tiny_run, tmp_path, write_parquet):
+    images = write_parquet(size=32, corrupt=[7])
+    options = {"dataset": write_parquet("train.parquet", size=32), "train_split": "train", "eval_split": "train"}
+    with pytest.raises(CorruptImageError, match="Image 7 of the data set cannot be read .* --skip_corrupt"):
+        tiny_run(**options, eval_dataset=images, batch_size=6)
+    assert not (tmp_path / "out").exists()
+    assert tiny_run("--skip_corrupt", **options, eval_dataset=images, batch_size=6)["best"]
+
+
+def test_what_fails_in_an_evaluation_costs_no_epoch(tiny_run, tmp_path, monkeypatch, capsys):
+    expected = tiny_run(name="whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "evaluate_classifier", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tiny_run()
+    # As the message about a corrupt image advises.
+    results = tiny_run("--skip_corrupt")
+    assert "0 epochs and 4 steps are done" in capsys.readouterr().out
+    assert results["best"]["accuracy"] == expected["best"]["accuracy"]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
+    assert weights[0] == weights[1]
+
+
+def flip_a_byte(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, lambda file: file.write_bytes(b""), lambda file: file.unlink()])
+@pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl", "model.safetensors", "state.json"])
+def test_a_damaged_checkpoint_gives_way_to_an_older_one(name, damage, tmp_path):
+    folders = [tmp_path / f"step-0000000{step}" for step in (1, 2)]
+    for folder in folders:
+        folder.mkdir()
+        for file in ("optimizer.bin", "random_states_0.pkl", "model.safetensors", "state.json"):
+            (folder / file).write_text(json.dumps({"epoch": 1}))
+        write_json(folder / CHECKSUMS, checksums(folder))
+    checkpoints = Checkpoints(None, tmp_path)
+    assert checkpoints.newest_whole() == folders[1]
+    damage(folders[1] / name)
+    assert checkpoints.newest_whole() == folders[0]
+    damage(folders[0] / name)
+    with pytest.raises(ValueError, match="All checkpoints in .* are damaged; start anew with --overwrite"):
+        checkpoints.newest_whole()
+
+
+def test_goes_on_from_the_older_checkpoint(tiny_run, tmp_path, capsys):
+    tiny_run(name="whole")
+    tiny_run()
+    newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
+    (newest / "optimizer.bin").write_bytes(b"")
+    tiny_run()
+    printed = capsys.readouterr().out
+    assert "is damaged (optimizer.bin) and left out" in printed and "1 epochs and 4 steps are done" in printed
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
+    assert weights[0] == weights[1] and not damaged_files(newest)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_evaluation_that_is_no_number_is_an_error(value, tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "evaluate_classifier", lambda *_: {"loss": value, "accuracy": 0.1})
+    with pytest.raises(ValueError, match=r"The loss of epoch 1 is (nan|inf) at step 1.*step-00000001 is kept"):
+        tiny_run(steps_per_epoch=1)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_weights_that_are_not_finite_reach_no_checkpoint(tiny_run, tmp_path):
+    with pytest.raises(ValueError, match="weights is nan at step 1, .* There is no checkpoint yet"):
+        tiny_run(learning_rate=1e38, weight_decay=10, warmup_epochs=0, steps_per_epoch=1)
+    assert not (tmp_path / "out" / "checkpoints").exists()
 
 
 def test_overwriting_starts_anew(tiny_run):

@@ -1,0 +1,49 @@
+"""The classes of a data set among those of a model."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from timm.data import ImageNetInfo
+
+
+IMAGENET_CLASSES = 1000
+# What Transformers calls classes that have no names, and numbers.
+_NO_NAME = re.compile(r"(LABEL_)?\d+", re.IGNORECASE)
+
+
+def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
+    """The model's index of each class of a data set.
+
+    Classes are matched by name, whatever the case and the marks between words; those of ImageNet by WordNet's numbers
+    ("n01440764"), too. Names that are numbers of the model's classes mean these. Where the model's classes have no
+    names, the data set's mean the first of them.
+
+    Raises:
+        ValueError: if the data set has classes that the model does not know.
+    """
+    known = {_plain(label): index for index, label in id2label.items()}
+    if len(known) == len(id2label) and all(_plain(name) in known for name in names):
+        return [known[_plain(name)] for name in names]
+    if len(id2label) == IMAGENET_CLASSES:
+        synsets = {synset: index for index, synset in enumerate(ImageNetInfo().label_names())}
+        if all(name in synsets for name in names):
+            return [synsets[name] for name in names]
+    if all(name.isdecimal() and int(name) < len(id2label) for name in names):
+        return [int(name) for name in names]
+    if len(names) > len(id2label):
+        raise ValueError(
+            f"The data set has {len(names)} classes ({', '.join(names[:3])}, …), the model only {len(id2label)} "
+            f"({', '.join(list(id2label.values())[:3])}, …); choose a model for this data set."
+        )
+    if all(_NO_NAME.fullmatch(label) for label in id2label.values()):
+        return list(range(len(names)))
+    unknown = [name for name in names if _plain(name) not in known] or names
+    raise ValueError(
+        f"The model does not know {len(unknown)} of the data set's {len(names)} classes ({', '.join(unknown[:3])}"
+        f"{', …' if len(unknown) > 3 else ''}); its own are {', '.join(list(id2label.values())[:3])}, …. Name those "
+        "of the data set as the model does, or by its numbers, in the order of the labels: --class-names."
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]+", " ", name).strip().casefold()
