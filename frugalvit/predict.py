@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .resources import checkpoint_path
+from .tokens import add_token_arguments, choose_tokens
 from .training.data import image_files
 from .training.decoding import read_image
 from .training.loading import load_image_classifier
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--skip-corrupt", "--skip_corrupt", action="store_true", help="leave out what cannot be read, and say so"
     )
+    add_token_arguments(parser)
     parser.add_argument("--batch-size", "--batch_size", type=int, default=32, help="images at a time (default: 32)")
     parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
     parser.add_argument(
@@ -70,6 +72,8 @@ def main(argv: list[str] | None = None) -> None:
             parser.error(f"argument --{name.replace('_', '-')}: got {value}, expected at least 1")
     if arguments.all_steps and not arguments.rois:
         parser.error("argument --all-steps: name the picture with --rois FILE")
+    if arguments.rois and arguments.confidence is not None:
+        parser.error("argument --rois: images of one picture have the same number of tokens; leave --confidence out")
 
     # What costs little is checked before the model is loaded.
     paths = find_images(arguments.images)
@@ -86,16 +90,20 @@ def main(argv: list[str] | None = None) -> None:
             "another --model."
         )
 
+    choose_tokens(model, arguments.num_tokens, arguments.confidence)
+
     images = islice(read_images(paths, arguments.skip_corrupt), arguments.limit)
     drawn, captions, count, written = [], [], 0, False
     with tqdm(desc="predict", unit=" images", leave=False, disable=None) as progress:
         while batch := list(islice(images, arguments.batch_size)):
             draws = bool(arguments.rois) and len(drawn) < MAX_DRAWN
-            predictions = predict(model, image_processor, [image for _, image in batch], arguments.top, draws)
+            shown = [image for _, image in batch]
+            predictions = predict(model, image_processor, shown, arguments.top, draws, arguments.confidence)
             for (name, _), prediction in zip(batch, predictions, strict=True):
                 if arguments.json:
                     labels = [{"label": label, "score": score} for label, score in prediction.labels]
-                    result = json.dumps({"image": name, "labels": labels}, indent=2)
+                    tokens = {} if arguments.confidence is None else {"num_tokens": prediction.num_tokens}
+                    result = json.dumps({"image": name, "labels": labels} | tokens, indent=2)
                     tqdm.write(f"{',' if written else '['}\n{textwrap.indent(result, '  ')}", end="")
                     written = True
                 else:
@@ -120,12 +128,14 @@ class Prediction:
 
     Args:
         labels (`list`): Pairs of label and score, the best first.
+        num_tokens (`int`, *optional*): Latent tokens that it took, where its sureness decided.
         view (`torch.Tensor`, *optional*): `(channels, height, width)`, 0 to 1: the image as the model saw it.
         rois (`list`): `(tokens, 4)` after every adjustment.
         sampling_points (`list`): `(tokens, points, 2)` of every sampling.
     """
 
     labels: list[tuple[str, float]]
+    num_tokens: int | None = None
     view: torch.Tensor | None = None
     rois: list[torch.Tensor] = field(default_factory=list)
     sampling_points: list[torch.Tensor] = field(default_factory=list)
@@ -133,7 +143,12 @@ class Prediction:
 
 @torch.no_grad()
 def predict(
-    model: PreTrainedModel, image_processor, images: Sequence[Image.Image], top: int = 5, output_rois: bool = False
+    model: PreTrainedModel,
+    image_processor,
+    images: Sequence[Image.Image],
+    top: int = 5,
+    output_rois: bool = False,
+    confidence: float | None = None,
 ) -> list[Prediction]:
     """Label images in one batch.
 
@@ -143,6 +158,8 @@ def predict(
         images (sequence of `PIL.Image.Image`): RGB images.
         top (`int`, *optional*, defaults to 5): Labels for each image.
         output_rois (`bool`, *optional*, defaults to `False`): Return RoIs too; the model must have them.
+        confidence (`float`, *optional*): Without RoIs, spend few tokens on images that are so sure, see
+            `SparseFormerForImageClassification.classify_adaptively`.
 
     Returns:
         `list[Prediction]`: One for each image, on the CPU. Scores are sigmoids for multi-label models and softmax
@@ -152,7 +169,10 @@ def predict(
         ValueError: if the model's scores are no numbers.
     """
     pixel_values = image_processor(list(images), return_tensors="pt").pixel_values
-    outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))
+    if confidence is None:
+        outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))
+    else:
+        outputs = model.classify_adaptively(pixel_values.to(model.device), confidence)
     logits = outputs.logits.float()
     check_scores(logits)
     multi_label = model.config.problem_type == "multi_label_classification"
@@ -161,6 +181,9 @@ def predict(
         Prediction([(model.config.id2label[index], score) for index, score in zip(*row, strict=True)])
         for row in zip(indices.tolist(), scores.tolist(), strict=True)
     ]
+    if confidence is not None:
+        for prediction, count in zip(predictions, outputs.num_tokens.tolist(), strict=True):
+            prediction.num_tokens = count
     if output_rois:
         from .pictures import denormalize
 
@@ -195,7 +218,8 @@ def format_labels(labels: Sequence[tuple[str, float]]) -> str:
 
 
 def format_prediction(name: str, prediction: Prediction) -> str:
-    return "\n".join([name, *(f"{score:8.1%}  {label}" for label, score in prediction.labels)])
+    tokens = "" if prediction.num_tokens is None else f" ({prediction.num_tokens} tokens)"
+    return "\n".join([f"{name}{tokens}", *(f"{score:8.1%}  {label}" for label, score in prediction.labels)])
 
 
 def find_images(arguments: Sequence[str]) -> list[Path]:

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
+from ..tokens import Adaptive, add_token_arguments, choose_tokens
 from ..training.augmentation import ImageFormat
 from ..training.loading import load_image_classifier
 from ..training.metrics import evaluate_classifier
@@ -36,6 +37,7 @@ def add_parser(tasks) -> None:
     )
     parser.add_argument("--occlude", choices=["center"], help="hide the middle of the images")
     parser.add_argument("--ratio", type=share, default=0.25, help="hidden share of the area (default: %(default)s)")
+    add_token_arguments(parser)
     add_image_arguments(parser)
     parser.add_argument(
         "--class-names",
@@ -61,11 +63,16 @@ def share(text: str) -> float:
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     images, split = read_images(arguments)
     model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
+    choose_tokens(model, arguments.num_tokens, arguments.confidence)
     conditions = {"protocol": arguments.protocol}
     if arguments.attack:
         conditions["fgsm_eps"] = arguments.eps
     if arguments.occlude:
         conditions["occluded_share"] = arguments.ratio
+    if arguments.confidence is not None:
+        if arguments.attack:
+            raise ValueError("--attack needs a gradient, which --confidence, a choice, has not; give one of both.")
+        conditions["confidence"] = arguments.confidence
     results = classification_accuracy(
         model,
         image_processor,
@@ -75,7 +82,10 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         num_workers=arguments.num_workers,
         skip_corrupt=arguments.skip_corrupt,
     )
-    return {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split} | conditions | results
+    about = {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split}
+    if arguments.num_tokens is not None:
+        about["num_tokens"] = arguments.num_tokens
+    return about | conditions | results
 
 
 def classification_accuracy(
@@ -86,6 +96,7 @@ def classification_accuracy(
     protocol: str = "labels",
     fgsm_eps: float | None = None,
     occluded_share: float | None = None,
+    confidence: float | None = None,
     batch_size: int = 64,
     num_workers: int = 0,
     skip_corrupt: bool = False,
@@ -99,13 +110,14 @@ def classification_accuracy(
         protocol (`str`, *optional*, defaults to `"labels"`): See `right_answers`.
         fgsm_eps (`float`, *optional*): Attack the images by that step, see `fgsm`; after occlusion if there is both.
         occluded_share (`float`, *optional*): Hide that share in the middle, see `occlude_center`.
+        confidence (`float`, *optional*): Spend few tokens on images that are so sure, see `Adaptive`.
         batch_size (`int`, *optional*, defaults to 64): Images at a time.
         num_workers (`int`, *optional*, defaults to 0): Processes that decode.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
 
     Returns:
         `dict`: `images`, `skipped` (not readable or without a right answer), `accuracy`, `top5_accuracy`, `loss` and
-        `images_per_second` (with decoding).
+        `images_per_second` (with decoding); with `confidence`, what `Adaptive` keeps account of.
 
     Raises:
         ValueError: if there are no labels or no readable images, or the model does not know a label.
@@ -130,7 +142,9 @@ def classification_accuracy(
                 pixel_values = fgsm(model, pixel_values, right, fgsm_eps, mean, std, classes)
             yield {"pixel_values": pixel_values, "labels": right}
 
+    classifier = model if confidence is None else Adaptive(model, confidence)
     start = time.perf_counter()
-    metrics = evaluate_classifier(Accelerator(), model, batches(), classes)
+    metrics = evaluate_classifier(Accelerator(), classifier, batches(), classes)
     seconds = time.perf_counter() - start
-    return {"images": count, "skipped": total - count, **metrics, "images_per_second": count / seconds}
+    account = {} if confidence is None else classifier.account()
+    return {"images": count, "skipped": total - count, **metrics, "images_per_second": count / seconds, **account}

@@ -1,0 +1,88 @@
+"""How many tokens a command's model computes with: a count, or for each image as many as it needs."""
+
+import argparse
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .training.comparison import using_tokens
+from .training.macs import count_macs
+
+
+def add_token_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--num-tokens",
+        "--num_tokens",
+        type=int,
+        metavar="COUNT",
+        help="latent tokens of a SparseFormer, [CLS] not counted (default: the model's own)",
+    )
+    parser.add_argument(
+        "--confidence",
+        type=probability,
+        help="few tokens first, and those images again with more whose likeliest label has a lower score, 0 to 1",
+    )
+
+
+def probability(text: str) -> float:
+    """A number from 0 to 1, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
+    return value
+
+
+def choose_tokens(model: PreTrainedModel, num_tokens: int | None, confidence: float | None) -> None:
+    """Let a model compute with so many tokens.
+
+    Raises:
+        ValueError: if it has not so many, is no SparseFormer, or for `confidence`, is made for one count alone.
+    """
+    sparse = model.config.model_type == "sparseformer"
+    if not sparse and (num_tokens is not None or confidence is not None):
+        option = "--confidence" if num_tokens is None else "--num-tokens"
+        raise ValueError(f"{option} is for SparseFormers, whose tokens can be chosen; got a {type(model).__name__}.")
+    if num_tokens is not None:
+        model.set_num_tokens(num_tokens)
+    if confidence is not None and len(model.config.trained_token_counts) == 1:
+        raise ValueError(
+            f"--confidence needs a model for several counts of tokens, and this one is made for "
+            f"{model.config.num_latent_tokens} alone; frugalvit bootstrap --student MODEL --elastic_token_counts … "
+            "makes it one."
+        )
+
+
+class Adaptive(nn.Module):
+    """A classifier that spends few tokens on images that are sure, and keeps account of them.
+
+    Args:
+        model (`SparseFormerForImageClassification`): The classifier.
+        confidence (`float`): Score from which on an image is sure.
+    """
+
+    def __init__(self, model: PreTrainedModel, confidence: float):
+        super().__init__()
+        self.model, self.confidence = model, confidence
+        self.images_by_count: dict[int, int] = {}
+
+    def forward(self, pixel_values: torch.Tensor):
+        """Images to an output with `logits` and `num_tokens`."""
+        outputs = self.model.classify_adaptively(pixel_values, self.confidence)
+        for count in outputs.num_tokens.tolist():
+            self.images_by_count[count] = self.images_by_count.get(count, 0) + 1
+        return outputs
+
+    def account(self) -> dict[str, float]:
+        """Tokens of the last look at an image, and multiply-accumulates of all looks, on average."""
+        config, tokens, macs, spent = self.model.config, 0, 0, 0
+        images = sum(self.images_by_count.values())
+        for count in config.trained_token_counts:
+            with using_tokens(self.model, count):
+                spent += count_macs(self.model, config.image_size).macs_with_attention
+            here = self.images_by_count.get(count, 0)
+            tokens, macs = tokens + count * here, macs + spent * here
+        return {"mean_num_tokens": tokens / images, "mean_macs": macs / images}

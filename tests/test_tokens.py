@@ -1,0 +1,115 @@
+"""The number of tokens, chosen on the command line of `frugalvit predict` and `frugalvit evaluate`."""
+
+import json
+
+import pytest
+import torch
+
+from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path, count_macs
+from frugalvit.cli import main
+from frugalvit.training.comparison import using_tokens
+from frugalvit.training.data import SUBSET, class_names, decode_image, load_images
+
+
+SPLIT = "test[:24]"
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory):
+    """A folder with a model that is sure of some images with its fewest tokens, and of others not."""
+    folder = tmp_path_factory.mktemp("elastic")
+    torch.manual_seed(0)
+    names = class_names(load_images(SUBSET, SPLIT))
+    config = SparseFormerConfig(
+        **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "elastic_token_counts": [4, 9, 16]},
+        **{"hidden_size": 32, "focusing_hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}},
+    )
+    model = SparseFormerForImageClassification(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    for index, record in enumerate(load_images(SUBSET, SPLIT)):
+        decode_image(record["image"], index).save(folder / f"{index:02}.png")
+    return folder
+
+
+def predict(elastic, images, *arguments, capsys) -> list[dict]:
+    assert main(["predict", str(images), "--model", str(elastic), "--json", "--top", "1", *arguments]) in (0, None)
+    return json.loads(capsys.readouterr().out)
+
+
+def evaluate(elastic, tmp_path, *arguments) -> dict:
+    results = tmp_path / "results.json"
+    model = ["--model", str(elastic), "--split", SPLIT, "--device", "cpu", "--json", str(results)]
+    assert main(["evaluate", "classification", *model, *arguments]) == 0
+    return json.loads(results.read_text())
+
+
+def test_predictions_with_a_count(elastic, images, capsys):
+    model = SparseFormerForImageClassification.from_pretrained(elastic)
+    model.set_num_tokens(4)
+    found = predict(elastic, images, "--num-tokens", "4", capsys=capsys)
+    others = predict(elastic, images, capsys=capsys)
+    assert [image["labels"] for image in found] != [image["labels"] for image in others]
+    assert "num_tokens" not in found[0]
+
+
+def test_sure_images_take_few_tokens(elastic, images, tmp_path, capsys):
+    """Predictions and evaluation agree on who takes how many."""
+    by_count = {count: predict(elastic, images, "--num-tokens", str(count), capsys=capsys) for count in (4, 9, 16)}
+    confidence = sorted(image["labels"][0]["score"] for image in by_count[4])[12]
+    found = predict(elastic, images, "--confidence", str(confidence), capsys=capsys)
+    assert {image["num_tokens"] for image in found} >= {4, 16}
+    for index, image in enumerate(found):
+        expected = by_count[image["num_tokens"]][index]["labels"][0]
+        assert image["labels"][0] == {"label": expected["label"], "score": pytest.approx(expected["score"], rel=1e-4)}
+
+    results = evaluate(elastic, tmp_path, "--confidence", str(confidence))
+    names = class_names(load_images(SUBSET, SPLIT))
+    right = [names[record["label"]] for record in load_images(SUBSET, SPLIT)]
+    hits = [image["labels"][0]["label"] == name for image, name in zip(found, right, strict=True)]
+    assert results["accuracy"] == pytest.approx(sum(hits) / 24)
+    tokens = [image["num_tokens"] for image in found]
+    assert results["mean_num_tokens"] == pytest.approx(sum(tokens) / 24)
+    model = SparseFormerForImageClassification.from_pretrained(elastic)
+    macs = {}
+    for count in (4, 9, 16):
+        with using_tokens(model, count):
+            macs[count] = count_macs(model, 32).macs_with_attention
+    spent = [sum(macs[count] for count in macs if count <= last) for last in tokens]
+    assert results["mean_macs"] == pytest.approx(sum(spent) / 24)
+
+
+def test_evaluation_with_a_count(elastic, tmp_path):
+    few, all_tokens = evaluate(elastic, tmp_path, "--num-tokens", "4"), evaluate(elastic, tmp_path)
+    assert few["num_tokens"] == 4 and "num_tokens" not in all_tokens
+    assert few["loss"] != all_tokens["loss"]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        ("elastic", ["--num-tokens", "17"], "`num_tokens` is 17, expected 1 to 16"),
+        ("elastic", ["--confidence", "2"], "got '2', expected a number from 0 to 1"),
+        ("elastic", ["--confidence", "0.5", "--rois", "rois.png"], "leave --confidence out"),
+        ("cifar10-vit", ["--num-tokens", "4"], "--num-tokens is for SparseFormers"),
+        ("cifar10-vit", ["--confidence", "0.5"], "--confidence is for SparseFormers"),
+        ("cifar10-sparseformer", ["--confidence", "0.5"], "--confidence needs a model for several counts"),
+    ],
+)
+def test_what_cannot_be_chosen(model, arguments, message, elastic, images, capsys):
+    folder = elastic if model == "elastic" else checkpoint_path(model)
+    try:
+        code = main(["predict", str(images), "--model", str(folder), *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    assert code in (1, 2) and message in captured.err and "Traceback" not in captured.err
