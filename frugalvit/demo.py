@@ -20,6 +20,7 @@ from .features import draw_features, feature_maps, parts
 from .pictures import denormalize, draw_maps
 from .predict import draw_predictions, has_rois, predict
 from .resources import checkpoint_path, shipped_checkpoints
+from .training.comparison import using_tokens
 from .training.data import SUBSET, decode_image, load_images
 from .training.decoding import read_image
 from .training.loading import choose_device, load_image_classifier
@@ -35,6 +36,8 @@ INTRODUCTION = (
 EXAMPLES = 8
 # What can be uploaded, and shown: the largest photographs of cameras; and how long gradio keeps it.
 MAX_UPLOAD, MAX_PIXELS, CACHE_SECONDS = "20mb", 50_000_000, 3_600
+# Of the slider, until it is known how many a model has.
+MAX_TOKENS = 1_024
 # The page asks no other machine for its fonts.
 FONTS = ["system-ui", "sans-serif"]
 # Small images are shown large.
@@ -133,16 +136,29 @@ def build_page(
     """The page, a `gradio.Blocks`, of models by their names; it keeps images to try in the folder `examples`, if that
     is given."""
     gr = gradio()
+    hidden = gr.update(visible=False)
 
     @functools.lru_cache(maxsize=4)
     def load(name: str):
         return load_image_classifier(folders[name], device, trust_remote_code)
 
-    def show(name: str, file: str | None):
+    def counts_of(name: str) -> list[int]:
+        """Numbers of tokens to choose from."""
+        counts = getattr(load(name)[0].config, "elastic_token_counts", None)
+        return [*(counts or ())]
+
+    def offer(name: str):
+        counts = counts_of(name)
+        label = f"Tokens that look: {', '.join(map(str, counts))}"
+        return gr.update(value=counts[-1], maximum=counts[-1], label=label, visible=True) if counts else hidden
+
+    def show(name: str, file: str | None, num_tokens: int | None = None):
         if file is None:
-            return None, *[gr.update(visible=False)] * 3
+            return None, *[hidden] * 3
+        # The nearest that the model is made for.
+        num_tokens = num_tokens and min(counts_of(name), key=lambda count: abs(count - num_tokens), default=None)
         try:
-            labels, *figures = look(*load(name), read_image(file, MAX_PIXELS), name)
+            labels, *figures = look(*load(name), read_image(file, MAX_PIXELS), name, num_tokens)
         # Decoders raise whatever a broken file leads them to.
         except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise gr.Error(f"Cannot show that: {error}") from error
@@ -155,6 +171,7 @@ def build_page(
                 model = gr.Dropdown(list(folders), value=next(iter(folders)), label="Model")
                 # Its file, so that nothing is decoded before its size is known.
                 image = gr.Image(type="filepath", image_mode=None, label="Image", height=300, elem_id="image")
+                tokens = gr.Slider(1, MAX_TOKENS, MAX_TOKENS, step=1, visible=False)
             labels = gr.Label(num_top_classes=5, label="Labels")
         if examples:
             gr.Examples(example_images(examples), image, label="Images to try")
@@ -162,12 +179,15 @@ def build_page(
             gr.Plot(label=label, visible=False)
             for label in ("Where the tokens look", "What the layers make of it", "Attention")
         ]
-        gr.on([model.change, image.change], show, [model, image], [labels, *figures], api_name="look")
+        gr.on([page.load, model.change], offer, model, tokens, api_visibility="private")
+        # By hand alone: an offer is shown with its model.
+        shown = [model.change, image.change, tokens.release]
+        gr.on(shown, show, [model, image, tokens], [labels, *figures], api_name="look")
     return page
 
 
 def look(
-    model: PreTrainedModel, image_processor, image: Image.Image, name: str = ""
+    model: PreTrainedModel, image_processor, image: Image.Image, name: str = "", num_tokens: int | None = None
 ) -> tuple[dict[str, float], Figure | None, Figure | None, Figure | None]:
     """What there is to see of a model and an image.
 
@@ -176,11 +196,15 @@ def look(
         image_processor: Its image processor.
         image (`PIL.Image.Image`): An RGB image.
         name (`str`, *optional*): The model's, for captions.
+        num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own choice if not given.
 
     Returns:
         `tuple`: Scores of the best five labels; pictures of where tokens look, of the layers' features and of
         attention, each `None` where the model has no such thing.
     """
+    if num_tokens is not None:
+        with using_tokens(model, num_tokens):
+            return look(model, image_processor, image, name)
     [prediction] = predict(model, image_processor, [image], output_rois=has_rois(model))
     pixel_values = image_processor([image], return_tensors="pt")["pixel_values"].to(model.device)
     seen = denormalize(pixel_values, image_processor.image_mean, image_processor.image_std)

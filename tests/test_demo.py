@@ -32,7 +32,7 @@ def ask(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    folders = [str(frugalvit.checkpoint_path(name)) for name in NAMES]
+    folders = [str(frugalvit.checkpoint_path(name)) for name in NAMES] + [save_elastic(tmp_path_factory.mktemp("m"))]
     command = [sys.executable, "-m", "frugalvit", "demo", *folders, "--port", str(port), "--device", "cpu"]
     log, temporary = tmp_path_factory.mktemp("demo") / "log", tmp_path_factory.mktemp("temporary")
     # What `mkdtemp` and gradio write, they write there.
@@ -51,6 +51,16 @@ def ask(tmp_path_factory):
             assert not list(temporary.iterdir())
 
 
+def save_elastic(folder) -> str:
+    config = frugalvit.SparseFormerConfig(
+        **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "elastic_token_counts": [4, 9, 16]},
+        **{"hidden_size": 32, "focusing_hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    )
+    torch.manual_seed(0)
+    frugalvit.SparseFormerForImageClassification(config).save_pretrained(folder / "elastic")
+    return str(folder / "elastic")
+
+
 def wait_for(url: str, process: subprocess.Popen, log, seconds: float = 200):
     for _ in range(int(2 * seconds)):
         assert process.poll() is None, log.read_text()
@@ -62,14 +72,14 @@ def wait_for(url: str, process: subprocess.Popen, log, seconds: float = 200):
     raise TimeoutError(log.read_text())
 
 
-def look(api: str, model: str, image_file: str | None, fails: bool = False):
+def look(api: str, model: str, image_file: str | None, fails: bool = False, tokens: int = 1024):
     """What the page shows, or the error that it answers with."""
     image = None
     if image_file:
         with open(image_file, "rb") as file:
             [path] = httpx.post(f"{api}/upload", files={"files": file}).raise_for_status().json()
         image = {"path": path, "meta": {"_type": "gradio.FileData"}}
-    event = httpx.post(f"{api}/call/look", json={"data": [model, image]}).raise_for_status().json()["event_id"]
+    event = httpx.post(f"{api}/call/look", json={"data": [model, image, tokens]}).raise_for_status().json()["event_id"]
     answer = httpx.get(f"{api}/call/look/{event}", timeout=120).raise_for_status().text
     assert ("event: error" if fails else "event: complete") in answer, answer
     return json.loads(answer.rpartition("data: ")[2])
@@ -102,6 +112,15 @@ def test_shows_labels_and_pictures(ask, image_file):
         for shown in (rois if rois["visible"] else features, attention):
             assert picture(shown).std() > 20
     assert rois_of == {"cifar10-sparseformer": True, "cifar10-vit-context-broadcast": False}
+
+
+def test_tokens_can_be_chosen(ask, image_file):
+    """The nearest count that the model is made for."""
+    shown = {tokens: ask("elastic", image_file, tokens=tokens) for tokens in (1, 4, 5, 16, 1024)}
+    rois = {tokens: picture(update[1]) for tokens, update in shown.items()}
+    assert np.array_equal(rois[1], rois[4]) and np.array_equal(rois[4], rois[5])
+    assert np.array_equal(rois[16], rois[1024]) and not np.array_equal(rois[4], rois[16])
+    assert shown[4][0] == shown[5][0] != shown[16][0]
 
 
 def test_nothing_is_shown_without_an_image(ask):
