@@ -12,18 +12,22 @@ times as many points (fine fixed), students that glance at the image first and l
 the paper's (paper), students with all of the teacher's tokens and its last blocks alone (3 blocks), and one for six
 counts of tokens (elastic), also asked with few first and with more where it is not sure. Test images choose nothing:
 the last step of each run is what counts. Runs are kept under --runs_dir and found again; `table` puts all that are
-there into results/caltech101_students.json, `picture` draws where a student that glances looks on photographs and on
-the same as small objects (results/caltech101_windows.png). `compare` is `frugalvit compare` with ToMe
+there into results/caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png, `picture` draws where
+a student that glances looks on photographs and on the same as small objects (results/caltech101_windows.png).
+`compare` is `frugalvit compare` with ToMe
 (github.com/facebookresearch/ToMe) besides, as it is off the shelf (results/compare_caltech101.json and .png).
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from PIL import Image
 from torchvision.transforms import v2
 from tqdm import tqdm
@@ -55,8 +59,9 @@ VARIANTS = {
     "3 blocks": ["--focusing", "inherited", "--truncate", "9"],
     "paper": ["--recipe", "paper", "--learning_rate", "2e-3", "--warmup_epochs", "0.5"],
 }
-# Sureness from which on an image needs no more tokens.
-CONFIDENCES = [0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999]
+# Sureness from which on an image needs no more tokens, and how many it is looked at with.
+CONFIDENCES = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+LOOKS = [(9, 36), (9, 64), (9, 16, 25, 36, 49, 64)]
 # Small objects: every image on a canvas whose sides are so many times its own.
 CANVAS = 2.5
 BATCH_SIZE = 64
@@ -179,7 +184,11 @@ def measure_student(arguments, folder: Path) -> list[dict]:
     model, processor = load_image_classifier(folder, "cpu")
     counts = model.config.trained_token_counts
     rows = {count: {"tokens": count} for count in counts}
-    by_confidence = {confidence: {"confidence": confidence} for confidence in CONFIDENCES if len(counts) > 1}
+    adaptive = [
+        {"looks": list(looks), "confidence": confidence}
+        for looks, confidence in itertools.product(LOOKS, CONFIDENCES)
+        if {*looks} <= {*counts}
+    ]
     for count, row in rows.items():
         with using_tokens(model, count):
             row["macs"] = frugalvit.count_macs(model, model.config.image_size).macs_with_attention
@@ -196,21 +205,22 @@ def measure_student(arguments, folder: Path) -> list[dict]:
                 "teacher_accuracy": teacher["accuracy"],
                 "cosine": F.cosine_similarity(embeddings, teacher["embeddings"]).mean().item(),
             }
-        for confidence, row in by_confidence.items():
-            row[images] = {"teacher_accuracy": teacher["accuracy"], **stop_when_sure(logits, labels, rows, confidence)}
-    return [*rows.values(), *by_confidence.values()]
+        for row in adaptive:
+            found = {count: (logits[count], rows[count]["macs"]) for count in row["looks"]}
+            row[images] = {"teacher_accuracy": teacher["accuracy"]} | stop_when_sure(found, labels, row["confidence"])
+    return [*rows.values(), *adaptive]
 
 
-def stop_when_sure(logits: dict[int, torch.Tensor], labels: torch.Tensor, rows: dict, confidence: float) -> dict:
-    """Accuracy, and tokens and cost of an image on average, of what `classify_adaptively` does, given what it would
-    find with each count."""
+def stop_when_sure(found: dict[int, tuple[torch.Tensor, int]], labels: torch.Tensor, confidence: float) -> dict:
+    """Accuracy, and tokens and cost of an image on average, of what `classify_adaptively` does, given the logits that
+    it would get with each count, and their cost."""
     left = torch.ones(len(labels), dtype=torch.bool)
     classes = torch.full_like(labels, -1)
     tokens, macs = torch.zeros(len(labels)), torch.zeros(len(labels))
-    for count, found in logits.items():
-        classes[left], tokens[left] = found.argmax(1)[left], float(count)
-        macs[left] += rows[count]["macs"]
-        left &= found.softmax(1).amax(1) < confidence
+    for count, (logits, cost) in found.items():
+        classes[left], tokens[left] = logits.argmax(1)[left], float(count)
+        macs[left] += cost
+        left &= logits.softmax(1).amax(1) < confidence
     accuracy = (classes == labels).float().mean().item()
     return {"accuracy": accuracy, "tokens": tokens.mean().item(), "macs": macs.mean().item()}
 
@@ -294,44 +304,74 @@ def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Co
 
 
 def make_table(arguments):
-    """Means over the seeds of all runs that are there."""
+    """Means over the seeds of all runs that are there: of each count of tokens, and where sureness decides; and a
+    picture of one student for all counts beside those for one."""
     groups = {}
     for file in sorted(arguments.runs_dir.glob("*/measured.json")):
         for run in json.loads(file.read_text(encoding="utf-8")):
-            about = (run["views"], run["zoom_out"], run["variant"], run.get("tokens"), run.get("confidence"))
-            groups.setdefault(about, []).append(run)
-    rows = []
-    for about, runs in sorted(groups.items(), key=lambda group: [(part is None, part) for part in group[0]]):
-        views, zoom_out, variant, tokens, confidence = about
-        row = {"views": views, "zoom_out": zoom_out, "student": variant, "tokens": tokens, "confidence": confidence}
-        row["macs"] = runs[0].get("macs")
-        for images in ("test", "canvas"):
-            found = {
-                name: [run[images].get(name) for run in runs] for name in ("accuracy", "cosine", "tokens", "macs")
-            }
-            row |= {
-                f"{images}_accuracy": statistics.mean(found["accuracy"]),
-                f"{images}_spread": spread(found["accuracy"]),
-                f"{images}_of_teacher": statistics.mean(found["accuracy"]) / runs[0][images]["teacher_accuracy"],
-                **{
-                    f"{images}_{name}": None if values[0] is None else statistics.mean(values)
-                    for name, values in found.items()
-                    if name != "accuracy"
-                },
-            }
-        rows.append(row | {"seeds": len(runs)})
-    print(format_table(rows))
-    write_table(
-        arguments.results_dir / "caltech101_students.json",
-        {
-            "batch_size": BATCH_SIZE,
-            "canvas": CANVAS,
-            "mixed_precision": arguments.mixed_precision,
-            "seeds": "as listed",
-        },
-        rows,
-        data="Caltech-101, 6,982 training and 1,695 test images, 224 px",
-    )
+            key = (run["views"], run["zoom_out"], run["variant"], *run.get("looks", [run.get("tokens")]))
+            groups.setdefault((*key, run.get("confidence", 0.0)), []).append(run)
+    students, adaptive = [], []
+    for _, runs in sorted(groups.items()):
+        first = runs[0]
+        row = {"student": first["variant"], "views": first["views"], "zoom_out": first["zoom_out"]}
+        if "looks" in first:
+            row |= {"looks": " then ".join(map(str, first["looks"])), "confidence": first["confidence"]}
+            adaptive.append(row | averages(runs, ("tokens", "macs")) | {"seeds": len(runs)})
+        else:
+            row |= {"tokens": first["tokens"], "macs": first["macs"]}
+            students.append(row | averages(runs, ("cosine",)) | {"seeds": len(runs)})
+    settings = {"batch_size": BATCH_SIZE, "canvas": CANVAS, "mixed_precision": arguments.mixed_precision}
+    for name, rows in (("students", students), ("adaptive", adaptive)):
+        if rows:
+            print(format_table(rows))
+            write_table(
+                arguments.results_dir / f"caltech101_{name}.json",
+                settings | {"seeds": "as listed"},
+                rows,
+                data="Caltech-101, 6,982 training and 1,695 test images, 224 px",
+            )
+    if adaptive:
+        save_figure(draw_elastic(students, adaptive), arguments.results_dir / "caltech101_elastic.png")
+
+
+def averages(runs: list[dict], names: tuple[str, ...]) -> dict[str, float | None]:
+    """Means over the seeds of what was measured on the test images, and on them as small objects."""
+    row = {}
+    for images in ("test", "canvas"):
+        accuracies = [run[images]["accuracy"] for run in runs]
+        row |= {
+            f"{images}_accuracy": statistics.mean(accuracies),
+            f"{images}_spread": spread(accuracies),
+            f"{images}_of_teacher": statistics.mean(accuracies) / runs[0][images]["teacher_accuracy"],
+            **{f"{images}_{name}": statistics.mean(run[images][name] for run in runs) for name in names},
+        }
+    return row
+
+
+def draw_elastic(students: list[dict], adaptive: list[dict]) -> Figure:
+    """Accuracy over multiply-accumulates, of objects that fill the image and of small ones."""
+    # The students that are compared saw as many views as the one for all counts, of photographs as they are.
+    views = adaptive[0]["views"]
+    lines = {"one student for each count": [], "one student for all counts": []}
+    for row in students:
+        if (row["views"], row["zoom_out"]) == (views, 1.0) and row["student"] in ("fixed", "elastic"):
+            name = "one student for each count" if row["student"] == "fixed" else "one student for all counts"
+            lines[name].append((row["macs"], row["macs"], row))
+    for row in adaptive:
+        name = f"the same, {row['looks']} tokens by sureness"
+        lines.setdefault(name, []).append((row["test_macs"], row["canvas_macs"], row))
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    for name, points in lines.items():
+        for axis, which, images in zip(axes, (0, 1), ("test", "canvas"), strict=True):
+            ordered = sorted((point[which] / 1e9, 100 * point[2][f"{images}_accuracy"]) for point in points)
+            axis.plot(*zip(*ordered, strict=True), marker="o", markersize=4, label=name)
+    for axis, title in zip(axes, ("Photographs", f"On a canvas {CANVAS} times as wide and high"), strict=True):
+        axis.set(title=title, xlabel="G multiply-accumulates an image", ylabel="accuracy (%)", xlim=(0.15, 1.6))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylim(82, 95)
+    axes[1].legend(loc="lower right")
+    return figure
 
 
 if __name__ == "__main__":

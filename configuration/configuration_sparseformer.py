@@ -296,6 +296,11 @@ class SparseFormerConfig(FrugalViTConfig):
         """Counts of latent tokens that the model is made for."""
         return tuple(self.elastic_token_counts or [self.num_latent_tokens])
 
+    @property
+    def adaptive_token_counts(self) -> list[int]:
+        """Counts of latent tokens that an image is looked at with, one after the other until it is sure."""
+        return sorted({min(self.trained_token_counts[0], self.default_num_tokens), self.default_num_tokens})
+
     def grid_of(self, num_tokens: int) -> tuple[int, int]:
         """Rows and columns of so many tokens that embed patches.
 

@@ -78,11 +78,11 @@ class Adaptive(nn.Module):
 
     def account(self) -> dict[str, float]:
         """Tokens of the last look at an image, and multiply-accumulates of all looks, on average."""
-        config, tokens, macs, spent = self.model.config, 0, 0, 0
-        images = sum(self.images_by_count.values())
-        for count in config.trained_token_counts:
-            with using_tokens(self.model, count):
-                spent += count_macs(self.model, config.image_size).macs_with_attention
+        images, left, tokens, macs = sum(self.images_by_count.values()), 0, 0, 0
+        # The last count sees the images that are left, the one before it those and its own, and so on.
+        for count in reversed(self.model.config.adaptive_token_counts):
             here = self.images_by_count.get(count, 0)
-            tokens, macs = tokens + count * here, macs + spent * here
+            left, tokens = left + here, tokens + count * here
+            with using_tokens(self.model, count):
+                macs += left * count_macs(self.model, self.model.config.image_size).macs_with_attention
         return {"mean_num_tokens": tokens / images, "mean_macs": macs / images}

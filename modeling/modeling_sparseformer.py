@@ -1027,14 +1027,16 @@ class SparseFormerForImageClassification(GenericForImageClassification, SparseFo
     ) -> SparseFormerAdaptiveOutput:
         """Classify with few tokens, and images whose class is not sure enough again with more.
 
-        Stem features are computed once. An image that needs all counts costs as much as all of them together.
+        Stem features are computed once. By default, an image is looked at twice at most: what counts between the
+        fewest and the most save is less than what it costs to look once more (`docs/elastic.md`).
 
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             confidence (`float`, *optional*, defaults to 0.9):
                 Probability of the likeliest class, 0 to 1, from which on an image is done.
             token_counts (sequence of `int`, *optional*):
-                Counts to try, in this order; `config.elastic_token_counts` up to `config.num_tokens` by default.
+                Counts to try, in this order; by default the smallest of `config.elastic_token_counts` and
+                `config.num_tokens` or all.
 
         Raises:
             ValueError: if `confidence` is no probability, or the model has not so many tokens.
@@ -1043,8 +1045,7 @@ class SparseFormerForImageClassification(GenericForImageClassification, SparseFo
             raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
         config, base = self.config, self.base_model
         if token_counts is None:
-            largest = config.default_num_tokens
-            token_counts = [*(count for count in config.trained_token_counts if count < largest), largest]
+            token_counts = config.adaptive_token_counts
         features = base.stem(pixel_values) if config.patch_size is None else None
         logits, num_tokens, left = None, None, torch.arange(len(pixel_values), device=pixel_values.device)
         for count in token_counts:

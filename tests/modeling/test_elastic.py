@@ -193,13 +193,21 @@ class TestAdaptive:
         sure = {count: found.softmax(-1).amax(-1) for count, found in logits.items()}
         # Some images are done at once, and some go through all.
         confidence = sure[counts[0]].median().item()
-        found = model.classify_adaptively(images, confidence)
+        found = model.classify_adaptively(images, confidence, counts)
         assert len(set(found.num_tokens.tolist())) > 1
         for index, count in enumerate(found.num_tokens.tolist()):
             torch.testing.assert_close(found.logits[index], logits[count][index], atol=1e-5, rtol=1e-5)
             earlier = counts[: counts.index(count)]
             assert all(sure[other][index] < confidence for other in earlier)
             assert count == counts[-1] or sure[count][index] >= confidence
+
+    def test_two_looks_by_default(self, elastic, images):
+        model = elastic(SparseFormerForImageClassification)
+        low, middle, high = model.config.elastic_token_counts
+        confidence = model(images, num_tokens=low).logits.softmax(-1).amax(-1).median().item()
+        assert set(model.classify_adaptively(images, confidence).num_tokens.tolist()) == {low, high}
+        model.set_num_tokens(middle)
+        assert set(model.classify_adaptively(images, confidence).num_tokens.tolist()) == {low, middle}
 
     def test_ends(self, elastic, images):
         model = elastic(SparseFormerForImageClassification)
