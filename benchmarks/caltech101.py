@@ -316,7 +316,7 @@ def make_table(arguments):
         first = runs[0]
         row = {"student": first["variant"], "views": first["views"], "zoom_out": first["zoom_out"]}
         if "looks" in first:
-            row |= {"looks": " then ".join(map(str, first["looks"])), "confidence": first["confidence"]}
+            row |= {"looks": " → ".join(map(str, first["looks"])), "confidence": first["confidence"]}
             adaptive.append(row | averages(runs, ("tokens", "macs")) | {"seeds": len(runs)})
         else:
             row |= {"tokens": first["tokens"], "macs": first["macs"]}
@@ -359,7 +359,7 @@ def draw_elastic(students: list[dict], adaptive: list[dict]) -> Figure:
             name = "one student for each count" if row["student"] == "fixed" else "one student for all counts"
             lines[name].append((row["macs"], row["macs"], row))
     for row in adaptive:
-        name = f"the same, {row['looks']} tokens by sureness"
+        name = f"the same, {row['looks']} until sure"
         lines.setdefault(name, []).append((row["test_macs"], row["canvas_macs"], row))
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     for name, points in lines.items():
@@ -370,7 +370,7 @@ def draw_elastic(students: list[dict], adaptive: list[dict]) -> Figure:
         axis.set(title=title, xlabel="G multiply-accumulates an image", ylabel="accuracy (%)", xlim=(0.15, 1.6))
         axis.grid(alpha=0.3)
     axes[0].set_ylim(82, 95)
-    axes[1].legend(loc="lower right")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
