@@ -14,7 +14,7 @@ from .configuration.configuration_base import pair
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .registry import configuration_classes
 from .resources import checkpoint_path, shipped_checkpoints
-from .training.loading import split_revision
+from .training.loading import check_sizes, one_error, split_revision, tensor_shapes
 from .training.macs import count_macs
 from .training.tables import format_table
 from .validation import model_class
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="frugalvit info",
         description="List tokens (latent and [CLS]), image size, parameters and multiply-accumulates for one image, "
         "without and with attention's two products; of a CLIP or a LLaVA, those of its image side. Nothing is "
-        "downloaded or computed for the variants.",
+        "downloaded or computed for the variants. Of the weights in folders, shapes are looked at, not values.",
     )
     parser.add_argument(
         "models",
@@ -62,8 +62,9 @@ def describe(name: str) -> dict[str, object]:
         ValueError: if there is no such variant or model, or its architecture is unknown.
     """
     architecture, config = architecture_of(name)
-    with torch.device("meta"):
+    with one_error(name, "a model to count"), torch.device("meta"):
         model = architecture._from_config(config)
+    check_shapes(name, model)
     vision = image_side(model)
     height, width = pair(vision.config.image_size)
     macs = count_macs(vision, (height, width), vision.config.num_channels)
@@ -77,6 +78,31 @@ def describe(name: str) -> dict[str, object]:
     }
 
 
+def check_shapes(name: str, model: PreTrainedModel):
+    """Raise a ValueError if the weights in a model's folder, of which the headers are read, are not the model's."""
+    folder = _folder(name)
+    if not folder.is_dir():
+        return
+    found = tensor_shapes(folder)
+    if not found:
+        raise ValueError(f"{name!r} has no weights in safetensors, so that its size is not known.")
+    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    wrong = [key for key in expected if key not in tied and expected[key] != found.get(key, expected[key])]
+    lacking = [key for key in expected if key not in tied and key not in found]
+    # Transformers renames some when it loads them.
+    if wrong or (lacking and not set(found) - set(expected)):
+        key = (wrong or lacking)[0]
+        raise ValueError(
+            f"{name!r} does not hold the model of its configuration: {key} is {found.get(key, 'not there')}, expected "
+            f"{expected[key]}."
+        )
+
+
+def _folder(name: str) -> Path:
+    return checkpoint_path(name) if name in shipped_checkpoints() else Path(name).expanduser()
+
+
 def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The class and the configuration of a model; arguments and errors as those of `describe`."""
     known = variants()
@@ -88,7 +114,9 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
     if name in shipped_checkpoints() or Path(name).is_dir() or "/" in name:
         folder = checkpoint_path(name) if name in shipped_checkpoints() else name
         folder, revision = split_revision(folder)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
+        check_sizes(_folder(name), "a model to count")
+        with one_error(name, "a model to count"):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
         return _saved_architecture(config, name), config
     close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
     hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
