@@ -36,10 +36,11 @@ def model_class(config) -> type[PreTrainedModel]:
     Raises:
         ValueError: if neither has it.
     """
-    architecture = (config.architectures or ["none"])[0]
+    architecture = next(iter(config.architectures or ()), None) if isinstance(config.architectures, list) else None
+    architecture = architecture if isinstance(architecture, str) else "none"
     # Ours first: the newest Transformers may have a class of the same name.
     found = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
-    if found is None:
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(f"its architecture {architecture!r} is neither frugalvit's nor Transformers'")
     return found
 

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -181,9 +181,12 @@ def problem_with(image_processor) -> str | None:
     """Why an image processor cannot prepare images, if it cannot; one is tried."""
     for attribute in ("size", "crop_size", "pad_size"):
         numbers = getattr(image_processor, attribute, None)
-        numbers = dict(numbers) if isinstance(numbers, Mapping) else {attribute: numbers}
-        for number in filter(lambda number: number is not None, numbers.values()):
-            if not isinstance(number, int | list | tuple) or isinstance(number, int) and not 0 < number <= MOST_PIXELS:
+        try:
+            numbers = [number for number in dict(numbers or {}).values() if number is not None]
+        except (TypeError, ValueError):
+            numbers = [numbers]
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= MOST_PIXELS:
                 return f"its image processor has the {attribute} {number!r}, expected 1 to {MOST_PIXELS:,} pixels"
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (61, 61, 3), dtype=np.uint8))
     try:
