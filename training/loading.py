@@ -164,14 +164,17 @@ def load_image_processor(name: str | os.PathLike, trust_remote_code: bool, kind:
     hub_id, revision = split_revision(name)
     folder = Path(hub_id).expanduser()
     files = [folder / file for file in ("preprocessor_config.json", "processor_config.json")]
-    if folder.is_dir() and not any(file.exists() for file in files):
-        raise ValueError(
-            f"Cannot load {os.fspath(name)!r} as {kind}: without a preprocessor_config.json it does not say how "
-            "its images are resized and normalized. Save the image processor of the model's family beside it."
-        )
-    with one_error(name, kind):
-        hub_id = str(folder) if folder.is_dir() else hub_id
-        found = AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
+    try:
+        with one_error(name, kind):
+            hub_id = str(folder) if folder.is_dir() else hub_id
+            found = AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
+    except ValueError as error:
+        if folder.is_dir() and not any(file.exists() for file in files):
+            raise ValueError(
+                f"Cannot load {os.fspath(name)!r} as {kind}: without a preprocessor_config.json it does not say how "
+                "its images are resized and normalized. Save the image processor of the model's family beside it."
+            ) from error
+        raise
     if problem := problem_with(found):
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {problem}.")
     return found
@@ -304,6 +307,19 @@ def load_pretrained(
             # timm notes the number of classes there, too; Transformers' wrapper would pass it twice.
             options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
         model, report = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **options)
+    check_complete(given, model, report, kind, unread)
+    return model.eval().to(device)
+
+
+def check_complete(
+    given: str | os.PathLike,
+    model: PreTrainedModel,
+    report: dict,
+    kind: str,
+    unread: frozenset[str] = frozenset(),
+):
+    """Raise a ValueError if what `from_pretrained` reports says that weights lack, are left over or have other shapes;
+    arguments as in `load_pretrained`."""
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     for problem, keys in (
         ("lacks", report["missing_keys"]),
@@ -318,7 +334,6 @@ def load_pretrained(
                 f"{given!r} is no complete {type(model).__name__}: its {part} {problem} {names}. "
                 f"Save it again as {kind}."
             )
-    return model.eval().to(device)
 
 
 @contextmanager
