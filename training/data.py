@@ -442,7 +442,8 @@ def image_files(folder: str | Path) -> Iterator[Path]:
             if not name.startswith(".")
             and not f"{above}{os.sep}".startswith(f"{os.path.realpath(os.path.join(parent, name))}{os.sep}")
         )
-        yield from (Path(parent, name) for name in sorted(names) if is_image_file(Path(name)))
+        found = (Path(parent, name) for name in sorted(names) if is_image_file(Path(name)))
+        yield from (path for path in found if path.is_file())
 
 
 def _leave_out(paths: Sequence[Path], reason: str):
