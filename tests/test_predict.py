@@ -157,6 +157,7 @@ def test_scores_that_are_no_numbers(model_folder, images, tmp_path, capsys):
     model, processor = load_image_classifier(model_folder, "cpu")
     torch.nn.init.constant_(model.classifier.weight, torch.nan)
     model.save_pretrained(tmp_path / "lost")
+    capsys.readouterr()
     error = fails(images, "--model", tmp_path / "lost", capsys=capsys)
     assert "The model's scores of 3 in a batch of 3 are not finite" in error
 

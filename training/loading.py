@@ -214,7 +214,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             with safe_open(path, "pt") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"The weights {str(path)!r} cannot be read: {_one_line(error)}.") from error
+            raise ValueError(f"Cannot load {str(path)!r}: it holds no weights ({_one_line(error)}).") from error
     return shapes
 
 
