@@ -566,7 +566,7 @@ def test_errors_are_one_clear_line(name, request, labeled, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"answer": None}, "Question 3 has the answer None, expected one of 0 to 1"),
+        ({"answer": None}, "Question 3 has the answer None, expected a number from 0 to 1"),
         ({"answer": 2}, "has the answer 2, expected"),
         ({"answer": "a"}, "has the answer 'a', expected"),
         ({"answer": 0.0}, "has the answer 0.0, expected"),
