@@ -14,10 +14,14 @@ from .configuration.configuration_base import pair
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .registry import configuration_classes
 from .resources import checkpoint_path, shipped_checkpoints
-from .training.loading import split_revision
+from .training.loading import check_complete, check_sizes, one_error, split_revision
 from .training.macs import count_macs
 from .training.tables import format_table
 from .validation import model_class
+
+
+# What a folder should be, for messages.
+KIND = "a model to count"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -25,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="frugalvit info",
         description="List tokens (latent and [CLS]), image size, parameters and multiply-accumulates for one image, "
         "without and with attention's two products; of a CLIP or a LLaVA, those of its image side. Nothing is "
-        "downloaded or computed for the variants.",
+        "downloaded or computed for the variants. Of the weights in folders, shapes are looked at, not values.",
     )
     parser.add_argument(
         "models",
@@ -62,8 +66,16 @@ def describe(name: str) -> dict[str, object]:
         ValueError: if there is no such variant or model, or its architecture is unknown.
     """
     architecture, config = architecture_of(name)
-    with torch.device("meta"):
-        model = architecture._from_config(config)
+    folder = _folder(name)
+    if folder.is_dir():
+        # Its weights' header is read, and nothing of them.
+        options = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}
+        with one_error(name, KIND):
+            model, report = architecture.from_pretrained(folder, **options)
+        check_complete(name, model, report, KIND)
+    else:
+        with one_error(name, KIND), torch.device("meta"):
+            model = architecture._from_config(config)
     vision = image_side(model)
     height, width = pair(vision.config.image_size)
     macs = count_macs(vision, (height, width), vision.config.num_channels)
@@ -77,6 +89,10 @@ def describe(name: str) -> dict[str, object]:
     }
 
 
+def _folder(name: str) -> Path:
+    return checkpoint_path(name) if name in shipped_checkpoints() else Path(name).expanduser()
+
+
 def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The class and the configuration of a model; arguments and errors as those of `describe`."""
     known = variants()
@@ -88,7 +104,9 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
     if name in shipped_checkpoints() or Path(name).is_dir() or "/" in name:
         folder = checkpoint_path(name) if name in shipped_checkpoints() else name
         folder, revision = split_revision(folder)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
+        check_sizes(_folder(name), KIND)
+        with one_error(name, KIND):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
         return _saved_architecture(config, name), config
     close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
     hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."

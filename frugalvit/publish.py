@@ -7,8 +7,10 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import jinja2
 import torch
+from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import PreTrainedModel
 
 from .modeling.hub import upload_folder
@@ -62,7 +64,13 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\n{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB.")
         print("\n".join(f"ok: {line}." for line in checked))
         if arguments.repo_id and not arguments.dry_run:
-            upload_folder(folder, arguments.repo_id, private=arguments.private or None)
+            try:
+                upload_folder(folder, arguments.repo_id, private=arguments.private or None)
+            except (httpx.HTTPError, OfflineModeIsEnabled) as error:
+                raise OSError(
+                    f"Cannot upload to {arguments.repo_id}: {' '.join(str(error).split()) or type(error).__name__}. "
+                    "Is there a network, and HF_HUB_OFFLINE unset?"
+                ) from error
             print(f"Uploaded to {arguments.repo_id}.")
     if arguments.dry_run:
         print("Nothing was uploaded.")

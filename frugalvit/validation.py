@@ -8,7 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
 from huggingface_hub import ModelCard
@@ -37,10 +36,11 @@ def model_class(config) -> type[PreTrainedModel]:
     Raises:
         ValueError: if neither has it.
     """
-    architecture = (config.architectures or ["none"])[0]
+    architecture = next(iter(config.architectures or ()), None) if isinstance(config.architectures, list) else None
+    architecture = architecture if isinstance(architecture, str) else "none"
     # Ours first: the newest Transformers may have a class of the same name.
     found = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
-    if found is None:
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(f"its architecture {architecture!r} is neither frugalvit's nor Transformers'")
     return found
 
@@ -161,17 +161,10 @@ def check_preprocessing(folder: Path, model: PreTrainedModel) -> list[str]:
 
 
 def check_image_processor(image_processor, config) -> list[str]:
-    """What is wrong with what an image processor makes of an image."""
+    """What an image processor makes of an image has the shape that the model takes."""
     vision = getattr(config, "vision_config", config)
-    generator = np.random.default_rng(0)
-    image = Image.fromarray(generator.integers(0, 256, (61, 61, 3), dtype=np.uint8))
-    try:
-        pixel_values = torch.as_tensor(image_processor(image, return_tensors="pt")["pixel_values"])
-    # As many ways to fail as there are processors.
-    except Exception as error:
-        return [f"the image processor cannot prepare an image ({type(error).__name__}: {error})"]
-    if not pixel_values.isfinite().all():
-        return ["the image processor makes pixels that are no finite numbers; check image_std and rescale_factor"]
+    image = Image.new("RGB", (61, 61))
+    pixel_values = image_processor(image, return_tensors="pt")["pixel_values"]
     size = getattr(vision, "image_size", None)
     height, width = pair(size) if size else pixel_values.shape[-2:]
     expected = (1, getattr(vision, "num_channels", 3), height, width)

@@ -140,13 +140,38 @@ def test_labels_are_matched_by_name(folder, tmp_path):
     assert {name: results[name] for name in expected} == pytest.approx(expected)
 
 
-def test_match_labels():
-    id2label = {0: "cat", 1: "dog", 2: "frog"}
-    assert match_labels(["frog", "Cat"], id2label) == [2, 0]
-    assert match_labels(["tabby", "dog"], {0: "LABEL_0", 1: "LABEL_1"}) == [0, 1]
-    assert match_labels(["1", "2", "3"], {0: "a", 1: "a", 2: "b"}) == [0, 1, 2]
-    with pytest.raises(ValueError, match="4 classes .* the model only 3"):
-        match_labels(["0", "1", "2", "3"], id2label)
+@pytest.mark.parametrize(
+    ("names", "labels", "expected"),
+    [
+        (["frog", "Cat"], ["cat", "dog", "frog"], [2, 0]),
+        (["polar_bear", "Sea lion"], ["Polar Bear", "sea-lion"], [0, 1]),
+        (["1", "2", "0"], ["a", "a", "b"], [1, 2, 0]),
+        (["tabby", "dog"], ["LABEL_0", "LABEL_1", "LABEL_2"], [0, 1]),
+        (["tabby", "dog"], ["0", "1"], [0, 1]),
+    ],
+)
+def test_classes_are_matched_by_name(names, labels, expected):
+    assert match_labels(names, dict(enumerate(labels))) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "message"),
+    [
+        (
+            ["tabby", "dog"],
+            ["cat", "dog", "frog"],
+            "does not know 1 of the data set's 2 .*tabby.; its own are cat",
+        ),
+        (["oak", "elm"], ["cat", "dog"], "does not know 2 of the data set's 2 classes .oak, elm.*--class-names"),
+        (["0", "5"], ["cat", "dog"], "does not know 2 of"),
+        (["0", "1", "2", "3"], ["cat", "dog", "frog"], "4 classes .* the model only 3"),
+        # Two classes of one name are told apart by nothing.
+        (["cat", "dog"], ["cat", "cat", "dog"], "does not know 2 of"),
+    ],
+)
+def test_classes_that_a_model_does_not_know_are_refused(names, labels, message):
+    with pytest.raises(ValueError, match=message):
+        match_labels(names, dict(enumerate(labels)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -40,8 +40,8 @@ from transformers import (
 
 from frugalvit import SparseFormerCLIPModel, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
 from frugalvit.cli import main
-from frugalvit.evaluation.retrieval import retrieval_recall
-from frugalvit.evaluation.scienceqa import PROMPT, format_question, read_answer
+from frugalvit.evaluation.retrieval import check_captions, retrieval_recall
+from frugalvit.evaluation.scienceqa import PROMPT, check_question, format_question, read_answer
 from frugalvit.evaluation.two_towers import load_two_towers
 from frugalvit.evaluation.zero_shot import read_templates
 from tiny import randomize, word_tokenizer
@@ -561,3 +561,29 @@ def test_errors_are_one_clear_line(name, request, labeled, tmp_path, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("frugalvit evaluate: error: ") and message in error
     assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"answer": None}, "Question 3 has the answer None, expected a number from 0 to 1"),
+        ({"answer": 2}, "has the answer 2, expected"),
+        ({"answer": "a"}, "has the answer 'a', expected"),
+        ({"answer": 0.0}, "has the answer 0.0, expected"),
+        ({"choices": None}, "has the choices None, expected a list of texts"),
+        ({"choices": ["a", None]}, "has the choices .*None.*, expected a list of texts"),
+        ({"choices": [1, 2]}, "expected a list of texts"),
+        ({"question": None}, "Question 3 is None, expected a text"),
+        ({"question": 5}, "Question 3 is 5, expected a text"),
+    ],
+)
+def test_questions_without_an_answer_are_refused(record, message):
+    with pytest.raises(ValueError, match=message):
+        check_question(3, **({"question": "Which?", "choices": ["a", "b"], "answer": 0} | record))
+
+
+@pytest.mark.parametrize("captions", [[None], [[]], [["a", None]], [5], [[5]]])
+def test_captions_that_are_no_texts_are_refused(captions):
+    lists = [each if isinstance(each, list) else [each] for each in captions]
+    with pytest.raises(ValueError, match="Image 0 has (no caption|the caption)"):
+        check_captions(lists)

@@ -1,7 +1,9 @@
 """`frugalvit predict`: labels, RoI pictures, every kind of image, and errors of one line."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -120,6 +122,44 @@ def test_folders_patterns_and_batches_as_json(model_folder, images, capsys):
             assert [label["label"] for label in single["labels"]] == [label["label"] for label in batched["labels"]]
             scores = [[label["score"] for label in result["labels"]] for result in (single, batched)]
             np.testing.assert_allclose(*scores, atol=1e-5)
+
+
+def test_a_folder_with_what_is_no_image(model_folder, images, capsys):
+    for name in ("a.pdf", "._a.png", "more/._c.webp", ".hidden.png", "more/notes.docx"):
+        (images / name).write_bytes(b"no image")
+    code, output, _ = run(images, "--model", model_folder, "--json", capsys=capsys)
+    assert code == 0 and len(json.loads(output)) == 3
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_corrupt_images_are_left_out_if_that_is_wanted(model_folder, images, batch_size, capsys):
+    for name, content in (("aa.png", b""), ("b1.png", (images / "a.png").read_bytes()[:99]), ("z.jpg", b"text")):
+        (images / name).write_bytes(content)
+    arguments = [images, "--model", model_folder, "--json", "--batch-size", batch_size]
+    code, output, error = run(*arguments, "--skip-corrupt", capsys=capsys)
+    assert code == 0 and [Path(result["image"]).name for result in json.loads(output)] == ["a.png", "b.jpg", "c.webp"]
+    assert error.count("Left out: Cannot read") == 3
+    assert run(*arguments, capsys=capsys)[0] == 1
+    for name in ("a.png", "b.jpg", "more/c.webp"):
+        (images / name).unlink()
+    code, output, error = run(*arguments, "--skip-corrupt", capsys=capsys)
+    assert code == 1 and "None of the images can be read" in error
+
+
+@pytest.mark.parametrize("node", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_has_no_end_is_no_image(model_folder, node, tmp_path, capsys):
+    node(tmp_path / "image.png")
+    assert "is no file but a device or a pipe" in fails(tmp_path / "image.png", "--model", model_folder, capsys=capsys)
+    assert "There is no images in the folder" in fails(tmp_path, "--model", model_folder, capsys=capsys)
+
+
+def test_scores_that_are_no_numbers(model_folder, images, tmp_path, capsys):
+    model, processor = load_image_classifier(model_folder, "cpu")
+    torch.nn.init.constant_(model.classifier.weight, torch.nan)
+    model.save_pretrained(tmp_path / "lost")
+    capsys.readouterr()
+    error = fails(images, "--model", tmp_path / "lost", capsys=capsys)
+    assert "The model's scores of 3 in a batch of 3 are not finite" in error
 
 
 def test_limit(model_folder, images, capsys):

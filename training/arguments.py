@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import difflib
+import functools
+import math
 import os
 import re
 import sys
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import transformers
 import yaml
 from huggingface_hub.errors import StrictDataclassError
@@ -47,7 +50,8 @@ def check(value, fits: bool, name: str, expected: str):
 
 def check_at_least(arguments, low, *names: str):
     for name in names:
-        check(getattr(arguments, name), getattr(arguments, name) >= low, name, f"{low} or more")
+        value = getattr(arguments, name)
+        check(value, low <= value < math.inf, name, f"{low} or more")
 
 
 def check_share(arguments, *names: str):
@@ -144,12 +148,27 @@ class OptimizerArguments:
     lr_scheduler: str = argument("cosine", "Schedule after the warm-up, a name of transformers.get_scheduler.")
 
     def __post_init__(self):
-        check(self.learning_rate, self.learning_rate > 0, "learning_rate", "a positive number")
+        check(self.learning_rate, 0 < self.learning_rate < math.inf, "learning_rate", "a positive number")
         check_at_least(self, 0, "weight_decay", "warmup_epochs")
         for name in ("adam_beta1", "adam_beta2"):
             check(getattr(self, name), 0 <= getattr(self, name) < 1, name, "a number from 0 to below 1")
-        names = [kind.value for kind in transformers.SchedulerType]
+        names = schedules()
         check(self.lr_scheduler, self.lr_scheduler in names, "lr_scheduler", f"one of {', '.join(names)}")
+
+
+@functools.cache
+def schedules() -> list[str]:
+    """Schedules of Transformers that need to know no more than how long warm-up and training are."""
+    optimizer, found = torch.optim.SGD([torch.zeros(1, requires_grad=True)]), []
+    for kind in transformers.SchedulerType:
+        try:
+            schedule = transformers.get_scheduler(kind, optimizer, num_warmup_steps=1, num_training_steps=2)
+        except (TypeError, ValueError, AttributeError):
+            continue
+        # Others ask for what was measured.
+        if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+            found.append(kind.value)
+    return found
 
 
 class ArgumentParser(transformers.HfArgumentParser):
@@ -212,18 +231,33 @@ def _value_of(option: str, argv: list[str]) -> str | None:
     return finder.parse_known_args(argv)[0].value
 
 
+class _Loader(yaml.SafeLoader):
+    """As YAML 1.2 has it, `no` is a word: the precision of that name, for example."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("true|True|TRUE|false|False|FALSE"), "tTfF")
+
+
 def _read_arguments(file: Path) -> list[str]:
     """A file's arguments as on a command line."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # JSON is YAML
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"--config {file} is neither YAML nor JSON ({error}).") from error
     if isinstance(content, dict):
         content = content.get("arguments", content)
     check(str(file), isinstance(content, dict), "config", "a file of names and values")
     values = {name: value if isinstance(value, list) else [value] for name, value in content.items()}
     return [
-        text for name, value in values.items() if value != [None] and value for text in (f"--{name}", *map(str, value))
+        text
+        for name, value in values.items()
+        if value != [None] and value
+        for text in (f"--{name}", *(os.path.expanduser(str(each)) for each in value))
     ]
 
 

@@ -52,6 +52,8 @@ MANY_SHARDS = 100
 REPEATED_TOGETHER = 8
 # Images that are looked at before the next progress.
 CHECKED_TOGETHER = 256
+# Classes that get their numbers for names.
+MOST_CLASSES = 100_000
 # Shards of a stream of a folder's images.
 FOLDER_SHARDS = 1_024
 
@@ -440,7 +442,8 @@ def image_files(folder: str | Path) -> Iterator[Path]:
             if not name.startswith(".")
             and not f"{above}{os.sep}".startswith(f"{os.path.realpath(os.path.join(parent, name))}{os.sep}")
         )
-        yield from (Path(parent, name) for name in sorted(names) if is_image_file(Path(name)))
+        found = (Path(parent, name) for name in sorted(names) if is_image_file(Path(name)))
+        yield from (path for path in found if path.is_file())
 
 
 def _leave_out(paths: Sequence[Path], reason: str):
@@ -538,6 +541,11 @@ def _one_error(dataset, split: str | None = None):
         yield
     except datasets.exceptions.DatasetGenerationError as error:
         raise ValueError(f"Cannot read the data set {given!r}: {_first_line(error.__cause__ or error)}") from error
+    except PermissionError as error:
+        raise ValueError(
+            f"Cannot load the data set {given!r} ({_first_line(error)}). Where `datasets` cannot keep a copy, let "
+            "HF_HOME name a folder that can be written."
+        ) from error
     except (datasets.exceptions.DatasetsError, OSError) as error:
         raise ValueError(f"Cannot load the data set {given!r} ({_first_line(error)}); {_EXPECTED}.") from error
     except ValueError as error:
@@ -589,6 +597,8 @@ def _name_labels(loaded, names: list[str] | None, default_names: list[str] | Non
     """The labels as a `ClassLabel`."""
     feature, streams = loaded.features["label"], isinstance(loaded, datasets.IterableDataset)
     if names is None and isinstance(feature, datasets.ClassLabel):
+        if not streams and (highest := label_numbers(loaded).max(initial=-1)) >= len(feature.names):
+            raise ValueError(f"The labels go up to {highest}, and {len(feature.names)} classes have names.")
         return loaded
     given, names = "--class_names" if names else "classes of the training images", names or default_names
     if streams:
@@ -601,6 +611,11 @@ def _name_labels(loaded, names: list[str] | None, default_names: list[str] | Non
             raise ValueError(f"The labels {_short(unknown)} are none of the classes {_short(names)}.")
     else:
         highest = label_numbers(loaded).max(initial=-1)
+        if not names and highest >= MOST_CLASSES:
+            raise ValueError(
+                f"The labels go up to {highest}, expected class numbers from 0 to less than {MOST_CLASSES:,}; name "
+                "another column with --label_column."
+            )
         names = names or [str(label) for label in range(highest + 1)]
         if highest >= len(names):
             raise ValueError(f"{len(names)} {given} do not fit the labels, which go up to {highest}.")

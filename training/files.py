@@ -76,8 +76,8 @@ def is_stream(path: str | os.PathLike) -> bool:
     """Whether a path is a device, a pipe, a socket, or a file that the process has open (`/dev/stdout`): what is
     written there goes through it, and nothing takes its place."""
     path = Path(path)
-    opened = {"/dev", "/dev/fd", "/proc"} & {str(parent) for parent in (path.parent, *path.parent.parents)}
-    return path.exists() and (bool(opened) or not path.is_file())
+    opened = str(path.parent) in ("/dev", "/dev/fd") or Path("/proc") in path.parents
+    return path.exists() and (opened or not path.is_file())
 
 
 def _beside(path: Path) -> tuple[Path, Path]:

@@ -1,13 +1,19 @@
 """Models for the commands: loaded whole or refused, on the device that is there."""
 
 import inspect
+import json
+import math
 import os
+import re
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
@@ -28,6 +34,8 @@ from ..modeling.open_clip_adapter import open_clip_image_processor
 
 
 OPEN_CLIP = "open_clip:"
+# A side of an image, or of what an image processor makes.
+MOST_PIXELS = 16_384
 # Parts that no embedding of images reads: what pretraining needs, and an extra layer after [CLS].
 _UNREAD = frozenset({"pooler", "decoder", "mask_token"})
 
@@ -42,8 +50,8 @@ def choose_device(name: str | None = None) -> torch.device:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.empty(0, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(
             f"The device {name!r} cannot be used here ({_one_line(error)}); expected one like 'cpu', 'cuda', 'cuda:1' "
             "or 'mps' that this machine has. Leave it out to have it chosen."
@@ -156,14 +164,97 @@ def load_image_processor(name: str | os.PathLike, trust_remote_code: bool, kind:
     hub_id, revision = split_revision(name)
     folder = Path(hub_id).expanduser()
     files = [folder / file for file in ("preprocessor_config.json", "processor_config.json")]
-    if folder.is_dir() and not any(file.exists() for file in files):
-        raise ValueError(
-            f"Cannot load {os.fspath(name)!r} as {kind}: without a preprocessor_config.json it does not say how "
-            "its images are resized and normalized. Save the image processor of the model's family beside it."
-        )
-    with one_error(name, kind):
-        hub_id = str(folder) if folder.is_dir() else hub_id
-        return AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
+    try:
+        with one_error(name, kind):
+            hub_id = str(folder) if folder.is_dir() else hub_id
+            found = AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
+    except ValueError as error:
+        if folder.is_dir() and not any(file.exists() for file in files):
+            raise ValueError(
+                f"Cannot load {os.fspath(name)!r} as {kind}: without a preprocessor_config.json it does not say how "
+                "its images are resized and normalized. Save the image processor of the model's family beside it."
+            ) from error
+        raise
+    if problem := problem_with(found):
+        raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {problem}.")
+    return found
+
+
+def problem_with(image_processor) -> str | None:
+    """Why an image processor cannot prepare images, if it cannot; one is tried."""
+    for attribute in ("size", "crop_size", "pad_size"):
+        numbers = getattr(image_processor, attribute, None)
+        try:
+            numbers = [number for number in dict(numbers or {}).values() if number is not None]
+        except (TypeError, ValueError):
+            numbers = [numbers]
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= MOST_PIXELS:
+                return f"its image processor has the {attribute} {number!r}, expected 1 to {MOST_PIXELS:,} pixels"
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (61, 61, 3), dtype=np.uint8))
+    try:
+        pixel_values = torch.as_tensor(np.asarray(image_processor(image, return_tensors="pt")["pixel_values"]))
+    # As many ways to fail as there are processors.
+    except Exception as error:
+        return f"its image processor cannot prepare an image ({type(error).__name__}: {_one_line(error)})"
+    if not pixel_values.isfinite().all():
+        return "its image processor makes pixels that are not finite; check image_mean, image_std and rescale_factor"
+    return None
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in a folder's safetensors files, of which headers alone are read.
+
+    Raises:
+        ValueError: if a file is none.
+    """
+    shapes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"Cannot load {str(path)!r}: it holds no weights ({_one_line(error)}).") from error
+    return shapes
+
+
+def check_sizes(folder: Path, kind: str):
+    """Refuse a model folder whose configuration is none, or speaks of more than its weights can hold, before a model
+    of such a size is made: no layer is without weights, and no width or number of tokens beyond all of them.
+
+    Raises:
+        ValueError: if it does.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise ValueError(f"Cannot load {str(folder)!r} as {kind}: its config.json is no JSON ({error}).") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"Cannot load {str(folder)!r} as {kind}: its config.json is no object of names and values.")
+    shapes = tensor_shapes(folder)
+    # Of other formats, what they hold is not known; no model has as much as this.
+    tensors, values = (len(shapes), sum(map(math.prod, shapes.values()))) if shapes else (10_000, 10**9)
+
+    def visit(fields: dict, where: str = ""):
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                visit(value, f"{where}{name}.")
+            for number in value if isinstance(value, list) else [value]:
+                if not isinstance(number, int) or isinstance(number, bool):
+                    continue
+                layers = re.search("layers$|blocks$|^depths?$", name)
+                if layers or re.search("_size$|_sizes$|_dim$|_tokens$|_heads$|_points$|_channels$|_iterations$", name):
+                    most = tensors if layers else max(values, MOST_PIXELS)
+                    if number > most:
+                        raise ValueError(
+                            f"Cannot load {str(folder)!r} as {kind}: {where}{name} is {number:,} in config.json, and "
+                            f"the weights have {tensors:,} tensors of {values:,} values in all."
+                        )
+
+    visit(config)
 
 
 def load_pretrained(
@@ -202,6 +293,7 @@ def load_pretrained(
         raise ValueError(f"There is no folder {given!r}; give a folder that `save_pretrained` wrote, or a hub id.")
 
     device = choose_device(None if device is None else str(device))
+    check_sizes(folder, kind)
     with one_error(given, kind):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
         model_class = choose_class(config)
@@ -215,6 +307,19 @@ def load_pretrained(
             # timm notes the number of classes there, too; Transformers' wrapper would pass it twice.
             options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
         model, report = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **options)
+    check_complete(given, model, report, kind, unread)
+    return model.eval().to(device)
+
+
+def check_complete(
+    given: str | os.PathLike,
+    model: PreTrainedModel,
+    report: dict,
+    kind: str,
+    unread: frozenset[str] = frozenset(),
+):
+    """Raise a ValueError if what `from_pretrained` reports says that weights lack, are left over or have other shapes;
+    arguments as in `load_pretrained`."""
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     for problem, keys in (
         ("lacks", report["missing_keys"]),
@@ -229,7 +334,6 @@ def load_pretrained(
                 f"{given!r} is no complete {type(model).__name__}: its {part} {problem} {names}. "
                 f"Save it again as {kind}."
             )
-    return model.eval().to(device)
 
 
 @contextmanager

@@ -35,11 +35,11 @@ from .arguments import (
 from .augmentation import ImageFormat
 from .cards import write_card
 from .data import make_loaders
-from .loading import load_image_processor, one_error, split_revision
+from .loading import check_sizes, load_image_processor, one_error, split_revision
 from .loop import TrainingState, fit, learning_rate_factors, optimizer_with_schedule, prepare, start_accelerator
 from .masks import IGNORED, MaskReader, SegmentationEvalView, SegmentationView, load_masked_splits
 from .metrics import evaluate_segmenter
-from .train import check_loading, parse_overrides, set_drop_path
+from .train import check_loading, check_numbers, parse_overrides, set_drop_path
 
 
 PROG = "frugalvit segment"
@@ -228,6 +228,7 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
     preprocessing = {}
     if arguments.model:
         name, revision = split_revision(arguments.model)
+        check_sizes(Path(name).expanduser(), KIND)
         remote = {"trust_remote_code": arguments.trust_remote_code}
         with one_error(arguments.model, KIND):
             config = AutoConfig.from_pretrained(name, **remote, **revision, **labels)
@@ -264,9 +265,12 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
         if not labels:
             raise ValueError(f"A new {arguments.model_type} needs its classes: --class_names or --num_labels.")
         overrides = parse_overrides(arguments.model_type, arguments.config_overrides)
-        config = AutoConfig.for_model(arguments.model_type, **overrides, **labels)
+        check_numbers(overrides)
+        with one_error(arguments.model_type, "an architecture to train from scratch"):
+            config = AutoConfig.for_model(arguments.model_type, **overrides, **labels)
         set_drop_path(config, arguments.drop_path)
-        model = AutoModelForSemanticSegmentation.from_config(config)
+        with one_error(arguments.model_type, "an architecture to train from scratch"):
+            model = AutoModelForSemanticSegmentation.from_config(config)
     # Nothing that the logits depend on: they would have no gradient, which several processes do not take.
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("auxiliary_head", "pooling_head"):

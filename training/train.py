@@ -44,7 +44,7 @@ from .arguments import (
 from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from .cards import write_card
 from .data import CorruptImageError, class_names, decode_image, load_splits, make_loaders
-from .loading import load_image_classifier, load_image_processor, one_error, split_revision
+from .loading import check_sizes, load_image_classifier, load_image_processor, one_error, split_revision
 from .loop import (
     OPTIMIZERS,
     TrainingState,
@@ -68,6 +68,8 @@ SMALL_VARIANT, LARGE_VARIANT, LARGEST_SMALL = "vit-tiny-h3-32", "vit-tiny-h3-224
 FIRST_IMAGES = 16
 # Transformers' model type for timm's models.
 TIMM = "timm_wrapper"
+# Of a new model.
+LARGEST_SIZE, MOST_LAYERS = 1_000_000, 1_000
 # What `--model` should be, for messages.
 KIND = "an image classifier to go on from"
 
@@ -308,6 +310,7 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
     options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
     if arguments.model:
         name, revision = split_revision(arguments.model)
+        check_sizes(Path(name).expanduser(), KIND)
         remote = {"trust_remote_code": arguments.trust_remote_code, **revision}
         # Configurations of timm's models keep their own count of classes, unless it is given.
         with one_error(arguments.model, KIND):
@@ -351,7 +354,9 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
 
     model_type = arguments.model_type or "vit"
     overrides = parse_overrides(model_type, arguments.config_overrides)
-    config = AutoConfig.for_model(model_type, **overrides, **labels)
+    check_numbers(overrides)
+    with one_error(model_type, "an architecture to train from scratch"):
+        config = AutoConfig.for_model(model_type, **overrides, **labels)
     set_drop_path(config, recipe.drop_path)
     if hasattr(config, "image_mean"):
         config.image_mean, config.image_std = arguments.image_mean, arguments.image_std
@@ -361,7 +366,8 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
         height, width = image_size(config, arguments)
         size = {"height": height, "width": width}
         processor = ViTImageProcessor(size=size, image_mean=arguments.image_mean, image_std=arguments.image_std)
-    model = AutoModelForImageClassification.from_config(config, **options)
+    with one_error(model_type, "an architecture to train from scratch"):
+        model = AutoModelForImageClassification.from_config(config, **options)
     if arguments.initialization != "default" or arguments.initialization_options:
         initialize(model, arguments.initialization, arguments.initialization_options)
     return model, processor
@@ -494,6 +500,16 @@ def parse_overrides(model_type: str, text: str) -> dict:
         if not hasattr(defaults, name):
             raise ValueError(f"--config_overrides: {model_type} configurations have no {name!r}.")
     return overrides
+
+
+def check_numbers(overrides: dict):
+    """Refuse sizes of a new model that no machine could train."""
+    for name, value in overrides.items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and not abs(number) <= LARGEST_SIZE:
+                raise ValueError(f"--config_overrides: {name} is {value}, expected numbers up to {LARGEST_SIZE:,}.")
+            if re.search("layers$|^depths?$", name) and isinstance(number, int) and number > MOST_LAYERS:
+                raise ValueError(f"--config_overrides: {name} is {value}, expected {MOST_LAYERS:,} at most.")
 
 
 def read_values(argument_name: str, text: str) -> dict:

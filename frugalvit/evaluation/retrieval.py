@@ -87,7 +87,7 @@ def read_karpathy(path: str, folder: Path | None, split: str) -> tuple[datasets.
     if missing := [file for file in files if not file.is_file()]:
         raise ValueError(f"{len(missing)} images of {path} are not in {folder}, for example {missing[0].name}.")
     images = datasets.Dataset.from_dict({"image": [{"path": str(file), "bytes": None} for file in files]})
-    return images.cast_column("image", datasets.Image(decode=False)), _check_captions(captions)
+    return images.cast_column("image", datasets.Image(decode=False)), check_captions(captions)
 
 
 def read_parquet(paths: list[str], column: str) -> tuple[datasets.Dataset, list[list[str]]]:
@@ -104,10 +104,10 @@ def read_parquet(paths: list[str], column: str) -> tuple[datasets.Dataset, list[
         )
     captions = table.select_columns(column)[column]
     lists = [each if isinstance(each, list) else [] if each is None else [each] for each in captions]
-    return images, _check_captions(lists)
+    return images, check_captions(lists)
 
 
-def _check_captions(captions: list[list[str]]) -> list[list[str]]:
+def check_captions(captions: list[list[str]]) -> list[list[str]]:
     for index, several in enumerate(captions):
         if not several:
             raise ValueError(f"Image {index} has no caption.")

@@ -364,6 +364,9 @@ def test_without_evaluation_the_last_epoch_is_kept(recipe, teacher, tmp_path, ti
     assert all(torch.equal(kept[prefix + name], weight) for name, weight in last.items())
 
 
+VEHICLES = ["bus", "car", "train"]
+
+
 def images_in(folder, **counts):
     for path, count in counts.items():
         (folder / path.replace("__", "/")).mkdir(parents=True, exist_ok=True)
@@ -391,7 +394,7 @@ def called_like_parts(folder):
 @pytest.mark.parametrize(
     ("name", "make", "parts", "left_out"),
     [
-        ("photos", lambda f: images_in(f, bus=2, car=2, train=2), {"train": (6, ["bus", "car", "train"])}, None),
+        ("photos", lambda f: images_in(f, bus=2, car=2, train=2), {"train": (6, VEHICLES)}, None),
         (
             "photos",
             lambda f: images_in(f, bus__a=2, car__a=2, train__a=2),

@@ -35,7 +35,7 @@ TURNED[0x0112] = 6
         (GRADIENT.astype(np.float32), "tif", GRAY, {}),
         ((257 * GRADIENT).astype(np.float32), "tif", GRAY, {}),
         (COLOR, "bmp", COLOR, {}),
-        (HALF, "png", 127 + COLOR * 128 / 255, {}),
+        (HALF, "png", 127 + COLOR * (128 / 255), {}),
         (np.stack([GRAY, np.zeros_like(GRAY)], -1), "png", np.full((8, 8), 255), {}),
         (COLOR, "png", np.rot90(COLOR, -1), {"exif": TURNED}),
     ],

@@ -5,6 +5,7 @@ import resource
 import shutil
 import signal
 import stat
+import tempfile
 import threading
 from pathlib import Path
 
@@ -140,6 +141,14 @@ def test_open_files_are_written_into(tmp_path):
         opened.flush()
         write_text(f"/dev/fd/{opened.fileno()}", "after")
     assert file.read_text() == "before after"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="a disk in memory, of Linux")
+def test_a_disk_in_memory_is_a_disk():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for content in ("old", "new"):
+            write_text(Path(folder) / "file", content)
+        assert (Path(folder) / "file").read_text() == "new"
 
 
 def too_large(write):

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from frugalvit.training.metrics import TopKAccuracy, evaluate_classifier
+from frugalvit.training.metrics import TopKAccuracy, check_scores, evaluate_classifier
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
@@ -21,6 +21,20 @@ def test_accuracy_against_brute_force(k):
     right = sum(int((row > row[label]).sum() < k) for row, label in zip(scores, labels, strict=True))
     name = "accuracy" if k == 1 else f"top{k}_accuracy"
     assert metric.compute() == {name: right / 60}
+
+
+def count_right(scores):
+    TopKAccuracy(1).add_batch(predictions=scores, references=np.zeros(4, dtype=np.int64))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("check", [check_scores, count_right])
+def test_scores_that_are_not_finite_are_no_scores(value, check):
+    scores = np.zeros((4, 3), dtype=np.float32)
+    check(scores)
+    scores[1, 2] = scores[3] = value
+    with pytest.raises(ValueError, match="The model's scores of 2 in a batch of 4 are not finite"):
+        check(scores)
 
 
 def test_fewer_classes_than_k():

@@ -1,0 +1,71 @@
+"""Models that are made without memory, and guards that all families have."""
+
+import pytest
+import torch
+
+import frugalvit
+from kinds import KINDS
+from tiny import randomize
+
+
+TWINS = frugalvit.BootstrappedViTConfig(
+    vit_config={
+        "image_size": 32,
+        "patch_size": 4,
+        "num_attention_heads": 6,
+        "hidden_size": 36,
+        "num_hidden_layers": 3,
+    },
+    agent_config={"patch_size": 4, "num_positions": 6, "hidden_size": 36, "num_hidden_layers": 3},
+    sharing="none",
+    num_labels=3,
+)
+FAMILIES = {
+    **{
+        name: (kind.config_class.from_variant(kind.variant, **kind.fields), kind.classifier)
+        for name, kind in KINDS.items()
+    },
+    "bootstrapped_vit": (TWINS, frugalvit.BootstrappedViTForImageClassification),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return FAMILIES[request.param]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
+def test_weights_that_are_loaded_are_all_there_is(assign, family):
+    config, model_class = family
+    torch.manual_seed(0)
+    model = randomize(model_class(config))
+    with torch.device("meta"):
+        empty = model_class(config)
+    if not assign:
+        empty = empty.to_empty(device="cpu")
+        for tensor in (*empty.parameters(), *empty.buffers()):
+            # What memory may hold.
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+    empty.load_state_dict(model.state_dict(), strict=True, assign=assign)
+    pixel_values = torch.randn(2, 3, 32, 32)
+    expected = model(pixel_values).logits
+    torch.testing.assert_close(empty.eval()(pixel_values).logits, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("pixel_values", "message"),
+    [
+        (None, "You have to specify"),
+        (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), "of dtype torch.uint8, expected normalized floating point"),
+        (torch.zeros(0, 3, 32, 32), "a batch of no images"),
+        (torch.full((2, 3, 32, 32), float("nan")), r"Images \[0, 1\] of the batch hold NaN"),
+        (torch.zeros(2, 1, 32, 32), "expected .batch, 3, height, width"),
+        (torch.zeros(3, 32, 32), "expected .batch, 3, height, width"),
+    ],
+    ids=["nothing", "uint8", "no images", "NaN", "gray", "one image"],
+)
+def test_what_no_model_takes(pixel_values, message, family):
+    config, model_class = family
+    with pytest.raises(ValueError, match=message):
+        model_class(config).eval()(pixel_values)

@@ -1,0 +1,178 @@
+"""What is wrong with a folder, an argument or a label is one clear line, known before much is allocated."""
+
+import json
+import math
+import time
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+from frugalvit.cli import main
+from frugalvit.info import describe
+from frugalvit.training.arguments import OptimizerArguments, RunArguments, parse_arguments
+from frugalvit.training.data import load_images
+from frugalvit.training.loading import choose_device, load_image_classifier, load_vision_model
+from frugalvit.training.segment import MaskedImageArguments, SegmenterArguments
+from frugalvit.training.segment import build_model as build_segmenter
+from frugalvit.training.train import ModelArguments, RecipeArguments, load_or_create
+
+
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+LOADERS = {
+    "classifier": load_image_classifier,
+    "teacher": load_vision_model,
+    "info": describe,
+    "train": lambda folder: load_or_create(ModelArguments(model=folder), RecipeArguments(), ["a", "b"]),
+    "segment": lambda folder: build_segmenter(
+        SegmenterArguments(model=folder, drop_path=0), MaskedImageArguments(dataset=["x"], num_labels=2)
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **SIZES)).save_pretrained(tmp_path / "model")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refused(load, folder):
+    started = time.perf_counter()
+    with pytest.raises((ValueError, OSError)) as error:
+        load(str(folder))
+    assert time.perf_counter() - started < 20
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1_000
+
+
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("", "null", "5", "[]", '"text"', "{", "[" * 100_000, '{"a":' * 1_000 + "1" + "}" * 1_000),
+        {"num_hidden_layers": 10**7},
+        {"hidden_size": 10**9},
+        {"intermediate_size": 10**12},
+        {"num_hidden_layers": -1},
+        {"num_hidden_layers": "many"},
+        {"num_attention_heads": 0},
+        {"patch_size": 0},
+        {"image_size": None},
+        {"hidden_act": "no_such"},
+        {"model_type": "no_such"},
+        {"model_type": None},
+    ],
+    ids=str,
+)
+def test_configurations(change, load, folder):
+    file = folder / "config.json"
+    text = change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change)
+    file.write_text(text)
+    refused(load, folder)
+
+
+@pytest.mark.parametrize("architectures", [[5], ["Trainer"], ["NoSuch"], 5, "text", [None], [[]]], ids=str)
+def test_architectures_that_are_no_models(architectures, folder):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": architectures}))
+    refused(describe, folder)
+
+
+@pytest.mark.parametrize("load", [LOADERS[name] for name in ("classifier", "train", "segment")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("", "null", "[]", "5", "{"),
+        {"resample": 99},
+        {"resample": "no"},
+        {"size": {"height": -1, "width": 32}},
+        {"size": {"height": 10**9, "width": 10**9}},
+        {"size": {"height": "a", "width": 32}},
+        {"image_mean": None},
+        {"image_mean": [0.5, 0.5]},
+        {"image_std": [0, 0, 0]},
+        {"image_processor_type": "NoSuch"},
+        {"rescale_factor": "a"},
+    ],
+    ids=str,
+)
+def test_image_processors(change, load, folder):
+    file = folder / "preprocessor_config.json"
+    text = change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change)
+    file.write_text(text)
+    refused(load, folder)
+
+
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_weights_that_are_none(name, load, folder):
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(b"no weights")
+    refused(load, folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OptimizerArguments(warmup_epochs=math.inf), "--warmup_epochs is inf, expected 0 or more"),
+        (lambda: OptimizerArguments(learning_rate=math.inf), "--learning_rate is inf"),
+        (lambda: OptimizerArguments(weight_decay=math.nan), "--weight_decay is nan"),
+        (lambda: OptimizerArguments(lr_scheduler="warmup_stable_decay"), "expected one of linear, cosine"),
+        (lambda: OptimizerArguments(lr_scheduler="reduce_lr_on_plateau"), "expected one of linear, cosine"),
+        (lambda: RecipeArguments(mixup=math.inf), "--mixup is inf, expected 0 or more"),
+        (lambda: RunArguments(output_dir="x", max_grad_norm=math.inf), "--max_grad_norm is inf"),
+        (lambda: choose_device("meta"), "The device 'meta' cannot be used here"),
+    ],
+)
+def test_values_that_cannot_be(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    ["patch_size=0", "hidden_act=no_such", "num_hidden_layers=10000000", "hidden_size=1e99", "hidden_size=text"],
+)
+def test_new_models_that_cannot_be(overrides):
+    with pytest.raises(ValueError):
+        load_or_create(ModelArguments(model_type="vit", config_overrides=overrides), RecipeArguments(), ["a", "b"])
+
+
+@pytest.mark.parametrize(("written", "precision"), [("no", "no"), ('"no"', "no"), ("bf16", "bf16")])
+def test_files_of_arguments(written, precision, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "arguments.yaml"
+    file.write_text(f"mixed_precision: {written}\noutput_dir: ~/runs/first\ncompile: true\noverwrite: false\n")
+    (run,) = parse_arguments("frugalvit train", "", [RunArguments], ["--config", str(file)])
+    assert (run.mixed_precision, run.output_dir) == (precision, f"{tmp_path}/runs/first")
+    assert run.compile and not run.overwrite
+
+
+@pytest.mark.parametrize(
+    ("labels", "feature", "message"),
+    [
+        ([0, 10**8], datasets.Value("int64"), "The labels go up to 100000000, expected class numbers from 0 to less"),
+        ([0, 5], datasets.ClassLabel(names=["a", "b"]), "The labels go up to 5, and 2 classes have names"),
+    ],
+)
+def test_labels_that_are_no_classes(labels, feature, message, tmp_path):
+    features = datasets.Features({"image": datasets.Image(), "label": feature})
+    images = pa.array([{"bytes": b"", "path": None}] * 2, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+    table = pa.table({"image": images, "label": pa.array(labels)})
+    table = table.replace_schema_metadata({b"huggingface": json.dumps({"info": {"features": features.to_dict()}})})
+    pq.write_table(table, tmp_path / "images.parquet")
+    with pytest.raises(ValueError, match=message):
+        load_images(str(tmp_path / "images.parquet"))
+
+
+def test_info_looks_at_the_weights(folder, capsys):
+    assert main(["info", str(folder)]) == 0
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 4}))
+    assert main(["info", str(folder)]) == 1
+    assert "checkpoint has other shapes of vit.layers.0.mlp.fc1.bias" in capsys.readouterr().err
+    (folder / "model.safetensors").unlink()
+    assert main(["info", str(folder)]) == 1
+    assert "no file named model.safetensors" in capsys.readouterr().err
