@@ -31,6 +31,7 @@ from ..modeling.hosts.transformers import resize_positions_
 from ..modeling.hub import image_processor_config
 from ..modeling.initialization import INITIALIZATIONS, initialize_attention_
 from ..modeling.modeling_bootstrapped_vit import divergence
+from ..modeling.reference_initialization import REFERENCE, reference_init_
 from .arguments import (
     DataArguments,
     OptimizerArguments,
@@ -60,6 +61,8 @@ from .metrics import evaluate_classifier
 from .precision import hold_teacher
 
 
+logger = transformers.utils.logging.get_logger(__name__)
+
 PROG = "frugalvit train"
 
 # What is trained where no model is named: a variant of `ViTImpulseInitConfig` for small images, up to so many pixels
@@ -85,7 +88,10 @@ class ModelArguments:
     )
     config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
     initialization: str = argument(
-        "default", "default, the architecture's own, or of a ViT's attention.", choices=["default", *INITIALIZATIONS]
+        "default",
+        "default, the architecture's own; of a ViT's attention; or reference, of a whole vit or agent_cnn, as "
+        "`frugalvit joint` has it.",
+        choices=["default", *INITIALIZATIONS, REFERENCE],
     )
     initialization_options: str = argument(
         "", "Arguments of frugalvit.initialize_attention_, for example kernel_size=5,value_init=mimetic."
@@ -95,6 +101,10 @@ class ModelArguments:
     )
     context_broadcast_position: list[str] = argument(
         ["mlp_end"], "Where to insert it.", choices=[*CONTEXT_BROADCAST_POSITIONS]
+    )
+    context_broadcast_scale_init: float = argument(0.0, "Start of the scale of cb_s.")
+    context_broadcast_blend: bool = argument(
+        False, "Insert it with a learned blend, which starts as the model was: for trained models."
     )
     attn_implementation: str | None = argument(None, "eager, sdpa, …; the model's default if not given.")
     image_size: int | None = argument(
@@ -136,6 +146,7 @@ class RecipeArguments:
     optimizer: str = argument(
         "adamw", "adamw; muon, which needs fewer epochs; sam, adamw that seeks flat minima.", choices=[*OPTIMIZERS]
     )
+    sam_rho: float = argument(0.05, "How far --optimizer sam looks.")
     drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
     distill_from: str | None = argument(None, "Folder or hub id (@revision, too) of a classifier to learn from.")
     distill_weight: float = argument(0.5, "Weight of its loss, the labels' loss has the rest.")
@@ -150,7 +161,7 @@ class RecipeArguments:
 
     def __post_init__(self):
         check_share(self, "flip", "erasing", "label_smoothing", "drop_path", "distill_weight")
-        check_at_least(self, 0, "crop_padding", "randaugment_layers", "mixup", "cutmix", "head_multiplier")
+        check_at_least(self, 0, "crop_padding", "randaugment_layers", "mixup", "cutmix", "head_multiplier", "sam_rho")
         check(self.layer_decay, 0 < self.layer_decay <= 1, "layer_decay", "a number above 0, up to 1")
         check_at_least(self, 1, "repeated_augmentation")
         if self.crop_size is not None:
@@ -211,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     if (recipe.head_multiplier, recipe.layer_decay) != (1, 1):
         rates = learning_rate_factors(model, recipe.head_multiplier, recipe.layer_decay)
     optimizer, scheduler = optimizer_with_schedule(
-        model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer, rates
+        model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer, rates, sam_rho=recipe.sam_rho
     )
     model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
 
@@ -293,7 +304,18 @@ def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[
     """The classifier for these class names, in float32, and its image processor."""
     model, processor = load_or_create(arguments, recipe, names)
     if arguments.context_broadcast:
-        insert_context_broadcast(model, arguments.context_broadcast, arguments.context_broadcast_position)
+        report = insert_context_broadcast(
+            model,
+            arguments.context_broadcast,
+            arguments.context_broadcast_position,
+            scale_init=arguments.context_broadcast_scale_init,
+            blend=arguments.context_broadcast_blend,
+        )
+        if arguments.model and report.changes_outputs:
+            logger.warning(
+                f"--context_broadcast {arguments.context_broadcast} changes what {arguments.model} computes, so that "
+                "fine-tuning begins below it; --context_broadcast_blend begins where it was."
+            )
     return model, processor
 
 
@@ -405,12 +427,15 @@ def set_image_size(processor, pixels: int):
 
 
 def initialize(model, name: str, text: str):
-    """Initialize a fresh model's attention with what `--initialization_options` says."""
+    """Initialize a fresh model or its attention, with what `--initialization_options` says."""
     accepted = inspect.signature(INITIALIZATIONS[name]).parameters.keys() if name in INITIALIZATIONS else set()
     options = read_values("initialization_options", text)
     if unknown := sorted(options.keys() - accepted | options.keys() & {"model", "generator"}):
         raise ValueError(f"--initialization_options: --initialization {name} has no {unknown[0]!r}.")
-    initialize_attention_(model, name, **options)
+    if name == REFERENCE:
+        reference_init_(model)
+    else:
+        initialize_attention_(model, name, **options)
 
 
 def image_size(config, arguments: ModelArguments) -> tuple[int, int]:
