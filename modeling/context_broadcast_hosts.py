@@ -96,8 +96,8 @@ def insert_context_broadcast(
     Args:
         model (`nn.Module`):
             Transformers' ViT, DeiT, DINOv2 and DINOv3, CLIP, SigLIP (of two towers, the one for images), Swin, PVT,
-            PVTv2; timm's VisionTransformer, EVA, DINOv3, Swin, SwinV2, PVTv2; SparseFormer (its cortex), ViTImpulseInit; or, with
-            `pattern`, any other.
+            PVTv2; timm's VisionTransformer, EVA, DINOv3, Swin, SwinV2, PVTv2; SparseFormer (its cortex),
+            ViTImpulseInit; or, with `pattern`, any other.
         kind (`str`, *optional*, defaults to `"cb"`): As in `ContextBroadcast`.
         position (`str` or several, *optional*, defaults to `"mlp_end"`):
             `"mlp_front"`, before the MLP; `"mlp_mid"`, between its activation and its second linear layer;

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from transformers import ViTImageProcessor
 
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
@@ -204,6 +205,15 @@ def build_twins(arguments: TwinArguments, names: list[str]) -> BootstrappedViTFo
         part = model if arguments.initialization == REFERENCE else model.vit
         initialize(part, arguments.initialization, arguments.initialization_options)
     return model
+
+
+def starting_twins(values: dict, config) -> BootstrappedViTForImageClassification:
+    """The pair that a run began with; as `frugalvit.training.train.starting_model`."""
+    arguments = TwinArguments(
+        **{f.name: values[f.name] for f in dataclasses.fields(TwinArguments) if f.name in values}
+    )
+    set_seed(values["seed"])
+    return build_twins(arguments, [config.id2label[label] for label in range(config.num_labels)])
 
 
 @torch.inference_mode()

@@ -10,13 +10,14 @@ import inspect
 import json
 import re
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -137,8 +138,14 @@ class RecipeArguments:
     crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio for --crop resized.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
     randaugment_layers: int = argument(2, "RandAugment's operations for an image; 0 turns it off.")
-    randaugment_magnitude: int = argument(9, "RandAugment's strength, 0 to 30.")
+    randaugment_magnitude: int = argument(9, "RandAugment's strength, 0 to 30, of timm's 0 to 10.")
     erasing: float = argument(0.0, "Probability of erasing a rectangle.")
+    augmentation: str = argument(
+        "torchvision",
+        "Whose RandAugment and erasing. timm: as DeiT trains, rand-m9-mstd0.5-inc1 and noise in erased rectangles; "
+        "torchvision's are a third as strong and erase by the mean.",
+        choices=["torchvision", "timm"],
+    )
     repeated_augmentation: int = argument(1, "Views of an image in an epoch, which then has as many images fewer.")
     mixup: float = argument(0.2, "Mixup's Beta parameter; 0 turns it off.")
     cutmix: float = argument(0.0, "CutMix's Beta parameter; 0 turns it off.")
@@ -166,7 +173,9 @@ class RecipeArguments:
         check_at_least(self, 1, "repeated_augmentation")
         if self.crop_size is not None:
             check_at_least(self, 1, "crop_size")
-        check(self.randaugment_magnitude, 0 <= self.randaugment_magnitude <= 30, "randaugment_magnitude", "0 to 30")
+        highest = 10 if self.augmentation == "timm" else 30
+        fits = 0 <= self.randaugment_magnitude <= highest
+        check(self.randaugment_magnitude, fits, "randaugment_magnitude", f"0 to {highest}")
         check(self.distill_temperature, self.distill_temperature > 0, "distill_temperature", "a positive number")
         for name in ("crop_scale", "crop_ratio"):
             value = getattr(self, name)
@@ -208,6 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         randaugment_layers=recipe.randaugment_layers,
         randaugment_magnitude=recipe.randaugment_magnitude,
         erasing=recipe.erasing,
+        augmentation=recipe.augmentation,
     )
     mix = Mix(len(names), recipe.mixup, recipe.cutmix, recipe.label_smoothing, run.seed)
     evaluation = (eval_images, EvalView(image_format))
@@ -298,6 +308,23 @@ def choose_variant(arguments: ModelArguments, pixels: int) -> str:
         arguments.model_type, fields["resize_size"] = ViTImpulseInitConfig.model_type, config.resize_size
     arguments.config_overrides = write_values(fields)
     return variant
+
+
+def starting_model(values: dict, config):
+    """The model that a run began with.
+
+    Args:
+        values (`dict`): The run's arguments, of its `run.json`.
+        config (`PreTrainedConfig`): Of the trained model.
+    """
+    arguments, recipe = (
+        group(**{f.name: values[f.name] for f in fields(group) if f.name in values})
+        for group in (ModelArguments, RecipeArguments)
+    )
+    if not (arguments.model or arguments.model_type or arguments.config_overrides):
+        choose_variant(arguments, config.image_size)
+    set_seed(values["seed"])
+    return build_model(arguments, recipe, [config.id2label[label] for label in range(config.num_labels)])[0]
 
 
 def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[str]):
