@@ -9,8 +9,8 @@ from .configuration_base import FrugalViTConfig, pair
 class AgentCNNConfig(FrugalViTConfig):
     r"""
     Configuration of an agent CNN (Zhang et al., *Bootstrapping ViTs*, arXiv 2112.03552, tables 1 and 2): a vision
-    transformer's blocks with a generalized convolution in the place of attention. The defaults are Agent-S;
-    `from_variant` has the rest.
+    transformer's blocks with a generalized convolution in the place of attention. The defaults are Agent-S, but for
+    `branch_dropout`; `from_variant` has the rest.
 
     Args:
         image_size (`int` or pair of `int`, *optional*, defaults to 224):

@@ -224,6 +224,13 @@ def test_goes_on_where_it_stopped(run, tmp_path):
     assert (folder / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
 
+def test_sharpness_aware_steps_look_as_far_as_they_are_told(run, monkeypatch):
+    made, make = [], loop.make_optimizer
+    monkeypatch.setattr(loop, "make_optimizer", lambda *a, **options: made.append(make(*a, **options)) or made[-1])
+    run(optimizer="sam", sam_rho=0.2, epochs=1, steps_per_epoch=1)
+    assert {group["rho"] for group in made[0].param_groups} == {0.2}
+
+
 def test_sharpness_aware_steps_seek_flat_minima(run):
     losses = [record["train_loss"] for record in run(optimizer="sam", train_split="train[:256]", epochs=6)["epochs"]]
     assert losses[-1] < 0.5 * losses[0]
