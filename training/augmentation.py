@@ -16,8 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from timm.data import rand_augment_transform
-from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import InterpolationMode, v2
 
 
@@ -258,25 +256,31 @@ class SmallDataView(View):
         self.part = v2.RandomResizedCrop(self.size, scale, ratio) if crop == "resized" else None
         self.randaugment = self.erasing = None
         self.of_timm, self.image_format = augmentation == "timm", image_format
-        if randaugment_layers and self.of_timm:
-            self.randaugment = rand_augment_transform(
-                f"rand-m{randaugment_magnitude}-n{randaugment_layers}-mstd0.5-inc1",
-                {
-                    "translate_const": int(0.45 * min(self.size)),
-                    "img_mean": tuple(image_format.fill),
-                    "interpolation": image_format.resample,
-                },
-            )
-        elif randaugment_layers:
+        if self.of_timm:
+            # Slow to import.
+            from timm.data import rand_augment_transform
+            from timm.data.random_erasing import RandomErasing
+
+            if randaugment_layers:
+                self.randaugment = rand_augment_transform(
+                    f"rand-m{randaugment_magnitude}-n{randaugment_layers}-mstd0.5-inc1",
+                    {
+                        "translate_const": int(0.45 * min(self.size)),
+                        "img_mean": tuple(image_format.fill),
+                        "interpolation": image_format.resample,
+                    },
+                )
+            if erasing:
+                self.erasing = RandomErasing(erasing, mode="pixel", device="cpu")
+            return
+        if randaugment_layers:
             self.randaugment = v2.RandAugment(
                 randaugment_layers,
                 randaugment_magnitude,
                 interpolation=InterpolationMode.BILINEAR,
                 fill=image_format.fill,
             )
-        if erasing and self.of_timm:
-            self.erasing = RandomErasing(erasing, mode="pixel", device="cpu")
-        elif erasing:
+        if erasing:
             self.erasing = v2.RandomErasing(erasing, value=image_format.fill)
 
     def __call__(self, image):
