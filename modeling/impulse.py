@@ -168,8 +168,8 @@ def solve_adam(
     head_dim: int,
     steps: int = 10_000,
     learning_rate: float = 1e-4,
-    renormalize_every: int | None = None,
     generator: torch.Generator | None = None,
+    renormalize_every: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Q and K by Algorithm 1 of the paper: Adam on the mean squared error of the attention map (eq. 8).
 
@@ -184,10 +184,10 @@ def solve_adam(
         inputs (`torch.Tensor`): As in `solve_closed_form`.
         targets (`torch.Tensor`): `(heads, positions, positions)`.
         steps, learning_rate: The paper's by default.
+        generator (`torch.Generator`, *optional*): Source of the start, on CPU.
         renormalize_every (`int`, *optional*):
             Bring the columns of Q and K back to their mean length at the start before every so many steps, as the
             authors' code does with 100; never if not given, as Algorithm 1 is printed.
-        generator (`torch.Generator`, *optional*): Source of the start, on CPU.
 
     Returns:
         Two tensors `(heads, hidden_size, head_dim)`.

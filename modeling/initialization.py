@@ -170,10 +170,10 @@ def impulse_init_(
     value_init: str = "mimetic",
     mass: float = 0.2,
     positions: str = "sincos",
-    position_std: float = 0.36,
     steps: int = 10_000,
-    renormalize_every: int | None = None,
     generator: torch.Generator | None = None,
+    position_std: float = 0.36,
+    renormalize_every: int | None = None,
 ) -> InitializationReport:
     """Initialize queries and keys so that every head's attention map is a random impulse filter, in place (Zheng et
     al., arXiv 2404.01139).
@@ -204,13 +204,13 @@ def impulse_init_(
         positions (`str`, *optional*, defaults to `"sincos"`):
             Learned positions are set to the sinusoidal encoding, those of [CLS] to zero; with `"random"` to normal
             ones, which `solver="pinv"` is made for; `"keep"` solves against the given ones.
+        steps (`int`, *optional*, defaults to 10,000): For `solver="adam"`.
+        generator (`torch.Generator`, *optional*): Source of chance, on CPU.
         position_std (`float`, *optional*, defaults to 0.36):
             Standard deviation of random positions. The NeurIPS 2025 code has 0.02, in one set-up times 18.
-        steps (`int`, *optional*, defaults to 10,000): For `solver="adam"`.
         renormalize_every (`int`, *optional*):
             For `solver="adam"`: steps between rescalings of Q and K to their length at the start. The authors ran
             their code with 100; without, as Algorithm 1 is printed, the softmax saturates.
-        generator (`torch.Generator`, *optional*): Source of chance, on CPU.
 
     Returns:
         `InitializationReport`: What came out, head by head.
@@ -260,10 +260,10 @@ def impulse_init_(
 @torch.no_grad()
 def mimetic_init_(
     model: nn.Module,
-    value_init: str = "mimetic",
     positions: str = "sincos",
-    position_std: float = 0.36,
     generator: torch.Generator | None = None,
+    value_init: str = "mimetic",
+    position_std: float = 0.36,
 ) -> InitializationReport:
     """Initialize attention so that it mimics trained transformers (Trockman & Kolter 2023), in place.
 
@@ -273,9 +273,9 @@ def mimetic_init_(
 
     Args:
         model (`nn.Module`): As in `impulse_init_`.
-        value_init (`str`, *optional*, defaults to `"mimetic"`): As in `impulse_init_`.
-        positions, position_std: As in `impulse_init_`.
+        positions (`str`, *optional*, defaults to `"sincos"`): As in `impulse_init_`.
         generator (`torch.Generator`, *optional*): Source of the noise, on CPU.
+        value_init, position_std: As in `impulse_init_`.
 
     Returns:
         `InitializationReport`: How the heads attend, with the position itself as target.
@@ -303,10 +303,10 @@ def mimetic_init_(
 def trunc_normal_init_(
     model: nn.Module,
     std: float = 0.02,
+    generator: torch.Generator | None = None,
     value_init: str = "default",
     positions: str = "keep",
     position_std: float = 0.36,
-    generator: torch.Generator | None = None,
 ) -> InitializationReport:
     """Initialize all linear layers of the blocks from a normal distribution cut at two standard deviations, biases
     zero, as timm does; in place. Positions stay unless `positions` says otherwise. With `value_init="mimetic"`, values
@@ -324,10 +324,10 @@ def trunc_normal_init_(
 @torch.no_grad()
 def kaiming_uniform_init_(
     model: nn.Module,
+    generator: torch.Generator | None = None,
     value_init: str = "default",
     positions: str = "keep",
     position_std: float = 0.36,
-    generator: torch.Generator | None = None,
 ) -> InitializationReport:
     """Initialize all linear layers of the blocks, weights and biases, uniformly in +-1 / sqrt(inputs), PyTorch's
     default; in place. The rest as in `trunc_normal_init_`."""

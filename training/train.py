@@ -302,7 +302,7 @@ def choose_variant(arguments: ModelArguments, pixels: int) -> str:
         # As many patches, of more pixels.
         factor = max(round(pixels / config.image_size), 1)
         fields |= {"image_size": factor * config.image_size, "patch_size": factor * config.patch_size}
-    if arguments.initialization == "default":
+    if arguments.initialization in ("default", REFERENCE):
         arguments.model_type, fields["intermediate_size"] = "vit", 4 * config.hidden_size
     else:
         arguments.model_type, fields["resize_size"] = ViTImpulseInitConfig.model_type, config.resize_size
