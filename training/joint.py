@@ -141,11 +141,11 @@ def main(argv: list[str] | None = None) -> int:
         model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer, sam_rho=recipe.sam_rho
     )
     model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
-    hint_share = 1.0
+    # A tensor, as a compiled model would be compiled anew for each number.
+    hint_share = torch.ones((), device=accelerator.device)
 
     def before_step(step: int, steps: int):
-        nonlocal hint_share
-        hint_share = 1 - step / steps
+        hint_share.fill_(1 - step / steps)
 
     def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         trained = accelerator.unwrap_model(model)

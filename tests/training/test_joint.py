@@ -49,7 +49,7 @@ def watched(monkeypatch):
     def watch(self, *arguments, **options):
         outputs = forward(self, *arguments, **options)
         if self.training:
-            calls.append((options["hint_share"], outputs.losses["hints"].detach()))
+            calls.append((options["hint_share"].item(), outputs.losses["hints"].detach()))
         return outputs
 
     monkeypatch.setattr(BootstrappedViTForImageClassification, "forward", watch)
