@@ -2,12 +2,18 @@
 
     python benchmarks/agent_tables.py joint   # ViT and agent alone, joint, shared, joint from impulses
     python benchmarks/agent_tables.py hints   # joint, with the hint removed at a relative depth (figure 1)
+    python benchmarks/agent_tables.py agents  # a res-like agent, Agent-B, and SAM instead of an agent
     python benchmarks/agent_tables.py gradients   # how far each term pulls the joint ViT, and whether together
+    python benchmarks/agent_tables.py gradients --rows fresh   # without training; seconds
 
 Every row has the same architectures (64 tokens and [CLS], width 72, 4 blocks, 9 heads or positions) and budget (4,000
 images, 6 epochs, batches of 32); the optimizer is the reference implementation's (AdamW, 1e-3, weight decay 0.05,
-cosine; the gradient of a ViT alone is clipped to 0.1), as are the weights of the losses unless a row's name says
-otherwise. Accuracy is that of the last epoch. Runs are kept under --runs_dir and found again, so that a killed command
+cosine), as are the start and the weights of the losses unless a row's name says otherwise. The gradient is clipped
+where a row's name says it alone: the reference clips that of a ViT alone to 0.1, and of Joint- and Shared-S not.
+"joint, no hint, no divergence" is the control: two models that train side by side and tell each other nothing, with
+the dropouts of the joint ones; a ViT alone has Transformers' places (embeddings, but not the MLPs' activation). From
+impulses, the rest starts as Transformers has it, as positions would drown in standard normal patch projections.
+Accuracy is that of the last epoch. Runs are kept under --runs_dir and found again, so that a killed command
 goes on, and seeds can be run side by side. Writes results/agent_TABLE.json.
 """
 
@@ -16,10 +22,11 @@ import statistics
 
 import torch
 from safetensors.torch import load_file
+from transformers import ViTImageProcessor
 
 from frugalvit import BootstrappedViTForImageClassification
 from frugalvit.training import joint, train
-from frugalvit.training.data import decode_image, load_images
+from frugalvit.training.data import class_names, decode_image, load_images
 from frugalvit.training.loading import load_image_classifier
 from frugalvit.training.tables import format_table
 from shared import (
@@ -39,6 +46,7 @@ SIZES = f"patch_size=4,hidden_size=72,num_hidden_layers={BLOCKS},intermediate_si
 VIT = f"image_size=32,{SIZES},num_attention_heads=9"
 AGENT = f"{SIZES},num_positions=9"
 IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
+TRANSFORMERS = {"initialization": "default"}
 # The recipe of one alone sees the images as the joint one does, without mixing and smoothing.
 ALONE = {
     "weight_decay": 0.05,
@@ -47,28 +55,36 @@ ALONE = {
     "mixup": 0,
     "label_smoothing": 0,
     "crop_size": 32,
+    "max_grad_norm": 0,
+    "initialization": "reference",
 }
 VIT_ALONE = ALONE | {
     "model_type": "vit",
-    "config_overrides": f"{VIT},hidden_dropout_prob=0.1,layer_norm_eps=1e-5",
-    "max_grad_norm": 0.1,
+    "config_overrides": f"{VIT},hidden_dropout_prob=0.1,attention_probs_dropout_prob=0.1,layer_norm_eps=1e-5",
 }
 AGENT_ALONE = ALONE | {
     "model_type": "agent_cnn",
-    "config_overrides": f"image_size=32,{AGENT}",
-    "max_grad_norm": 0,
+    "config_overrides": f"image_size=32,{AGENT},branch_dropout=0",
 }
+CLIPPED = {"max_grad_norm": 0.1}
+SAM = {"optimizer": "sam", "sam_rho": 0.1, "max_grad_norm": 1}
 PAIR = {"vit": VIT, "agent": AGENT}
 JOINT, SHARED = (PAIR | {"variant": f"{name}-small"} for name in ("joint", "shared"))
 NO_HINT = {"config_overrides": "hint_weight=0"}
+CONTROL = {"config_overrides": "hint_weight=0,divergence_weight=0"}
 # Rows: name -> recipe and its arguments. Rows of one name are one run.
 TABLES = {
     "joint": {
         "ViT alone": (train, VIT_ALONE),
+        "ViT alone, clipped at 0.1": (train, VIT_ALONE | CLIPPED),
+        "ViT alone, Transformers' start": (train, VIT_ALONE | TRANSFORMERS),
         "ViT alone, impulse": (train, VIT_ALONE | IMPULSE),
         "agent alone": (train, AGENT_ALONE),
+        "joint, no hint, no divergence": (joint, JOINT | CONTROL),
         "joint": (joint, JOINT),
+        "joint, clipped at 0.1": (joint, JOINT | CLIPPED),
         "joint, no hint": (joint, JOINT | NO_HINT),
+        "joint, Transformers' start": (joint, JOINT | TRANSFORMERS),
         "shared": (joint, SHARED),
         "shared, no hint": (joint, SHARED | NO_HINT),
         "joint, impulse, no hint": (joint, JOINT | IMPULSE | NO_HINT),
@@ -81,7 +97,17 @@ TABLES = {
         },
         "joint, no hint": (joint, JOINT | NO_HINT),
     },
+    "agents": {
+        "joint": (joint, JOINT),
+        # Maps of 4 x 4 after the stem, 2 x 2 after the first block.
+        "joint, res-like agent": (joint, JOINT | {"agent": f"{AGENT},stem=res,downsample_after=[0]"}),
+        "joint, Agent-B": (joint, JOINT | {"agent": f"{SIZES},num_positions=6,norm_position=after"}),
+        "ViT alone": (train, VIT_ALONE),
+        "ViT alone, SAM": (train, VIT_ALONE | SAM),
+    },
 }
+# Starts of the pair whose gradients are compared before training: name -> `--initialization`.
+STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
 
 
 def main():
@@ -95,6 +121,8 @@ def main():
     arguments = parser.parse_args()
     settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds")}
     if arguments.table == "gradients":
+        if unknown := sorted(set(arguments.rows or ()) - {"fresh", "trained"}):
+            raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: fresh; trained.")
         rows = gradients(arguments)
         print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]))
         write_table(arguments.results_dir / "agent_gradients.json", settings, rows)
@@ -130,21 +158,25 @@ def run(arguments, name: str, recipe, row: dict, seed: int) -> dict:
 
 def gradients(arguments) -> list[dict]:
     """Length of each term's gradient for the ViT of the row "joint", with all of the term's weight, over 512 training
-    images, and the cosine between that of the hints and that of the other terms."""
-    measured = {"fresh": [], "trained": []}
+    images, the cosine between that of the hints and that of the other terms, and the rms of tokens before the first
+    block."""
+    images = load_images(arguments.dataset, "train[:512]")
+    labels = torch.tensor(images["label"][:])
+    decoded = [decode_image(record["image"], index) for index, record in enumerate(images)]
+    image_processor = ViTImageProcessor(size={"height": 32, "width": 32})
+    inputs = {"pixel_values": image_processor(decoded, return_tensors="pt")["pixel_values"], "labels": labels}
+    wanted, measured = arguments.rows or ("fresh", "trained"), {}
     for seed in arguments.seeds:
-        folder = arguments.runs_dir / f"{arguments.epochs}-epochs" / folder_name("joint", seed)
-        run(arguments, "joint", *TABLES["joint"]["joint"], seed)
-        model, image_processor = load_image_classifier(folder, "cpu")
-        images = load_images(arguments.dataset, "train[:512]")
-        pixel_values = image_processor(
-            [decode_image(record["image"], index) for index, record in enumerate(images)], return_tensors="pt"
-        )["pixel_values"]
-        inputs = {"pixel_values": pixel_values, "labels": torch.tensor(images["label"][:])}
-        torch.manual_seed(seed)
-        measured["fresh"].append(pulls(type(model)(model.config), inputs))
-        model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
-        measured["trained"].append(pulls(model, inputs))
+        for name, start in STARTS.items() if "fresh" in wanted else ():
+            torch.manual_seed(seed)
+            pair = joint.TwinArguments(**JOINT, initialization=start)
+            measured.setdefault(name, []).append(pulls(joint.build_twins(pair, class_names(images)), inputs))
+        if "trained" in wanted:
+            folder = arguments.runs_dir / f"{arguments.epochs}-epochs" / folder_name("joint", seed)
+            run(arguments, "joint", *TABLES["joint"]["joint"], seed)
+            model, _ = load_image_classifier(folder, "cpu")
+            model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
+            measured.setdefault("trained", []).append(pulls(model, inputs))
     return [
         {"ViT": name}
         | {column: statistics.mean(each[column] for each in values) for column in values[0]}
@@ -154,9 +186,10 @@ def gradients(arguments) -> list[dict]:
 
 
 def pulls(model: BootstrappedViTForImageClassification, inputs: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Lengths of the terms' gradients, and the cosine between that of the hints and that of the others."""
-    losses = model.eval()(**inputs).losses
-    parameters = list(model.vit.parameters())
+    """Lengths of the terms' gradients, the cosine between that of the hints and that of the others, and the rms of the
+    tokens."""
+    outputs = model.eval()(**inputs, output_hidden_states=True)
+    losses, parameters = outputs.losses, list(model.vit.parameters())
 
     def gradient(loss: torch.Tensor) -> torch.Tensor:
         parts = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
@@ -166,7 +199,11 @@ def pulls(model: BootstrappedViTForImageClassification, inputs: dict[str, torch.
     vectors = {name: gradient(losses[name].sum()) for name in ("classification", "divergence", "hints")}
     others = vectors["classification"] + vectors["divergence"]
     lengths = {name: vector.norm().item() for name, vector in vectors.items()}
-    return lengths | {"cosine_of_hints": torch.cosine_similarity(vectors["hints"], others, dim=0).item()}
+    return lengths | {
+        "hints_by_classification": lengths["hints"] / lengths["classification"],
+        "cosine_of_hints": torch.cosine_similarity(vectors["hints"], others, dim=0).item(),
+        "rms_of_tokens": outputs.hidden_states[0].detach().square().mean().sqrt().item(),
+    }
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Context Broadcasting on CIFAR-10: one command a table.
 
     python benchmarks/context_broadcast_tables.py kinds          # CB, CB_S, gate and hybrid at the end of the MLP
-    python benchmarks/context_broadcast_tables.py positions      # CB elsewhere in the MLP and after attention
+    python benchmarks/context_broadcast_tables.py positions      # elsewhere in the MLP and after attention
     python benchmarks/context_broadcast_tables.py impulse        # on top of impulse initialization
-    python benchmarks/context_broadcast_tables.py hierarchical   # Swin and PVTv2
+    python benchmarks/context_broadcast_tables.py hierarchical   # Swin, PVT and PVTv2
+    python benchmarks/context_broadcast_tables.py distillation   # from the shipped ViT's classes (tables S1 and S2)
+    python benchmarks/context_broadcast_tables.py insertion      # into the shipped ViT, which trains on
     python benchmarks/context_broadcast_tables.py sparseformer   # in the cortex of a trained one, which trains on
 
 Every row of a table has the same architecture and budget: the reduced recipe of the initialization tables (64 tokens
@@ -34,6 +36,10 @@ from shared import add_data_arguments, add_run_arguments, data_arguments, folder
 
 VIT = "image_size=32,resize_size=null,patch_size=4,hidden_size=96,num_hidden_layers=4,num_attention_heads=4"
 SWIN = "image_size=32,patch_size=4,embed_dim=48,depths=[2,2],num_heads=[2,4],window_size=4,drop_path_rate=0"
+PVT = (
+    "image_size=32,num_encoder_blocks=3,hidden_sizes=[32,64,128],depths=[2,2,2],num_attention_heads=[1,2,4],"
+    "sequence_reduction_ratios=[2,1,1],patch_sizes=[4,2,2],strides=[4,2,2],mlp_ratios=[4,4,4],drop_path_rate=0"
+)
 PVT_V2 = (
     "image_size=32,num_encoder_blocks=3,hidden_sizes=[32,64,128],depths=[2,2,2],num_attention_heads=[1,2,4],"
     "sr_ratios=[2,1,1],patch_sizes=[3,3,3],strides=[2,2,2],mlp_ratios=[4,4,4],drop_path_rate=0"
@@ -54,10 +60,22 @@ def host(model_type: str, overrides: str, kind: str | None) -> dict:
     return {"model_type": model_type, "config_overrides": overrides, **inserted}
 
 
-def sparseformer(kind: str | None) -> dict:
-    """The same of the shipped SparseFormer."""
+def shipped(name: str, kind: str | None, **options) -> dict:
+    """The same of a shipped model, which trains on."""
     inserted = {"context_broadcast": kind} if kind else {}
-    return {"model": "checkpoints/cifar10-sparseformer", "learning_rate": 1e-4, **inserted}
+    return {"model": f"checkpoints/{name}", "learning_rate": 1e-4, **inserted, **options}
+
+
+def distilled(kind: str | None) -> dict:
+    """The same of a ViT with a distillation token, whose classifier learns the classes that the shipped ViT sees."""
+    row = vit(kind, distill_from="checkpoints/cifar10-vit", distill_kind="hard")
+    return row | {"config_overrides": f"{row['config_overrides']},use_distillation_token=true"}
+
+
+def scaled(start: float) -> dict:
+    """The same with CB_S, whose scale starts there."""
+    row = vit("cb_s")
+    return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 
 
 IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
@@ -66,7 +84,10 @@ TABLES = {
     "kinds": {
         "none": vit(None),
         "cb at mlp_end": vit("cb"),
+        # The paper does not print where the scale starts.
         "cb_s at mlp_end": vit("cb_s"),
+        "cb_s at mlp_end, scale from 0.1": scaled(0.1),
+        "cb_s at mlp_end, scale from 1": scaled(1),
         "cb_gate at mlp_end": vit("cb_gate"),
         "cb_hybrid at mlp_end": vit("cb_hybrid"),
     },
@@ -77,6 +98,11 @@ TABLES = {
         "cb at mlp_end": vit("cb"),
         "cb at attention_end": vit("cb", "attention_end"),
         "cb at mlp_end and attention_end": vit("cb", "mlp_end", "attention_end"),
+        **{
+            f"{kind} at {position}": vit(kind, position)
+            for kind in ("cb_gate", "cb_hybrid")
+            for position in ("mlp_front", "mlp_mid", "attention_end")
+        },
     },
     "impulse": {
         "impulse": vit(None, **IMPULSE),
@@ -86,13 +112,27 @@ TABLES = {
     "hierarchical": {
         "Swin": host("swin", SWIN, None),
         "Swin, cb": host("swin", SWIN, "cb"),
+        "PVT": host("pvt", PVT, None),
+        "PVT, cb": host("pvt", PVT, "cb"),
         "PVTv2": host("pvt_v2", PVT_V2, None),
         "PVTv2, cb": host("pvt_v2", PVT_V2, "cb"),
     },
+    "distillation": {
+        "none, distilled": distilled(None),
+        "cb, distilled": distilled("cb"),
+        "cb_s, distilled": distilled("cb_s"),
+    },
+    "insertion": {
+        "ViT": shipped("cifar10-vit", None),
+        "ViT, cb": shipped("cifar10-vit", "cb"),
+        "ViT, cb, blended": shipped("cifar10-vit", "cb", context_broadcast_blend=True),
+        "ViT, cb_s": shipped("cifar10-vit", "cb_s"),
+        "ViT, cb_gate, blended": shipped("cifar10-vit", "cb_gate", context_broadcast_blend=True),
+    },
     "sparseformer": {
-        "SparseFormer": sparseformer(None),
-        "SparseFormer, cb": sparseformer("cb"),
-        "SparseFormer, cb_s": sparseformer("cb_s"),
+        "SparseFormer": shipped("cifar10-sparseformer", None),
+        "SparseFormer, cb": shipped("cifar10-sparseformer", "cb"),
+        "SparseFormer, cb_s": shipped("cifar10-sparseformer", "cb_s"),
     },
 }
 

@@ -3,18 +3,31 @@
     python benchmarks/impulse_tables.py initializations   # table 2's question: what a start is worth
     python benchmarks/impulse_tables.py solvers           # solver, sharpness and values, one by one
     python benchmarks/impulse_tables.py budgets           # what is left of it in a longer training
-    python benchmarks/impulse_tables.py pseudo_inputs     # table 6
+    python benchmarks/impulse_tables.py settings          # table 1: positions and pooling
+    python benchmarks/impulse_tables.py sizes             # table 3: widths of ViT-T and ViT-S with few and many heads
     python benchmarks/impulse_tables.py convmixer         # table 4: filters that are trained, or not
+    python benchmarks/impulse_tables.py heads             # tables 5 and 7: widths and heads, of depth 8
+    python benchmarks/impulse_tables.py pseudo_inputs     # table 6, all nine pairs
 
-Every row of a table has the same architecture and budget. The defaults are a reduced recipe (64 tokens, width 96, 4
-blocks, 4 heads); the paper's is --paper_recipe, for an accelerator. Runs are kept under --runs_dir and found again, so
-that a killed command goes on, and seeds can be run side by side before all of them are put together. Writes
-results/impulse_TABLE.json.
+Every row of a table has the same architecture and budget, but in "settings", "sizes" and "heads", whose rows are
+architectures. The defaults are a reduced recipe (64 tokens, width 96, 4 blocks,
+4 heads; 6,000 images, batches of 64, one epoch of warm-up). --paper_recipe, for an accelerator, is ViT-T or
+ConvMixer-256 with patches of 2 pixels on all images, 200 or 100 epochs, batches of 512, 10 epochs of warm-up, and
+RandAugment of two operations. Other data sets of table 2:
+
+    --dataset uoft-cs/cifar100 --label_column fine_label
+    --dataset ufldl-stanford/svhn --dataset_config cropped_digits --flip 0
+    --dataset FOLDER with train/ and val/, for ImageNet-1K, with
+    --config_overrides image_size=224,patch_size=16,resize_size=256 --crop resized
+
+Runs are kept under --runs_dir and found again, so that a killed command goes on, and seeds can be run side by side
+before all of them are put together. Writes results/impulse_TABLE.json.
 """
 
 import argparse
 import json
 import statistics
+from pathlib import Path
 
 from frugalvit.training import train
 from frugalvit.training.tables import format_table
@@ -43,6 +56,15 @@ BASELINES = {
     "truncated normal": {"initialization": "trunc_normal"},
     "mimetic": {"initialization": "mimetic"},
 }
+# Queries and keys of one kind with values of the other: what each of the two is worth.
+CONTROLS = {
+    "truncated normal, mimetic values": {
+        "initialization": "trunc_normal",
+        "initialization_options": "value_init=mimetic",
+    },
+    "mimetic, default values": {"initialization": "mimetic", "initialization_options": "value_init=default"},
+}
+RANDOM = {"config_overrides": "position_embedding=random"}
 SOLVERS = {
     f"impulse, {name}, {values} values": impulse(**options, value_init=values)
     for name, options in (
@@ -50,29 +72,62 @@ SOLVERS = {
         ("closed form, mass 0.2", {"solver": "closed_form", "mass": 0.2}),
         ("closed form, mass 0.5", {"solver": "closed_form", "mass": 0.5}),
         ("closed form, mass 0.9", {"solver": "closed_form", "mass": 0.9}),
-        ("Adam", {"solver": "adam"}),
-        ("pseudo-inverse", {"solver": "pinv"}),
+        ("Adam as printed", {"solver": "adam"}),
+        ("Adam as run by the authors", {"solver": "adam", "renormalize_every": 100}),
+        ("pseudo-inverse, sine-cosine positions", {"solver": "pinv"}),
     )
+    for values in ("mimetic", "default")
+} | {
+    # The positions that the NeurIPS 2025 code solves for.
+    f"impulse, pseudo-inverse, random positions, {values} values": RANDOM
+    | impulse(solver="pinv", positions="keep", value_init=values)
     for values in ("mimetic", "default")
 }
 SHARP = [name for name in SOLVERS if "mimetic values" in name and "pseudo-inverse" not in name]
+# The rows of tables 2, 3, 5 and 7.
+OF_PAPER = BASELINES | {f"impulse {side}x{side}": impulse(kernel_size=side, value_init="mimetic") for side in (3, 5)}
 VIT_TABLES = {
     "initializations": BASELINES
+    | CONTROLS
     | {name: row for name, row in SOLVERS.items() if "mass 0.2" in name or "mass 0.5, mimetic" in name}
     | {
         "impulse 5x5, closed form, mass 0.5, mimetic values": impulse(
             kernel_size=5, solver="closed_form", mass=0.5, value_init="mimetic"
         )
     },
-    "solvers": SOLVERS,
-    "budgets": {name: BASELINES[name] for name in ("truncated normal", "mimetic")}
+    "solvers": SOLVERS | {"truncated normal, random positions": RANDOM | BASELINES["truncated normal"]},
+    "budgets": {name: (BASELINES | CONTROLS)[name] for name in ("truncated normal", *CONTROLS, "mimetic")}
     | {name: SOLVERS[name] for name in SHARP},
     "pseudo_inputs": {
         f"{first}, then {later}; {'own' if per_layer else 'same'} weights in each layer": impulse(
             pseudo_input=[first, later], per_layer=per_layer, value_init="mimetic"
         )
-        for first, later in (("pe", "pe"), ("pe+uniform", "uniform"), ("uniform", "uniform"), ("gaussian", "gaussian"))
+        for first in ("pe", "uniform", "pe+uniform")
+        for later in ("pe", "uniform", "pe+uniform")
         for per_layer in (True, False)
+    },
+    # Without an initialization of attention: what the model's own positions and pooling are worth.
+    "settings": {
+        f"{'learned' if positions == 'learned' else 'sinusoidal'} positions, "
+        f"{'classification token' if pooling == 'cls' else 'average pooling'}": {
+            "config_overrides": f"position_embedding={positions},pooling={pooling}"
+        }
+        for positions in ("learned", "sincos")
+        for pooling in ("cls", "mean")
+    },
+    "sizes": {
+        f"{size}, {name}": {"config_overrides": f"hidden_size={width},num_attention_heads={heads}"} | row
+        for size, width, heads in (("T/h3", 192, 3), ("T/h8", 192, 8), ("S/h6", 384, 6), ("S/h16", 384, 16))
+        for name, row in OF_PAPER.items()
+    },
+    "heads": {
+        f"width {width}, {heads} heads, {name}": {
+            "config_overrides": f"hidden_size={width},num_hidden_layers=8,num_attention_heads={heads}"
+        }
+        | row
+        for width in (64, 128, 256, 512)
+        for heads in (4, 8, 16, 32)
+        for name, row in OF_PAPER.items()
     },
 }
 CONVMIXER = {
@@ -92,7 +147,11 @@ def main():
         "--epochs", type=int, help="default: 6, of budgets 20; with --paper_recipe 200, of ConvMixers 100"
     )
     parser.add_argument("--config_overrides", default="", help="of the architecture, after the recipe's")
-    parser.add_argument("--paper_recipe", action="store_true", help="ViT-T or ConvMixer-256 with patches of 2 pixels")
+    parser.add_argument("--paper_recipe", action="store_true", help="the paper's sizes and budget, see above")
+    parser.add_argument("--dataset_config", help="of a hub data set that has several")
+    parser.add_argument("--label_column", help="where a data set has several")
+    parser.add_argument("--crop", default="padded", choices=["padded", "resized"], help="default: %(default)s")
+    parser.add_argument("--flip", default="0.5", help="probability (default: %(default)s)")
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
     add_run_arguments(parser, "runs/impulse_tables")
     arguments = parser.parse_args()
@@ -132,17 +191,32 @@ def architecture(arguments) -> str:
     return ",".join(filter(None, [sizes, arguments.config_overrides]))
 
 
+def folder_of_recipe(arguments) -> str:
+    """Where runs of one architecture, budget and data set lie: those of another never overwrite them."""
+    kind = "convmixer" if arguments.table == "convmixer" else "vit"
+    options = [getattr(arguments, name) for name in ("config_overrides", "dataset_config", "label_column")]
+    data = "+".join(Path(name).stem for name in arguments.dataset)
+    parts = [kind, f"{arguments.epochs}-epochs", f"{arguments.images or 'all'}-images", data, *filter(None, options)]
+    name = "-".join([*parts, *(["paper"] if arguments.paper_recipe else [])])
+    return "".join(c if c.isalnum() or c in "-+" else "-" for c in name)
+
+
 def run(arguments, name: str, row: dict, seed: int) -> dict:
     """Results of a row's run with a seed, trained now or before; tables share rows of one name and budget."""
     convmixer = arguments.table == "convmixer"
-    folder = arguments.runs_dir / f"{'convmixer' if convmixer else 'vit'}-{arguments.epochs}-epochs"
+    folder = arguments.runs_dir / folder_of_recipe(arguments)
     overrides, extra = architecture(arguments), []
     if convmixer:
         overrides += "".join(f",{field}={value}" for field, value in row.items())
     else:
+        row = dict(row)
         # The model's own initialization would be done twice.
-        overrides += ",initialization=trunc_normal"
+        own = [row.pop("config_overrides", ""), "initialization=trunc_normal"]
+        overrides = ",".join(filter(None, [overrides, *own]))
         extra = [text for field, value in row.items() for text in (f"--{field}", value)]
+    for option in ("dataset_config", "label_column"):
+        if getattr(arguments, option):
+            extra += [f"--{option}", getattr(arguments, option)]
     return run_recipe(
         train,
         folder / folder_name(name, seed),
@@ -155,6 +229,7 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
             *("--warmup_epochs", "10" if arguments.paper_recipe else "1"),
             *("--mixed_precision", arguments.mixed_precision),
             *("--randaugment_layers", "2" if arguments.paper_recipe else "0", "--mixup", "0"),
+            *("--crop", arguments.crop, "--flip", arguments.flip),
             *extra,
         ],
     )

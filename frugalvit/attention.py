@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ from transformers import AutoModelForImageClassification, PreTrainedModel
 from .configuration.configuration_base import pair
 from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
 from .modeling.initialization import INITIALIZATIONS, initialize_attention_
+from .modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
 from .pictures import (
     LEGEND_COLOR,
     LEGEND_SIZE,
@@ -30,6 +32,7 @@ from .pictures import (
     save_figure,
 )
 from .predict import find_images, read_images
+from .training import joint, train
 from .training.data import SUBSET, decode_image, load_images
 from .training.files import check_file_path, write_json
 from .training.loading import load_image_classifier
@@ -81,7 +84,12 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         default=[],
         choices=list(INITIALIZATIONS),
-        help="also the first model's architecture before training, with attention initialized in these ways",
+        help="also the first model's architecture before training, with attention newly drawn in these ways",
+    )
+    parser.add_argument(
+        "--start",
+        action="store_true",
+        help="also each model as its training began, by the seed and arguments in its folder's run.json",
     )
     parser.add_argument("--layers", nargs="+", type=int, help="from 1 (default: the first, a middle and the last one)")
     parser.add_argument("--heads", nargs="+", type=int, default=[1], help="to draw, from 1 (default: 1)")
@@ -152,7 +160,34 @@ def _models(arguments: argparse.Namespace, names: Sequence[str]):
         fresh = AutoModelForImageClassification.from_config(copy.deepcopy(first.config))
         initialize_attention_(fresh, name)
         yield f"{name}, before training", fresh.eval().to(first.device), image_processor
-    yield from loaded
+    for folder, (name, model, image_processor) in zip(arguments.models, loaded, strict=True):
+        if arguments.start:
+            yield f"{name}, at its start", own_start(folder, model).eval().to(model.device), image_processor
+        yield name, model, image_processor
+
+
+def own_start(folder: str, model: PreTrainedModel) -> PreTrainedModel:
+    """A model of `frugalvit train` or `frugalvit joint` as its training began: drawn again with the run's seed and
+    options, so that the two differ by training alone.
+
+    Args:
+        folder (`str`): The run's, or that of the ViT within a run of `frugalvit joint`.
+        model (`PreTrainedModel`): The trained model.
+
+    Raises:
+        ValueError: if the folder has no `run.json` of such a run.
+    """
+    files = [Path(folder) / "run.json", Path(folder).parent / "run.json"]
+    run = next((json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()), None)
+    makers = {train.PROG: train.starting_model, joint.PROG: joint.starting_twins}
+    make = next((maker for prog, maker in makers.items() if run and run["command"].startswith(f"{prog} ")), None)
+    if make is None:
+        raise ValueError(
+            f"--start: {folder} has no run.json of {' or '.join(makers)}, so that its start is not known; compare "
+            "with a new draw by --initialization."
+        )
+    start = make(run["arguments"], model.config)
+    return start.vit if isinstance(start, BootstrappedViTForImageClassification) else start
 
 
 def _rows(measured: dict[str, list[LayerStatistics]], layers: Sequence[int]) -> list[dict[str, object]]:

@@ -38,6 +38,8 @@ _FIELDS = (
     "context_broadcast_pattern",
     "context_broadcast_format",
     "context_broadcast_places",
+    "context_broadcast_scale_init",
+    "context_broadcast_blend",
 )
 
 
@@ -49,14 +51,25 @@ class ContextBroadcastReport:
         kind (`str`): Which.
         places (`list[str]`): Modules, by name, each with `.input` or `.output`.
         num_parameters (`int`): That were added, all in all.
+        changes_outputs (`bool`): Whether a trained model computes something else from now on, until it is fine-tuned.
+        is_saved (`bool`): Whether `save_pretrained` keeps it.
     """
 
     kind: str
     places: list[str]
     num_parameters: int
+    changes_outputs: bool
+    is_saved: bool
 
     def __str__(self) -> str:
         lines = [f"{self.kind} at {len(self.places)} places, {self.num_parameters:,} parameters:", *self.places]
+        if self.changes_outputs:
+            lines.append(
+                "A trained model computes something else with it: fine-tune it, or insert it with `blend=True`, which "
+                "starts as the model was and is learned."
+            )
+        if not self.is_saved:
+            lines.append("It is not saved with the model: insert it again before you load a state dict.")
         return "\n  ".join(lines)
 
 
@@ -66,19 +79,24 @@ def insert_context_broadcast(
     position: str | Sequence[str] = "mlp_end",
     pattern: str | None = None,
     data_format: str = "channels_last",
+    scale_init: float = 0.0,
+    blend: bool = False,
 ) -> ContextBroadcastReport:
     """Put Context Broadcasting into every block of a vision transformer, in place.
 
+    A model that is trained computes something else from then on, with the gates hardly anything of use, and has to be
+    fine-tuned. It stays what it was with `"cb_s"`, whose scale starts at 0, and with `blend=True`.
+
     A model of Transformers or of this package keeps it when it is saved: the folder loads with `AutoModel…` where
     frugalvit is imported, and with `trust_remote_code=True` elsewhere and for timm's wrapper. The class of a model of
-    Transformers becomes a subclass that remembers. Pass the model that you will save, not a part of it. In timm,
-    insert again before you load a state dict, as `cb` leaves no trace there.
+    Transformers becomes a subclass that remembers. Pass the model that you will save, not a part of it. A model of
+    timm outside of that wrapper has no configuration to keep it in: insert again before you load a state dict.
 
     Args:
         model (`nn.Module`):
             Transformers' ViT, DeiT, DINOv2 and DINOv3, CLIP, SigLIP (of two towers, the one for images), Swin, PVT,
-            PVTv2; timm's VisionTransformer, Swin, PVTv2; SparseFormer (its cortex), ViTImpulseInit; or, with
-            `pattern`, any other.
+            PVTv2; timm's VisionTransformer, EVA, DINOv3, Swin, SwinV2, PVTv2; SparseFormer (its cortex),
+            ViTImpulseInit; or, with `pattern`, any other.
         kind (`str`, *optional*, defaults to `"cb"`): As in `ContextBroadcast`.
         position (`str` or several, *optional*, defaults to `"mlp_end"`):
             `"mlp_front"`, before the MLP; `"mlp_mid"`, between its activation and its second linear layer;
@@ -88,9 +106,10 @@ def insert_context_broadcast(
             `"mlp_mid"`, what they are given. `r"blocks\\.\\d+\\.mlp"`, for example.
         data_format (`str`, *optional*, defaults to `"channels_last"`):
             With `pattern`, whether the modules' tensors are `"channels_last"` or `"channels_first"`.
+        scale_init, blend: As in `ContextBroadcast`.
 
     Returns:
-        `ContextBroadcastReport`: The places, and how many parameters came.
+        `ContextBroadcastReport`: The places, how many parameters came, and what to mind.
 
     Raises:
         ValueError: if the model is none of those or already has it, no module has such a name, or an argument makes no
@@ -98,14 +117,17 @@ def insert_context_broadcast(
     """
     positions = check_positions(position)
     places = _find_places(model, kind, positions, pattern, data_format)
-    place_modules(places, kind, data_format)
+    place_modules(places, kind, data_format, scale_init, blend)
     names = {module: name for name, module in model.named_modules()}
     listed = [[names[place.module], place.side, place.width, names[place.block]] for place in places]
-    _remember(model, dict(zip(_FIELDS, (kind, positions, pattern, data_format, listed), strict=True)))
+    values = (kind, positions, pattern, data_format, listed, scale_init, blend)
+    is_saved = _remember(model, dict(zip(_FIELDS, values, strict=True)))
     return ContextBroadcastReport(
         kind,
         [f"{name}.{side}" for name, side, _, _ in listed],
-        sum(place.width for place in places) if kind == "cb_s" else 0,
+        (sum(place.width for place in places) if kind == "cb_s" else 0) + blend * len(places),
+        changes_outputs=not (blend or (kind == "cb_s" and scale_init == 0)),
+        is_saved=is_saved,
     )
 
 
@@ -203,25 +225,30 @@ def _width(module: nn.Module, side: str) -> int | None:
 # --- Saving and loading ---------------------------------------------------------------------------------------------
 
 
-def _remember(model: nn.Module, fields: dict):
-    """Note in the configuration what was inserted, where the model's class would build it again."""
+def _remember(model: nn.Module, fields: dict) -> bool:
+    """Note in the configuration what was inserted, where the model's class would build it again. Returns whether it
+    will."""
     config = _config_of_own_tower(model)
     if config is not None and fields["context_broadcast_pattern"] is None:
-        config.context_broadcast = fields["context_broadcast"]
-        config.context_broadcast_position = fields["context_broadcast_position"]
-    elif isinstance(model, PreTrainedModel):
+        for name, value in fields.items():
+            if hasattr(type(config), name):
+                setattr(config, name, value)
+        return all(hasattr(type(config), name) or not fields[name] for name in _FIELDS[-2:])
+    if isinstance(model, PreTrainedModel):
         altered = _altered(type(model))
         if altered is None:
             logger.warning(
                 f"{type(model).__name__} is no class of Transformers: saving it will not keep Context Broadcasting. "
                 "Insert it again after loading."
             )
-            return
+            return False
         for name, value in fields.items():
             setattr(model.config, name, value)
         model.config.__class__ = altered.config_class
         model.__class__ = altered
         altered.register()
+        return True
+    return False
 
 
 def _forget(model: nn.Module):
@@ -230,7 +257,7 @@ def _forget(model: nn.Module):
         model.__class__ = type(model).host
         model.config.__class__ = model.config_class
         for name in _FIELDS:
-            delattr(model.config, name)
+            vars(model.config).pop(name, None)
     elif config is not None:
         config.context_broadcast = None
 
@@ -259,7 +286,9 @@ class ContextBroadcastMixin(HubModel):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        kind, positions, pattern, data_format, listed = (getattr(config, name, None) for name in _FIELDS)
+        kind, positions, pattern, data_format, listed, scale_init, blend = (
+            getattr(config, name, None) for name in _FIELDS
+        )
         if listed is None:
             # Saved before places were listed.
             places = _find_places(self, kind, check_positions(positions), pattern, data_format)
@@ -267,7 +296,8 @@ class ContextBroadcastMixin(HubModel):
             places = [
                 Place(_locate(self, name), side, width, _locate(self, block)) for name, side, width, block in listed
             ]
-        place_modules(places, kind, data_format)
+        # The last two came later.
+        place_modules(places, kind, data_format, scale_init or 0.0, bool(blend))
 
     @torch.no_grad()
     def _init_weights(self, module):

@@ -6,8 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from PIL import Image
 from transformers import (
+    AutoModelForImageClassification,
     SwinConfig,
     SwinForImageClassification,
     ViTConfig,
@@ -16,8 +18,9 @@ from transformers import (
 )
 
 from frugalvit import ConvMixerConfig, ConvMixerForImageClassification, ViTImpulseInitConfig, ViTImpulseInitModel
-from frugalvit.attention import draw_attention, draw_entropy, measure_attention, stable_rank
+from frugalvit.attention import draw_attention, draw_entropy, measure_attention, own_start, stable_rank
 from frugalvit.cli import main
+from frugalvit.training import joint, train
 
 
 SIZES = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -143,9 +146,37 @@ def test_heads_are_averaged_over_given_images(folder, tmp_path, capsys):
     assert json.loads((tmp_path / "numbers.json").read_text())["images"] == 1
 
 
+@pytest.mark.parametrize("recipe", ["train", "unnamed", "joint"])
+def test_a_trained_model_beside_its_own_start(recipe, tmp_path, capsys):
+    """Drawn again, the start is what a run that learned nothing has saved."""
+    sizes = "patch_size=8,hidden_size=36,num_hidden_layers=2,intermediate_size=48"
+    images = ["--train_split", "train[:16]", "--eval_split", "test[:8]", "--batch_size", "16", "--epochs", "1"]
+    still = ["--learning_rate", "1e-12", "--warmup_epochs", "0", "--seed", "3", "--output_dir", str(tmp_path / "run")]
+    vit = f"image_size=32,{sizes}"
+    chosen = {
+        "train": ["--config_overrides", f"{vit},num_attention_heads=4", "--initialization", "mimetic"],
+        "unnamed": [],
+        "joint": ["--vit", vit, "--agent", sizes],
+    }[recipe]
+    module = joint if recipe == "joint" else train
+    module.main([*images, *still, *chosen, "--mixed_precision", "no"])
+    AcceleratorState._reset_state(True)
+    folder = tmp_path / "run" / ("vit" if recipe == "joint" else "")
+    model = AutoModelForImageClassification.from_pretrained(folder)
+    start = own_start(str(folder), model)
+    weights = model.state_dict()
+    assert start.state_dict().keys() == weights.keys()
+    for name, tensor in start.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-6)
+    if recipe == "train":
+        assert main(["attention", str(folder), "--start", "--images", "2"]) == 0
+        assert "run, at its start" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--start"], "has no run.json of frugalvit train or frugalvit joint, so that its start is not known"),
         (["--layers", "3"], "--layers has 3, expected 1 to 2"),
         (["--heads", "5", "--picture", "maps.png"], "trained-vit has no head 5, expected 1 to 4"),
         (["--images", "0"], "--images is 0, expected at least 1"),

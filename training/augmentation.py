@@ -46,6 +46,21 @@ def seeded(*keys: int):
         torch.set_rng_state(state)
 
 
+@contextmanager
+def seeded_by_torch():
+    """Draw the random numbers of Python and NumPy, which timm takes, from torch's stream inside, and go on as before
+    outside."""
+    states = random.getstate(), np.random.get_state()
+    seed = int(torch.randint(2**32, ()))
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
 @dataclass(frozen=True)
 class ImageFormat:
     """The images that a model takes.
@@ -206,8 +221,13 @@ class SmallDataView(View):
             that. The model's size if not given.
         scale, ratio (`tuple[float, float]`): Area and aspect ratio of the part for `crop="resized"`.
         flip (`float`): Probability of a horizontal flip.
-        randaugment_layers, randaugment_magnitude (`int`): Operations for an image, and their strength of 0 to 30.
+        randaugment_layers, randaugment_magnitude (`int`):
+            Operations for an image, and their strength of 0 to 30, or, of timm's, 0 to 10.
         erasing (`float`): Probability of erasing a rectangle.
+        augmentation (`str`):
+            `"torchvision"`, whose RandAugment knows some operations in one direction alone and whose erased rectangles
+            show the mean; or `"timm"`, as DeiT trains: `rand-m9-mstd0.5-inc1` for a magnitude of 9, three times as
+            strong as torchvision's 9 of 30, and noise in erased rectangles (clipped to what pixels can show).
     """
 
     def __init__(
@@ -223,6 +243,7 @@ class SmallDataView(View):
         randaugment_layers: int = 2,
         randaugment_magnitude: int = 9,
         erasing: float = 0.0,
+        augmentation: str = "torchvision",
     ):
         self.formats = {"pixel_values": image_format}
         self.size, self.interpolation = image_format.size, image_format.interpolation
@@ -234,6 +255,24 @@ class SmallDataView(View):
         self.flip, self.padding, self.padding_mode = flip, padding, padding_mode
         self.part = v2.RandomResizedCrop(self.size, scale, ratio) if crop == "resized" else None
         self.randaugment = self.erasing = None
+        self.of_timm, self.image_format = augmentation == "timm", image_format
+        if self.of_timm:
+            # Slow to import.
+            from timm.data import rand_augment_transform
+            from timm.data.random_erasing import RandomErasing
+
+            if randaugment_layers:
+                self.randaugment = rand_augment_transform(
+                    f"rand-m{randaugment_magnitude}-n{randaugment_layers}-mstd0.5-inc1",
+                    {
+                        "translate_const": int(0.45 * min(self.size)),
+                        "img_mean": tuple(image_format.fill),
+                        "interpolation": image_format.resample,
+                    },
+                )
+            if erasing:
+                self.erasing = RandomErasing(erasing, mode="pixel", device="cpu")
+            return
         if randaugment_layers:
             self.randaugment = v2.RandAugment(
                 randaugment_layers,
@@ -253,10 +292,25 @@ class SmallDataView(View):
         pixels = self.crop_and_flip(np.asarray(image))
         if pixels.shape[:2] != self.size:
             pixels = np.array(v2.functional.resize(Image.fromarray(pixels), self.size, self.interpolation))
+        if self.of_timm:
+            with seeded_by_torch():
+                return {"pixel_values": self.augment_as_timm(pixels)}
         if self.randaugment:
             pixels = np.array(self.randaugment(Image.fromarray(pixels)))
         pixels = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
         return {"pixel_values": self.erasing(pixels) if self.erasing else pixels}
+
+    def augment_as_timm(self, pixels: np.ndarray) -> torch.Tensor:
+        """`(height, width, channels)` to `(channels, height, width)`; the noise is standard normal once pixels are
+        normalized."""
+        if self.randaugment:
+            pixels = np.array(self.randaugment(Image.fromarray(pixels)))
+        pixels = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+        if not self.erasing:
+            return pixels
+        erased = self.erasing(self.image_format.normalize(pixels[None])[0])
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.image_format.mean, self.image_format.std))
+        return (255 * (erased * std + mean)).round().clamp(0, 255).to(torch.uint8)
 
     def crop_and_flip(self, pixels: np.ndarray) -> np.ndarray:
         """Pad, crop and flip `(height, width, channels)`, by reflection in one indexing, which is quick."""
@@ -321,8 +375,9 @@ class BootstrapView(View):
 class Mix:
     """Mixup (Zhang et al. 2018), CutMix (Yun et al. 2019) and label smoothing: adds `targets`, `(batch, labels)`.
 
-    An image mixes with its neighbor in the epoch's order, by a weight that is a function of (seed, epoch, index). Both
-    are in the same process, as shares of a batch are even. `draw` is for the workers, the call for the device.
+    An image mixes with its neighbor in the epoch's order, by a weight that is a function of (seed, epoch, index); timm
+    draws one weight and one box for a whole batch, from the same distributions, and mixes with the reversed batch.
+    Both are in the same process, as shares of a batch are even. `draw` is for the workers, the call for the device.
 
     Args:
         num_labels (`int`): Number of classes.

@@ -2,9 +2,10 @@
 
     accelerate launch -m frugalvit.training.joint --output_dir OUT --variant joint-small
 
-The defaults are the reference implementation's for CIFAR-10. Not as there: images are padded by reflection unless
-`--padding_mode constant` is given, and biases and norms do not decay. The agent's BatchNorm knows the images of its
-own process alone, so that several processes do not have the losses of one to the digit.
+The defaults are the reference implementation's for CIFAR-10, its start (`--initialization reference`) and places of
+dropout among them. Not as there: hints fade with every step, not with every epoch; images are padded by reflection
+unless `--padding_mode constant` is given, and biases and norms do not decay. The agent's BatchNorm knows the images of
+its own process alone, so that several processes do not have the losses of one to the digit.
 """
 
 import dataclasses
@@ -14,12 +15,14 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from transformers import ViTImageProcessor
 
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
 from ..modeling.initialization import INITIALIZATIONS
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
+from ..modeling.reference_initialization import REFERENCE
 from .arguments import (
     DataArguments,
     OptimizerArguments,
@@ -55,9 +58,10 @@ class TwinArguments:
         [], "Relative depths, above 0 to 1, where tokens get no hint: 1 is the last block."
     )
     initialization: str = argument(
-        "default",
-        "Of the ViT's attention: default, Transformers' own, or another.",
-        choices=["default", *INITIALIZATIONS],
+        REFERENCE,
+        "reference, of both models, as the paper's code has it; default, Transformers' and PyTorch's own; or that and "
+        "another start of the ViT's attention.",
+        choices=[REFERENCE, "default", *INITIALIZATIONS],
     )
     initialization_options: str = argument("", "Arguments of frugalvit.initialize_attention_.")
     attn_implementation: str | None = argument(None, "eager, sdpa, …; the model's default if not given.")
@@ -78,10 +82,11 @@ class RecipeArguments:
     padding_mode: str = argument("reflect", "What they show: the image, or black.", choices=["reflect", "constant"])
     flip: float = argument(0.5, "Probability of a horizontal flip.")
     optimizer: str = argument("adamw", "adamw, muon, or sam, adamw that seeks flat minima.", choices=[*OPTIMIZERS])
+    sam_rho: float = argument(0.05, "How far --optimizer sam looks; the reference: 0.1.")
 
     def __post_init__(self):
         check_share(self, "flip")
-        check_at_least(self, 0, "crop_padding")
+        check_at_least(self, 0, "crop_padding", "sam_rho")
         if self.crop_size is not None:
             check_at_least(self, 1, "crop_size")
 
@@ -97,7 +102,7 @@ class JointOptimizerArguments(OptimizerArguments):
 class JointRunArguments(RunArguments):
     """How long, how and where to train."""
 
-    epochs: int = argument(240, "Epochs, over which the weight of the hints decays linearly to 0.")
+    epochs: int = argument(240, "Epochs, in whose steps the weight of the hints decays linearly to 0.")
     batch_size: int = argument(64, "Images of one optimizer step, over all processes and accumulation steps.")
     max_grad_norm: float = argument(
         0.0, "Clip the ViT's gradient to this norm; 0 does not. The reference: joint-base 2, shared-base 0.1."
@@ -133,14 +138,14 @@ def main(argv: list[str] | None = None) -> int:
     evaluation = (eval_images, EvalView(image_format))
     loader, eval_loader = make_loaders(accelerator, data, run, (train_images, view), evaluation)
     optimizer, scheduler = optimizer_with_schedule(
-        model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer
+        model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer, sam_rho=recipe.sam_rho
     )
     model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
-    hint_share = 1.0
+    # A tensor, as a compiled model would be compiled anew for each number.
+    hint_share = torch.ones((), device=accelerator.device)
 
-    def before_epoch(epoch: int):
-        nonlocal hint_share
-        hint_share = 1 - epoch / run.epochs
+    def before_step(step: int, steps: int):
+        hint_share.fill_(1 - step / steps)
 
     def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         trained = accelerator.unwrap_model(model)
@@ -160,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
         ),
         evaluate=eval_loader and (lambda model: evaluate_twins(accelerator, model, eval_loader)),
         save=save,
-        before_epoch=before_epoch,
+        before_step=before_step,
         clipped=lambda model: accelerator.unwrap_model(model).vit,
     )
     if accelerator.is_main_process:
@@ -197,8 +202,18 @@ def build_twins(arguments: TwinArguments, names: list[str]) -> BootstrappedViTFo
     options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
     model = BootstrappedViTForImageClassification._from_config(config, **options)
     if arguments.initialization != "default" or arguments.initialization_options:
-        initialize(model.vit, arguments.initialization, arguments.initialization_options)
+        part = model if arguments.initialization == REFERENCE else model.vit
+        initialize(part, arguments.initialization, arguments.initialization_options)
     return model
+
+
+def starting_twins(values: dict, config) -> BootstrappedViTForImageClassification:
+    """The pair that a run began with; as `frugalvit.training.train.starting_model`."""
+    arguments = TwinArguments(
+        **{f.name: values[f.name] for f in dataclasses.fields(TwinArguments) if f.name in values}
+    )
+    set_seed(values["seed"])
+    return build_twins(arguments, [config.id2label[label] for label in range(config.num_labels)])
 
 
 @torch.inference_mode()

@@ -282,8 +282,8 @@ def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name, module in base.named_modules() if any(module is head for head in heads))
 
 
-def make_optimizer(name: str, groups: list[dict], **options) -> torch.optim.Optimizer:
-    """One of `OPTIMIZERS` on what `parameter_groups` returns, with options of AdamW.
+def make_optimizer(name: str, groups: list[dict], sam_rho: float = 0.05, **options) -> torch.optim.Optimizer:
+    """One of `OPTIMIZERS` on what `parameter_groups` returns, with options of AdamW; `sam_rho` is how far SAM looks.
 
     Raises:
         ValueError: if its library is not installed.
@@ -295,7 +295,7 @@ def make_optimizer(name: str, groups: list[dict], **options) -> torch.optim.Opti
             from pytorch_optimizer import SAM
         except ImportError:
             raise ValueError("--optimizer sam is pytorch_optimizer's: pip install pytorch_optimizer.") from None
-        return SAM(groups, torch.optim.AdamW, **options, fused=True)
+        return SAM(groups, torch.optim.AdamW, rho=sam_rho, **options, fused=True)
     return torch.optim.AdamW(groups, **options, fused=True)
 
 
@@ -306,9 +306,10 @@ def optimizer_with_schedule(
     steps_per_epoch: int,
     name: str = "adamw",
     rates: dict[torch.nn.Parameter, float] | None = None,
+    **options,
 ):
     """One of `OPTIMIZERS` for all parameters of a model that learn, and the schedule of its rate; `rates` are factors
-    of the learning rate for each parameter."""
+    of the learning rate for each parameter, `options` those of `make_optimizer`."""
     groups = parameter_groups(model, optimization.weight_decay, name)
     if rates:
         groups = [
@@ -322,6 +323,7 @@ def optimizer_with_schedule(
         groups,
         lr=optimization.learning_rate,
         betas=(optimization.adam_beta1, optimization.adam_beta2),
+        **options,
     )
     scheduler = transformers.get_scheduler(
         optimization.lr_scheduler,
@@ -486,6 +488,7 @@ def fit(
     saved: torch.nn.Module | None = None,
     metric: str = "accuracy",
     before_epoch: Callable[[int], None] | None = None,
+    before_step: Callable[[int, int], None] | None = None,
     clipped: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
 ) -> TrainingState:
     """Train to `run.epochs`, from the newest checkpoint in `run.output_dir` on if there is one.
@@ -502,6 +505,8 @@ def fit(
         saved (*optional*): What the weights are those of, if not of `model` alone.
         metric (`str`): The number of `evaluate` that is to be high.
         before_epoch (*optional*): Called with the epoch, from 0, before it begins and when resuming within it.
+        before_step (*optional*): Called with the optimizer steps that are done and those of the whole run, before
+            each part of a batch.
         clipped (*optional*): Takes the model to the part whose gradient is clipped; all of it if not given.
 
     Returns:
@@ -630,6 +635,8 @@ def _fit(
         logged_at, logged_step = started, state.step
         for batch in loader.epoch(epoch, loader.steps_per_epoch - (end - state.step)):
             learning_rate = max(scheduler.get_last_lr())
+            if before_step:
+                before_step(state.step, total_steps)
             with accelerator.accumulate(model):
                 loss = backward(batch)
                 optimizer.step(*([functools.partial(backward, batch)] if steps_twice else []))

@@ -10,13 +10,14 @@ import inspect
 import json
 import re
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from transformers import (
     AutoConfig,
     AutoModelForImageClassification,
@@ -30,6 +31,7 @@ from ..modeling.hosts.transformers import resize_positions_
 from ..modeling.hub import image_processor_config
 from ..modeling.initialization import INITIALIZATIONS, initialize_attention_
 from ..modeling.modeling_bootstrapped_vit import divergence
+from ..modeling.reference_initialization import REFERENCE, reference_init_
 from .arguments import (
     DataArguments,
     OptimizerArguments,
@@ -58,6 +60,8 @@ from .loop import (
 from .metrics import evaluate_classifier
 from .precision import hold_teacher
 
+
+logger = transformers.utils.logging.get_logger(__name__)
 
 PROG = "frugalvit train"
 
@@ -88,7 +92,10 @@ class ModelArguments:
     )
     config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
     initialization: str = argument(
-        "default", "default, the architecture's own, or of a ViT's attention.", choices=["default", *INITIALIZATIONS]
+        "default",
+        "default, the architecture's own; of a ViT's attention; or reference, of a whole vit or agent_cnn, as "
+        "`frugalvit joint` has it.",
+        choices=["default", *INITIALIZATIONS, REFERENCE],
     )
     initialization_options: str = argument(
         "", "Arguments of frugalvit.initialize_attention_, for example kernel_size=5,value_init=mimetic."
@@ -98,6 +105,10 @@ class ModelArguments:
     )
     context_broadcast_position: list[str] = argument(
         ["mlp_end"], "Where to insert it.", choices=[*CONTEXT_BROADCAST_POSITIONS]
+    )
+    context_broadcast_scale_init: float = argument(0.0, "Start of the scale of cb_s.")
+    context_broadcast_blend: bool = argument(
+        False, "Insert it with a learned blend, which starts as the model was: for trained models."
     )
     attn_implementation: str | None = argument(None, "eager, sdpa, …; the model's default if not given.")
     image_size: int | None = argument(
@@ -131,8 +142,14 @@ class RecipeArguments:
     crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio for --crop resized.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
     randaugment_layers: int = argument(2, "RandAugment's operations for an image; 0 turns it off.")
-    randaugment_magnitude: int = argument(9, "RandAugment's strength, 0 to 30.")
+    randaugment_magnitude: int = argument(9, "RandAugment's strength, 0 to 30, of timm's 0 to 10.")
     erasing: float = argument(0.0, "Probability of erasing a rectangle.")
+    augmentation: str = argument(
+        "torchvision",
+        "Whose RandAugment and erasing. timm: as DeiT trains, rand-m9-mstd0.5-inc1 and noise in erased rectangles; "
+        "torchvision's are a third as strong and erase by the mean.",
+        choices=["torchvision", "timm"],
+    )
     repeated_augmentation: int = argument(1, "Views of an image in an epoch, which then has as many images fewer.")
     mixup: float = argument(0.2, "Mixup's Beta parameter; 0 turns it off.")
     cutmix: float = argument(0.0, "CutMix's Beta parameter; 0 turns it off.")
@@ -140,6 +157,7 @@ class RecipeArguments:
     optimizer: str = argument(
         "adamw", "adamw; muon, which needs fewer epochs; sam, adamw that seeks flat minima.", choices=[*OPTIMIZERS]
     )
+    sam_rho: float = argument(0.05, "How far --optimizer sam looks.")
     drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
     distill_from: str | None = argument(None, "Folder or hub id (@revision, too) of a classifier to learn from.")
     distill_weight: float = argument(0.5, "Weight of its loss, the labels' loss has the rest.")
@@ -154,12 +172,14 @@ class RecipeArguments:
 
     def __post_init__(self):
         check_share(self, "flip", "erasing", "label_smoothing", "drop_path", "distill_weight")
-        check_at_least(self, 0, "crop_padding", "randaugment_layers", "mixup", "cutmix", "head_multiplier")
+        check_at_least(self, 0, "crop_padding", "randaugment_layers", "mixup", "cutmix", "head_multiplier", "sam_rho")
         check(self.layer_decay, 0 < self.layer_decay <= 1, "layer_decay", "a number above 0, up to 1")
         check_at_least(self, 1, "repeated_augmentation")
         if self.crop_size is not None:
             check_at_least(self, 1, "crop_size")
-        check(self.randaugment_magnitude, 0 <= self.randaugment_magnitude <= 30, "randaugment_magnitude", "0 to 30")
+        highest = 10 if self.augmentation == "timm" else 30
+        fits = 0 <= self.randaugment_magnitude <= highest
+        check(self.randaugment_magnitude, fits, "randaugment_magnitude", f"0 to {highest}")
         check(self.distill_temperature, self.distill_temperature > 0, "distill_temperature", "a positive number")
         for name in ("crop_scale", "crop_ratio"):
             value = getattr(self, name)
@@ -204,6 +224,7 @@ def main(argv: list[str] | None = None) -> int:
         randaugment_layers=recipe.randaugment_layers,
         randaugment_magnitude=recipe.randaugment_magnitude,
         erasing=recipe.erasing,
+        augmentation=recipe.augmentation,
     )
     mix = Mix(len(names), recipe.mixup, recipe.cutmix, recipe.label_smoothing, run.seed)
     evaluation = (eval_images, EvalView(image_format))
@@ -218,7 +239,7 @@ def main(argv: list[str] | None = None) -> int:
     if (recipe.head_multiplier, recipe.layer_decay) != (1, 1):
         rates = learning_rate_factors(model, recipe.head_multiplier, recipe.layer_decay)
     optimizer, scheduler = optimizer_with_schedule(
-        model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer, rates
+        model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer, rates, sam_rho=recipe.sam_rho
     )
     model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
 
@@ -288,7 +309,7 @@ def choose_variant(arguments: ModelArguments, pixels: int) -> str:
         # As many patches, of more pixels.
         factor = max(round(pixels / config.image_size), 1)
         fields |= {"image_size": factor * config.image_size, "patch_size": factor * config.patch_size}
-    if arguments.initialization == "default":
+    if arguments.initialization in ("default", REFERENCE):
         arguments.model_type, fields["intermediate_size"] = "vit", 4 * config.hidden_size
     else:
         arguments.model_type, fields["resize_size"] = ViTImpulseInitConfig.model_type, config.resize_size
@@ -296,11 +317,39 @@ def choose_variant(arguments: ModelArguments, pixels: int) -> str:
     return variant
 
 
+def starting_model(values: dict, config):
+    """The model that a run began with.
+
+    Args:
+        values (`dict`): The run's arguments, of its `run.json`.
+        config (`PreTrainedConfig`): Of the trained model.
+    """
+    arguments, recipe = (
+        group(**{f.name: values[f.name] for f in fields(group) if f.name in values})
+        for group in (ModelArguments, RecipeArguments)
+    )
+    if not (arguments.model or arguments.model_type or arguments.config_overrides):
+        choose_variant(arguments, config.image_size)
+    set_seed(values["seed"])
+    return build_model(arguments, recipe, [config.id2label[label] for label in range(config.num_labels)])[0]
+
+
 def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[str]):
     """The classifier for these class names, in float32, and its image processor."""
     model, processor = load_or_create(arguments, recipe, names)
     if arguments.context_broadcast:
-        insert_context_broadcast(model, arguments.context_broadcast, arguments.context_broadcast_position)
+        report = insert_context_broadcast(
+            model,
+            arguments.context_broadcast,
+            arguments.context_broadcast_position,
+            scale_init=arguments.context_broadcast_scale_init,
+            blend=arguments.context_broadcast_blend,
+        )
+        if arguments.model and report.changes_outputs:
+            logger.warning(
+                f"--context_broadcast {arguments.context_broadcast} changes what {arguments.model} computes, so that "
+                "fine-tuning begins below it; --context_broadcast_blend begins where it was."
+            )
     return model, processor
 
 
@@ -420,12 +469,15 @@ def set_image_size(processor, pixels: int):
 
 
 def initialize(model, name: str, text: str):
-    """Initialize a fresh model's attention with what `--initialization_options` says."""
+    """Initialize a fresh model or its attention, with what `--initialization_options` says."""
     accepted = inspect.signature(INITIALIZATIONS[name]).parameters.keys() if name in INITIALIZATIONS else set()
     options = read_values("initialization_options", text)
     if unknown := sorted(options.keys() - accepted | options.keys() & {"model", "generator"}):
         raise ValueError(f"--initialization_options: --initialization {name} has no {unknown[0]!r}.")
-    initialize_attention_(model, name, **options)
+    if name == REFERENCE:
+        reference_init_(model)
+    else:
+        initialize_attention_(model, name, **options)
 
 
 def image_size(config, arguments: ModelArguments) -> tuple[int, int]:

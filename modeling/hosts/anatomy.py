@@ -6,6 +6,7 @@ itself, as equal names do not make equal computations.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -650,6 +651,46 @@ class Anatomy:
     def check(self, purpose: str = "read"):
         """Raise a ValueError unless the model computes what was read, on two images of noise, in float32."""
         self._compare(purpose, Anatomy.discrepancies)
+
+    @torch.no_grad()
+    def attention_discrepancies(self) -> dict[str, torch.Tensor]:
+        """How far what each attention of the running model returns is from what its queries, keys and values give,
+        each as the largest difference relative to the largest value. In a block of fresh weights, what attention adds
+        is small beside the tokens, and `discrepancies` cannot tell."""
+        modules = {outline.block: outline.attention for outline in self.outlines}
+        found: dict[str, torch.Tensor] = {}
+
+        def compare(module, arguments, keywords, output, name: str, attention: Attention):
+            tokens = arguments[0] if arguments else next(iter(keywords.values()))
+            output = output[0] if isinstance(output, tuple) else output
+            if getattr(module, "batch_first", True) is False:
+                tokens, output = tokens.transpose(0, 1), output.transpose(0, 1)
+            found[f"{name} attends otherwise than by the products of its queries and keys"] = difference(
+                attention(tokens), output
+            )
+
+        handles = [
+            modules[block.module].register_forward_hook(
+                functools.partial(compare, name=f"its block {index}", attention=block.attention),
+                # Before Context Broadcasting, which may stand there.
+                prepend=True,
+                with_kwargs=True,
+            )
+            for index, block in enumerate(self.blocks)
+            if modules.get(block.module) is not None
+        ]
+        try:
+            with evaluating(self.model):
+                self.run(self.example())
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    def check_attention(self, purpose: str = "read the attention of"):
+        """Raise a ValueError unless the model's attention is, on two images of noise, in float32, what its queries,
+        keys and values give."""
+        self._compare(purpose, Anatomy.attention_discrepancies)
 
     def check_tokens(self, purpose: str = "read the tokens of"):
         """Raise a ValueError unless `tokens` are what the model's first block gets, on two images of noise, in

@@ -26,7 +26,7 @@ from .anatomy import (
 
 
 # Blocks by class whose attention does not return what is added to the tokens: windows are put together after it.
-_AFTER_ATTENTION = {"SwinTransformerBlock": "drop_path1"}
+_AFTER_ATTENTION = {"SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 
 def is_timm(model: nn.Module) -> bool:

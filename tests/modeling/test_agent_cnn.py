@@ -134,9 +134,14 @@ class TestAgentCNN:
         torch.testing.assert_close(layer(x), expected)
 
     def test_dropout_is_in_the_mlps(self):
-        config = AgentCNNConfig(hidden_size=8, num_hidden_layers=2, patch_size=4, image_size=16, dropout=0.3)
-        model = AgentCNNForImageClassification(config)
-        assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [0.3, 0.3]
+        """At their end, too, in models that were saved before that had a field; not in the paper's."""
+        sizes = {"hidden_size": 8, "num_hidden_layers": 2, "patch_size": 4, "image_size": 16}
+        for fields, expected in (({}, [0.3] * 4), ({"branch_dropout": 0}, [0.3, 0, 0.3, 0])):
+            model = AgentCNNForImageClassification(AgentCNNConfig(**sizes, dropout=0.3, **fields))
+            assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == expected
+        for variant in AgentCNNConfig.variants():
+            config = AgentCNNConfig.from_variant(variant)
+            assert (config.dropout, config.branch_dropout) == (0.1, 0)
 
     @pytest.mark.parametrize(
         ("fields", "message"),

@@ -318,7 +318,11 @@ class TestConfiguration:
         small = "small" in variant
         assert config.vit_config.hidden_size == config.agent_config.hidden_size == (288 if small else 384)
         assert config.vit_config.num_attention_heads == config.agent_config.num_positions == (9 if small else 6)
-        assert config.vit_config.hidden_dropout_prob == config.agent_config.dropout == (0.1 if small else 0)
+        rate = 0.1 if small else 0
+        vit = config.vit_config
+        assert vit.hidden_dropout_prob == vit.attention_probs_dropout_prob == config.mlp_dropout == rate
+        assert config.embedding_dropout == config.agent_config.branch_dropout == 0
+        assert config.agent_config.dropout == (rate if variant.startswith("shared") else 0.1)
         assert config.vit_config.layer_norm_eps == (1e-5 if small else 1e-6)
         weights = (config.classification_weight, config.divergence_weight, config.hint_weight)
         assert weights == ((0.5, 0.5, 5.0) if variant.startswith("shared") else (1, 1, 10)) and config.num_labels == 10
@@ -342,6 +346,8 @@ class TestConfiguration:
         ("fields", "message"),
         [
             ({"sharing": "all"}, "`sharing` is 'all', expected one of"),
+            ({"mlp_dropout": 1}, "`mlp_dropout` is 1, expected 0 <= rate < 1"),
+            ({"embedding_dropout": -1}, "`embedding_dropout` is -1, expected 0 <= rate < 1"),
             ({"vit": {"num_hidden_layers": 2}}, "`num_hidden_layers`=2, `agent_config` `num_hidden_layers`=3"),
             ({"vit": {"hidden_size": 48}}, "`hidden_size`=48, `agent_config` `hidden_size`=36; expected the same"),
             ({"sharing": "weights", "agent": {"num_positions": 9}}, "`num_attention_heads`=6.*`num_positions`=9"),

@@ -72,6 +72,14 @@ HOSTS = {
         ),
         3,
     ),
+    "timm SwinV2": (
+        lambda: of_timm(
+            "swinv2_tiny_window8_256", img_size=32, window_size=4, embed_dim=8, depths=(2, 1), num_heads=(2, 2)
+        ),
+        3,
+    ),
+    "timm EVA-02": (lambda: of_timm("eva02_tiny_patch14_224", **TINY_VIT), 2),
+    "timm DINOv3": (lambda: of_timm("vit_small_patch16_dinov3", **TINY_VIT), 2),
     "timm PVTv2": (lambda: of_timm("pvt_v2_b0", depths=(1,) * 4, embed_dims=(8,) * 4, num_heads=(1,) * 4), 4),
     "timm in Transformers": (
         lambda: transformers.TimmWrapperForImageClassification(
@@ -172,6 +180,27 @@ class TestDefinition:
         torch.testing.assert_close(output if data_format == "channels_last" else output.permute(0, 2, 3, 1), expected)
 
     @pytest.mark.parametrize("kind", KINDS)
+    def test_a_blend_leads_from_the_tokens_to_what_the_kind_makes_of_them(self, kind):
+        module, x = ContextBroadcast(kind, 4, scale_init=0.5, blend=True), torch.randn(2, 6, 4)
+        assert torch.equal(module(x), x)
+        module(x).square().sum().backward()
+        assert module.blend.grad.abs() > 0.1
+        plain = ContextBroadcast(kind, 4, scale_init=0.5)
+        for share in (0.25, 1.0):
+            nn.init.constant_(module.blend, share)
+            torch.testing.assert_close(module(x), x + share * (plain(x) - x))
+
+    def test_the_scale_starts_where_it_is_told_to(self):
+        module = ContextBroadcast("cb_s", 4, scale_init=0.1)
+        assert torch.equal(module.scale, torch.full((4,), 0.1)) and not ContextBroadcast("cb_s", 4).scale.any()
+        model = small_family(context_broadcast="cb_s", context_broadcast_scale_init=0.1)
+        assert torch.equal(model.vit.layers[1].mlp.context_broadcast_out.scale, torch.full((16,), 0.1))
+        own = of_transformers("ViT", SMALL)
+        insert_context_broadcast(own, "cb_s", scale_init=1.0)
+        again = type(own)(own.config)
+        assert again.vit.layers[0].mlp.context_broadcast_out.scale.eq(1).all()
+
+    @pytest.mark.parametrize("kind", KINDS)
     def test_permuted_tokens_are_permuted(self, kind):
         module, x = randomize(ContextBroadcast(kind, 4)), torch.randn(2, 9, 4)
         order = torch.cat([torch.tensor([0]), 1 + torch.randperm(8)])  # the class token stays in front
@@ -222,7 +251,10 @@ class TestHosts:
         report = insert_context_broadcast(model, "cb_s", ["mlp_end", "attention_end"])
         assert len(report.places) == len(set(report.places)) == 2 * HOSTS[host][1]
         assert report.num_parameters == sum(p.numel() for n, p in model.named_parameters() if "context_" in n) > 0
-        assert str(report).count("\n") == len(report.places) and f"{report.num_parameters:,} parameters" in str(report)
+        assert report.is_saved is isinstance(model, transformers.PreTrainedModel) and not report.changes_outputs
+        assert str(report).count("\n") == len(report.places) + (not report.is_saved)
+        assert f"{report.num_parameters:,} parameters" in str(report)
+        assert ("not saved with the model" in str(report)) is not report.is_saved
         assert set(model.state_dict()) >= names and isinstance(model, model_class)
         assert torch.equal(output_of(model), before)  # scales of 0
         set_scales(model)
@@ -234,10 +266,15 @@ class TestHosts:
         remove_context_broadcast(model)
         assert type(model) is model_class and set(model.state_dict()) == names
         assert torch.equal(output_of(model), before)
+        report = insert_context_broadcast(model, blend=True)
+        assert torch.equal(output_of(model), before) and not report.changes_outputs
+        assert report.num_parameters == HOSTS[host][1]
+        remove_context_broadcast(model)
         assert not model._forward_hooks and not any(m._forward_pre_hooks for m in model.modules())
         for each in copies:
             assert torch.equal(output_of(each), after)
-        insert_context_broadcast(model)  # again, after removing
+        report = insert_context_broadcast(model)  # again, after removing
+        assert report.changes_outputs and "fine-tune it, or insert it with `blend=True`" in str(report)
         with pytest.raises(ValueError, match="already has Context Broadcasting"):
             insert_context_broadcast(model)
 
@@ -279,7 +316,10 @@ class TestHosts:
         if not isinstance(model, transformers.PreTrainedModel):
             pytest.skip("timm's models are saved as state dicts")
         model_class = type(model)
-        insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"])
+        # What a SparseFormer's configuration has no field for is not saved.
+        blend = host != "SparseFormer"
+        report = insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"], blend=blend)
+        assert report.is_saved
         set_scales(model)
         model.save_pretrained(tmp_path)
         auto_class = next(
@@ -548,6 +588,15 @@ class TestGradients:
 
 
 class TestFamily:
+    def test_patches_start_at_pytorchs_default_as_deits_do(self):
+        model = small_family(patch_size=4, hidden_size=192, num_attention_heads=3)
+        embeddings = model.vit.embeddings
+        weight = embeddings.patch_embeddings.projection.weight
+        assert weight.abs().max().item() == pytest.approx(48**-0.5, rel=0.01)
+        assert embeddings.position_embeddings.std() < 0.03 and model.vit.layers[0].mlp.fc1.weight.std() < 0.03
+        tokens = embeddings.patch_embeddings(torch.randn(8, 3, 32, 32))
+        assert tokens.square().mean().sqrt().item() == pytest.approx(3**-0.5, rel=0.1)
+
     @pytest.mark.parametrize(
         ("variant", "name", "parameters"),
         [

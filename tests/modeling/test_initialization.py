@@ -16,7 +16,8 @@ from transformers import (
     ViTModel,
 )
 
-from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel
+from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, insert_context_broadcast
+from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.hosts.transformers import resize_positions_
 from frugalvit.modeling.impulse import (
     attention_map,
@@ -187,6 +188,26 @@ def test_adam_does_what_the_algorithm_says():
         torch.testing.assert_close(key[head], k.detach(), rtol=1e-3, atol=1e-4)
 
 
+def test_adam_keeps_the_length_of_columns_where_it_is_told_to():
+    """As the authors' code does; without, as Algorithm 1 is printed, the weights grow."""
+    inputs, targets = encoding(4, 4, 16), impulse_matrix(4, 4, (0, 1))[None]
+    start, _ = solve_adam(inputs, targets, 8, steps=0, generator=seeded())
+    length = start.norm(dim=1).mean()
+    solved = {
+        every: solve_adam(
+            inputs, targets, 8, steps=201, learning_rate=1e-3, renormalize_every=every, generator=seeded()
+        )
+        for every in (None, 100)
+    }
+    for part in solved[100]:
+        # One step after it was brought back.
+        torch.testing.assert_close(part.norm(dim=1), length.expand(1, 8), rtol=0.02, atol=0)
+    free, bound = (
+        interior_mass(attention_map(inputs, *(part[0] for part in solved[every])), targets[0]) for every in (None, 100)
+    )
+    assert free > bound + 0.05 and solved[None][0].norm() > 1.1 * solved[100][0].norm()
+
+
 def test_pinv_peaks_on_random_positions():
     inputs = F.layer_norm(torch.randn(64, 192, generator=seeded()), (192,))
     target = impulse_matrix(8, 8, (1, 0))
@@ -298,14 +319,43 @@ def test_pseudo_inputs_of_first_and_later_layers(kind):
 def test_values_are_left_alone_or_mimetic():
     model = timm_vit()
     before = {name: p.clone() for name, p in model.named_parameters()}
-    impulse_init_(model, generator=seeded())
+    impulse_init_(model, value_init="default", generator=seeded())
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {"pos_embed", "blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight"}
     assert torch.equal(model.blocks[0].attn.qkv.weight[2 * 96 :], before["blocks.0.attn.qkv.weight"][2 * 96 :])
-    impulse_init_(model, value_init="mimetic", generator=seeded())
+    impulse_init_(model, generator=seeded())
+    assert value_diagonal(model) == pytest.approx(-0.4, abs=0.05)
+
+
+@torch.no_grad()
+def value_diagonal(model) -> float:
     attention = model.blocks[0].attn
-    product = attention.qkv.weight[2 * 96 :].T @ attention.proj.weight.T
-    assert product.diagonal().mean().item() == pytest.approx(-0.4, abs=0.05)
+    return (attention.qkv.weight[2 * 96 :].T @ attention.proj.weight.T).diagonal().mean().item()
+
+
+@pytest.mark.parametrize("name", ["mimetic", "trunc_normal", "kaiming_uniform"])
+def test_baselines_have_the_values_of_the_others(name):
+    """So that queries and keys can be compared alone."""
+    own = {"mimetic": -0.4}.get(name, 0.0)
+    for value_init, expected in ((None, own), ("default", 0.0), ("mimetic", -0.4)):
+        model = timm_vit()
+        initialize_attention_(model, name, **({"value_init": value_init} if value_init else {}), generator=seeded())
+        assert value_diagonal(model) == pytest.approx(expected, abs=0.05)
+    if name == "trunc_normal":
+        weight = model.blocks[0].attn.qkv.weight[: 2 * 96]
+        assert weight.abs().max() <= 0.04
+
+
+@torch.no_grad()
+def test_random_positions_are_drawn_and_solved_against():
+    model = timm_vit(num_heads=2)
+    report = impulse_init_(model, solver="pinv", positions="random", generator=seeded())
+    assert model.pos_embed.std().item() == pytest.approx(0.36, rel=0.05) and report.mean("peak_rate") > 0.5
+    trunc_normal_init_(model, positions="random", position_std=0.02, generator=seeded())
+    assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.05)
+    fixed = own_vit()
+    with pytest.raises(ValueError, match="`positions` is 'random', but this model's are fixed"):
+        impulse_init_(fixed, positions="random")
 
 
 def test_given_positions_are_kept_and_solved_against():
@@ -356,7 +406,9 @@ def test_initializations_by_name():
         ({"value_init": "zero"}, "`value_init` is 'zero', expected one of"),
         ({"pseudo_input": "noise"}, "`pseudo_input` is 'noise', expected one of"),
         ({"pseudo_input": ("pe", "pe", "pe")}, "expected one name or two"),
-        ({"positions": "learned"}, "`positions` is 'learned', expected one of 'sincos', 'keep'"),
+        ({"positions": "learned"}, "`positions` is 'learned', expected one of 'sincos', 'random', 'keep'"),
+        ({"position_std": 0}, "`position_std` is 0, expected a positive number"),
+        ({"renormalize_every": 0}, "`renormalize_every` is 0, expected a positive number"),
         ({"mass": 1.0}, "`mass` is 1.0, expected a number above 0 and below 1"),
         ({"kernel_size": -3}, "`kernel_size` is -3, expected a positive integer"),
         ({"solver": "pinv", "kernel_size": 5}, "has an order for 3 x 3 kernels only"),
@@ -368,6 +420,36 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_changes(argume
     with pytest.raises(ValueError, match=message):
         impulse_init_(model, **arguments)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("broadcasts", [False, True])
+def test_attention_that_is_more_than_products_of_queries_and_keys_is_refused(broadcasts):
+    """Relative biases in a fresh model, whose blocks hide what attention adds to the tokens."""
+    model = timm_vit()
+    bias = torch.randn(4, 65, 65, generator=seeded()) / 100
+    for block in model.blocks:
+        block.attn.proj.weight.data /= 100
+
+        def attend(tokens, attention=block.attn, **_):
+            query, key, value = attention.qkv(tokens).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+            return attention.proj(mixed.transpose(1, 2).flatten(2))
+
+        block.attn.forward = attend
+    if broadcasts:
+        insert_context_broadcast(model, "cb", "attention_end")
+    else:
+        read_anatomy(model).check()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="its block 0 attends otherwise than by the products of its queries and keys"):
+        impulse_init_(model)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_models_with_context_broadcasting_are_initialized():
+    model = timm_vit()
+    insert_context_broadcast(model, "cb", ["attention_end", "mlp_end"])
+    assert impulse_init_(model, generator=seeded()).mean("peak_rate") == 1
 
 
 def test_models_without_such_attention_are_refused():

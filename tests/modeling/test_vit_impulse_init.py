@@ -180,6 +180,27 @@ class TestInitialization:
             product = attention.v_proj.weight.T @ attention.o_proj.weight.T
             assert product.diagonal().mean().item() == pytest.approx(expected, abs=0.05)
 
+    @pytest.mark.parametrize(
+        ("initialization", "value_init", "expected"),
+        [
+            ("impulse", None, -0.4),
+            ("mimetic", None, -0.4),
+            ("trunc_normal", None, 0),
+            ("trunc_normal", "mimetic", -0.4),
+        ],
+    )
+    def test_values_of_every_initialization(self, initialization, value_init, expected, make_config):
+        """The defaults are those of the functions."""
+        fields = {"initialization": initialization, "value_init": value_init}
+        attention = ViTImpulseInitModel(make_config("vit_impulse_init", **fields)).layers[0].attention
+        product = attention.v_proj.weight.T @ attention.o_proj.weight.T
+        assert product.diagonal().mean().item() == pytest.approx(expected, abs=0.05)
+
+    def test_random_positions_are_learned(self, make_config):
+        model = ViTImpulseInitModel(make_config("vit_impulse_init", position_embedding="random"))
+        positions = model.embeddings.position_embeddings
+        assert positions.requires_grad and positions.std().item() == pytest.approx(0.36, rel=0.1)
+
 
 @pytest.mark.parametrize(
     ("fields", "message"),
@@ -192,6 +213,7 @@ class TestInitialization:
         ({"pooling": "max"}, "`pooling` is 'max', expected one of"),
         ({"initialization": "xavier"}, r"`initialization` is 'xavier', expected one of \['impulse'"),
         ({"value_init": "zero"}, "`value_init` is 'zero', expected one of"),
+        ({"position_std": 0}, "`position_std` is 0"),
         ({"impulse_mass": 1.0}, "`impulse_mass` is 1.0, expected a number above 0 and below 1"),
         ({"impulse_kernel_size": 0}, "`impulse_kernel_size` is 0, expected at least 1"),
         ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),

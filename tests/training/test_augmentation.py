@@ -1,10 +1,13 @@
 """Views are functions of (seed, epoch, image index), and show what they say."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from timm.data import rand_augment_transform
 from torchvision.transforms import InterpolationMode, v2
 from transformers import CLIPImageProcessor, ConvNextImageProcessor, ViTImageProcessor
 
@@ -16,6 +19,7 @@ from frugalvit.training.augmentation import (
     SmallDataView,
     random_seed,
     seeded,
+    seeded_by_torch,
 )
 
 
@@ -93,6 +97,49 @@ def test_small_data_view_is_torchvisions_recipe(picture):
             pixels = view(picture)["pixel_values"]
         with seeded(1, index):
             assert torch.equal(pixels, reference(picture))
+
+
+def test_timms_augmentations_are_deits(picture):
+    """rand-m9-mstd0.5-inc1 and erased pixels that are noise once they are normalized, as a function of the seed."""
+    image_format = ImageFormat((32, 32), mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
+    options = {"padding": 0, "flip": 0, "augmentation": "timm"}
+    image = picture.resize((32, 32))
+    randaugment = rand_augment_transform(
+        "rand-m9-mstd0.5-inc1", {"translate_const": 14, "img_mean": (102, 128, 153), "interpolation": 2}
+    )
+    view, erases = (SmallDataView(image_format, **options, erasing=erasing) for erasing in (0, 1))
+    for index in range(20):
+        with seeded(1, index):
+            pixels = view(image)["pixel_values"]
+        with seeded(1, index):
+            assert torch.equal(view(image)["pixel_values"], pixels)
+        with seeded(1, index):
+            torch.rand(())  # of the flip
+            with seeded_by_torch():
+                assert np.array_equal(np.asarray(randaugment(image)), pixels.permute(1, 2, 0).numpy())
+    still = SmallDataView(image_format, **options, randaugment_layers=0, erasing=1)
+    before = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    noise = []
+    for index in range(60):
+        with seeded(2, index):
+            pixels = still(image)["pixel_values"]
+        assert pixels.dtype == torch.uint8
+        changed = (pixels != before).any(0)
+        assert 0.01 < changed.float().mean() < 0.4
+        noise.append(image_format.normalize(pixels[None])[0][:, changed])
+    noise = torch.cat(noise, dim=1)
+    assert abs(noise.mean()) < 0.05 and noise.std().item() == pytest.approx(1, abs=0.1)
+    with seeded(3):
+        assert erases(image)["pixel_values"].dtype == torch.uint8
+
+
+def test_numbers_of_timm_leave_no_trace():
+    random.seed(0), np.random.seed(0)
+    expected = random.random(), np.random.rand()
+    random.seed(0), np.random.seed(0)
+    with seeded(1), seeded_by_torch():
+        first = random.random(), np.random.rand()
+    assert (random.random(), np.random.rand()) == expected != first
 
 
 def test_padding_beyond_the_image_is_refused():

@@ -23,7 +23,8 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from frugalvit import cli
+from frugalvit import cli, remove_context_broadcast
+from frugalvit.modeling.context_broadcast import has_context_broadcast
 from frugalvit.training import bootstrap, loop, train
 from frugalvit.training.data import load_images
 from frugalvit.training.loading import load_vision_model
@@ -61,8 +62,7 @@ def transformers_vit(tmp_path) -> ViT:
             num_hidden_layers=3,
             num_attention_heads=2,
             intermediate_size=64,
-            num_labels=5,
-            **options,
+            **({"num_labels": 5} | options),
         )
         ViTForImageClassification(config).save_pretrained(tmp_path / name)
         ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / name)
@@ -140,6 +140,32 @@ def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tiny_run, tmp_p
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert [*model.config.id2label.values()] == class_names
     assert model(torch.zeros(2, 3, 32, 32)).logits.shape == (2, 10)
+
+
+@pytest.mark.parametrize("broadcast", [None, "cb", "blend"])
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_a_thousand_classes_become_ten(library, broadcast, request, tiny_run, tmp_path, class_names, caplog):
+    """With Context Broadcasting, too, which is saved with the model; blended, it starts as the model was."""
+    size = {"num_classes": 1000} if library == "timm" else {"num_labels": 1000}
+    folder = request.getfixturevalue(f"{library}_vit")(**size)
+    arguments = ["--context_broadcast_blend"] if broadcast == "blend" else []
+    options = {"context_broadcast": "cb"} if broadcast else {}
+    tiny_run(*arguments, model=folder, **options, **STILL)
+    assert ("changes what" in caplog.text) is (broadcast == "cb")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    kept = [name for name in before if not name.startswith(("head", "classifier"))]
+    assert len(kept) > 30
+    for name in kept:
+        torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-6)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
+    assert [*model.config.id2label.values()] == class_names
+    assert has_context_broadcast(model) is bool(broadcast)
+    pixel_values = torch.randn(2, 3, 32, 32)
+    logits = model(pixel_values).logits
+    assert logits.shape == (2, 10)
+    if broadcast:
+        remove_context_broadcast(model)
+        assert torch.allclose(model(pixel_values).logits, logits, atol=1e-5) is (broadcast == "blend")
 
 
 def test_a_folder_of_transformers_wrapper_without_a_classifier(timm_vit, tiny_run, tmp_path, class_names):

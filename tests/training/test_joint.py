@@ -11,6 +11,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Vi
 
 from frugalvit import AgentCNNForImageClassification, BootstrappedViTForImageClassification
 from frugalvit.attention import measure_attention
+from frugalvit.modeling.reference_initialization import reference_init_
 from frugalvit.training import joint, loop
 from frugalvit.training.data import load_images
 
@@ -48,7 +49,7 @@ def watched(monkeypatch):
     def watch(self, *arguments, **options):
         outputs = forward(self, *arguments, **options)
         if self.training:
-            calls.append((options["hint_share"], outputs.losses["hints"].detach()))
+            calls.append((options["hint_share"].item(), outputs.losses["hints"].detach()))
         return outputs
 
     monkeypatch.setattr(BootstrappedViTForImageClassification, "forward", watch)
@@ -79,9 +80,62 @@ def test_trains_two_that_stand_alone(variant, run, tmp_path):
     assert torch.equal(pair(pixel_values).logits, pair.vit(pixel_values).logits)
 
 
-def test_hints_fade_linearly(run, watched):
-    run(epochs=4)
-    assert [share for share, _ in watched] == [share for share in (1, 0.75, 0.5, 0.25) for _ in range(4)]
+def test_hints_fade_linearly_from_step_to_step(run, watched, tmp_path):
+    run(epochs=2)
+    assert [share for share, _ in watched] == [1 - step / 8 for step in range(8)]
+    shutil.rmtree(max((tmp_path / "out" / "checkpoints").iterdir()))
+    run(epochs=2)
+    assert [share for share, _ in watched[8:]] == [1 - step / 8 for step in range(4, 8)]
+
+
+@pytest.mark.parametrize("variant", ["joint-small", "shared-small"])
+def test_both_start_as_the_reference_has_it(variant):
+    def built(**options):
+        sizes = {"vit": f"{SIZES},image_size=32", "agent": SIZES}
+        return joint.build_twins(joint.TwinArguments(variant=variant, **sizes, **options), ["a", "b"])
+
+    model, default = built(), built(initialization="default")
+    for part in ("vit", "twin"):
+        [projection] = [
+            module for module in getattr(model, part).modules() if getattr(module, "stride", None) == (8, 8)
+        ]
+        assert projection.weight.std().item() == pytest.approx(1, abs=0.02) and not projection.bias.any()
+    block, of_default = model.vit.base_model.layers[0], default.vit.base_model.layers[0]
+    for projection, fans in (("q_proj", 4), ("v_proj", 4), ("o_proj", 2)):
+        weight = getattr(block.attention, projection).weight
+        assert weight.abs().max().item() == pytest.approx((6 / (fans * 36)) ** 0.5, rel=0.02)
+    assert block.mlp.fc1.weight.abs().max().item() == pytest.approx((6 / (36 + 48)) ** 0.5, rel=0.02)
+    assert 0.6 < block.mlp.fc1.bias.std() < 1.4 and not of_default.mlp.fc1.bias.any()
+    assert built(initialization="impulse").vit.base_model.layers[0].mlp.fc1.weight.std() < 0.03
+    if variant == "joint-small":
+        layer = model.twin.base_model.layers[0]
+        assert layer.convolution.weight.abs().max().item() == pytest.approx((6 / (2 * 9 * 36)) ** 0.5, rel=0.02)
+        assert not layer.convolution.bias.any() and 0.6 < layer.mlp.fc1.bias.std() < 1.4
+
+
+@pytest.mark.parametrize("variant", ["joint-small", "shared-small"])
+def test_dropout_is_where_the_reference_has_it(variant):
+    """In the ViT not after the embeddings, but in attention and MLPs and at the end of both; in the agent once."""
+    sizes = {"vit": f"{SIZES},image_size=32", "agent": SIZES}
+    model = joint.build_twins(joint.TwinArguments(variant=variant, **sizes), ["a", "b"]).train()
+    embeddings, block = model.vit.base_model.embeddings, model.vit.base_model.layers[0]
+    pixel_values, tokens = torch.randn(2, 3, 32, 32), torch.randn(64, 4, 36)
+    assert (embeddings(pixel_values) != 0).all()
+    inner = []
+    block.mlp.fc2.register_forward_pre_hook(lambda module, args: inner.append((args[0] == 0).float().mean().item()))
+    block.mlp(tokens)
+    assert inner.pop() == pytest.approx(0.1, abs=0.02) and block.attention.attention_dropout == 0.1
+    assert block.dropout.p == 0.1
+    model.eval()
+    block.mlp(tokens)
+    assert inner.pop() == 0
+    mlp = model.train().twin.base_model.layers[0].mlp
+    assert (mlp.dropout.p, mlp.branch_dropout.p) == (0.1, 0)
+
+
+def test_an_initialization_of_other_models_is_refused():
+    with pytest.raises(ValueError, match="no reference initialization of a Linear; expected a ViTForImage"):
+        reference_init_(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +224,13 @@ def test_goes_on_where_it_stopped(run, tmp_path):
     assert (folder / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
 
+def test_sharpness_aware_steps_look_as_far_as_they_are_told(run, monkeypatch):
+    made, make = [], loop.make_optimizer
+    monkeypatch.setattr(loop, "make_optimizer", lambda *a, **options: made.append(make(*a, **options)) or made[-1])
+    run(optimizer="sam", sam_rho=0.2, epochs=1, steps_per_epoch=1)
+    assert {group["rho"] for group in made[0].param_groups} == {0.2}
+
+
 def test_sharpness_aware_steps_seek_flat_minima(run):
     losses = [record["train_loss"] for record in run(optimizer="sam", train_split="train[:256]", epochs=6)["epochs"]]
     assert losses[-1] < 0.5 * losses[0]
@@ -181,6 +242,7 @@ def test_sharpness_aware_steps_seek_flat_minima(run):
         (("--without_hint_at", "0"), "--without_hint_at is 0.0, expected numbers above 0, to 1"),
         (("--variant", "joint-tiny"), "invalid choice: 'joint-tiny'"),
         (("--crop_size", "0"), "--crop_size is 0, expected 1 or more"),
+        (("--sam_rho", "-1"), "--sam_rho is -1.0, expected 0 or more"),
     ],
 )
 def test_wrong_arguments(arguments, message, run, capsys):

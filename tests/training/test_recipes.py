@@ -19,8 +19,15 @@ from frugalvit import (
     SparseFormerVisionModelWithProjection,
 )
 from frugalvit.modeling.hosts import read_anatomy
-from frugalvit.training import bootstrap, segment
-from frugalvit.training.arguments import RECIPE_FILES, DataArguments, parse_arguments, recipes_of
+from frugalvit.training import bootstrap, segment, train
+from frugalvit.training.arguments import (
+    RECIPE_FILES,
+    DataArguments,
+    OptimizerArguments,
+    RunArguments,
+    parse_arguments,
+    recipes_of,
+)
 from frugalvit.training.augmentation import ImageFormat
 from frugalvit.training.data import load_splits
 from frugalvit.training.loading import load_vision_model
@@ -206,6 +213,18 @@ def test_segmentation(name, build, tmp_path):
     rates = {group["initial_lr"] for group in optimizer.param_groups if group["params"]}
     assert max(rates) == pytest.approx(values["learning_rate"] * values["head_multiplier"])
     assert (len(rates) > 3) == (values["layer_decay"] < 1) and run.batch_size == 32
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_training(name):
+    values, _ = read(TRAIN[name])
+    groups = [train.ModelArguments, DataArguments, train.RecipeArguments, OptimizerArguments, RunArguments]
+    model, _, recipe, _, run = parse_arguments(train.PROG, "", groups, ["--config", name, "--output_dir", "out"])
+    overrides = train.parse_overrides(model.model_type, model.config_overrides)
+    config = transformers.AutoConfig.for_model(model.model_type, **overrides)
+    assert config.image_size == 224 and run.batch_size == values["batch_size"]
+    # What the papers train with.
+    assert (recipe.augmentation, recipe.randaugment_magnitude, recipe.erasing) == ("timm", 9, 0.25)
 
 
 def in_full(name: str):
