@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import ModelCard, snapshot_download, try_to_load_from_cache
-from transformers import PreTrainedModel
+from transformers import AutoProcessor, PreTrainedModel
 
 from .benchmark import DTYPES, image_size_of
 from .contenders import load_teacher
 from .evaluation.images import positive
 from .info import image_side
 from .modeling.hosts import Anatomy
+from .modeling.modeling_sparseformer_llava import matching_processor
 from .quickstart import NOT_IN_REPOSITORY
 from .resources import checkpoint_path, shipped_checkpoints
 from .training.comparison import ImageSide, using_tokens
@@ -330,3 +331,6 @@ def save(model: PreTrainedModel, num_tokens: int, source: Path, output: str, ove
         # That of an older version would not know of the choice.
         model.write_code(folder)
         model.config.save_pretrained(folder)
+        if model.config.model_type == "sparseformer_llava":
+            # It inserts as many tokens for an image. The image side may have been cast.
+            matching_processor(AutoProcessor.from_pretrained(source), model.float()).save_pretrained(folder)
