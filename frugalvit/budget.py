@@ -132,29 +132,33 @@ def main(argv: list[str] | None = None) -> None:
     model = load_pretrained(name, device, False, "a model of frugalvit or Transformers", model_class)
     if arguments.output and not hasattr(model, "set_num_tokens"):
         raise ValueError(f"{arguments.model!r} is a {type(model).__name__}, whose tokens cannot be chosen.")
-    source = source_folder(name)
-    teacher = find_teacher(arguments.teacher, source, device)
-    dtype = getattr(torch, arguments.dtype)
-    rows = measure_counts(model, teacher, arguments.batch_size, dtype, device, arguments.rounds)
-    for row, score in zip(rows, scores_of(source, rows), strict=True):
-        row |= score
+    # Refused before anything is measured.
+    with whole_folder(arguments.output, arguments.overwrite) if arguments.output else nullcontext() as folder:
+        source = source_folder(name)
+        teacher = find_teacher(arguments.teacher, source, device)
+        dtype = getattr(torch, arguments.dtype)
+        rows = measure_counts(model, teacher, arguments.batch_size, dtype, device, arguments.rounds)
+        for row, score in zip(rows, scores_of(source, rows), strict=True):
+            row |= score
 
-    settings = {
-        "device": device,
-        "dtype": arguments.dtype,
-        "batch_size": arguments.batch_size,
-        "threads": torch.get_num_threads(),
-    }
-    if not arguments.json:
-        print(f"{format_table(rows)}\n\n{describe(settings)}")
-    chosen = None if budget is None else choose(rows, budget)
+        settings = {
+            "device": device,
+            "dtype": arguments.dtype,
+            "batch_size": arguments.batch_size,
+            "threads": torch.get_num_threads(),
+        }
+        if not arguments.json:
+            print(f"{format_table(rows)}\n\n{describe(settings)}")
+        chosen = None if budget is None else choose(rows, budget)
+        if folder:
+            save(model, chosen["num_tokens"], source, folder)
     if arguments.json:
         print(json.dumps({"settings": settings, "rows": rows, "chosen": chosen}, indent=2))
-    elif chosen:
+        return
+    if chosen:
         print(f"Within {budget.text}: {name_of(chosen)}, {measured(chosen, budget)}.")
     if arguments.output:
-        save(model, chosen["num_tokens"], source, arguments.output, arguments.overwrite)
-        print(f"Wrote {arguments.output}.", file=sys.stderr if arguments.json else sys.stdout)
+        print(f"Wrote {arguments.output}.")
 
 
 def budget_of(arguments: argparse.Namespace) -> Budget | None:
@@ -192,15 +196,18 @@ def find_teacher(given: str | None, source: Path, device: str) -> Anatomy | None
         base = ModelCard.load(source / "README.md").data.get("base_model")
         named += [base] if isinstance(base, str) else base or []
     for name in filter(None, named):
-        hub_id, revision = split_revision(name)
-        is_cached = hub_id.count("/") == 1 and try_to_load_from_cache(hub_id, "config.json", **revision)
-        if not Path(name).is_dir() and not isinstance(is_cached, str):
-            continue
         try:
-            return load_teacher(name, device)[0]
+            if Path(name).is_dir() or is_cached(name):
+                return load_teacher(name, device)[0]
         except ValueError as error:
             print(f"Measured without its teacher: {error}", file=sys.stderr)
     return None
+
+
+def is_cached(name: str) -> bool:
+    """Whether a model of the hub is on this machine."""
+    hub_id, revision = split_revision(name)
+    return hub_id.count("/") == 1 and isinstance(try_to_load_from_cache(hub_id, "config.json", **revision), str)
 
 
 def read_results(source: Path) -> dict:
@@ -209,7 +216,6 @@ def read_results(source: Path) -> dict:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-@torch.inference_mode()
 def measure_counts(
     model: PreTrainedModel, teacher: Anatomy | None, batch_size: int, dtype: torch.dtype, device: str, rounds: int
 ) -> list[dict[str, object]]:
@@ -221,8 +227,9 @@ def measure_counts(
         batch_size (`int`), dtype (`torch.dtype`), device (`str`), rounds (`int`): How it is measured.
 
     Returns:
-        `list[dict]`: `model`, "teacher" or "student"; `num_tokens`, latent ones or a teacher's patches, `None` where
-        they are not counted; `macs` of an image, attention's products counted; `latency (ms)` of a batch; `images/s`.
+        `list[dict]`: `model`, "teacher" or "student", alone "model"; `num_tokens`, latent ones or a teacher's patches,
+        `None` where they are not counted; `macs` of an image, attention's products counted; `latency (ms)` of a batch;
+        `images/s`.
     """
     vision = image_side(model)
     channels, *size = image_size_of(vision)
@@ -246,7 +253,7 @@ def measure_counts(
         run = vision if count is None else functools.partial(vision, num_tokens=count)
         with nullcontext() if count is None else using_tokens(vision, count):
             macs = count_macs(vision, tuple(size), channels).macs_with_attention
-        add("student", count, macs, run, channels, size)
+        add("student" if teacher else "model", count, macs, run, channels, size)
     vision.to(dtype)
     # Each is given images of its own size.
     speeds = images_per_second(calls, torch.empty(batch_size, device=device), rounds)
@@ -320,17 +327,16 @@ def describe(settings: dict[str, object]) -> str:
     )
 
 
-def save(model: PreTrainedModel, num_tokens: int, source: Path, output: str, overwrite: bool):
-    """Write a folder with the model's files, weights to the bit, that computes with so many tokens where a call
-    chooses none."""
-    with whole_folder(output, overwrite) as folder:
-        names = {path.name for path in source.iterdir() if path.is_file()}
-        for name in names - NOT_IN_REPOSITORY(source, names):
-            shutil.copyfile(source / name, folder / name)
-        model.set_num_tokens(num_tokens)
-        # That of an older version would not know of the choice.
-        model.write_code(folder)
-        model.config.save_pretrained(folder)
-        if model.config.model_type == "sparseformer_llava":
-            # It inserts as many tokens for an image. The image side may have been cast.
-            matching_processor(AutoProcessor.from_pretrained(source), model.float()).save_pretrained(folder)
+def save(model: PreTrainedModel, num_tokens: int, source: Path, folder: Path):
+    """Fill a folder with a model's files, weights to the bit, that computes with so many tokens where a call chooses
+    none."""
+    names = {path.name for path in source.iterdir() if path.is_file()}
+    for name in names - NOT_IN_REPOSITORY(source, names):
+        shutil.copyfile(source / name, folder / name)
+    model.set_num_tokens(num_tokens)
+    # That of an older version would not know of the choice.
+    model.write_code(folder)
+    model.config.save_pretrained(folder)
+    if model.config.model_type == "sparseformer_llava":
+        # It inserts as many tokens for an image. The image side may have been cast.
+        matching_processor(AutoProcessor.from_pretrained(source), model.float()).save_pretrained(folder)

@@ -5,9 +5,16 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForImageClassification, CLIPTextConfig, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoModelForImageClassification,
+    AutoProcessor,
+    CLIPTextConfig,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from frugalvit import (
     SparseFormerCLIPConfig,
@@ -15,7 +22,11 @@ from frugalvit import (
     SparseFormerConfig,
     SparseFormerForImageClassification,
     SparseFormerForSemanticSegmentation,
+    SparseFormerLlavaConfig,
+    SparseFormerLlavaForConditionalGeneration,
+    checkpoint_path,
     count_macs,
+    matching_processor,
 )
 from frugalvit.budget import number, seconds
 from frugalvit.cli import main
@@ -89,8 +100,9 @@ def work(model) -> dict[int, float]:
     return found
 
 
-@pytest.mark.parametrize("largest", COUNTS)
-@pytest.mark.parametrize("limit", ["latency", "images-per-second", "macs"])
+@pytest.mark.parametrize(
+    ("limit", "largest"), [("latency", 6), ("images-per-second", 6), ("macs", 4), ("macs", 6), ("macs", 9)]
+)
 @pytest.mark.usefixtures("clock_of_work")
 def test_the_largest_count_within_the_budget(folder, macs, work, limit, largest, capsys):
     allowed = work[largest] + 1
@@ -194,6 +206,33 @@ def test_other_models_than_classifiers(make, macs, tmp_path, capsys):
     assert [row["num_tokens"] for row in found["rows"]] == COUNTS
     config = json.loads((tmp_path / "output" / "config.json").read_text())
     assert config.get("vision_config", config)["num_tokens"] == 9
+
+
+def test_a_llavas_processor_inserts_the_count(macs, tmp_path, capsys):
+    shipped = AutoProcessor.from_pretrained(checkpoint_path("cifar10-sparseformer-llava"))
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = SparseFormerLlavaConfig(
+        text_config={"model_type": "llama", "vocab_size": len(shipped.tokenizer), **text},
+        vision_config=make_config().to_dict(),
+        image_token_index=shipped.image_token_id,
+        vision_feature_select_strategy="full",
+    )
+    model = SparseFormerLlavaForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "model")
+    matching_processor(shipped, model).save_pretrained(tmp_path / "model")
+    options = ("--macs", macs[6], "--dtype", "bfloat16", "--output", tmp_path / "output")
+    found = budget(tmp_path / "model", *options, capsys=capsys)
+    prompt = {"images": Image.new("RGB", (32, 32)), "text": "<image>"}
+    (ids,) = AutoProcessor.from_pretrained(tmp_path / "output")(**prompt)["input_ids"]
+    saved = SparseFormerLlavaConfig.from_pretrained(tmp_path / "output")
+    assert saved.vision_config.num_tokens == found["chosen"]["num_tokens"] == 6
+    assert ids.count(shipped.image_token_id) == saved.image_seq_length == 6 + saved.vision_config.num_prefix_tokens
+
+
+def test_a_folder_with_something_in_it_is_refused_at_once(folder, capsys):
+    assert main(["budget", str(folder), "--macs", "1T", "--output", str(folder.parent)]) == 1
+    printed = capsys.readouterr()
+    assert "exists and is not empty" in printed.err and not printed.out
 
 
 def test_a_model_without_a_choice_has_one_row(teacher, tmp_path, capsys):
