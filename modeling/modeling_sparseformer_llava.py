@@ -277,10 +277,16 @@ class SparseFormerLlavaProcessor(LlavaProcessor):
             `(images,)`, for the model.
 
         Raises:
-            ValueError: if there are more or fewer numbers than images, or the vision tower has not so many tokens.
+            ValueError: if there are more or fewer numbers than images, the vision tower has not so many tokens, or the
+                processor was not made by `matching_processor`.
         """
         if num_image_tokens is None or images is None:
             return super().__call__(images, text, *args, **kwargs)
+        if self.num_latent_tokens is None:
+            raise ValueError(
+                "This processor was made for no model; `matching_processor(processor, model)` makes one whose calls "
+                "choose `num_image_tokens`."
+            )
         images = self.image_processor.fetch_images(images)
         total = len(make_flat_list_of_images(images))
         counts = [num_image_tokens] * total if isinstance(num_image_tokens, int) else list(num_image_tokens)

@@ -300,8 +300,6 @@ def test_each_image_of_a_prompt_has_tokens_of_its_own(strategy):
     model, processor = elastic(vision_feature_select_strategy=strategy)
     pictures = [picture(seed=seed) for seed in range(3)]
     text = ["what is <image> and <image> ?", "<image> what ?"]
-    inputs = processor(images=[pictures[:2], pictures[2:]], text=text, num_image_tokens=[4, 9, 4], padding=True)
-    assert inputs["num_image_tokens"].dtype == torch.int64 and inputs["num_image_tokens"].tolist() == [4, 9, 4]
     inputs = processor(
         images=[pictures[:2], pictures[2:]],
         text=text,
@@ -309,6 +307,7 @@ def test_each_image_of_a_prompt_has_tokens_of_its_own(strategy):
         padding=True,
         return_tensors="pt",
     )
+    assert inputs["num_image_tokens"].dtype == torch.int64 and inputs["num_image_tokens"].tolist() == [4, 9, 4]
     extra = strategy == "full"
     assert count_placeholders(inputs) == 4 + 9 + 4 + 3 * extra
     # Each image's features in the place of its own tokens, one after the other.
@@ -390,6 +389,10 @@ def test_numbers_of_tokens_that_do_not_fit_are_refused():
         processor(**prompt, num_image_tokens=10)
     with pytest.raises(ValueError, match="`num_image_tokens` has 1 numbers, expected one for each of the 2 images"):
         processor(**prompt, num_image_tokens=[4])
+    plain = make_processor(model)
+    unmatched = SparseFormerLlavaProcessor(plain.image_processor, plain.tokenizer, patch_size=4)
+    with pytest.raises(ValueError, match="was made for no model; `matching_processor"):
+        unmatched(**prompt, num_image_tokens=4)
     inputs = processor(**prompt, num_image_tokens=[4, 6])
     with pytest.raises(ValueError, match="`num_image_tokens` has 1 numbers, expected one for each of the 2 images"):
         model(**{**inputs, "num_image_tokens": torch.tensor([4])})
