@@ -23,6 +23,7 @@ COMMANDS = {
     "contrastive": ("frugalvit.training.contrastive", "train a small CLIP from labeled images"),
     "segment": ("frugalvit.training.segment", "fine-tune a model for semantic segmentation"),
     "benchmark": ("frugalvit.benchmark", "measure images a second of models, side by side"),
+    "budget": ("frugalvit.budget", "measure each number of a model's tokens, name the largest within a budget"),
     "compare": ("frugalvit.compare", "set models beside their teacher and what the teacher can do with less"),
     "curves": ("frugalvit.curves", "draw how trainings went"),
     "attention": ("frugalvit.attention", "measure and draw how a vision transformer attends"),

@@ -78,5 +78,6 @@ class SparseFormerVisionTower(nn.Module):
 
     @property
     def num_patches(self) -> int:
-        """Tokens of an image, [CLS] not counted, as LLaVA counts patches."""
-        return self.config.num_latent_tokens
+        """Tokens of an image, [CLS] not counted, as LLaVA counts patches; `vision_tower.set_num_tokens` chooses them
+        where the SparseFormer is made for several counts."""
+        return self.config.default_num_tokens

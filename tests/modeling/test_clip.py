@@ -287,3 +287,25 @@ def test_visual_towers_of_other_kinds_are_refused(vision_model):
         from_open_clip(open_clip_model())
     with pytest.raises(ValueError, match="expected a SparseFormerVisionModelWithProjection"):
         OpenClipVisual(vision_model.base_model)
+
+
+@torch.no_grad()
+def test_the_image_side_computes_with_the_tokens_that_are_chosen(clip, inputs, tmp_path):
+    fields = {"num_latent_tokens": 6, "elastic_token_counts": [4, 6], **SMALL}
+    vision_model = randomize(frugalvit.SparseFormerVisionModelWithProjection.from_teacher(clip, **fields))
+    model = SparseFormerCLIPModel.from_clip(clip, vision_model)
+    pixel_values = inputs["pixel_values"]
+    expected = vision_model(pixel_values, num_tokens=4).image_embeds
+    torch.testing.assert_close(model.get_image_features(pixel_values, num_tokens=4).pooler_output, expected)
+    outputs, all_tokens = model(**inputs, num_tokens=4), model(**inputs)
+    torch.testing.assert_close(outputs.image_embeds, F.normalize(expected, dim=-1))
+    assert torch.equal(outputs.text_embeds, all_tokens.text_embeds)
+    assert not torch.equal(outputs.image_embeds, all_tokens.image_embeds)
+    model.set_num_tokens(4)
+    assert torch.equal(model(**inputs).image_embeds, outputs.image_embeds)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**inputs).image_embeds, outputs.image_embeds)
+    assert torch.equal(loaded(**inputs, num_tokens=6).image_embeds, all_tokens.image_embeds)
+    model.set_num_tokens(None)
+    assert torch.equal(model(**inputs).image_embeds, all_tokens.image_embeds)

@@ -29,7 +29,7 @@ from frugalvit import (
     swap_vision_tower,
 )
 from frugalvit.modeling.llava_tower import SparseFormerVisionTower
-from frugalvit.modeling.modeling_sparseformer_llava import check_image_tokens
+from frugalvit.modeling.modeling_sparseformer_llava import SparseFormerLlavaProcessor, check_image_tokens
 from tiny import SMALL, randomize, word_tokenizer
 
 
@@ -278,6 +278,149 @@ def test_what_does_not_fit_is_refused():
         SparseFormerLlavaConfig(vision_config=CLIPVisionConfig())
 
 
+# Tokens an image
+
+
+COUNTS = [4, 6, 9]
+
+
+def elastic(**fields):
+    llava = make_llava(**fields)
+    model = swap_vision_tower(llava, make_tower(llava, COUNTS[-1], elastic_token_counts=COUNTS))
+    return model, matching_processor(make_processor(llava), model)
+
+
+def count_placeholders(inputs) -> int:
+    return int((inputs["input_ids"] == IMAGE).sum())
+
+
+@pytest.mark.parametrize("strategy", ["default", "full"])
+@torch.no_grad()
+def test_each_image_of_a_prompt_has_tokens_of_its_own(strategy):
+    model, processor = elastic(vision_feature_select_strategy=strategy)
+    pictures = [picture(seed=seed) for seed in range(3)]
+    text = ["what is <image> and <image> ?", "<image> what ?"]
+    inputs = processor(
+        images=[pictures[:2], pictures[2:]],
+        text=text,
+        num_image_tokens=[4, 9, 4],
+        padding=True,
+        return_tensors="pt",
+    )
+    assert inputs["num_image_tokens"].dtype == torch.int64 and inputs["num_image_tokens"].tolist() == [4, 9, 4]
+    extra = strategy == "full"
+    assert count_placeholders(inputs) == 4 + 9 + 4 + 3 * extra
+    # Each image's features in the place of its own tokens, one after the other.
+    features = [
+        model.get_image_features(inputs["pixel_values"][[index]], num_tokens=count).pooler_output[0]
+        for index, count in enumerate([4, 9, 4])
+    ]
+    given = model.get_image_features(inputs["pixel_values"], num_image_tokens=inputs["num_image_tokens"])
+    for one, alone in zip(given.pooler_output, features, strict=True):
+        assert one.shape == alone.shape
+        torch.testing.assert_close(one, alone)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    embeds[inputs["input_ids"] == IMAGE] = torch.cat(features)
+    expected = model(inputs_embeds=embeds, attention_mask=inputs["attention_mask"]).logits
+    outputs = model(**inputs)
+    torch.testing.assert_close(outputs.logits, expected)
+    assert len(outputs.image_hidden_states) == count_placeholders(inputs)
+
+
+@torch.no_grad()
+def test_one_number_is_that_of_all_images():
+    model, processor = elastic()
+    images, text = [picture(), picture(seed=1)], ["<image> what ?"] * 2
+    inputs = processor(images=images, text=text, num_image_tokens=6, return_tensors="pt")
+    assert inputs["num_image_tokens"].tolist() == [6, 6] and count_placeholders(inputs) == 12
+    logits = model(**inputs).logits
+    inputs.pop("num_image_tokens")
+    assert torch.equal(model(**inputs, num_image_tokens=6).logits, logits)
+    # Where nothing is chosen, nothing is returned, and compiled models stay as they are.
+    assert "num_image_tokens" not in processor(images=images, text=text)
+    # Texts alone have no choice.
+    assert "num_image_tokens" not in processor(text="what ?", num_image_tokens=6)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generates_with_the_tokens_that_are_chosen(beams):
+    model, processor = elastic()
+    prompts, images = ["<image> what ?", "<image> and <image> ?"], [[picture()], [picture(seed=1), picture(seed=2)]]
+    options = {"max_new_tokens": 3, "do_sample": False, "num_beams": beams}
+    inputs = processor(images=images, text=prompts, num_image_tokens=[9, 4, 6], padding=True, return_tensors="pt")
+    answers = model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+    for prompt, own, counts, answer in zip(prompts, images, [[9], [4, 6]], answers, strict=True):
+        alone = processor(images=own, text=prompt, num_image_tokens=counts, return_tensors="pt")
+        assert torch.equal(model.generate(**alone, **options)[0, alone["input_ids"].shape[1] :], answer)
+
+
+@torch.no_grad()
+def test_tokens_that_are_set_are_saved(tmp_path):
+    model, before = elastic()
+    assert model.config.image_seq_length == 9
+    model.set_num_tokens(4)
+    assert model.config.image_seq_length == 4
+    processor = matching_processor(before, model)
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    loaded = SparseFormerLlavaForConditionalGeneration.from_pretrained(tmp_path)
+    assert loaded.config.image_seq_length == 4 and loaded.config.vision_config.num_latent_tokens == 9
+    loaded_processor = AutoProcessor.from_pretrained(tmp_path)
+    assert type(loaded_processor) is type(processor) is SparseFormerLlavaProcessor
+    prompt = {"images": picture(), "text": "<image> what ?", "return_tensors": "pt"}
+    for count, chosen in ((4, {}), (9, {"num_image_tokens": 9})):
+        inputs = loaded_processor(**prompt, **chosen)
+        assert count_placeholders(inputs) == count
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    # Transformers' own class loads it, too, with the number that is set.
+    assert count_placeholders(LlavaProcessor.from_pretrained(tmp_path)(**prompt)) == 4
+    model.set_num_tokens(None)
+    assert model.config.image_seq_length == 9
+    with pytest.raises(ValueError, match=r"have 4 image tokens \(id 10\), the model makes 9 .* `matching_processor"):
+        model(**processor(**prompt))
+    with pytest.raises(ValueError, match=r"inserts 4 tokens .* makes 9 of it. `matching_processor`"):
+        check_image_tokens(processor, model)
+
+
+def test_numbers_of_tokens_that_do_not_fit_are_refused():
+    model, processor = elastic()
+    prompt = {"images": [picture(), picture()], "text": "<image> and <image> ?", "return_tensors": "pt"}
+    with pytest.raises(ValueError, match="`num_image_tokens` is 10, expected 1 to 9, .* `matching_processor`"):
+        processor(**prompt, num_image_tokens=10)
+    with pytest.raises(ValueError, match="`num_image_tokens` has 1 numbers, expected one for each of the 2 images"):
+        processor(**prompt, num_image_tokens=[4])
+    plain = make_processor(model)
+    unmatched = SparseFormerLlavaProcessor(plain.image_processor, plain.tokenizer, patch_size=4)
+    with pytest.raises(ValueError, match="was made for no model; `matching_processor"):
+        unmatched(**prompt, num_image_tokens=4)
+    inputs = processor(**prompt, num_image_tokens=[4, 6])
+    with pytest.raises(ValueError, match="`num_image_tokens` has 1 numbers, expected one for each of the 2 images"):
+        model(**{**inputs, "num_image_tokens": torch.tensor([4])})
+    # Not passed on.
+    inputs.pop("num_image_tokens")
+    with pytest.raises(ValueError, match="have 10 image tokens .* makes 18 .* pass on to the model what it returns"):
+        model.generate(**inputs, max_new_tokens=1)
+
+
+def test_the_processor_loads_without_the_package(tmp_path):
+    model, processor = elastic()
+    processor.save_pretrained(tmp_path / "processor")
+    run_without_frugalvit(tmp_path, "process", tmp_path / "processor", tmp_path / "outputs")
+    found = {name: int((ids == IMAGE).sum()) for name, ids in load_file(tmp_path / "outputs").items()}
+    assert found == {"own": 4, "again": 4, "plain": 9}
+
+
+@torch.no_grad()
+def test_the_model_that_ships_has_a_plain_processor():
+    folder = frugalvit.checkpoint_path("cifar10-sparseformer-llava")
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    assert type(processor) is LlavaProcessor
+    prompt = {"images": picture(), "text": "<image>", "return_tensors": "pt"}
+    inputs = processor(**prompt)
+    assert torch.equal(matching_processor(processor, model)(**prompt)["input_ids"], inputs["input_ids"])
+    assert model(**inputs).logits.isfinite().all()
+
+
 # The original code base
 
 
@@ -314,6 +457,19 @@ def test_the_original_code_bases_tower(tower_folder, feature):
     assert len(listed) == 2 and torch.equal(listed[1], tower(pixel_values))
     assert tower.dummy_feature.shape == (1, 64)
     assert (tower.dtype, tower.device) == (torch.float32, torch.device("cpu"))
+
+
+@torch.no_grad()
+def test_the_original_code_bases_tower_has_the_tokens_that_are_set(tmp_path):
+    tower = make_tower(make_llava(), COUNTS[-1], elastic_token_counts=COUNTS)
+    tower.set_num_tokens(4)
+    tower.save_pretrained(tmp_path / "tower")
+    tower = SparseFormerVisionTower(str(tmp_path / "tower"), tower_arguments(), delay_load=True)
+    assert tower.num_patches == 4
+    tower.load_model()
+    assert tower(torch.zeros(1, 3, 32, 32)).shape == (1, 4, 64)
+    tower.vision_tower.set_num_tokens(6)
+    assert tower.num_patches == 6 == tower(torch.zeros(1, 3, 32, 32)).shape[1]
 
 
 @torch.no_grad()

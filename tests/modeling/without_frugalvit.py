@@ -2,7 +2,9 @@
 
 `load JOBS RESULTS` loads models and computes outputs; `fine_tune OUT START…` fine-tunes models with `Trainer`, saves
 them, and does so again with what it saved; `compute FOLDER LOADER INPUTS OUTPUTS` loads one model, computes what it
-gives for a file of inputs, saves it beside and computes again with what it saved.
+gives for a file of inputs, saves it beside and computes again with what it saved; `process FOLDER
+OUTPUTS` prepares a prompt with an image: by the processor's own class, its call choosing 4 tokens, and by
+`LlavaProcessor`.
 """
 
 import importlib.abc
@@ -193,7 +195,23 @@ def compute(folder: str, loader: str, inputs: str, outputs: str):
     save_file({name: tensor.contiguous() for name, tensor in results.items()}, outputs)
 
 
+def process(folder: str, outputs: str):
+    prompt = {"images": Image.new("RGB", (48, 40)), "text": "<image> what ?", "return_tensors": "pt"}
+    own = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+    own.save_pretrained(f"{outputs}-saved")
+    again = transformers.AutoProcessor.from_pretrained(f"{outputs}-saved", trust_remote_code=True)
+    plain = transformers.LlavaProcessor.from_pretrained(folder)
+    save_file(
+        {
+            "own": own(**prompt, num_image_tokens=4)["input_ids"],
+            "again": again(**prompt, num_image_tokens=4)["input_ids"],
+            "plain": plain(**prompt)["input_ids"],
+        },
+        outputs,
+    )
+
+
 if __name__ == "__main__":
-    {"load": load, "fine_tune": fine_tune, "compute": compute}[sys.argv[1]](*sys.argv[2:])
+    {"load": load, "fine_tune": fine_tune, "compute": compute, "process": process}[sys.argv[1]](*sys.argv[2:])
     if any(name.partition(".")[0] == "frugalvit" for name in sys.modules):
         sys.exit("frugalvit was imported")

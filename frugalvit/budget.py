@@ -1,0 +1,342 @@
+"""`frugalvit budget`: how many tokens a model can afford on this machine."""
+
+import argparse
+import functools
+import json
+import math
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import ModelCard, snapshot_download, try_to_load_from_cache
+from transformers import AutoProcessor, PreTrainedModel
+
+from .benchmark import DTYPES, image_size_of
+from .contenders import load_teacher
+from .evaluation.images import positive
+from .info import image_side
+from .modeling.hosts import Anatomy
+from .modeling.modeling_sparseformer_llava import matching_processor
+from .quickstart import NOT_IN_REPOSITORY
+from .resources import checkpoint_path, shipped_checkpoints
+from .training.comparison import ImageSide, using_tokens
+from .training.files import whole_folder
+from .training.loading import choose_device, load_pretrained, split_revision
+from .training.macs import count_macs
+from .training.speed import images_per_second
+from .training.tables import format_table
+from .validation import model_class
+
+
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+MULTIPLES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+# What a training may have noted of each count, the first choice first.
+SCORES = ("accuracy", "alignment")
+# Weights of other frameworks, which no folder of ours needs.
+OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth")
+
+
+def quantity(text: str, units: dict[str, float], example: str) -> float:
+    """A number with its unit, in the unit of 1.
+
+    Args:
+        text (`str`): For example `"20ms"`.
+        units (`dict[str, float]`): How much each unit is, `""` if none is needed.
+        example (`str`): What was expected, for the message.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is no positive number with one of the units.
+    """
+    found = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?) ?([a-zA-Z]*)", text.strip())
+    try:
+        value = float(found[1]) * units[found[2]]
+    except (TypeError, ValueError, KeyError):
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive number like {example}")
+    return value
+
+
+seconds = functools.partial(quantity, units=SECONDS, example="20ms, 0.5s or 800us, with its unit")
+number = functools.partial(quantity, units=MULTIPLES, example="200, 350M or 1.5G (k, M, G, T)")
+
+
+@dataclass
+class Budget:
+    """What a batch or an image may cost.
+
+    Args:
+        column (`str`): Of the table.
+        limit (`float`): In the column's unit.
+        text (`str`): As the user knows it.
+        is_least (`bool`): Whether it is the least that is wanted, not the most.
+    """
+
+    column: str
+    limit: float
+    text: str
+    is_least: bool = False
+
+    def allows(self, row: dict[str, object]) -> bool:
+        value = row[self.column]
+        return value >= self.limit if self.is_least else value <= self.limit
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="frugalvit budget",
+        description="Measure a model on this machine with each number of tokens that it was trained for, beside its "
+        "teacher, in passes that take turns, and name the largest number within a budget. Of a CLIP or a LLaVA, the "
+        "image side is measured. A model for one number of tokens has one row.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a model that ships, a folder or a hub id")
+    parser.add_argument(
+        "--teacher",
+        metavar="TEACHER",
+        help="folder or hub id of a vision transformer to measure besides (default: the one that the model's training "
+        "or card names, if it is on this machine)",
+    )
+    limits = parser.add_mutually_exclusive_group()
+    limits.add_argument("--latency", type=seconds, metavar="TIME", help="at most so long for a batch: 20ms, 0.5s")
+    limits.add_argument(
+        "--images-per-second", "--images_per_second", type=number, metavar="NUMBER", help="at least so many: 200, 1k"
+    )
+    limits.add_argument(
+        "--macs", type=number, metavar="NUMBER", help="at most so many multiply-accumulates an image: 1G, 350M"
+    )
+    parser.add_argument(
+        "--batch-size", "--batch_size", type=positive, default=1, help="images at a time (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
+    parser.add_argument(
+        "--rounds", type=positive, default=20, help="timed passes with each number of tokens (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="new folder for the model, which uses the number that was found"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace FOLDER if it is a model folder")
+    arguments = parser.parse_args(argv)
+    budget = budget_of(arguments)
+    if arguments.output and budget is None:
+        parser.error("argument --output: needs a budget, --latency, --images-per-second or --macs")
+
+    device = str(choose_device(arguments.device))
+    name = str(checkpoint_path(arguments.model)) if arguments.model in shipped_checkpoints() else arguments.model
+    model = load_pretrained(name, device, False, "a model of frugalvit or Transformers", model_class)
+    if arguments.output and not hasattr(model, "set_num_tokens"):
+        raise ValueError(f"{arguments.model!r} is a {type(model).__name__}, whose tokens cannot be chosen.")
+    # Refused before anything is measured.
+    with whole_folder(arguments.output, arguments.overwrite) if arguments.output else nullcontext() as folder:
+        source = source_folder(name)
+        teacher = find_teacher(arguments.teacher, source, device)
+        dtype = getattr(torch, arguments.dtype)
+        rows = measure_counts(model, teacher, arguments.batch_size, dtype, device, arguments.rounds)
+        for row, score in zip(rows, scores_of(source, rows), strict=True):
+            row |= score
+
+        settings = {
+            "device": device,
+            "dtype": arguments.dtype,
+            "batch_size": arguments.batch_size,
+            "threads": torch.get_num_threads(),
+        }
+        if not arguments.json:
+            print(f"{format_table(rows)}\n\n{describe(settings)}")
+        chosen = None if budget is None else choose(rows, budget)
+        if folder:
+            save(model, chosen["num_tokens"], source, folder)
+    if arguments.json:
+        print(json.dumps({"settings": settings, "rows": rows, "chosen": chosen}, indent=2))
+        return
+    if chosen:
+        print(f"Within {budget.text}: {name_of(chosen)}, {measured(chosen, budget)}.")
+    if arguments.output:
+        print(f"Wrote {arguments.output}.")
+
+
+def budget_of(arguments: argparse.Namespace) -> Budget | None:
+    """The one that the arguments set, if they do."""
+    if arguments.latency is not None:
+        milliseconds = 1000 * arguments.latency
+        return Budget("latency (ms)", milliseconds, f"{milliseconds:.4g} ms a batch of {arguments.batch_size}")
+    if arguments.images_per_second is not None:
+        least = arguments.images_per_second
+        return Budget("images/s", least, f"at least {least:.4g} images a second", is_least=True)
+    if arguments.macs is not None:
+        return Budget("macs", arguments.macs, f"{arguments.macs / 1e9:.4g} G multiply-accumulates an image")
+    return None
+
+
+def source_folder(name: str) -> Path:
+    """Where the files of a model lie that was loaded."""
+    if (folder := Path(name).expanduser()).is_dir():
+        return folder
+    hub_id, revision = split_revision(name)
+    return Path(snapshot_download(hub_id, ignore_patterns=OTHER_WEIGHTS, **revision))
+
+
+def find_teacher(given: str | None, source: Path, device: str) -> Anatomy | None:
+    """The teacher that is given, or else the one that the training or the card in a folder names, if it is on this
+    machine.
+
+    Raises:
+        ValueError: if the one that is given is no vision transformer.
+    """
+    if given:
+        return load_teacher(str(checkpoint_path(given)) if given in shipped_checkpoints() else given, device)[0]
+    named = [read_results(source).get("arguments", {}).get("teacher")]
+    if (source / "README.md").is_file():
+        base = ModelCard.load(source / "README.md").data.get("base_model")
+        named += [base] if isinstance(base, str) else base or []
+    for name in filter(None, named):
+        try:
+            if Path(name).is_dir() or is_cached(name):
+                return load_teacher(name, device)[0]
+        except ValueError as error:
+            print(f"Measured without its teacher: {error}", file=sys.stderr)
+    return None
+
+
+def is_cached(name: str) -> bool:
+    """Whether a model of the hub is on this machine."""
+    hub_id, revision = split_revision(name)
+    return hub_id.count("/") == 1 and isinstance(try_to_load_from_cache(hub_id, "config.json", **revision), str)
+
+
+def read_results(source: Path) -> dict:
+    """What a training wrote beside its model, if it did."""
+    file = source / "results.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def measure_counts(
+    model: PreTrainedModel, teacher: Anatomy | None, batch_size: int, dtype: torch.dtype, device: str, rounds: int
+) -> list[dict[str, object]]:
+    """What a model costs with each number of tokens, in increasing order, and before them its teacher.
+
+    Args:
+        model (`PreTrainedModel`): In evaluation mode; it is cast, as the teacher is.
+        teacher (`Anatomy`, *optional*): Of the teacher.
+        batch_size (`int`), dtype (`torch.dtype`), device (`str`), rounds (`int`): How it is measured.
+
+    Returns:
+        `list[dict]`: `model`, "teacher" or "student", alone "model"; `num_tokens`, latent ones or a teacher's patches,
+        `None` where they are not counted; `macs` of an image, attention's products counted; `latency (ms)` of a batch;
+        `images/s`.
+    """
+    vision = image_side(model)
+    channels, *size = image_size_of(vision)
+    rows, calls = [], {}
+
+    def add(role: str, count: int | None, macs: int | None, run: Callable, channels: int, size: tuple[int, int]):
+        images = torch.randn(batch_size, channels, *size).to(device, dtype)
+        calls[len(rows)] = lambda _: run(images)
+        rows.append({"model": role, "num_tokens": count, "macs": macs})
+
+    if teacher is not None:
+        whole = ImageSide(teacher).eval()
+        try:
+            macs = count_macs(whole, teacher.image_size).macs_with_attention
+        except RuntimeError:
+            # SigLIP 2 NaFlex reads the shapes of its images, and those that are counted with hold no numbers.
+            macs = None
+        add("teacher", teacher.num_patches, macs, whole, 3, teacher.image_size)
+        teacher.source.to(dtype)
+    for count in getattr(vision.config, "trained_token_counts", [None]):
+        run = vision if count is None else functools.partial(vision, num_tokens=count)
+        with nullcontext() if count is None else using_tokens(vision, count):
+            macs = count_macs(vision, tuple(size), channels).macs_with_attention
+        add("student" if teacher else "model", count, macs, run, channels, size)
+    vision.to(dtype)
+    # Each is given images of its own size.
+    speeds = images_per_second(calls, torch.empty(batch_size, device=device), rounds)
+    for index, row in enumerate(rows):
+        row |= {"latency (ms)": 1000 * batch_size / speeds[index], "images/s": speeds[index]}
+    return rows
+
+
+def scores_of(source: Path, rows: list[dict[str, object]]) -> list[dict[str, float | None]]:
+    """What the training or the card in a folder says of each row: accuracy, or else alignment."""
+    found = read_results(source).get("best") or {}
+    card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else None
+    counts = [row["num_tokens"] for row in rows if row["model"] != "teacher"]
+    for name in SCORES:
+        scores = {count: found[key] for count in counts if (key := f"{name}_{count}") in found}
+        if not scores and card:
+            scores = {count: score for count, score in read_table(card.text, name).items() if count in counts}
+            listed = [result.metric_value for result in card.data.eval_results or [] if result.metric_type == name]
+            # What the hub lists is that of the largest.
+            scores = {counts[-1]: listed[0]} | scores if listed else scores
+        if name in found:
+            scores = {counts[-1]: found[name]} | scores
+        if scores:
+            teacher = found.get(f"teacher_{name}")
+            return [{name: teacher if row["model"] == "teacher" else scores.get(row["num_tokens"])} for row in rows]
+    return [{SCORES[0]: None} for _ in rows]
+
+
+def read_table(text: str, name: str) -> dict[int, float]:
+    """The table of counts of tokens in a card that bootstrapping wrote."""
+    table = re.search(rf"^\| num_tokens \| {name} \|\n\|[-:| ]+\|\n((?:\|.*\|\n?)+)", text, re.MULTILINE)
+    lines = re.findall(r"^\| ([\d,]+) \| ([\d.]+) \|", table[1], re.MULTILINE) if table else []
+    return {int(count.replace(",", "")): float(score) for count, score in lines}
+
+
+def choose(rows: list[dict[str, object]], budget: Budget) -> dict[str, object]:
+    """The row with most tokens that is within the budget.
+
+    Raises:
+        ValueError: if none is; the message says how near the nearest is.
+    """
+    students = [row for row in rows if row["model"] != "teacher"]
+    for row in reversed(students):
+        if budget.allows(row):
+            return row
+    nearest = (max if budget.is_least else min)(students, key=lambda row: row[budget.column])
+    raise ValueError(
+        f"Nothing is within {budget.text}: the nearest is {name_of(nearest)}, {measured(nearest, budget)}. Give it "
+        "more, or bootstrap with fewer tokens."
+    )
+
+
+def name_of(row: dict[str, object]) -> str:
+    return "the model" if row["num_tokens"] is None else f"num_tokens={row['num_tokens']}"
+
+
+def measured(row: dict[str, object], budget: Budget) -> str:
+    """What a row has of what the budget limits."""
+    value = row[budget.column]
+    if budget.column == "macs":
+        return f"{value / 1e9:.4g} G multiply-accumulates"
+    return f"{value:.4g} {'images a second' if budget.is_least else 'ms'}"
+
+
+def describe(settings: dict[str, object]) -> str:
+    """How the rows were measured, in a sentence."""
+    threads = f", {settings['threads']} threads" if settings["device"] == "cpu" else ""
+    return (
+        f"On {settings['device']}{threads} in {settings['dtype']}, batches of {settings['batch_size']}; num_tokens "
+        "counts latent tokens or patches, neither [CLS] nor registers."
+    )
+
+
+def save(model: PreTrainedModel, num_tokens: int, source: Path, folder: Path):
+    """Fill a folder with a model's files, weights to the bit, that computes with so many tokens where a call chooses
+    none."""
+    names = {path.name for path in source.iterdir() if path.is_file()}
+    for name in names - NOT_IN_REPOSITORY(source, names):
+        shutil.copyfile(source / name, folder / name)
+    model.set_num_tokens(num_tokens)
+    # That of an older version would not know of the choice.
+    model.write_code(folder)
+    model.config.save_pretrained(folder)
+    if model.config.model_type == "sparseformer_llava":
+        # It inserts as many tokens for an image. The image side may have been cast.
+        matching_processor(AutoProcessor.from_pretrained(source), model.float()).save_pretrained(folder)
