@@ -18,6 +18,7 @@ LONG_MODULES = (
     "tests/training/test_loop.py",
     "tests/training/test_segment.py",
     "tests/training/test_train.py",
+    "tests/modeling/test_ecosystem.py",
     "tests/test_compare.py",
     "tests/test_demo.py",
     "tests/test_package.py",
