@@ -1,13 +1,58 @@
-"""The hub's side of an upload, on this machine."""
+"""In which order tests run, and the hub's side of an upload, on this machine."""
 
 import base64
+import collections
 import functools
+import gc
 import http.server
 import json
 import threading
 
 import pytest
 from huggingface_hub import HfApi
+
+
+# Few tests that take long, many of them processes to wait for.
+LONG_MODULES = (
+    "tests/training/test_processes.py",
+    "tests/training/test_loop.py",
+    "tests/training/test_segment.py",
+    "tests/training/test_train.py",
+    "tests/modeling/test_ecosystem.py",
+    "tests/test_compare.py",
+    "tests/test_demo.py",
+    "tests/test_package.py",
+    "tests/test_quickstart.py",
+    "tests/test_readme.py",
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported is no garbage: while that happens, and ever after, the collector need not look at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
+    """Side by side, long modules run first, then classes and modules of many tests: at the end, no process is left
+    alone with much to do."""
+    if not hasattr(config, "workerinput"):
+        return
+    scopes = [item.nodeid.rpartition("::")[0] for item in items]
+    sizes = collections.Counter(scopes)
+
+    def place(index: int) -> tuple[int, int]:
+        module = scopes[index].partition("::")[0]
+        rank = LONG_MODULES.index(module) if module in LONG_MODULES else len(LONG_MODULES)
+        return rank, -sizes[scopes[index]]
+
+    items[:] = [items[index] for index in sorted(range(len(items)), key=place)]
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

@@ -4,11 +4,14 @@ import functools
 import itertools
 import json
 import os
+import pickle
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 from transformers import ViTForImageClassification, ViTImageProcessor
@@ -16,7 +19,17 @@ from vision_transformers import KINDS
 
 from frugalvit import checkpoint_path, count_macs, read_anatomy
 from frugalvit.cli import main
-from frugalvit.compare import compare, describe_score, draw_comparison, macs_of, peak_memory, right_classes
+from frugalvit.compare import (
+    _label_directly,
+    classifies,
+    compare,
+    describe_score,
+    draw_comparison,
+    embed_all,
+    macs_of,
+    peak_memory,
+    right_classes,
+)
 from frugalvit.contenders import (
     LOWER_RESOLUTION,
     RANDOM_PATCHES,
@@ -25,9 +38,10 @@ from frugalvit.contenders import (
     at_lower_resolution,
     load_student,
     load_teachers,
+    with_random_patches,
 )
 from frugalvit.modeling.hosts.transformers import resize_positions_
-from frugalvit.training.data import SUBSET, load_images
+from frugalvit.training.data import SUBSET, decode_image, load_images
 
 
 torch.set_num_threads(1)
@@ -38,6 +52,12 @@ SPLIT = "test[:48]"
 
 def run(*arguments) -> int:
     return main(["compare", *map(str, arguments), "--device", "cpu"])
+
+
+def pixels(processor, images) -> torch.Tensor:
+    """What an image processor makes of a data set."""
+    decoded = [decode_image(image, index) for index, image in enumerate(images["image"])]
+    return processor(decoded, return_tensors="pt")["pixel_values"]
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +155,37 @@ def test_random_patches(kind):
         assert torch.allclose(everything(images.double()), expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
 
 
+def test_random_patches_are_drawn_again_for_each_embedding():
+    """Every draw of every batch keeps other patches; what is right is averaged over draws."""
+    anatomy = read_anatomy(ViTForImageClassification.from_pretrained(VIT).eval())
+    processor = ViTImageProcessor.from_pretrained(VIT)
+    images = load_images(SUBSET, "test[:6]")
+    contender = with_random_patches(anatomy, processor, 9, seed=1, draws=3)
+    [embeddings], indices = embed_all([contender], images, batch_size=4)
+    assert indices == list(range(6))
+    again, batches = RandomPatches(anatomy, 9, seed=1), pixels(processor, images).split(4)
+    with torch.no_grad():
+        expected = torch.cat([torch.stack([again(batch) for _ in range(3)]) for batch in batches], dim=1)
+    torch.testing.assert_close(embeddings, expected)
+    assert all(not torch.allclose(a, b, rtol=1e-2) for a, b in itertools.combinations(embeddings, 2))
+    contender.classifier = nn.Identity()
+    answers = F.one_hot(torch.tensor([[0, 1], [0, 2], [1, 2]]), 3).float()
+    assert classifies(contender, answers, torch.tensor([0, 2])).tolist() == pytest.approx([2 / 3, 2 / 3])
+
+
+def test_another_process_makes_the_same_contender():
+    """What memory is measured of: the baseline, its size and its patches, not the teacher alone."""
+    contenders = load_teachers(VIT, "teacher", resolutions=[16], seed=3, device="cpu")
+    contenders.append(load_student(STUDENT, "a method", "mine", device="cpu"))
+    for contender in contenders:
+        again = pickle.loads(pickle.dumps(contender.load))()
+        for field in ("name", "method", "image_size", "tokens", "parameters", "draws"):
+            assert getattr(again, field) == getattr(contender, field)
+        images = torch.randn(2, 3, *contender.image_size)
+        with torch.no_grad():
+            assert torch.equal(again.embed(images), contender.embed(images))
+
+
 def test_default_resolutions():
     contenders = load_teachers(VIT, baselines=["lower-resolution", "random-patches"], device="cpu")
     assert [contender.image_size for contender in contenders[1:4]] == [(16, 16), (20, 20), (24, 24)]
@@ -200,6 +251,52 @@ def test_another_contender():
     assert first["images_per_second"]["float32"].keys() == second["images_per_second"]["float32"].keys()
 
 
+def test_accuracy_goes_by_the_names_of_classes():
+    """The same answer is right about other images where classes come in another order."""
+    images = load_images(SUBSET, "test[:40]")
+    names = images.features["label"].names
+    for own in (names, names[::-1], [*names[2:], *names[:2]]):
+        model, processor = Constant(), ViTImageProcessor(size={"height": 8, "width": 8})
+        classes = {"classifier": model.classify, "id2label": dict(enumerate(own))}
+        [row] = compare([Contender("mine", "a method", model, model, processor, (8, 8), **classes)], images, rounds=1)
+        assert row["accuracy"] == images["label"].count(names.index(own[3])) / 40
+
+
+class Pixels(nn.Module):
+    """An embedding that is what the model sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, pixel_values):
+        return self.scale * pixel_values.flatten(1)
+
+
+def test_each_sees_images_as_it_takes_them():
+    """By its own image processor, at its own size; those of one image processor share what it makes."""
+    images = load_images(SUBSET, "test[:5]")
+    made = []
+
+    class Counted(ViTImageProcessor):
+        def __call__(self, images, **options):
+            made.append(len(images))
+            return super().__call__(images, **options)
+
+    usual = [Counted(size={"height": 32, "width": 32}) for _ in range(2)]
+    plain = ViTImageProcessor(size={"height": 24, "width": 24}, do_normalize=False)
+    takes = [(usual[0], (8, 16)), (plain, (24, 24)), (usual[1], (32, 32)), (plain, (12, 12))]
+    contenders = []
+    for processor, size in takes:
+        model = Pixels()
+        contenders.append(Contender(str(size), "a method", model, model, processor, size))
+    embeddings, indices = embed_all(contenders, images, batch_size=2)
+    assert indices == list(range(5)) and made == [2, 2, 1]
+    for found, (processor, size) in zip(embeddings, takes, strict=True):
+        expected = F.interpolate(pixels(processor, images), size, mode="bilinear", antialias=True, align_corners=False)
+        torch.testing.assert_close(found, expected.flatten(1)[None], atol=1e-5, rtol=1e-5)
+
+
 def test_images_without_labels(tmp_path):
     """Then embeddings are compared with the teacher's."""
     for part in ("one", "two"):
@@ -213,10 +310,11 @@ def test_images_without_labels(tmp_path):
 
 
 def test_memory_is_of_a_process_of_its_own():
-    """What this process holds does not count, what the model holds does: of 22 million weights, 86 MB."""
+    """What this process and the one before held does not count, what the model holds does: of 22 million weights, 86
+    MB."""
     held = torch.ones(400, 2**18)
-    folders = (STUDENT, str(checkpoint_path("caltech101-sparseformer")))
-    small, large = (peak_memory(functools.partial(load_student, name, device="cpu"), batch_size=2) for name in folders)
+    folders = (str(checkpoint_path("caltech101-sparseformer")), STUDENT)
+    large, small = (peak_memory(functools.partial(load_student, name, device="cpu"), batch_size=2) for name in folders)
     assert 10 * 2**20 < small < 200 * 2**20
     assert 80 * 2**20 < large - small < 350 * 2**20
     assert held.sum() > 0
@@ -238,12 +336,63 @@ def test_picture():
     assert list(smaller.get_xdata()) == [80, 130, 230] and np.allclose(smaller.get_ydata(), [85, 80, 70])
     assert len(fewer.get_xdata()) == 2 and axes.get_xscale() == "log"
     assert sorted(text.get_text() for text in axes.texts) == ["fewer", "smaller", "teacher, vit"]
+    for text, points in zip(axes.texts, ([(30, 90)], smaller.get_xydata(), fewer.get_xydata()), strict=True):
+        assert any(np.allclose(text.xy, point) for point in points)
+    assert [text.get_color() for text in axes.texts[1:]] == [smaller.get_color(), fewer.get_color()]
     boxes = [text.get_window_extent() for text in axes.texts]
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
     for line in (smaller, fewer):
         path = axes.transData.transform(line.get_xydata())
         points = np.concatenate([np.linspace(a, b, 500) for a, b in itertools.pairwise(path)])
         assert not any(((box.min < points) & (points < box.max)).all(1).any() for box in boxes)
+
+
+class TestLabels:
+    """Labels of a picture stand beside their points, on nothing else."""
+
+    @pytest.fixture
+    def axes(self):
+        """Of 400 x 300 pixels, 10 x 10 units, with a line in the corner."""
+        figure = Figure(figsize=(4, 3), dpi=100)
+        FigureCanvasAgg(figure)
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 10), ylim=(0, 10))
+        axes.plot([0, 0.1], [0, 0])
+        return axes
+
+    def place(self, axes, *points):
+        """A label for each list of points, and their boxes in units."""
+        _label_directly(axes, [("a method", "red", own) for own in points])
+        boxes = [text.get_window_extent().transformed(axes.transData.inverted()) for text in axes.texts]
+        return axes.texts, boxes
+
+    def test_on_the_right_of_the_first_choice(self, axes):
+        [label], _ = self.place(axes, [(5, 5), (2, 8)])
+        assert (label.xy, label.get_position(), label.get_color()) == ((5, 5), (7, 0), "red")
+
+    def test_within_the_panel(self, axes):
+        labels, boxes = self.place(axes, [(9.8, 5)], [(5, 9.9)], [(0.1, 9.9)])
+        assert [label.xy for label in labels] == [(9.8, 5), (5, 9.9), (0.1, 9.9)]
+        for box in boxes:
+            assert box.x0 > 0 and box.y0 > 0 and box.x1 < 10 and box.y1 < 10
+
+    def test_not_on_lines(self, axes):
+        axes.plot([5, 10], [5, 5])
+        _, [box] = self.place(axes, [(5, 5)])
+        assert box.y0 > 5 or box.y1 < 5 or box.x1 < 5
+
+    def test_not_on_error_bars(self, axes):
+        axes.errorbar([5.6], [5], [1], linestyle="none")
+        _, [box] = self.place(axes, [(5, 5)])
+        assert box.x1 < 5.6 or box.x0 > 5.6 or box.y0 > 6 or box.y1 < 4
+
+    def test_not_on_each_other(self, axes):
+        _, boxes = self.place(axes, *[[(5, 5)]] * 4)
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+    def test_beside_another_point_where_the_first_is_crowded(self, axes):
+        axes.plot([3, 7] * 20, np.linspace(4, 6, 40))
+        [label], _ = self.place(axes, [(5, 5), (2, 8)])
+        assert label.xy == (2, 8)
 
 
 def test_classes_of_models():

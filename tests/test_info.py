@@ -106,6 +106,18 @@ def test_macs_count_matrix_products_outside_attention():
     assert count_macs(Mixing(), (2, 3), num_channels=4) == (5 * 4 * 6, 5 * 4 * 6)
 
 
+def test_macs_without_matrix_products_are_none():
+    class Scaling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, image):
+            return image.mean((2, 3)) * self.scale
+
+    assert count_macs(Scaling(), 32) == (0, 0)
+
+
 def test_folders_are_described_by_their_configuration(tmp_path):
     vit().save_pretrained(tmp_path / "vit")
     config = ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=32)

@@ -42,7 +42,8 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
         for operator, count in flops.get(name, {}).items()
         if operator.__name__ in ("bmm", "baddbmm") or "dot_product_attention" in operator.__name__
     )
-    total = sum(flops["Global"].values())
+    # Nothing was counted where there are no products.
+    total = sum(flops.get("Global", {}).values())
     return Macs((total - attention) // 2, total // 2)
 
 

@@ -3,9 +3,10 @@
 `docs/models.md` has a row for each kind; a test compares.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import open_clip
 import timm
@@ -128,7 +129,7 @@ class Kind:
 
     Args:
         row (`str`): Its row in docs/models.md.
-        make (`Callable`): Makes a small one.
+        build (`Callable`): Builds a small one.
         impulses (`bool`): Whether attention can be initialized.
         class_token (`bool`): Whether Context Broadcasting may gate by a class token.
         patches (`bool`): Whether its patches are embedded by one linear map.
@@ -137,12 +138,20 @@ class Kind:
     """
 
     row: str
-    make: Callable[[], nn.Module]
+    build: Callable[[], nn.Module]
     impulses: bool = True
     class_token: bool = True
     patches: bool = True
     resizes: bool = True
     counts_patches: bool = False
+
+    @cached_property
+    def _model(self) -> nn.Module:
+        return self.build()
+
+    def make(self) -> nn.Module:
+        """A small model; to copy one takes less time than to build and initialize it again."""
+        return copy.deepcopy(self._model)
 
 
 EVA02 = {"qkv_fused": False, "swiglu_mlp": True, "scale_mlp": True, "use_rot_pos_emb": True, "ref_feat_shape": (4, 4)}

@@ -132,8 +132,9 @@ def test_a_classifier(finished):
     """Four processes that accumulate; two that share out its weights and go on within a stream."""
     checkpoint = finished / "sharded" / "checkpoints" / "step-00000006"
     assert (checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp").is_file()
-    for name, expected in (("four", "one"), ("sharded", "stream")):
+    for name, expected, processes in (("four", "one", 4), ("sharded", "stream", 2)):
         assert_same_run(finished / name, finished / expected)
+        assert json.loads((finished / name / "results.json").read_text())["processes"] == processes
 
 
 def test_each_reads_its_own_shards(finished):
