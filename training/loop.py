@@ -528,7 +528,7 @@ def fit(
         accelerator.wait_for_everyone()
         return _fit(
             *(accelerator, run, model, optimizer, scheduler, loader, compute_loss, evaluate, save),
-            *(saved, metric, before_epoch, clipped),
+            *(saved, metric, before_epoch, before_step, clipped),
         )
 
 
@@ -571,6 +571,7 @@ def _fit(
     saved: torch.nn.Module | None,
     metric: str,
     before_epoch: Callable | None,
+    before_step: Callable | None,
     clipped: Callable | None,
 ) -> TrainingState:
     """`fit` in a folder that is this process' own."""
