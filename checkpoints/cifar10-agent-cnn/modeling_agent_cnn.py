@@ -57,11 +57,11 @@ class AgentCNNMLP(nn.Module):
         self.fc1 = nn.Conv2d(config.hidden_size, config.intermediate_size, kernel_size=1)
         self.activation = activation(config.hidden_act)
         self.fc2 = nn.Conv2d(config.intermediate_size, config.hidden_size, kernel_size=1)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout, self.branch_dropout = nn.Dropout(config.dropout), nn.Dropout(config.branch_dropout)
 
     def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
         hidden = self.dropout(self.activation(self.fc1(feature_map)))
-        return self.dropout(self.fc2(hidden))
+        return self.branch_dropout(self.fc2(hidden))
 
 
 class AgentCNNLayer(nn.Module):

@@ -39,6 +39,10 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
     def set_input_embeddings(self, value: nn.Module):
         self.text_model.set_input_embeddings(value)
 
+    def set_num_tokens(self, num_tokens: int | None):
+        """Choose the image side's latent tokens of all calls that choose none, as of a SparseFormer alone."""
+        self.vision_model.set_num_tokens(num_tokens)
+
     @can_return_tuple
     def get_text_features(
         self,
@@ -57,11 +61,12 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
 
     @can_return_tuple
     def get_image_features(
-        self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
+        self, pixel_values: torch.Tensor, num_tokens: int | None = None, **kwargs: Unpack[TransformersKwargs]
     ) -> SparseFormerModelOutput:
         """Images `(batch, num_channels, height, width)` of any size to the SparseFormer's output with its
-        `pooler_output` projected, `(batch, width)`."""
-        outputs = self.vision_model(pixel_values, return_dict=True, **kwargs)
+        `pooler_output` projected, `(batch, width)`. `num_tokens` are the latent tokens to compute with, as of
+        `SparseFormerModel`."""
+        outputs = self.vision_model(pixel_values, num_tokens=num_tokens, return_dict=True, **kwargs)
         outputs.pooler_output = self.visual_projection(outputs.pooler_output)
         return outputs
 
@@ -74,6 +79,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         position_ids: torch.Tensor | None = None,
         return_loss: bool | None = None,
         output_rois: bool = False,
+        num_tokens: int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPOutput:
         """
@@ -85,12 +91,14 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
             return_loss (`bool`, *optional*): Also return the contrastive loss; image i belongs to text i.
             output_rois (`bool`, *optional*, defaults to `False`):
                 Return `rois` and `sampling_points` with `vision_model_output`.
+            num_tokens (`int`, *optional*):
+                Latent tokens of the image side to compute with, as of `SparseFormerModel`.
 
         Returns:
             `CLIPOutput`: `logits_per_image`, `(images, texts)`, their transpose `logits_per_text`, the normalized
             `image_embeds` and `text_embeds`, and the outputs of both sides.
         """
-        images = self.get_image_features(pixel_values, output_rois=output_rois, return_dict=True, **kwargs)
+        images = self.get_image_features(pixel_values, num_tokens, output_rois=output_rois, return_dict=True, **kwargs)
         texts = self.get_text_features(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
         image_embeds = F.normalize(images.pooler_output, dim=-1)
         text_embeds = F.normalize(texts.pooler_output, dim=-1)

@@ -62,6 +62,12 @@ class SparseFormerConfig(FrugalViTConfig):
         num_channels (`int`, *optional*, defaults to 3): Channels of the image.
         num_latent_tokens (`int`, *optional*, defaults to 48):
             Latent tokens, [CLS] not counted (the papers count it: 49).
+        elastic_token_counts (sequence of `int`, *optional*):
+            Counts of latent tokens that the model is made for, increasing, `num_latent_tokens` the last. Every call
+            may choose one (`num_tokens`). The first tokens are those of a smaller count, and see the whole image; with
+            `patch_size`, a smaller count has a coarser grid, on which tokens are interpolated.
+        num_tokens (`int`, *optional*):
+            Latent tokens of a call that chooses none; all of them by default.
         num_sampling_points (`int`, *optional*, defaults to 16): Points that a token samples in its RoI, at least 2.
         num_mixed_points (`int`, *optional*):
             Points after mixing; `max(num_sampling_points, 32)` if not given, as in the reference implementation.
@@ -181,6 +187,8 @@ class SparseFormerConfig(FrugalViTConfig):
     image_size: int | list[int] | tuple[int, int] = 224
     num_channels: int = 3
     num_latent_tokens: int = 48
+    elastic_token_counts: list[int] | tuple[int, ...] | None = None
+    num_tokens: int | None = None
     num_sampling_points: int = 16
     num_mixed_points: int | None = None
     stem_channels: int = 64
@@ -277,6 +285,31 @@ class SparseFormerConfig(FrugalViTConfig):
                 self.glance_grid = self.glance_grid and pair(self.glance_grid)
         self.rope_scale, self.rope_shift = tuple(self.rope_scale), tuple(self.rope_shift)
         super().__post_init__(**kwargs)
+
+    @property
+    def default_num_tokens(self) -> int:
+        """Latent tokens of a call that chooses none."""
+        return self.num_latent_tokens if self.num_tokens is None else self.num_tokens
+
+    @property
+    def trained_token_counts(self) -> tuple[int, ...]:
+        """Counts of latent tokens that the model is made for."""
+        return tuple(self.elastic_token_counts or [self.num_latent_tokens])
+
+    @property
+    def adaptive_token_counts(self) -> list[int]:
+        """Counts of latent tokens that an image is looked at with, one after the other until it is sure."""
+        return sorted({min(self.trained_token_counts[0], self.default_num_tokens), self.default_num_tokens})
+
+    def grid_of(self, num_tokens: int) -> tuple[int, int]:
+        """Rows and columns of so many tokens that embed patches.
+
+        Raises:
+            ValueError: if they make no grid.
+        """
+        if num_tokens == self.num_latent_tokens:
+            return self.token_grid
+        return choose_grid(num_tokens, pair(self.image_size))
 
     @property
     def latent_size(self) -> int:
@@ -392,6 +425,25 @@ class SparseFormerConfig(FrugalViTConfig):
                 f"`token_grid`={self.token_grid} has {math.prod(grid)} cells, expected "
                 f"`num_latent_tokens`={self.num_latent_tokens}."
             )
+
+    def validate_token_counts(self):
+        """Counts of tokens increase up to the largest, and are such as the model can compute."""
+        counts = self.elastic_token_counts
+        if counts is not None:
+            ordered = all(low < high for low, high in zip([0, *counts], counts, strict=False))
+            if not counts or not ordered or counts[-1] != self.num_latent_tokens:
+                raise ValueError(
+                    f"`elastic_token_counts` is {list(counts)}, expected increasing counts from 1, of which the last "
+                    f"is `num_latent_tokens`={self.num_latent_tokens}."
+                )
+        if self.num_tokens is not None and not 1 <= self.num_tokens <= self.num_latent_tokens:
+            raise ValueError(
+                f"`num_tokens` is {self.num_tokens}, expected 1 to `num_latent_tokens`={self.num_latent_tokens}."
+            )
+        if self.patch_size is not None:
+            # Raises where there is none.
+            for count in (*(counts or ()), self.default_num_tokens):
+                self.grid_of(count)
 
     def validate_rotation(self):
         """Rotary positions have two axes, and two channels for each frequency of both."""

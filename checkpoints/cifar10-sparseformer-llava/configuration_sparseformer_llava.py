@@ -19,8 +19,8 @@ class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
         vision_config (`SparseFormerConfig` or `dict`, *optional*):
             The vision tower; by default CLIP's large model with 64 tokens.
         image_seq_length (`int`, *optional*):
-            Tokens that an image gives the language model. It follows from the vision tower and
-            `vision_feature_select_strategy`.
+            Tokens that an image gives the language model where a call chooses none. It follows from the vision tower
+            and `vision_feature_select_strategy`.
     """
 
     model_type = "sparseformer_llava"
@@ -35,10 +35,15 @@ class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
         elif vision.model_type != SparseFormerConfig.model_type:
             raise ValueError(f"`vision_config` is a {type(vision).__name__}, expected a SparseFormerConfig.")
         self.vision_config = vision
+        self.image_seq_length = self.count_image_tokens(vision.default_num_tokens)
+        super().__post_init__(**kwargs)
+
+    def count_image_tokens(self, num_tokens: int) -> int:
+        """Tokens that an image of so many latent tokens gives the language model."""
+        vision = self.vision_config
         # "default" leaves out the first token.
         dropped = self.vision_feature_select_strategy == "default" and vision.use_cls_token
-        self.image_seq_length = vision.num_latent_tokens + vision.num_prefix_tokens - dropped
-        super().__post_init__(**kwargs)
+        return num_tokens + vision.num_prefix_tokens - dropped
 
     def validate_vision_tower(self):
         """The vision tower is a SparseFormer with the layers and the [CLS] that are asked for."""

@@ -8,7 +8,7 @@ the configuration. Weights load from the authors' checkpoints through `frugalvit
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from transformers.modeling_outputs import (
     SemanticSegmenterOutput,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -34,6 +34,9 @@ from .hub import HubModel, image_processor_config, import_from_package
 from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path, rotary_table
 from .pyramid import ImagePyramid, PatchSampling, grid_rois, place_in_window, sample_features, window_of
 from .segmentation import SegmentationHead, semantic_segmentation_loss
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -73,6 +76,19 @@ class SparseFormerImageClassifierOutput(ImageClassifierOutput):
 
 
 @dataclass
+class SparseFormerAdaptiveOutput(ModelOutput):
+    """What each image got from as many tokens as it needed.
+
+    Args:
+        logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Scores, of the last count that was tried.
+        num_tokens (`torch.LongTensor` of shape `(batch,)`): That count.
+    """
+
+    logits: torch.FloatTensor | None = None
+    num_tokens: torch.LongTensor | None = None
+
+
+@dataclass
 class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
     """`SemanticSegmenterOutput` with the extra outputs of `SparseFormerModelOutput`.
 
@@ -100,13 +116,17 @@ class SparseFormerVisionModelWithProjectionOutput(ModelOutput):
     focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
 
 
-def initial_rois(num_tokens: int) -> torch.Tensor:
+def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
     """RoIs before any adjustment, `(num_tokens, 4)` as left, top, right, bottom.
 
     The first root**2 tokens, root = floor(sqrt(num_tokens)), get boxes of side 0.5 on a grid, x in the outer loop; the
     remaining ones see the whole image, and so do all tokens if there are fewer than 4 (the reference implementation
-    divides by zero there).
+    divides by zero there). With smaller `counts`, that holds for the first tokens of each, and for those that the next
+    adds.
     """
+    if counts:
+        added = [high - low for low, high in zip([0, *counts], [*counts, num_tokens], strict=False)]
+        return torch.cat([initial_rois(count) for count in added])
     rois = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat(num_tokens, 1)
     root = math.isqrt(num_tokens)
     if root > 1:
@@ -243,14 +263,18 @@ class SparseFormerLatents(nn.Module):
         if self.num_register_tokens:
             self.register_tokens = nn.Parameter(torch.empty(self.num_register_tokens, config.hidden_size))
 
-    def forward(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Tokens `(1, tokens, latent_size)` and RoIs `(1, tokens, 4)`, in float32, of any image, and [CLS]
-        and registers, `(batch, prefix tokens, hidden_size)`."""
-        # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
-        tokens = self.token_embedding.expand(self.num_latent_tokens, -1).repeat(1, 1, 1)
+    def forward(
+        self, batch_size: int, num_tokens: int, grid: tuple[int, int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The first tokens, or those of a grid: tokens `(1, num_tokens, latent_size)` and RoIs `(1, num_tokens, 4)`,
+        in float32, of any image, and [CLS] and registers, `(batch, prefix tokens, hidden_size)`."""
+        tokens, rois = self.token_embedding.expand(self.num_latent_tokens, -1), self.initial_rois.float()
+        if grid != self.grid:
+            tokens, rois = self.on_grid(grid)
         prefix = [token for token in (self.cls_token, self.register_tokens) if token is not None]
         prefix = torch.cat(prefix).repeat(batch_size, 1, 1) if prefix else None
-        return tokens, self.initial_rois.float().repeat(1, 1, 1), prefix
+        # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
+        return tokens[:num_tokens].repeat(1, 1, 1), rois[:num_tokens].repeat(1, 1, 1), prefix
 
     def _apply(self, fn, recurse: bool = True):
         # RoIs stay float32 in models that are cast, as in those that are loaded in half precision.
@@ -273,9 +297,9 @@ class SparseFormerLatents(nn.Module):
         rois = self.initial_rois[first:]
         rois[tied] += std * torch.randn_like(rois[tied])
 
-    @torch.no_grad()
-    def resize_grid(self, grid: tuple[int, int]):
-        """Interpolate tokens, and how far their RoIs are from their cells, between those of a grid."""
+    def on_grid(self, grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens `(cells, latent_size)` and RoIs `(cells, 4)` of another grid: tokens, and how far RoIs are from their
+        cells, are interpolated."""
 
         def resize(values: torch.Tensor) -> torch.Tensor:
             image = values.float().unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
@@ -283,9 +307,14 @@ class SparseFormerLatents(nn.Module):
             return resized.squeeze(0).permute(1, 2, 0).flatten(0, 1).to(values)
 
         moved = resize(self.initial_rois - grid_rois(self.grid).to(self.initial_rois))
-        rois = grid_rois(grid).to(moved) + moved
+        return resize(self.token_embedding), grid_rois(grid).to(moved) + moved
+
+    @torch.no_grad()
+    def resize_grid(self, grid: tuple[int, int]):
+        """Keep the tokens and RoIs of another grid in the place of the present ones."""
+        tokens, rois = self.on_grid(grid)
         self.initial_rois = nn.Parameter(rois, self.initial_rois.requires_grad)
-        self.token_embedding = nn.Parameter(resize(self.token_embedding), self.token_embedding.requires_grad)
+        self.token_embedding = nn.Parameter(tokens, self.token_embedding.requires_grad)
         self.grid, self.num_latent_tokens = grid, len(rois)
 
     @torch.no_grad()
@@ -373,19 +402,12 @@ class SparseFormerSampling(nn.Module):
         return self.mixing(tokens, sample_features(features, points, self.padding_mode)), points
 
 
-def image_pyramid(grid: tuple[int, int], config: SparseFormerConfig, num_levels: int = 1) -> ImagePyramid:
-    """Images of which the first has the points of a grid's cells as its pixels."""
-    rows, columns = (cells * points for cells, points in zip(grid, config.patch_size, strict=True))
-    return ImagePyramid((rows, columns), num_levels)
-
-
 def patch_sampling(config: SparseFormerConfig) -> PatchSampling:
     """What tokens sample where they embed patches."""
     return PatchSampling(
         config.patch_size,
         config.num_channels,
         config.hidden_size,
-        1 / config.num_latent_tokens,
         config.sampling_padding_mode,
         cortex_norm(config)(config.hidden_size) if config.patch_norm else None,
     )
@@ -517,7 +539,7 @@ class SparseFormerGlance(nn.Module):
     def __init__(self, config: SparseFormerConfig):
         super().__init__()
         self.grid = config.glance_grid
-        self.pyramid = image_pyramid(self.grid, config)
+        self.pyramid = ImagePyramid(config.patch_size, num_levels=1)
         self.token_embedding = nn.Parameter(torch.empty(math.prod(self.grid), config.hidden_size))
         self.blocks = nn.ModuleList(
             SparseFormerLayer(config, ("attention", "mlp"), False, [0.0]) for _ in range(config.num_glance_layers)
@@ -529,7 +551,7 @@ class SparseFormerGlance(nn.Module):
         """Images, what makes tokens of an embedding, RoIs and a pyramid, [CLS] and the like in front, and what rotates
         them, to windows `(batch, 1, 4)` as left, top, right, bottom, in float32."""
         rois = grid_rois(self.grid).to(pixel_values.device).unsqueeze(0)
-        hidden_states = embed(self.token_embedding.unsqueeze(0), rois, self.pyramid(pixel_values))
+        hidden_states = embed(self.token_embedding.unsqueeze(0), rois, self.pyramid(pixel_values, self.grid))
         rotary = rotation(rois)
         for block in self.blocks:
             hidden_states, _, _ = block(hidden_states, rois, **rotary)
@@ -637,7 +659,9 @@ class SparseFormerPreTrainedModel(HubModel):
         elif isinstance(module, SparseFormerLatents):
             if module.grid is None:
                 init.trunc_normal_(module.token_embedding, std=1.0)
-                init.copy_(module.initial_rois, initial_rois(module.num_latent_tokens))
+                init.copy_(
+                    module.initial_rois, initial_rois(module.num_latent_tokens, self.config.trained_token_counts[:-1])
+                )
             else:
                 # In the place of a teacher's positions.
                 init.trunc_normal_(module.token_embedding, std=std)
@@ -689,12 +713,48 @@ class SparseFormerPreTrainedModel(HubModel):
         base, config = self.base_model, self.config
         if config.patch_size is None:
             base.latents.resize_tokens(num_latent_tokens)
+            smaller = [count for count in config.trained_token_counts if count < num_latent_tokens]
         else:
             config.token_grid = choose_grid(num_latent_tokens, pair(config.image_size))
             base.latents.resize_grid(config.token_grid)
-            base.stem = image_pyramid(config.token_grid, config, config.num_pyramid_levels)
-            base.final_focusing_layer.sampling.cell_area = 1 / num_latent_tokens
-        config.num_latent_tokens = num_latent_tokens
+            # Smaller grids would be interpolated from one that is not the trained one.
+            smaller = []
+        config.elastic_token_counts = (
+            [*smaller, num_latent_tokens] if config.elastic_token_counts and smaller else None
+        )
+        config.num_latent_tokens, config.num_tokens = num_latent_tokens, None
+
+    def set_num_tokens(self, num_tokens: int | None):
+        """Choose the latent tokens of all calls that choose none; what is saved, exported or given to a pipeline keeps
+        the choice. All weights stay, other than with `resize_tokens`.
+
+        Args:
+            num_tokens (`int`, *optional*): Count, [CLS] not counted; `None` for all tokens.
+
+        Raises:
+            ValueError: if it is below 1, above `num_latent_tokens`, or of tokens that embed patches makes no grid.
+        """
+        self.config.num_tokens = None if num_tokens is None else self.check_num_tokens(num_tokens)
+
+    def check_num_tokens(self, num_tokens: int) -> int:
+        """The count, if the model has so many latent tokens; warns once if it was not made for it.
+
+        Raises:
+            ValueError: as `set_num_tokens`.
+        """
+        config = self.config
+        if not 1 <= num_tokens <= config.num_latent_tokens:
+            raise ValueError(
+                f"`num_tokens` is {num_tokens}, expected 1 to {config.num_latent_tokens}, the latent tokens that this "
+                "model has; `resize_tokens` adds more, which then have to be trained."
+            )
+        if num_tokens not in config.trained_token_counts and not torch.compiler.is_compiling():
+            trained = ", ".join(map(str, config.trained_token_counts))
+            logger.warning_once(
+                f"This model was trained with {trained} latent tokens and is asked for {num_tokens}, with which it may"
+                " be much worse; `frugalvit bootstrap --student MODEL --elastic_token_counts …` teaches it others."
+            )
+        return num_tokens
 
     @classmethod
     @torch.no_grad()
@@ -757,7 +817,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         if config.patch_size is None:
             self.stem = SparseFormerStem(config)
         else:
-            self.stem = image_pyramid(config.token_grid, config, config.num_pyramid_levels)
+            self.stem = ImagePyramid(config.patch_size, config.num_pyramid_levels)
         self.latents = SparseFormerLatents(config)
 
         iterations, blocks = config.num_focusing_iterations, config.num_hidden_layers
@@ -805,6 +865,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         output_focusing_hidden_states: bool = False,
         output_stem_features: bool = False,
         output_tokens: bool = True,
+        num_tokens: int | None = None,
+        features: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerModelOutput:
         """
@@ -819,10 +881,22 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 Return `last_hidden_state` of all tokens. Without it, the last block may compute [CLS] alone, where
                 nothing else is read of it (`reads_cls_alone`), and `last_hidden_state` has no other token.
                 That spares 8 % of the multiply-accumulates of augreg-base-49-224, 4 % of augreg-large-49-224's.
+            num_tokens (`int`, *optional*):
+                Latent tokens to compute with, up to `config.num_latent_tokens`; `config.num_tokens`, else all, by
+                default. Best one of `config.elastic_token_counts`: another one warns, once.
+            features (`torch.FloatTensor`, *optional*):
+                What the early convolution made of the same images, if another call had it.
+
+        Raises:
+            ValueError: if the images have other channels or are smaller, or `num_tokens` does not fit.
         """
         pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min_size=4)
-        features, batch_size = self.stem(pixel_values), pixel_values.shape[0]
-        hidden_states, rois, prefix = self.latents(batch_size)
+        batch_size = pixel_values.shape[0]
+        num_tokens = self.config.default_num_tokens if num_tokens is None else self.check_num_tokens(num_tokens)
+        grid = None if self.config.patch_size is None else self.config.grid_of(num_tokens)
+        if features is None:
+            features = self.stem(pixel_values) if grid is None else self.stem(pixel_values, grid)
+        hidden_states, rois, prefix = self.latents(batch_size, num_tokens, grid)
         # Tokens that glanced stand where they do in the window.
         places = rois
         all_rois, all_points, focusing_hidden_states = [], [], []
@@ -946,6 +1020,45 @@ class SparseFormerForImageClassification(GenericForImageClassification, SparseFo
     model_class = SparseFormerModel
     output_class = SparseFormerImageClassifierOutput
     base_model_arguments = {"output_tokens": False}
+
+    @torch.no_grad()
+    def classify_adaptively(
+        self, pixel_values: torch.Tensor, confidence: float = 0.9, token_counts: Sequence[int] | None = None
+    ) -> SparseFormerAdaptiveOutput:
+        """Classify with few tokens, and images whose class is not sure enough again with more.
+
+        Stem features are computed once. By default, an image is looked at twice at most: what counts between the
+        fewest and the most save is less than what it costs to look once more (`docs/elastic.md`).
+
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
+            confidence (`float`, *optional*, defaults to 0.9):
+                Probability of the likeliest class, 0 to 1, from which on an image is done.
+            token_counts (sequence of `int`, *optional*):
+                Counts to try, in this order; by default the smallest of `config.elastic_token_counts` and
+                `config.num_tokens` or all.
+
+        Raises:
+            ValueError: if `confidence` is no probability, or the model has not so many tokens.
+        """
+        if not 0 <= confidence <= 1:
+            raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
+        config, base = self.config, self.base_model
+        if token_counts is None:
+            token_counts = config.adaptive_token_counts
+        features = base.stem(pixel_values) if config.patch_size is None else None
+        logits, num_tokens, left = None, None, torch.arange(len(pixel_values), device=pixel_values.device)
+        for count in token_counts:
+            known = {} if features is None else {"features": features[left]}
+            found = self(pixel_values[left], num_tokens=count, return_dict=True, **known).logits
+            if logits is None:
+                logits, num_tokens = found, torch.full_like(left, count)
+            else:
+                logits, num_tokens = logits.index_copy(0, left, found), num_tokens.index_fill(0, left, count)
+            left = left[found.float().softmax(dim=-1).amax(dim=-1) < confidence]
+            if not len(left):
+                break
+        return SparseFormerAdaptiveOutput(logits=logits, num_tokens=num_tokens)
 
 
 # Arguments of `from_pretrained` that say where a checkpoint lies.

@@ -88,26 +88,28 @@ def points_in(rois: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
 
 
 class ImagePyramid(nn.Module):
-    """An image at several sizes: the first is given, each of the others twice as large, up to the image's own.
+    """An image at several sizes: the points of a grid's cells are the pixels of the first, each of the others is twice
+    as large, up to the image's own.
 
     Args:
-        size (pair of `int`): Rows and columns of the first.
+        patch_size (pair of `int`): Rows and columns of points in a cell.
         num_levels (`int`): Sizes.
     """
 
-    def __init__(self, size: tuple[int, int], num_levels: int):
+    def __init__(self, patch_size: tuple[int, int], num_levels: int):
         super().__init__()
-        self.size, self.num_levels = size, num_levels
+        self.patch_size, self.num_levels = patch_size, num_levels
 
-    def forward(self, pixel_values: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, pixel_values: torch.Tensor, grid: tuple[int, int]) -> list[torch.Tensor]:
         """`(batch, channels, height, width)` to as many images in float32, smallest first."""
         pixel_values = pixel_values.float()
         height, width = pixel_values.shape[-2:]
+        first = [cells * points for cells, points in zip(grid, self.patch_size, strict=True)]
         levels = []
         for level in range(self.num_levels):
-            rows, columns = (count << level for count in self.size)
+            rows, columns = (count << level for count in first)
             # The first may be larger than the image, where a token has more points than pixels.
-            size = (min(rows, max(height, self.size[0])), min(columns, max(width, self.size[1])))
+            size = (min(rows, max(height, first[0])), min(columns, max(width, first[1])))
             same = size == (height, width)
             levels.append(pixel_values if same else F.interpolate(pixel_values, size, mode="bilinear", antialias=True))
         return levels
@@ -122,7 +124,6 @@ class PatchSampling(nn.Module):
     Args:
         patch_size (pair of `int`): Rows and columns of points.
         num_channels, hidden_size (`int`): Channels of the image and of tokens.
-        cell_area (`float`): Share of the image that such a cell has.
         padding_mode (`str`): What points outside the image read, "border" or "zeros".
         norm (`nn.Module`, *optional*): Of what is embedded.
     """
@@ -132,12 +133,11 @@ class PatchSampling(nn.Module):
         patch_size: tuple[int, int],
         num_channels: int,
         hidden_size: int,
-        cell_area: float,
         padding_mode: str,
         norm: nn.Module | None = None,
     ):
         super().__init__()
-        self.patch_size, self.cell_area, self.padding_mode = patch_size, cell_area, padding_mode
+        self.patch_size, self.padding_mode = patch_size, padding_mode
         self.projection = nn.Linear(num_channels * math.prod(patch_size), hidden_size)
         self.norm = nn.Identity() if norm is None else norm
 
@@ -160,6 +160,7 @@ class PatchSampling(nn.Module):
         if count == 1:
             return [1]
         left_top, right_bottom = rois.float().chunk(2, dim=-1)
-        area = (right_bottom - left_top).prod(-1).abs().clamp(min=1e-12)
-        level = (0.5 * torch.log2(self.cell_area / area)).clamp(0, count - 1)[..., None, None]
+        # In cells of the whole image, for which the first is made.
+        area = (right_bottom - left_top).prod(-1).abs().clamp(min=1e-12) * rois.shape[1]
+        level = (-0.5 * torch.log2(area)).clamp(0, count - 1)[..., None, None]
         return [(1 - (level - index).abs()).clamp(min=0) for index in range(count)]

@@ -9,8 +9,8 @@ from .configuration_base import FrugalViTConfig, pair
 class AgentCNNConfig(FrugalViTConfig):
     r"""
     Configuration of an agent CNN (Zhang et al., *Bootstrapping ViTs*, arXiv 2112.03552, tables 1 and 2): a vision
-    transformer's blocks with a generalized convolution in the place of attention. The defaults are Agent-S;
-    `from_variant` has the rest.
+    transformer's blocks with a generalized convolution in the place of attention. The defaults are Agent-S, but for
+    `branch_dropout`; `from_variant` has the rest.
 
     Args:
         image_size (`int` or pair of `int`, *optional*, defaults to 224):
@@ -33,7 +33,9 @@ class AgentCNNConfig(FrugalViTConfig):
         downsample_after (sequence of `int`, *optional*, defaults to `()`):
             Blocks, from 0, after which 2 x 2 average pooling halves the map; of Agent-B, the paper has 1 and 3 (our
             default), its code 2 and 8.
-        dropout (`float`, *optional*, defaults to 0.1): Dropout in the MLPs.
+        dropout (`float`, *optional*, defaults to 0.1): Dropout after the activation of the MLPs.
+        branch_dropout (`float`, *optional*):
+            Dropout at the end of the MLPs, which the reference implementation does not have; `dropout` if not given.
         batch_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the BatchNorms.
         image_mean, image_std (`float` or sequence of `float`, *optional*):
             Normalization written into the image processor, for all channels or each.
@@ -61,6 +63,7 @@ class AgentCNNConfig(FrugalViTConfig):
     norm_position: str = "before"
     downsample_after: list[int] | tuple[int, ...] = ()
     dropout: float | int = 0.1
+    branch_dropout: float | int | None = None
     batch_norm_eps: float | int = 1e-5
     image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -70,6 +73,8 @@ class AgentCNNConfig(FrugalViTConfig):
     def __post_init__(self, **kwargs):
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
+        if self.branch_dropout is None:
+            self.branch_dropout = self.dropout
         self.downsample_after = tuple(self.downsample_after)
         super().__post_init__(**kwargs)
 
@@ -98,7 +103,7 @@ class AgentCNNConfig(FrugalViTConfig):
     def validate_choices(self):
         """Fields with a fixed set of values."""
         self._check_choices(stem=("patch", "res"), norm_position=("before", "after"))
-        self._check_rates("dropout")
+        self._check_rates("dropout", "branch_dropout")
         self._check_positive("batch_norm_eps")
 
     @staticmethod
@@ -106,13 +111,19 @@ class AgentCNNConfig(FrugalViTConfig):
         return VARIANTS
 
 
-_SMALL = {"hidden_size": 288, "num_hidden_layers": 6, "num_positions": 9, "num_labels": 10}
+_SMALL = {
+    "hidden_size": 288,
+    "num_hidden_layers": 6,
+    "num_positions": 9,
+    "branch_dropout": 0.0,
+    "num_labels": 10,
+}
 _BASE = {
     "hidden_size": 384,
     "num_hidden_layers": 12,
     "num_positions": 6,
     "norm_position": "after",
-    "dropout": 0.0,
+    "branch_dropout": 0.0,
     "num_labels": 10,
 }
 VARIANTS = {

@@ -30,6 +30,12 @@ class BootstrappedViTConfig(FrugalViTConfig):
             or, shared, 0.5, 0.5 and 5.
         temperature (`float`, *optional*, defaults to 4.0): Of the distributions in the divergences.
         hint_layers (sequence of `int`, *optional*): Blocks, from 0, whose tokens get hints; all if not given.
+        embedding_dropout (`float`, *optional*):
+            Dropout of the transformer's embeddings; its `hidden_dropout_prob` if not given. 0 in the variants, as in
+            the reference implementation.
+        mlp_dropout (`float`, *optional*, defaults to 0.0):
+            Dropout after the activation of the transformer's MLPs, which Transformers' own does not have and the
+            reference implementation does.
         image_mean, image_std (`float` or sequence of `float`, *optional*):
             Normalization written into the image processor, for all channels or each.
         resize_size (`int`, *optional*):
@@ -54,6 +60,8 @@ class BootstrappedViTConfig(FrugalViTConfig):
     hint_weight: float | int | None = None
     temperature: float | int = 4.0
     hint_layers: list[int] | tuple[int, ...] | None = None
+    embedding_dropout: float | int | None = None
+    mlp_dropout: float | int = 0.0
     image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
     resize_size: int | None = None
@@ -113,8 +121,9 @@ class BootstrappedViTConfig(FrugalViTConfig):
             raise ValueError(f"`hint_layers` has {wrong[0]}, expected blocks from 0 to {vit.num_hidden_layers - 1}.")
 
     def validate_weights(self):
-        """Weights are none or positive, and the temperature is positive."""
+        """Weights are none or positive, the temperature is positive, and dropout rates are rates."""
         self._check_positive("temperature")
+        self._check_rates("mlp_dropout", *(["embedding_dropout"] if self.embedding_dropout is not None else []))
         for name in ("classification_weight", "divergence_weight", "hint_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, expected 0 or more.")
@@ -132,6 +141,7 @@ VIT_SMALL = {
     "num_attention_heads": 9,
     "intermediate_size": 1152,
     "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
     "layer_norm_eps": 1e-5,
     "num_labels": 10,
 }
@@ -142,14 +152,19 @@ VIT_BASE = {
     "num_attention_heads": 6,
     "intermediate_size": 1536,
     "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
     "layer_norm_eps": 1e-6,
 }
 # Names say how the two are trained, their size, and the agent's stem if it is res-like.
 VARIANTS = {
     f"{name}-{size}{'-res' if res else ''}": {
         "vit_config": vit,
-        "agent_config": AGENTS[f"agent-{size}{'-res' if res else ''}"],
+        # An agent that shares the transformer's MLPs has their dropout.
+        "agent_config": AGENTS[f"agent-{size}{'-res' if res else ''}"]
+        | ({"dropout": vit["hidden_dropout_prob"]} if sharing == "weights" else {}),
         "sharing": sharing,
+        "embedding_dropout": 0.0,
+        "mlp_dropout": vit["hidden_dropout_prob"],
     }
     for name, sharing in (("joint", "none"), ("shared", "weights"))
     for size, vit in (("small", VIT_SMALL), ("base", VIT_BASE))

@@ -5,6 +5,7 @@ Zhang et al., *Bootstrapping ViTs: Towards Liberating Vision Transformers from P
 agent's feature maps, block by block. Afterwards, the transformer stands alone.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,8 @@ from transformers.utils.generic import can_return_tuple
 from .configuration_bootstrapped_vit import BootstrappedViTConfig
 from .generalized_convolution import generalized_conv2d
 from .hub import HubModel
-from .layers import image_classification_loss
-from .modeling_agent_cnn import AgentCNNForImageClassification, AgentCNNLayer
+from .layers import check_pixel_values, image_classification_loss
+from .modeling_agent_cnn import AgentCNNForImageClassification, AgentCNNLayer, AgentCNNMLP
 
 
 @dataclass
@@ -69,15 +70,16 @@ class SharedConvolution(nn.Module):
 class SharedMLP(nn.Module):
     """A transformer's MLP on a map, with the MLP's weights."""
 
-    def __init__(self, mlp: nn.Module, activation: nn.Module, dropout: float):
+    def __init__(self, mlp: nn.Module, of_agent: AgentCNNMLP):
         super().__init__()
-        self.mlp, self.activation, self.dropout = [mlp], activation, nn.Dropout(dropout)
+        self.mlp, self.activation = [mlp], of_agent.activation
+        self.dropout, self.branch_dropout = of_agent.dropout, of_agent.branch_dropout
 
     def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
         [mlp] = self.mlp
         hidden = F.conv2d(feature_map, mlp.fc1.weight[:, :, None, None], mlp.fc1.bias)
         hidden = self.dropout(self.activation(hidden))
-        return self.dropout(F.conv2d(hidden, mlp.fc2.weight[:, :, None, None], mlp.fc2.bias))
+        return self.branch_dropout(F.conv2d(hidden, mlp.fc2.weight[:, :, None, None], mlp.fc2.bias))
 
 
 def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -99,6 +101,10 @@ def hint(tokens: torch.Tensor, feature_map: torch.Tensor) -> torch.Tensor:
     length = min(sequence.shape[-1] for sequence in sequences)
     sequences = [x if x.shape[-1] == length else F.adaptive_avg_pool1d(x, length) for x in sequences]
     return F.mse_loss(*(F.layer_norm(sequence.mT, sequence.shape[1:2]) for sequence in sequences))
+
+
+def _drop_output(module: nn.Module, args, output: torch.Tensor, rate: float) -> torch.Tensor:
+    return F.dropout(output, rate, module.training)
 
 
 class BootstrappedViTForImageClassification(HubModel):
@@ -133,8 +139,18 @@ class BootstrappedViTForImageClassification(HubModel):
         if config.sharing == "weights":
             for block, layer in self.blocks():
                 layer.convolution = SharedConvolution(block.attention, config.vit_config.num_attention_heads)
-                layer.mlp = SharedMLP(block.mlp, layer.mlp.activation, config.agent_config.dropout)
+                layer.mlp = SharedMLP(block.mlp, layer.mlp)
+        self._place_dropout(config)
         self.post_init()
+
+    def _place_dropout(self, config: BootstrappedViTConfig):
+        """Dropout where the reference implementation has it and Transformers' ViT does not, and the reverse."""
+        if config.embedding_dropout is not None:
+            self.vit.base_model.embeddings.dropout = nn.Dropout(config.embedding_dropout)
+        if config.mlp_dropout:
+            for block, _ in self.blocks():
+                drop = functools.partial(_drop_output, rate=config.mlp_dropout)
+                block.mlp.activation_fn.register_forward_hook(drop)
 
     def blocks(self) -> list[tuple[nn.Module, AgentCNNLayer]]:
         """Blocks of the transformer and the agent's beside them."""
@@ -181,16 +197,18 @@ class BootstrappedViTForImageClassification(HubModel):
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             labels (`torch.Tensor`, *optional*): `(batch,)` class indices. Without, the transformer alone runs.
             hint_share (`float`, *optional*, defaults to 1.0):
-                Factor of the hints' weight; the recipe lets it decay linearly to 0.
+                Factor of the hints' weight; the recipe lets it decay linearly to 0, step by step.
             kwargs: Passed to the transformer's `forward`.
 
         Returns:
             `BootstrappedViTOutput`: The loss is the sum of the terms that `losses` has.
 
         Raises:
-            ValueError: if labels are no class indices of the model.
+            ValueError: if pixel values are missing, no such floats, or (looked at on CPU) none or not finite, or
+                labels are no class indices of the model.
         """
         config = self.config
+        check_pixel_values(pixel_values, config.vit_config.num_channels, 1)
         if labels is None:
             outputs = self.vit(pixel_values, **kwargs)
             return BootstrappedViTOutput(

@@ -27,6 +27,9 @@ class ViTContextBroadcastConfig(PatchTransformerConfig):
             `"cb"`, `"cb_s"`, `"cb_gate"`, `"cb_hybrid"`, see `insert_context_broadcast`, or `None`, a plain ViT.
         context_broadcast_position (`str` or several, *optional*, defaults to `"mlp_end"`):
             Where: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
+        context_broadcast_scale_init (`float`, *optional*, defaults to 0.0): Start of the scale of `"cb_s"`.
+        context_broadcast_blend (`bool`, *optional*, defaults to `False`):
+            A learned way from a plain transformer to Context Broadcasting, see `ContextBroadcast`.
         use_distillation_token (`bool`, *optional*, defaults to `False`):
             A second learned token with a classifier of its own, which learns from a teacher (DeiT).
         drop_path_rate (`float`, *optional*, defaults to 0.0):
@@ -58,6 +61,8 @@ class ViTContextBroadcastConfig(PatchTransformerConfig):
     layer_norm_eps: float | int = 1e-6
     context_broadcast: str | None = "cb"
     context_broadcast_position: str | list[str] | tuple[str, ...] = "mlp_end"
+    context_broadcast_scale_init: float | int = 0.0
+    context_broadcast_blend: bool = False
     use_distillation_token: bool = False
     drop_path_rate: float | int = 0.0
     initializer_range: float | int = 0.02

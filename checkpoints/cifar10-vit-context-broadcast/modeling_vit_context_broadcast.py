@@ -104,10 +104,15 @@ class ViTContextBroadcastPreTrainedModel(HubModel):
     @torch.no_grad()
     def _init_weights(self, module):
         std = self.config.initializer_range
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
+        if isinstance(module, nn.Linear):
             init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
+        elif isinstance(module, nn.Conv2d):
+            # PyTorch's default, at which DeiT leaves it: drawn at 0.02, small patches would drown in positions.
+            bound = module.weight[0].numel() ** -0.5
+            init.uniform_(module.weight, -bound, bound)
+            init.uniform_(module.bias, -bound, bound)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
@@ -131,7 +136,8 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         if config.context_broadcast is not None:
             kind, position = config.context_broadcast, config.context_broadcast_position
-            broadcast_layers(self.layers, kind, position, has_class_token=True)
+            options = {"scale_init": config.context_broadcast_scale_init, "blend": config.context_broadcast_blend}
+            broadcast_layers(self.layers, kind, position, has_class_token=True, **options)
         self.post_init()
 
     @merge_with_config_defaults

@@ -27,7 +27,10 @@ class ViTImpulseInitConfig(PatchTransformerConfig):
         qkv_bias (`bool`, *optional*, defaults to `True`): Biases on queries, keys and values.
         layer_norm_eps (`float`, *optional*, defaults to 1e-6): Epsilon of the LayerNorms.
         position_embedding (`str`, *optional*, defaults to `"sincos"`):
-            `"sincos"`, a fixed sinusoidal encoding, or `"learned"` (table 1).
+            `"sincos"`, a fixed sinusoidal encoding, `"learned"` (table 1), which starts as that or, for baselines,
+            truncated normal, or `"random"`, learned from a normal start.
+        position_std (`float`, *optional*, defaults to 0.36):
+            Standard deviation of the start of random positions; see `impulse_init_`.
         pooling (`str`, *optional*, defaults to `"mean"`):
             What the classifier reads: `"mean"`, the average of the tokens after the final LayerNorm, or `"cls"`, a
             learned [CLS] (table 1).
@@ -37,13 +40,17 @@ class ViTImpulseInitConfig(PatchTransformerConfig):
         impulse_kernel_size (`int`, *optional*, defaults to 3): Size of the impulse filters.
         impulse_mass (`float`, *optional*, defaults to 0.2):
             Share of the initial attention at the impulse, above 0 and below 1; see `impulse_init_`.
-        value_init (`str`, *optional*, defaults to `"mimetic"`):
-            Values and output projections beside impulses: `"mimetic"` or `"default"`, truncated normal.
+        value_init (`str`, *optional*):
+            Values and output projections: `"mimetic"`, as the default is with impulses and mimetic attention, or
+            `"default"`, as all linear layers.
         context_broadcast (`str`, *optional*):
             Context Broadcasting in every block: `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`, see
             `insert_context_broadcast`.
         context_broadcast_position (`str` or several, *optional*, defaults to `"mlp_end"`):
             Where: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
+        context_broadcast_scale_init (`float`, *optional*, defaults to 0.0): Start of the scale of `"cb_s"`.
+        context_broadcast_blend (`bool`, *optional*, defaults to `False`):
+            A learned way from a plain transformer to Context Broadcasting, see `ContextBroadcast`.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
             Largest stochastic depth rate; rises linearly over the blocks.
         initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
@@ -72,13 +79,16 @@ class ViTImpulseInitConfig(PatchTransformerConfig):
     qkv_bias: bool = True
     layer_norm_eps: float | int = 1e-6
     position_embedding: str = "sincos"
+    position_std: float | int = 0.36
     pooling: str = "mean"
     initialization: str = "impulse"
     impulse_kernel_size: int = 3
     impulse_mass: float | int = 0.2
-    value_init: str = "mimetic"
+    value_init: str | None = None
     context_broadcast: str | None = None
     context_broadcast_position: str | list[str] | tuple[str, ...] = "mlp_end"
+    context_broadcast_scale_init: float | int = 0.0
+    context_broadcast_blend: bool = False
     drop_path_rate: float | int = 0.0
     initializer_range: float | int = 0.02
     image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -97,11 +107,12 @@ class ViTImpulseInitConfig(PatchTransformerConfig):
     def validate_choices(self):
         """Fields with a fixed set of values."""
         self._check_choices(
-            position_embedding=("sincos", "learned"),
+            position_embedding=("sincos", "learned", "random"),
             pooling=("mean", "cls"),
             initialization=INITIALIZATIONS,
-            value_init=("mimetic", "default"),
+            value_init=(None, "mimetic", "default"),
         )
+        self._check_positive("position_std")
         self._check_counts("impulse_kernel_size")
         if not 0 < self.impulse_mass < 1:
             raise ValueError(f"`impulse_mass` is {self.impulse_mass}, expected a number above 0 and below 1.")

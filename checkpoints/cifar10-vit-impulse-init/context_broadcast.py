@@ -36,14 +36,19 @@ class ContextBroadcast(nn.Module):
     With the mean over all tokens, [CLS] and registers included, and the class token x_0:
 
     - `"cb"`: (x_i + mean) / 2, without parameters;
-    - `"cb_s"`: x_i + s * mean with a learned vector s, which starts at 0 (the paper names no start), so that a trained
-      model is unchanged at first;
+    - `"cb_s"`: x_i + s * mean with a learned vector s;
     - `"cb_gate"`: x_i * (x_0 + 1);
     - `"cb_hybrid"`: x_i * x_0 + (x_i + mean) / 2. The last two need a class token in front.
+
+    All but `"cb_s"` with a scale that starts at 0 change what a trained model computes. With `blend`, a learned number
+    b, which starts at 0, leads from x_i to what they make of it: (1 - b) x_i + b CB(x_i). This is ours.
 
     Args:
         kind (`str`, *optional*, defaults to `"cb"`): One of those.
         hidden_size (`int`, *optional*): Channels, for `"cb_s"`.
+        scale_init (`float`, *optional*, defaults to 0.0):
+            Start of s. The paper prints none; 0 leaves a trained model unchanged at first.
+        blend (`bool`, *optional*, defaults to `False`): Blend, see above.
         data_format (`str`, *optional*, defaults to `"channels_last"`):
             `"channels_last"`, tokens `(batch, tokens, channels)` and maps `(batch, height, width, channels)`, or
             `"channels_first"`, maps `(batch, channels, height, width)`.
@@ -52,24 +57,34 @@ class ContextBroadcast(nn.Module):
         ValueError: if an argument has another value, or `"cb_s"` has no `hidden_size`.
     """
 
-    def __init__(self, kind: str = "cb", hidden_size: int | None = None, data_format: str = "channels_last"):
+    def __init__(
+        self,
+        kind: str = "cb",
+        hidden_size: int | None = None,
+        data_format: str = "channels_last",
+        scale_init: float = 0.0,
+        blend: bool = False,
+    ):
         super().__init__()
         check_choice("kind", kind, CONTEXT_BROADCASTS)
         check_choice("data_format", data_format, DATA_FORMATS)
         if kind == "cb_s" and hidden_size is None:
             raise ValueError("`kind='cb_s'` has a learned scale for every channel: give `hidden_size`.")
-        self.kind, self.data_format = kind, data_format
-        self.scale = nn.Parameter(torch.zeros(hidden_size)) if kind == "cb_s" else None
+        self.kind, self.data_format, self.scale_init = kind, data_format, scale_init
+        self.scale = nn.Parameter(torch.full((hidden_size,), float(scale_init))) if kind == "cb_s" else None
+        self.blend = nn.Parameter(torch.zeros(1)) if blend else None
         # Of the block that this stands in, noted whenever the block runs.
         self.mask: torch.Tensor | None = None
 
     def reset_parameters(self):
         """Back to the start; loaded weights stay."""
         if self.scale is not None:
-            init.zeros_(self.scale)
+            init.constant_(self.scale, self.scale_init)
+        if self.blend is not None:
+            init.zeros_(self.blend)
 
     def extra_repr(self) -> str:
-        return f"{self.kind}, {self.data_format}"
+        return f"{self.kind}, {self.data_format}{', blended' if self.blend is not None else ''}"
 
     def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """
@@ -88,6 +103,12 @@ class ContextBroadcast(nn.Module):
         if hidden_states.ndim not in (3, 4) or (hidden_states.ndim == 3 and self.data_format == "channels_first"):
             expected = "maps" if self.data_format == "channels_first" else "(batch, tokens, channels) or maps"
             raise ValueError(f"Got a tensor of shape {tuple(hidden_states.shape)}, expected {expected}.")
+        broadcast = self._broadcast(hidden_states, mask)
+        return (
+            broadcast if self.blend is None else torch.lerp(hidden_states, broadcast, self.blend.to(broadcast.dtype))
+        )
+
+    def _broadcast(self, hidden_states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if self.kind in ("cb_gate", "cb_hybrid"):
             if hidden_states.ndim == 4:
                 raise ValueError(f"`kind={self.kind!r}` needs a class token; got a map, which has none.")
@@ -164,13 +185,21 @@ def places_in_block(
     return [known[position] for position in positions]
 
 
-def broadcast_layers(layers: Iterable[nn.Module], kind: str, position: str | Sequence[str], has_class_token: bool):
+def broadcast_layers(
+    layers: Iterable[nn.Module],
+    kind: str,
+    position: str | Sequence[str],
+    has_class_token: bool,
+    scale_init: float = 0.0,
+    blend: bool = False,
+):
     """Put Context Broadcasting into layers of this package's own families, which their configurations ask for.
 
     Args:
         layers (`Iterable[nn.Module]`): With `attention` and an `mlp` that ends in `fc2`.
         kind, position: As in `insert_context_broadcast`.
         has_class_token (`bool`): Whether a class token is in front.
+        scale_init, blend: As in `ContextBroadcast`.
 
     Raises:
         ValueError: if the kind needs a class token and there is none, or a position makes no sense.
@@ -179,7 +208,8 @@ def broadcast_layers(layers: Iterable[nn.Module], kind: str, position: str | Seq
     check_class_token(kind, has_class_token, "this model")
     for layer in layers:
         end = (layer.attention, "output")
-        place_modules(places_in_block(layer, layer.mlp, layer.mlp.fc2, end, positions), kind)
+        places = places_in_block(layer, layer.mlp, layer.mlp.fc2, end, positions)
+        place_modules(places, kind, scale_init=scale_init, blend=blend)
 
 
 def check_positions(position: str | Sequence[str]) -> list[str]:
@@ -205,11 +235,17 @@ def check_class_token(kind: str, has_class_token: bool, name: str):
         )
 
 
-def place_modules(places: Sequence[Place], kind: str, data_format: str = "channels_last"):
+def place_modules(
+    places: Sequence[Place],
+    kind: str,
+    data_format: str = "channels_last",
+    scale_init: float = 0.0,
+    blend: bool = False,
+):
     """Put a `ContextBroadcast` at each place, on its device."""
     for place in places:
         module, weight = place.module, next(place.block.parameters(), None)
-        broadcast = ContextBroadcast(kind, place.width, data_format)
+        broadcast = ContextBroadcast(kind, place.width, data_format, scale_init, blend)
         if weight is not None:
             broadcast.to(weight.device, weight.dtype if weight.is_floating_point() else None)
         broadcast.train(module.training)

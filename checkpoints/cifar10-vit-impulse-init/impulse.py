@@ -169,17 +169,25 @@ def solve_adam(
     steps: int = 10_000,
     learning_rate: float = 1e-4,
     generator: torch.Generator | None = None,
+    renormalize_every: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Q and K by Algorithm 1 of the paper: Adam on the mean squared error of the attention map (eq. 8).
 
     Heads are solved at once and independently. The algorithm leaves the start open ("Parameters"); here it is that of
     PyTorch's linear layers, uniform in +-1 / sqrt(hidden_size).
 
+    As printed, the algorithm does not stop before the softmax is saturated. The authors' code bounds the weights: it
+    brings the columns of Q and K back to their mean length at the start, every 100 steps (of K, which it holds
+    transposed, those of that layout).
+
     Args:
         inputs (`torch.Tensor`): As in `solve_closed_form`.
         targets (`torch.Tensor`): `(heads, positions, positions)`.
         steps, learning_rate: The paper's by default.
         generator (`torch.Generator`, *optional*): Source of the start, on CPU.
+        renormalize_every (`int`, *optional*):
+            Bring the columns of Q and K back to their mean length at the start before every so many steps, as the
+            authors' code does with 100; never if not given, as Algorithm 1 is printed.
 
     Returns:
         Two tensors `(heads, hidden_size, head_dim)`.
@@ -192,7 +200,12 @@ def solve_adam(
     with torch.enable_grad():
         parameters = [part.to(inputs).requires_grad_() for part in (query, key)]
         optimizer = torch.optim.Adam(parameters, lr=learning_rate)
-        for _ in range(steps):
+        length = parameters[0].detach().norm(dim=1).mean()
+        for step in range(steps):
+            if renormalize_every and step % renormalize_every == 0:
+                with torch.no_grad():
+                    for part in parameters:
+                        part.mul_(length / part.norm(dim=1, keepdim=True))
             optimizer.zero_grad()
             ((attention_map(inputs, *parameters) - targets) ** 2).mean((-2, -1)).sum().backward()
             optimizer.step()

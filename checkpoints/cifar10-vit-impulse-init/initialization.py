@@ -26,7 +26,7 @@ from .impulse import (
 SOLVERS = ("closed_form", "adam", "pinv")
 PSEUDO_INPUTS = ("pe", "uniform", "gaussian", "pe+uniform")
 VALUE_INITS = ("default", "mimetic")
-POSITIONS = ("sincos", "keep")
+POSITIONS = ("sincos", "random", "keep")
 
 # The order in which the NeurIPS 2025 code gives its heads the positions of a 3 x 3 kernel, row by row.
 _PINV_ORDER = (4, 1, 5, 3, 7, 0, 2, 6, 8)
@@ -149,6 +149,7 @@ def read_vision_transformer(model: nn.Module | VisionTransformer) -> VisionTrans
     # Context Broadcasting comes on top of a block.
     if not any("ContextBroadcast" in type(module).__name__ for module in anatomy.model.modules()):
         anatomy.check("initialize")
+    anatomy.check_attention("initialize")
     layers = []
     for block in anatomy.blocks:
         parts = block.attention
@@ -166,11 +167,13 @@ def impulse_init_(
     solver: str = "closed_form",
     pseudo_input: str | Sequence[str] = "pe",
     per_layer: bool = True,
-    value_init: str = "default",
+    value_init: str = "mimetic",
     mass: float = 0.2,
     positions: str = "sincos",
     steps: int = 10_000,
     generator: torch.Generator | None = None,
+    position_std: float = 0.36,
+    renormalize_every: int | None = None,
 ) -> InitializationReport:
     """Initialize queries and keys so that every head's attention map is a random impulse filter, in place (Zheng et
     al., arXiv 2404.01139).
@@ -191,24 +194,30 @@ def impulse_init_(
             `"uniform"` in -1..1; `"gaussian"`; or `"pe+uniform"`.
         per_layer (`bool`, *optional*, defaults to `True`):
             Whether layers differ in offsets and weights; otherwise all get the same.
-        value_init (`str`, *optional*, defaults to `"default"`):
-            `"default"` leaves values and output projections alone, `"mimetic"` sets them as `mimetic_init_` does.
+        value_init (`str`, *optional*, defaults to `"mimetic"`):
+            `"mimetic"` sets values and output projections as `mimetic_init_` does, `"default"` leaves them alone.
         mass (`float`, *optional*, defaults to 0.2):
             For `solver="closed_form"`: attention at the target on the pseudo input, above 0 and below 1. The default
             trained best: with 0.1, 0.2, 0.5 and 0.9, a small ViT reached 49.1, 49.8, 48.4 and 44.8 % on CIFAR-10
             after 6 epochs of 6,000 images (three seeds, spread 0.7; `results/impulse_solvers.json`), and 55.8, 57.0,
             55.7 and 53.6 % after 20 (one seed; `results/impulse_budgets.json`).
         positions (`str`, *optional*, defaults to `"sincos"`):
-            Learned positions are set to the sinusoidal encoding, those of [CLS] to zero; `"keep"` solves against the
-            given ones.
+            Learned positions are set to the sinusoidal encoding, those of [CLS] to zero; with `"random"` to normal
+            ones, which `solver="pinv"` is made for; `"keep"` solves against the given ones.
         steps (`int`, *optional*, defaults to 10,000): For `solver="adam"`.
         generator (`torch.Generator`, *optional*): Source of chance, on CPU.
+        position_std (`float`, *optional*, defaults to 0.36):
+            Standard deviation of random positions. The NeurIPS 2025 code has 0.02, in one set-up times 18.
+        renormalize_every (`int`, *optional*):
+            For `solver="adam"`: steps between rescalings of Q and K to their length at the start. The authors ran
+            their code with 100; without, as Algorithm 1 is printed, the softmax saturates.
 
     Returns:
         `InitializationReport`: What came out, head by head.
 
     Raises:
-        ValueError: if the model is none of those, or an argument makes no sense.
+        ValueError: if the model is none of those, attends otherwise than by the products of its queries and keys
+            (rotary or relative positions, talking heads), or an argument makes no sense; the model is then as it was.
     """
     kinds = (pseudo_input, pseudo_input) if isinstance(pseudo_input, str) else tuple(pseudo_input)
     _check("solver", solver, SOLVERS)
@@ -219,14 +228,17 @@ def impulse_init_(
         _check("pseudo_input", kind, PSEUDO_INPUTS)
     if not 0 < mass < 1:
         raise ValueError(f"`mass` is {mass}, expected a number above 0 and below 1.")
+    if position_std <= 0 or (renormalize_every is not None and renormalize_every < 1):
+        name, value = ("position_std", position_std) if position_std <= 0 else ("renormalize_every", renormalize_every)
+        raise ValueError(f"`{name}` is {value}, expected a positive number.")
     kernel_offsets(kernel_size)
     if solver == "pinv" and kernel_size != 3:
         raise ValueError(f"`kernel_size` is {kernel_size}, but `solver='pinv'` has an order for 3 x 3 kernels only.")
 
     vit = read_vision_transformer(model)
-    _set_positions(vit, positions)
+    _set_positions(vit, positions, position_std, generator)
     raw = {kind: _pseudo_input(kind, vit, generator) for kind in dict.fromkeys(kinds)}
-    solve = _Solver(solver, vit.grid, mass, steps, generator)
+    solve = _Solver(solver, vit.grid, mass, steps, renormalize_every, generator)
     report = InitializationReport()
     offsets = heads = None
     for index, layer in enumerate(vit.layers):
@@ -240,15 +252,18 @@ def impulse_init_(
             layer.head(layer.query, head).copy_(query.T)
             layer.head(layer.key, head).copy_(key.T)
         _zero_biases(layer)
-        if value_init == "mimetic":
-            _mimetic_values(layer, generator)
+        _set_values(layer, value_init, generator)
         report.heads += _describe(index, layer, inputs, vit.grid, offsets)
     return report
 
 
 @torch.no_grad()
 def mimetic_init_(
-    model: nn.Module, positions: str = "sincos", generator: torch.Generator | None = None
+    model: nn.Module,
+    positions: str = "sincos",
+    generator: torch.Generator | None = None,
+    value_init: str = "mimetic",
+    position_std: float = 0.36,
 ) -> InitializationReport:
     """Initialize attention so that it mimics trained transformers (Trockman & Kolter 2023), in place.
 
@@ -260,15 +275,17 @@ def mimetic_init_(
         model (`nn.Module`): As in `impulse_init_`.
         positions (`str`, *optional*, defaults to `"sincos"`): As in `impulse_init_`.
         generator (`torch.Generator`, *optional*): Source of the noise, on CPU.
+        value_init, position_std: As in `impulse_init_`.
 
     Returns:
         `InitializationReport`: How the heads attend, with the position itself as target.
 
     Raises:
-        ValueError: if the model is none of those.
+        ValueError: if the model is none of those, or an argument makes no sense.
     """
+    _check("value_init", value_init, VALUE_INITS)
     vit = read_vision_transformer(model)
-    _set_positions(vit, positions)
+    _set_positions(vit, positions, position_std, generator)
     report = InitializationReport()
     for index, layer in enumerate(vit.layers):
         width = layer.query.weight.shape[1]
@@ -277,30 +294,43 @@ def mimetic_init_(
             layer.head(layer.query, head).copy_(left[:, : layer.head_dim].T)
             layer.head(layer.key, head).copy_(right[: layer.head_dim])
         _zero_biases(layer)
-        _mimetic_values(layer, generator)
+        _set_values(layer, value_init, generator)
         report.heads += _describe_unstructured(index, layer, vit)
     return report
 
 
 @torch.no_grad()
 def trunc_normal_init_(
-    model: nn.Module, std: float = 0.02, generator: torch.Generator | None = None
+    model: nn.Module,
+    std: float = 0.02,
+    generator: torch.Generator | None = None,
+    value_init: str = "default",
+    positions: str = "keep",
+    position_std: float = 0.36,
 ) -> InitializationReport:
     """Initialize all linear layers of the blocks from a normal distribution cut at two standard deviations, biases
-    zero, as timm does; in place. Positions stay. Model, returns and errors as in `mimetic_init_`."""
+    zero, as timm does; in place. Positions stay unless `positions` says otherwise. With `value_init="mimetic"`, values
+    and output projections are those of `mimetic_init_`: the control of impulses with such values. Model, returns and
+    errors as there."""
 
     def initialize(linear: nn.Linear):
         nn.init.trunc_normal_(linear.weight, std=std, a=-2 * std, b=2 * std, generator=generator)
         if linear.bias is not None:
             linear.bias.zero_()
 
-    return _initialize_linears(model, initialize)
+    return _initialize_linears(model, initialize, value_init, positions, position_std, generator)
 
 
 @torch.no_grad()
-def kaiming_uniform_init_(model: nn.Module, generator: torch.Generator | None = None) -> InitializationReport:
+def kaiming_uniform_init_(
+    model: nn.Module,
+    generator: torch.Generator | None = None,
+    value_init: str = "default",
+    positions: str = "keep",
+    position_std: float = 0.36,
+) -> InitializationReport:
     """Initialize all linear layers of the blocks, weights and biases, uniformly in +-1 / sqrt(inputs), PyTorch's
-    default; in place. Positions stay. Model, returns and errors as in `mimetic_init_`."""
+    default; in place. The rest as in `trunc_normal_init_`."""
 
     def initialize(linear: nn.Linear):
         bound = linear.in_features**-0.5
@@ -308,13 +338,19 @@ def kaiming_uniform_init_(model: nn.Module, generator: torch.Generator | None = 
         if linear.bias is not None:
             linear.bias.uniform_(-bound, bound, generator=generator)
 
-    return _initialize_linears(model, initialize)
+    return _initialize_linears(model, initialize, value_init, positions, position_std, generator)
 
 
-def _initialize_linears(model: nn.Module, initialize) -> InitializationReport:
+def _initialize_linears(
+    model: nn.Module, initialize, value_init: str, positions: str, position_std: float, generator
+) -> InitializationReport:
+    _check("value_init", value_init, VALUE_INITS)
     vit = read_vision_transformer(model)
-    for linear in (linear for layer in vit.layers for linear in layer.linears):
-        initialize(linear)
+    _set_positions(vit, positions, position_std, generator)
+    for layer in vit.layers:
+        for linear in layer.linears:
+            initialize(linear)
+        _set_values(layer, value_init, generator)
     report = InitializationReport()
     for index, layer in enumerate(vit.layers):
         report.heads += _describe_unstructured(index, layer, vit)
@@ -342,8 +378,17 @@ def initialize_attention_(model: nn.Module, initialization: str = "impulse", **o
 class _Solver:
     """Solves for the heads of a layer; equal problems once."""
 
-    def __init__(self, name: str, grid: tuple[int, int], mass: float, steps: int, generator):
-        self.name, self.grid, self.mass, self.steps, self.generator = name, grid, mass, steps, generator
+    def __init__(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        mass: float,
+        steps: int,
+        renormalize_every: int | None,
+        generator: torch.Generator | None,
+    ):
+        self.name, self.grid, self.mass, self.generator = name, grid, mass, generator
+        self.adam = {"steps": steps, "renormalize_every": renormalize_every}
         self.solved: list[tuple[torch.Tensor, dict]] = []
 
     def offsets(self, kernel_size: int, num_heads: int) -> list[tuple[int, int]]:
@@ -356,7 +401,7 @@ class _Solver:
         """Query and key, `(hidden_size, head_dim)`, of every head."""
         if self.name == "adam":
             targets = torch.stack([impulse_matrix(*self.grid, offset) for offset in offsets]).to(inputs)
-            solved = solve_adam(inputs, targets, head_dim, steps=self.steps, generator=self.generator)
+            solved = solve_adam(inputs, targets, head_dim, **self.adam, generator=self.generator)
             return list(zip(*solved, strict=True))
         known = next((known for of, known in self.solved if torch.equal(of, inputs)), None)
         if known is None:
@@ -379,9 +424,13 @@ def _check(name: str, value, known):
         raise ValueError(f"`{name}` is {value!r}, expected one of {', '.join(map(repr, known))}.")
 
 
-def _set_positions(vit: VisionTransformer, positions: str):
+def _set_positions(vit: VisionTransformer, positions: str, std: float, generator: torch.Generator | None):
     _check("positions", positions, POSITIONS)
-    if positions == "sincos" and vit.learns_positions:
+    if positions == "random" and not vit.learns_positions:
+        raise ValueError("`positions` is 'random', but this model's are fixed; expected 'sincos' or 'keep'.")
+    if positions == "random":
+        vit.positions.copy_(torch.empty(vit.positions.shape).normal_(std=std, generator=generator))
+    elif positions == "sincos" and vit.learns_positions:
         encoding = sincos_position_encoding(*vit.grid, vit.positions.shape[1])
         vit.positions.zero_()
         vit.patch_positions.copy_(encoding)
@@ -413,7 +462,9 @@ def _zero_biases(layer: AttentionLayer):
             projection.bias.zero_()
 
 
-def _mimetic_values(layer: AttentionLayer, generator):
+def _set_values(layer: AttentionLayer, value_init: str, generator: torch.Generator | None):
+    if value_init == "default":
+        return
     left, right = mimetic_factors(layer.value.weight.shape[1], 0.4, -0.4, generator)
     layer.value.weight.copy_(left.T)
     layer.output.weight.copy_(right.T)

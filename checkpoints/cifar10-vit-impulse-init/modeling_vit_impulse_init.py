@@ -40,7 +40,7 @@ class ViTImpulseInitEmbeddings(nn.Module):
         has_cls = config.pooling == "cls"
         self.cls_token = nn.Parameter(torch.empty(1, 1, config.hidden_size)) if has_cls else None
         positions = self.sincos_positions()
-        if config.position_embedding == "learned":
+        if config.position_embedding != "sincos":
             self.position_embeddings = nn.Parameter(positions)
         else:
             self.register_buffer("position_embeddings", positions, persistent=False)
@@ -49,6 +49,14 @@ class ViTImpulseInitEmbeddings(nn.Module):
         """`(1, positions, hidden_size)`; zero for [CLS]."""
         encoding = sincos_position_encoding(*self.grid, self.hidden_size)
         return F.pad(encoding, (0, 0, int(self.cls_token is not None), 0))[None]
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        """Positions that are not saved are computed: a model that was made without memory has none yet."""
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if "position_embeddings" in self._non_persistent_buffers_set:
+            old, weight = self.position_embeddings, state_dict.get(f"{prefix}patch_embeddings.projection.weight")
+            device = weight.device if old.is_meta and weight is not None else old.device
+            self.position_embeddings = self.sincos_positions().to(device, old.dtype)
 
     def interpolate_pos_encoding(self, height: int, width: int) -> torch.Tensor:
         """Positions for images of another size, interpolated bicubically."""
@@ -113,7 +121,9 @@ class ViTImpulseInitPreTrainedModel(HubModel):
             init.ones_(module.weight)
             init.zeros_(module.bias)
         elif isinstance(module, ViTImpulseInitEmbeddings):
-            if config.position_embedding == "sincos" or config.initialization in ("impulse", "mimetic"):
+            if config.position_embedding == "random":
+                init.normal_(module.position_embeddings, std=config.position_std)
+            elif config.position_embedding == "sincos" or config.initialization in ("impulse", "mimetic"):
                 init.copy_(module.position_embeddings, module.sincos_positions())
             else:
                 init.trunc_normal_(module.position_embeddings, std=config.initializer_range)
@@ -128,15 +138,14 @@ class ViTImpulseInitPreTrainedModel(HubModel):
                 self._initialize_attention(module)
 
     def _initialize_attention(self, module: nn.Module):
-        config, options = self.config, {}
-        if config.initialization not in ("impulse", "mimetic"):
+        config = self.config
+        if config.initialization not in ("impulse", "mimetic") and config.value_init in (None, "default"):
             return
+        options = {"positions": "keep"} | ({"value_init": config.value_init} if config.value_init else {})
         if config.initialization == "impulse":
-            options = {
-                "kernel_size": config.impulse_kernel_size,
-                "mass": config.impulse_mass,
-                "value_init": config.value_init,
-            }
+            options |= {"kernel_size": config.impulse_kernel_size, "mass": config.impulse_mass}
+        elif config.initialization == "trunc_normal":
+            options["std"] = config.initializer_range
         initialize_attention_(module.parts_to_initialize(), config.initialization, **options)
 
 
@@ -151,7 +160,8 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         if config.context_broadcast is not None:
             kind, position = config.context_broadcast, config.context_broadcast_position
-            broadcast_layers(self.layers, kind, position, has_class_token=config.pooling == "cls")
+            options = {"scale_init": config.context_broadcast_scale_init, "blend": config.context_broadcast_blend}
+            broadcast_layers(self.layers, kind, position, has_class_token=config.pooling == "cls", **options)
         self.post_init()
 
     def parts_to_initialize(self) -> VisionTransformer:
