@@ -39,6 +39,7 @@ def test_every_use_has_a_few_lines_of_python():
     assert [title for title, _ in BLOCKS] == [
         "Load",
         "Bootstrap",
+        "Choose",
         "Fine",
         "Export",
         "Swap",
