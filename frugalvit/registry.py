@@ -62,6 +62,7 @@ FUNCTIONS = {
     "OpenClipVisual": "frugalvit.modeling.open_clip_adapter",
     "read_anatomy": "frugalvit.modeling.hosts",
     "remove_context_broadcast": "frugalvit.modeling.context_broadcast_hosts",
+    "SparseFormerLlavaProcessor": "frugalvit.modeling.modeling_sparseformer_llava",
     "SparseFormerVisionTower": "frugalvit.modeling.llava_tower",
     "swap_vision_tower": "frugalvit.modeling.modeling_sparseformer_llava",
     "to_open_clip": "frugalvit.modeling.open_clip_adapter",
