@@ -283,10 +283,18 @@ def scores_of(source: Path, rows: list[dict[str, object]]) -> list[dict[str, flo
 
 
 def read_table(text: str, name: str) -> dict[int, float]:
-    """The table of counts of tokens in a card that bootstrapping wrote."""
-    table = re.search(rf"^\| num_tokens \| {name} \|\n\|[-:| ]+\|\n((?:\|.*\|\n?)+)", text, re.MULTILINE)
-    lines = re.findall(r"^\| ([\d,]+) \| ([\d.]+) \|", table[1], re.MULTILINE) if table else []
-    return {int(count.replace(",", "")): float(score) for count, score in lines}
+    """A card's table with a column `num_tokens` and one of that name, whose numbers may be percentages."""
+    scores = {}
+    for table in re.findall(r"(?:^\|.*\|\n?)+", text, re.MULTILINE):
+        header, *rows = ([cell.strip("` ") for cell in line.split("|")[1:-1]] for line in table.splitlines())
+        if not {"num_tokens", name} <= {*header}:
+            continue
+        for row in rows:
+            cells = dict(zip(header, row, strict=False))
+            count, score = cells.get("num_tokens", ""), cells.get(name, "")
+            if re.fullmatch(r"[\d,]+", count) and (number := re.fullmatch(r"([\d.]+)( ?%)?", score)):
+                scores[int(count.replace(",", ""))] = float(number[1]) / (100 if number[2] else 1)
+    return scores
 
 
 def choose(rows: list[dict[str, object]], budget: Budget) -> dict[str, object]:

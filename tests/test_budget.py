@@ -169,8 +169,14 @@ class TestScores:
         (folder / "results.json").write_text(json.dumps({"best": best}))
         assert [row["alignment"] for row in budget(folder, capsys=capsys)["rows"]] == [0.25, 0.375, 0.5625]
 
-    def test_of_the_card(self, folder, capsys):
-        table = "| num_tokens | accuracy |\n| ---: | ---: |\n| 4 | 0.5 |\n| 9 | 0.75 |\n"
+    @pytest.mark.parametrize(
+        "table",
+        [
+            "| num_tokens | accuracy |\n| ---: | ---: |\n| 4 | 0.5 |\n| 9 | 0.75 |\n",
+            "| `num_tokens` | G | accuracy |\n| --- | --- | --- |\n| 4 | 1.0 | 50.00 % |\n| 9 | 2.0 | 75.00 % |\n|\n",
+        ],
+    )
+    def test_of_the_card(self, table, folder, capsys):
         (folder / "README.md").write_text(f"---\nlicense: mit\n---\n\nA model.\n\n{table}\nMore.\n")
         assert [row["accuracy"] for row in budget(folder, capsys=capsys)["rows"]] == [0.5, None, 0.75]
 
