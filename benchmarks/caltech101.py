@@ -271,8 +271,9 @@ def compare_all(arguments):
     for variant, method in METHODS.items():
         for folder in sorted(arguments.runs_dir.glob(f"{variant}-*tokens-*steps-seed{seed}")):
             tokens = folder.name.split("-")[-3].removesuffix("tokens")
-            name = variant if variant == "elastic" else f"{variant}, {tokens} tokens"
-            contenders += load_students(str(folder), method, name)
+            if int(tokens) in arguments.tokens:
+                name = variant if variant == "elastic" else f"{variant}, {tokens} tokens"
+                contenders += load_students(str(folder), method, name)
     if arguments.tome:
         original, image_processor = load_teacher(str(teacher))
         contenders += [merging(original, image_processor, arguments.tome, merged) for merged in arguments.merged]
