@@ -24,9 +24,9 @@ import json
 import statistics
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 from torchvision.transforms import v2
@@ -362,7 +362,9 @@ def draw_elastic(students: list[dict], adaptive: list[dict]) -> Figure:
     for row in adaptive:
         name = f"the same, {row['looks']} until sure"
         lines.setdefault(name, []).append((row["test_macs"], row["canvas_macs"], row))
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 4.6), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2)
     for name, points in lines.items():
         for axis, which, images in zip(axes, (0, 1), ("test", "canvas"), strict=True):
             ordered = sorted((point[which] / 1e9, 100 * point[2][f"{images}_accuracy"]) for point in points)
