@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from .modeling.modeling_sparseformer_llava import (
         SparseFormerLlavaForConditionalGeneration as SparseFormerLlavaForConditionalGeneration,
     )
+    from .modeling.modeling_sparseformer_llava import SparseFormerLlavaProcessor as SparseFormerLlavaProcessor
     from .modeling.modeling_sparseformer_llava import matching_processor as matching_processor
     from .modeling.modeling_sparseformer_llava import swap_vision_tower as swap_vision_tower
     from .modeling.modeling_vit_context_broadcast import (

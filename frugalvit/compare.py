@@ -305,20 +305,10 @@ def right_classes(contender: Contender, images: datasets.Dataset) -> torch.Tenso
     Raises:
         ValueError: if the classifier has other classes.
     """
-    names, own = class_names(images), list(contender.id2label.values())
-    generic = all(name.isdecimal() for name in names) or all(label == f"LABEL_{i}" for i, label in enumerate(own))
-    fits, found = len(names) <= len(own), list(range(len(names)))
-    if fits:
-        found = match_labels(names, contender.id2label)
-        by_number = found == list(range(len(names)))
-        shared = {name.casefold() for name in names} & {label.casefold() for label in own}
-        fits = not by_number or generic or (bool(shared) and len(names) == len(own)) or len(shared) == len(names)
-    if not fits:
-        raise ValueError(
-            f"{contender.name} classifies {len(own)} classes ({', '.join(own[:3])}, …), the data set has {len(names)} "
-            f"({', '.join(names[:3])}, …); expected the same. Give other images, or compare embeddings (--features)."
-        )
-    return torch.tensor(found)
+    try:
+        return torch.tensor(match_labels(class_names(images), contender.id2label))
+    except ValueError as error:
+        raise ValueError(f"{contender.name}: {error} Or compare embeddings: --features.") from error
 
 
 class _Processors:

@@ -410,7 +410,7 @@ def test_classes_of_models():
     assert fits([f"LABEL_{index}" for index in range(10)]) == list(range(10))
     assert fits([*names, "kite"]) == list(range(10))
     for labels in (["kite"] * 10, names[:9], [f"class {index}" for index in range(100)]):
-        with pytest.raises(ValueError, match="mine classifies .* expected the same"):
+        with pytest.raises(ValueError, match="mine: The .* Or compare embeddings: --features"):
             fits(labels)
 
 
@@ -423,7 +423,7 @@ def test_classes_of_models():
         ([VIT, "--output", "out", "--resolutions", "32"], "expected less than the teacher's 32 pixels"),
         ([VIT, "no/folder/here", "--output", "out", "--baselines", "none"], "There is no folder 'no/folder/here'"),
         ([str(checkpoint_path("cifar10-convmixer")), "--output", "out"], "Cannot compare students with"),
-        ([VIT, "--output", "out", "--baselines", "none", "--dataset", "animals"], "expected the same"),
+        ([VIT, "--output", "out", "--baselines", "none", "--dataset", "animals"], "The model does not know 2 of"),
         ([VIT, "--output", "out", "--baselines", "none", "random-patches"], "expected none alone"),
     ],
 )

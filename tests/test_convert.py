@@ -286,6 +286,9 @@ class TestCommand:
         (out / "old.txt").write_text("old")
         assert run(FIXTURES["bootstrapped"], out) == 1
         assert (out / "old.txt").exists()
+        # What it did not write itself stays, too.
+        assert run(FIXTURES["bootstrapped"], out, "--overwrite") == 1
+        (out / "old.txt").unlink()
         assert run(FIXTURES["bootstrapped"], out, "--overwrite") == 0
         assert AutoConfig.from_pretrained(out).use_cls_token
         assert not (out / "old.txt").exists()

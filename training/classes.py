@@ -41,7 +41,7 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
     raise ValueError(
         f"The model does not know {len(unknown)} of the data set's {len(names)} classes ({', '.join(unknown[:3])}"
         f"{', …' if len(unknown) > 3 else ''}); its own are {', '.join(list(id2label.values())[:3])}, …. Name those "
-        "of the data set as the model does, or by its numbers, in the order of the labels: --class-names."
+        "of the data set as the model does, or by its numbers, in the order of the labels (evaluate: --class-names)."
     )
 
 

@@ -117,7 +117,7 @@ KINDS = {
     "agent_cnn": Kind(
         frugalvit.AgentCNNConfig,
         "agent-base",
-        {**SHARED, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 3},
+        {**SHARED, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 3, "dropout": 0.0},
         (frugalvit.AgentCNNModel, frugalvit.AgentCNNForImageClassification),
         files={"generalized_convolution.py"},
     ),

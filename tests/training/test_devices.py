@@ -47,7 +47,8 @@ def run(device, tmp_path, monkeypatch):
         return {name: value.cpu() for name, value in model.state_dict().items()}
 
     # A fake tensor has nothing to write.
-    monkeypatch.setattr(loop.Checkpoints, "save", lambda self, state: None)
+    for name in ("save", "update"):
+        monkeypatch.setattr(loop.Checkpoints, name, lambda self, state: None)
     monkeypatch.setattr(Accelerator, "get_state_dict", read_weights)
     waits, epoch = [], TrainingLoader.epoch
 
