@@ -106,16 +106,17 @@ class SparseFormerLlavaModel(LlavaModel):
         Raises:
             ValueError: if there are more or fewer places than features.
         """
-        if torch.compiler.is_compiling() or input_ids is None:
+        try:
             return super().get_placeholder_mask(input_ids, inputs_embeds, image_features)
-        inserted, given = int((input_ids == self.config.image_token_id).sum()), len(image_features)
-        if inserted != given:
+        except ValueError as error:
+            if input_ids is None:
+                raise
+            inserted, given = int((input_ids == self.config.image_token_id).sum()), len(image_features)
             raise ValueError(
                 f"The prompts have {inserted} image tokens (id {self.config.image_token_id}), the model makes {given} "
                 "of their images. `matching_processor(processor, model)` makes a processor that fits; where its call "
                 "chooses `num_image_tokens`, pass on to the model what it returns under that name."
-            )
-        return super().get_placeholder_mask(input_ids, inputs_embeds, image_features)
+            ) from error
 
     @can_return_tuple
     def forward(
@@ -464,5 +465,4 @@ def check_image_tokens(processor: LlavaProcessor, model: LlavaForConditionalGene
 __all__ = [
     "SparseFormerLlavaConfig",
     "SparseFormerLlavaForConditionalGeneration",
-    "SparseFormerLlavaProcessor",
 ]
