@@ -24,7 +24,7 @@ from .modeling.hosts import Anatomy
 from .modeling.modeling_sparseformer_llava import matching_processor
 from .quickstart import NOT_IN_REPOSITORY
 from .resources import checkpoint_path, shipped_checkpoints
-from .training.comparison import ImageSide, using_tokens
+from .training.comparison import ImageSide, macs_if_countable, using_tokens
 from .training.files import whole_folder
 from .training.loading import choose_device, load_pretrained, split_revision
 from .training.macs import count_macs
@@ -242,11 +242,7 @@ def measure_counts(
 
     if teacher is not None:
         whole = ImageSide(teacher).eval()
-        try:
-            macs = count_macs(whole, teacher.image_size).macs_with_attention
-        except RuntimeError:
-            # SigLIP 2 NaFlex reads the shapes of its images, and those that are counted with hold no numbers.
-            macs = None
+        macs = macs_if_countable(whole, teacher.image_size)
         add("teacher", teacher.num_patches, macs, whole, 3, teacher.image_size)
         teacher.source.to(dtype)
     for count in getattr(vision.config, "trained_token_counts", [None]):

@@ -64,7 +64,7 @@ def describe_pair(
             "model": "teacher",
             "tokens": teacher.num_prefix_tokens + patches,
             "parameters": sum(part.numel() for part in set(parts)),
-            "macs": _count_macs(ImageSide(teacher), teacher_size),
+            "macs": macs_if_countable(ImageSide(teacher), teacher_size),
         }
     ]
     for count in student.config.trained_token_counts:
@@ -73,7 +73,7 @@ def describe_pair(
                 "model": "student",
                 "tokens": student.config.num_prefix_tokens + count,
                 "parameters": student.num_parameters(),
-                "macs": _count_macs(student, student_size),
+                "macs": macs_if_countable(student, student_size),
             }
         rows.append(row)
     return rows
@@ -111,7 +111,8 @@ def compare_speeds(
     return rows
 
 
-def _count_macs(model: nn.Module, size: tuple[int, int]) -> int | None:
+def macs_if_countable(model: nn.Module, size: tuple[int, int]) -> int | None:
+    """Multiply-accumulates of one image, attention's products counted; `None` where they cannot be counted."""
     try:
         return count_macs(model, size).macs_with_attention
     except RuntimeError:
