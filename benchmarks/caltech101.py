@@ -5,6 +5,7 @@
     python benchmarks/caltech101.py table
     python benchmarks/caltech101.py picture --test TEST --student RUN
     python benchmarks/caltech101.py compare --test TEST --tome CHECKOUT
+    python benchmarks/caltech101.py features --model FOLDER --train TRAIN --test TEST
 
 `teacher` fine-tunes a pretrained ViT, first on small images. `students` bootstraps from it, without labels: students
 whose cells stay on a grid over the whole image (fixed), which are a distilled teacher at a lower resolution, with four
@@ -16,6 +17,8 @@ there into results/caltech101_students.json, caltech101_adaptive.json and caltec
 a student that glances looks on photographs and on the same as small objects (results/caltech101_windows.png).
 `compare` is `frugalvit compare` with ToMe
 (github.com/facebookresearch/ToMe) besides, as it is off the shelf (results/compare_caltech101.json and .png).
+`features` bootstraps from the pretrained ViT itself on the images of 81 classes, and judges the embeddings of teacher
+and student by the 20 others (results/caltech101_features.json).
 """
 
 import argparse
@@ -36,14 +39,15 @@ import frugalvit
 import token_merging
 from frugalvit.compare import compare, draw_comparison, sample, table_rows
 from frugalvit.contenders import BASELINES, Contender, Vision, load_students, load_teacher, load_teachers
+from frugalvit.evaluation.embeddings import of_classes
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.pictures import save_figure
 from frugalvit.predict import draw_predictions, format_labels, predict
 from frugalvit.training import bootstrap, train
 from frugalvit.training.augmentation import EvalView, ImageFormat, seeded
 from frugalvit.training.comparison import using_tokens
-from frugalvit.training.data import decode_image, load_images
-from frugalvit.training.files import write_json
+from frugalvit.training.data import class_names, decode_image, label_numbers, load_images
+from frugalvit.training.files import whole_file, write_json
 from frugalvit.training.loading import load_image_classifier
 from frugalvit.training.tables import format_table
 from shared import add_run_arguments, run_recipe, spread, write_table
@@ -72,11 +76,13 @@ METHODS = {
     "paper": "SparseFormer, the paper's start",
 }
 RESOLUTIONS = [56, 84, 112, 168]
+# Classes that `features` leaves out of bootstrapping.
+LEFT_OUT = range(0, 100, 5)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["teacher", "students", "table", "picture", "compare"])
+    parser.add_argument("what", choices=["teacher", "students", "table", "picture", "compare", "features"])
     parser.add_argument("--model", help="pretrained ViT to fine-tune")
     parser.add_argument("--train", help="parquet file or folder of training images")
     parser.add_argument("--test", help="of test images")
@@ -98,6 +104,7 @@ def main():
         "students": ("train", "test"),
         "picture": ("test", "student"),
         "compare": ("test",),
+        "features": ("model", "train", "test"),
     }
     if missing := [name for name in needed.get(arguments.what, ()) if getattr(arguments, name) is None]:
         parser.error(f"{arguments.what} needs --{missing[0]}")
@@ -107,6 +114,7 @@ def main():
         "table": make_table,
         "picture": draw_windows,
         "compare": compare_all,
+        "features": compare_features,
     }
     commands[arguments.what](arguments)
 
@@ -147,14 +155,13 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
         return json.loads(measured_file.read_text(encoding="utf-8"))
     epoch = len(load_images([arguments.train], "train")) // BATCH_SIZE
     epochs = max(round(steps / epoch), 1)
+    cache = arguments.runs_dir / f"cache{zoomed}-seed{seed}"
     argv = [
-        *("--teacher", str(arguments.runs_dir / "teacher"), "--dataset", arguments.train, "--eval_split", "none"),
-        *("--num_latent_tokens", str(tokens), "--epochs", str(epochs), "--steps_per_epoch", str(min(steps, epoch))),
-        *("--batch_size", str(BATCH_SIZE), "--seed", str(seed), "--mixed_precision", arguments.mixed_precision),
-        *("--teacher_cache", str(arguments.runs_dir / f"cache{zoomed}-seed{seed}"), "--no_compare"),
+        *shared_arguments(arguments, arguments.runs_dir / "teacher", arguments.train, seed),
+        *("--epochs", str(epochs), "--steps_per_epoch", str(min(steps, epoch)), "--num_latent_tokens", str(tokens)),
         *("--view_epochs", str(arguments.view_epochs), "--zoom_out", str(arguments.zoom_out), *VARIANTS[variant]),
         # Windows are cached for those that glance, whoever comes first.
-        *("--window_loss_weight", "1"),
+        *("--teacher_cache", str(cache), "--window_loss_weight", "1"),
     ]
     run_recipe(bootstrap, folder, argv)
     views = epochs * min(steps, epoch) * BATCH_SIZE
@@ -162,6 +169,14 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
     measured = [about | row for row in measure_student(arguments, folder)]
     write_json(measured_file, measured)
     return measured
+
+
+def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: int) -> list[str]:
+    """What all students here are bootstrapped with."""
+    return [
+        *("--teacher", str(teacher), "--dataset", str(images), "--eval_split", "none", "--no_compare"),
+        *("--batch_size", str(BATCH_SIZE), "--seed", str(seed), "--mixed_precision", arguments.mixed_precision),
+    ]
 
 
 @torch.inference_mode()
@@ -287,6 +302,34 @@ def compare_all(arguments):
         data="Caltech-101, test images chosen at random, 224 px",
     )
     save_figure(draw_comparison(rows), arguments.results_dir / "compare_caltech101.png")
+
+
+def compare_features(arguments):
+    """How well embeddings tell classes apart that bootstrapping never saw, and labels never taught."""
+    runs, seed = arguments.runs_dir, arguments.seeds[0]
+    train, test = (load_images([images], "train") for images in (arguments.train, arguments.test))
+    kept = runs / "kept-classes.parquet"
+    if not kept.is_file():
+        chosen = [row for row, label in enumerate(label_numbers(train)) if label not in LEFT_OUT]
+        with whole_file(kept) as file:
+            train.select(chosen).to_parquet(file)
+    student = runs / f"features-elastic-seed{seed}"
+    argv = [*shared_arguments(arguments, arguments.model, kept, seed), "--epochs", "1", *VARIANTS["elastic"]]
+    run_recipe(bootstrap, student, [*argv, "--num_latent_tokens", "64"])
+    contenders = load_teachers(arguments.model, "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
+    contenders += load_students(str(student), METHODS["elastic"], "student")
+    names = [class_names(train)[label] for label in LEFT_OUT]
+    train, test = (of_classes(images, LEFT_OUT) for images in (train, test))
+    rows = compare(contenders, test, train, batch_size=32, rounds=1, memory=False)
+    # Speeds stand in what `compare` writes.
+    rows = [{name: value for name, value in row.items() if name != "images_per_second"} for row in rows]
+    print(format_table(rows))
+    write_table(
+        arguments.results_dir / "caltech101_features.json",
+        {"images": len(test), "train_images": len(train), "left_out": names},
+        rows,
+        data="Caltech-101, 20 of 101 classes, 224 px",
+    )
 
 
 def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Contender:
