@@ -36,11 +36,10 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import frugalvit
-import token_merging
 from frugalvit.compare import compare, draw_comparison, sample, table_rows
-from frugalvit.contenders import BASELINES, Contender, Vision, load_students, load_teacher, load_teachers
+from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
 from frugalvit.evaluation.embeddings import of_classes
-from frugalvit.modeling.hosts import Anatomy, read_anatomy
+from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.pictures import save_figure
 from frugalvit.predict import draw_predictions, format_labels, predict
 from frugalvit.training import bootstrap, train
@@ -51,6 +50,7 @@ from frugalvit.training.files import whole_file, write_json
 from frugalvit.training.loading import load_image_classifier
 from frugalvit.training.tables import format_table
 from shared import add_run_arguments, run_recipe, spread, write_table
+from token_merging import merging
 
 
 # Arguments of `frugalvit bootstrap` besides the shared ones.
@@ -329,21 +329,6 @@ def compare_features(arguments):
         {"images": len(test), "train_images": len(train), "left_out": names},
         rows,
         data="Caltech-101, 20 of 101 classes, 224 px",
-    )
-
-
-def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Contender:
-    """ToMe, by its authors' code, without training."""
-    model = token_merging.tome(teacher, checkout, merged)
-    return Contender(
-        name=f"ToMe, {merged} a block",
-        method="ToMe, not tuned",
-        model=Vision(model, lambda images: model(images).embedding, teacher.classifier),
-        embed=lambda images: model(images).embedding,
-        image_processor=image_processor,
-        image_size=teacher.image_size,
-        classifier=teacher.classifier,
-        id2label=teacher.labels["id2label"],
     )
 
 

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from frugalvit.contenders import Contender, Vision
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
 from frugalvit.modeling.inheritance import block_weights
@@ -171,6 +172,21 @@ def tome(
     vit = as_timm(teacher)
     apply_tome(vit, checkout, merged)
     return with_weights(vit, tuned)
+
+
+def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Contender:
+    """ToMe, by its authors' code, without training."""
+    model = tome(teacher, checkout, merged)
+    return Contender(
+        name=f"ToMe, {merged} a block",
+        method="ToMe, not tuned",
+        model=Vision(model, lambda images: model(images).embedding, teacher.classifier),
+        embed=lambda images: model(images).embedding,
+        image_processor=image_processor,
+        image_size=teacher.image_size,
+        classifier=teacher.classifier,
+        id2label=teacher.labels["id2label"],
+    )
 
 
 def diffrate(
