@@ -14,7 +14,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import PreTrainedModel
 
 from .modeling.hub import upload_folder
-from .training.files import whole_folder
+from .training.files import whole_folder, write_json
 from .training.tables import format_table
 from .validation import load_model, validate_repository
 
@@ -31,6 +31,8 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
 )
+# What cards call a model that has no name on the hub yet.
+UNNAMED = "path/or/id"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,6 +48,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="look at everything, upload nothing")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
+    parser.add_argument(
+        "--no-code",
+        "--no_code",
+        action="store_true",
+        help="leave the code out of OUT, which then loads where frugalvit is imported, as the folders of checkpoints/",
+    )
     parser.add_argument("--private", action="store_true", help="make a new hub repository private")
     arguments = parser.parse_args(argv)
 
@@ -57,8 +65,12 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(
             "Give a REPO_ID to upload to, --output to write a folder, or --dry-run to look at everything."
         )
+    if arguments.no_code and arguments.repo_id:
+        raise ValueError("--no-code is for folders: models of a hub repository load where frugalvit is not installed.")
     with prepared(arguments) as folder:
         checked = validate_repository(folder)
+        if arguments.no_code:
+            remove_code(folder)
         files = sorted(folder.iterdir(), key=lambda path: -path.stat().st_size)
         print(format_table([{"file": path.name, "bytes": path.stat().st_size} for path in files]))
         print(f"\n{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB.")
@@ -72,10 +84,10 @@ def main(argv: list[str] | None = None) -> None:
                     "Is there a network, and HF_HUB_OFFLINE unset?"
                 ) from error
             print(f"Uploaded to {arguments.repo_id}.")
+    if arguments.output:
+        print(f"Wrote {arguments.output}.")
     if arguments.dry_run:
         print("Nothing was uploaded.")
-    elif arguments.output:
-        print(f"Wrote {arguments.output}.")
 
 
 @contextmanager
@@ -83,8 +95,7 @@ def prepared(arguments: argparse.Namespace):
     """The folder to upload, which stays if it has a name and all goes well."""
     model = load_model(arguments.model)
     with tempfile.TemporaryDirectory() as aside:
-        keeps = arguments.output and not arguments.dry_run
-        folder = whole_folder(arguments.output if keeps else Path(aside) / "model", arguments.overwrite)
+        folder = whole_folder(arguments.output or Path(aside) / "model", arguments.overwrite)
         with folder as folder:
             save_compact(model, folder)
             for pattern in COMPANIONS:
@@ -94,7 +105,20 @@ def prepared(arguments: argparse.Namespace):
                 (folder / "README.md").write_text(render_card(arguments.card, arguments.results), encoding="utf-8")
             elif arguments.card:
                 shutil.copyfile(arguments.card, folder / "README.md")
+            if arguments.repo_id and (readme := folder / "README.md").is_file():
+                text = readme.read_text(encoding="utf-8")
+                readme.write_text(text.replace(UNNAMED, arguments.repo_id), encoding="utf-8")
             yield folder
+
+
+def remove_code(folder: Path):
+    """Leave what is loaded by the registered classes: neither source files nor the `auto_map` that points at them."""
+    for path in folder.glob("*.py"):
+        path.unlink()
+    configuration = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for part in (configuration, *(part for part in configuration.values() if isinstance(part, dict))):
+        part.pop("auto_map", None)
+    write_json(folder / "config.json", configuration)
 
 
 def render_card(template: str | Path, results: str | Path) -> str:

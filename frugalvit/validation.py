@@ -26,8 +26,8 @@ from .without_package import outputs_of
 
 # What belongs into a repository. Pickles, which run code when they are read, do not.
 ENDINGS = (".json", ".md", ".png", ".py", ".safetensors", ".txt")
-# Metadata without which the hub finds and lists no model as it should.
-METADATA = ("library_name", "license", "pipeline_tag", "datasets", "tags")
+# Metadata without which the hub finds and lists no model as it should. Data sets are left out where they are private.
+METADATA = ("library_name", "license", "pipeline_tag", "tags")
 
 
 def model_class(config) -> type[PreTrainedModel]:
@@ -89,7 +89,7 @@ def check_files(folder: Path) -> list[str]:
 
 
 def check_card(folder: Path) -> list[str]:
-    """The card names library, license, task, data sets, tags and measured results."""
+    """The card names library, license, task, tags and measured results."""
     try:
         data = ModelCard.load(folder / "README.md").data
     # As many ways to fail as YAML has.

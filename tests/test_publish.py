@@ -1,5 +1,6 @@
 """`frugalvit publish`: half the bytes, the same model, and nothing uploaded that is not right."""
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -102,15 +103,31 @@ def test_uploads_all_in_one_commit(trained, tmp_path, hub, capsys):
     assert "Uploaded to someone/model." in capsys.readouterr().out
 
 
-def test_dry_run_looks_at_everything_and_does_nothing(trained, tmp_path, hub, capsys):
+def test_dry_run_looks_at_everything_and_uploads_nothing(trained, tmp_path, hub, capsys):
     before = sorted(tmp_path.rglob("*"))
-    assert main(["publish", str(trained), "someone/model", "--output", str(tmp_path / "out"), "--dry-run"]) == 0
+    assert main(["publish", str(trained), "someone/model", "--dry-run"]) == 0
     output = capsys.readouterr().out
     for file in ("model.safetensors", "modeling_sparseformer.py", "README.md"):
         assert file in output
     assert "It loads where frugalvit is not installed, and computes the same there." in output
     assert "Nothing was uploaded." in output and not hub.created and not hub.commits
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_writes_what_would_be_uploaded_with_the_name_in_its_card(trained, tmp_path, hub):
+    card = (trained / "README.md").read_text(encoding="utf-8")
+    (trained / "README.md").write_text(f'{card}from_pretrained("path/or/id")', encoding="utf-8")
+    assert main(["publish", str(trained), "someone/model", "--output", str(tmp_path / "out"), "--dry-run"]) == 0
+    assert (tmp_path / "out" / "README.md").read_text("utf-8") == f'{card}from_pretrained("someone/model")'
+    assert not hub.created and not hub.commits
+
+
+def test_a_folder_without_code_loads_with_the_package(trained, tmp_path):
+    assert main(["publish", str(trained), "--output", str(tmp_path / "out"), "--no-code"]) == 0
+    assert not [*(tmp_path / "out").glob("*.py")]
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert type(model) is frugalvit.SparseFormerForImageClassification
 
 
 def test_clips_and_backbones(tmp_path):
@@ -262,17 +279,32 @@ def test_refuses_a_folder_with_something_in_it(trained, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
+def published(source: Path, folder: Path):
+    """What `frugalvit publish SOURCE --output FOLDER` writes, before it is looked at."""
+    return publish.prepared(
+        argparse.Namespace(
+            model=str(source), output=str(folder), overwrite=False, card=None, results=None, repo_id=None
+        )
+    )
+
+
 @pytest.mark.parametrize("card", sorted(CARDS.glob("cifar10-*.md")), ids=lambda card: card.stem)
 class TestShippedModels:
-    def test_are_ready_to_be_published(self, card):
+    def test_can_be_published(self, card, tmp_path):
         """What classifiers compute without frugalvit, test_hub.py compares, all in one process."""
-        folder = frugalvit.checkpoint_path(card.stem)
+        source, folder = frugalvit.checkpoint_path(card.stem), tmp_path / card.stem
+        with published(source, folder):
+            pass
         model = load_model(folder)
         problems = [*check_files(folder), *check_card(folder), *check_weights(folder), *check_code(folder, model)]
         problems += check_preprocessing(folder, model)
         if model.config.model_type in ("sparseformer_clip", "sparseformer_llava"):
             problems += check_predictions(folder, model)
         assert not problems
+        publish.remove_code(folder)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+            path.name: path.read_bytes() for path in source.iterdir()
+        }
 
     def test_carry_cards_with_the_numbers_of_the_results(self, card):
         folder = frugalvit.checkpoint_path(card.stem)
