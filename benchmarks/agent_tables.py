@@ -13,7 +13,7 @@ where a row's name says it alone: the reference clips that of a ViT alone to 0.1
 "joint, no hint, no divergence" is the control: two models that train side by side and tell each other nothing, with
 the dropouts of the joint ones; a ViT alone has Transformers' places (embeddings, but not the MLPs' activation). From
 impulses, the rest starts as Transformers has it, as positions would drown in standard normal patch projections.
-Accuracy is that of the last epoch. Runs are kept under --runs_dir and found again, so that a killed command
+Accuracy is that of the last epoch. Runs are kept under --runs-dir and found again, so that a killed command
 goes on, and seeds can be run side by side. Writes results/agent_TABLE.json.
 """
 
@@ -26,6 +26,7 @@ from transformers import ViTImageProcessor
 
 from frugalvit import BootstrappedViTForImageClassification
 from frugalvit.training import joint, train
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.data import class_names, decode_image, load_images
 from frugalvit.training.loading import load_image_classifier
 from frugalvit.training.tables import format_table
@@ -111,7 +112,7 @@ STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=[*TABLES, "gradients"])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
@@ -149,8 +150,8 @@ def run(arguments, name: str, recipe, row: dict, seed: int) -> dict:
         recipe,
         arguments.runs_dir / f"{arguments.epochs}-epochs" / folder_name(name, seed),
         [
-            *("--seed", str(seed), *data_arguments(arguments), "--train_split", f"train[:{arguments.images}]"),
-            *("--epochs", str(arguments.epochs), "--batch_size", "32"),
+            *("--seed", str(seed), *data_arguments(arguments), "--train-split", f"train[:{arguments.images}]"),
+            *("--epochs", str(arguments.epochs), "--batch-size", "32"),
             *(text for field, value in row.items() for text in (f"--{field}", str(value))),
         ],
     )

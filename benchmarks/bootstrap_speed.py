@@ -29,9 +29,10 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import BootstrapView, ImageFormat
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.data import TrainingLoader, decode_image, load_images
 from frugalvit.training.tables import format_table
-from shared import ROOT, write_table
+from shared import add_results_argument, write_table
 
 
 # Of the eight inherited blocks; the recipe freezes as many.
@@ -39,14 +40,14 @@ FROZEN = 4
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sparseformer", type=Path, required=True, help="a clone of the reference implementation")
     parser.add_argument("--dataset", nargs="+", required=True, help="images to train on, as in `frugalvit bootstrap`")
     parser.add_argument("--split", default="train", help="default: %(default)s")
-    parser.add_argument("--batch_size", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after as many more (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    add_results_argument(parser)
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -100,10 +101,10 @@ def recipe(arguments, folder: Path, cache: str) -> float:
     output = Path(tempfile.mkdtemp(dir=folder))
     bootstrap.main(
         [
-            *("--teacher", str(folder / "teacher"), "--dataset", arguments.dataset, "--eval_split", "train[:4]"),
-            *("--batch_size", str(arguments.batch_size), "--steps_per_epoch", str(arguments.steps)),
-            *("--num_latent_tokens", "48", "--epochs", "2", "--output_dir", str(output), "--no_compare"),
-            *("--teacher_cache", str(folder / "cache" if cache == "full" else output / "cache")),
+            *("--teacher", str(folder / "teacher"), "--dataset", arguments.dataset, "--eval-split", "train[:4]"),
+            *("--batch-size", str(arguments.batch_size), "--steps-per-epoch", str(arguments.steps)),
+            *("--num-latent-tokens", "48", "--epochs", "2", "--output", str(output), "--no-compare"),
+            *("--teacher-cache", str(folder / "cache" if cache == "full" else output / "cache")),
         ]
     )
     return json.loads((output / "results.json").read_text(encoding="utf-8"))["epochs"][-1]["images_per_second"]

@@ -4,7 +4,7 @@
     python benchmarks/bootstrap_tables.py losses    # table 3: what to align, what to inherit
     python benchmarks/bootstrap_tables.py blocks    # supplement, table 1: truncate, tune, freeze
 
-Runs are kept under --runs_dir and found again, so that a killed command goes on, and seeds can be run side by side
+Runs are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side
 before all of them are put together. Writes results/bootstrap_TABLE.json.
 """
 
@@ -16,6 +16,7 @@ from transformers import AutoModelForImageClassification
 
 import frugalvit
 from frugalvit.training import bootstrap, train
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.tables import format_table
 from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, write_table
 
@@ -23,18 +24,18 @@ from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run
 # Rows: name -> arguments of the recipe besides the shared ones. "{16 tokens}" is the folder of that row's run.
 TABLES = {
     "tokens": {
-        "8 tokens": ["--num_latent_tokens", "7"],
+        "8 tokens": ["--num-latent-tokens", "7"],
         "16 tokens": [],
-        "32 tokens": ["--num_latent_tokens", "31"],
+        "32 tokens": ["--num-latent-tokens", "31"],
         "16 tokens, continued": ["--student", "{16 tokens}"],
-        "16 to 32 tokens, continued": ["--student", "{16 tokens}", "--num_latent_tokens", "31"],
-        "16 tokens at 48 px, continued": ["--student", "{16 tokens}", "--image_size", "48"],
+        "16 to 32 tokens, continued": ["--student", "{16 tokens}", "--num-latent-tokens", "31"],
+        "16 tokens at 48 px, continued": ["--student", "{16 tokens}", "--image-size", "48"],
     },
     "losses": {
         "bootstrapping": [],
-        "with classification loss": ["--label_loss_weight", "1"],
-        "with tokens aligned": ["--token_loss_weight", "2"],  # ours
-        "without reusing weights": ["--no_inherit_blocks"],
+        "with classification loss": ["--label-loss-weight", "1"],
+        "with tokens aligned": ["--token-loss-weight", "2"],  # ours
+        "without reusing weights": ["--no-inherit-blocks"],
         "KL distillation, temperature 3": ["--loss", "kl", "--temperature", "3"],
         "KL distillation, temperature 5": ["--loss", "kl", "--temperature", "5"],
         "supervised from scratch": "train",
@@ -42,7 +43,7 @@ TABLES = {
     "blocks": {
         "default: truncate 2, tune 2 of 4": [],
         "all frozen: truncate 2, tune 0 of 4": ["--tune", "0"],
-        "all tunable: truncate 2, tune 4 of 4": ["--tune_all"],
+        "all tunable: truncate 2, tune 4 of 4": ["--tune-all"],
         "without truncation, tune 2 of 6": ["--truncate", "0"],
         "without truncation, tune 4 of 6": ["--truncate", "0", "--tune", "4"],
     },
@@ -50,14 +51,14 @@ TABLES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
     parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="of every run but continued ones (default: %(default)s)")
-    parser.add_argument("--continued_epochs", type=int, default=2, help="of continued runs (default: %(default)s)")
-    parser.add_argument("--learning_rate", type=float, default=4e-3, help="default: %(default)s")
-    parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
+    parser.add_argument("--continued-epochs", type=int, default=2, help="of continued runs (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="default: %(default)s")
+    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
     add_run_arguments(parser, "runs/bootstrap_tables")
     arguments = parser.parse_args()
 
@@ -101,8 +102,8 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
     """Results of a row's run with a seed, trained now or before."""
     folder = folder_of(arguments, name, seed)
     shared = [
-        *("--train_split", f"train[:{arguments.images}]", "--seed", str(seed)),
-        *("--batch_size", "64", "--mixed_precision", arguments.mixed_precision),
+        *("--train-split", f"train[:{arguments.images}]", "--seed", str(seed)),
+        *("--batch-size", "64", "--mixed-precision", arguments.mixed_precision),
     ]
     if extra == "train":
         argv = [*shared, "--epochs", str(arguments.epochs), *scratch_arguments(arguments)]
@@ -113,8 +114,8 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
     # The paper continues at a quarter of the first learning rate.
     rate = arguments.learning_rate / 4 if continued else arguments.learning_rate
     argv = [
-        *(*shared, "--teacher", arguments.teacher, "--recipe", "paper", "--config_overrides", STUDENT),
-        *("--epochs", str(epochs), "--learning_rate", str(rate), *extra),
+        *(*shared, "--teacher", arguments.teacher, "--recipe", "paper", "--config-overrides", STUDENT),
+        *("--epochs", str(epochs), "--learning-rate", str(rate), *extra),
     ]
     return run_recipe(bootstrap, folder, argv)
 
@@ -127,9 +128,9 @@ def scratch_arguments(arguments) -> list[str]:
     fields += ("intermediate_size", "focusing_hidden_size", "layer_norm_eps")
     sizes = ",".join(f"{field}={json.dumps(getattr(config, field))}" for field in fields)
     return [
-        *("--model_type", "sparseformer", "--config_overrides", f"{sizes},{STUDENT}"),
-        *("--warmup_epochs", "1", "--learning_rate", str(arguments.learning_rate)),
-        *("--image_std", "0.25", "0.25", "0.25"),
+        *("--model-type", "sparseformer", "--config-overrides", f"{sizes},{STUDENT}"),
+        *("--warmup-epochs", "1", "--learning-rate", str(arguments.learning_rate)),
+        *("--image-std", "0.25", "0.25", "0.25"),
     ]
 
 

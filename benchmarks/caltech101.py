@@ -12,7 +12,7 @@ whose cells stay on a grid over the whole image (fixed), which are a distilled t
 times as many points (fine fixed), students that glance at the image first and look into a window of it (moving), and
 the paper's (paper), students with all of the teacher's tokens and its last blocks alone (3 blocks), and one for six
 counts of tokens (elastic), also asked with few first and with more where it is not sure. Test images choose nothing:
-the last step of each run is what counts. Runs are kept under --runs_dir and found again; `table` puts all that are
+the last step of each run is what counts. Runs are kept under --runs-dir and found again; `table` puts all that are
 there into results/caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png, `picture` draws where
 a student that glances looks on photographs and on the same as small objects (results/caltech101_windows.png).
 `compare` is `frugalvit compare` with ToMe
@@ -44,6 +44,7 @@ from frugalvit.pictures import save_figure
 from frugalvit.predict import draw_predictions, format_labels, predict
 from frugalvit.training import bootstrap, train
 from frugalvit.training.augmentation import EvalView, ImageFormat, seeded
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.comparison import using_tokens
 from frugalvit.training.data import class_names, decode_image, label_numbers, load_images
 from frugalvit.training.files import whole_file, write_json
@@ -57,11 +58,11 @@ from token_merging import merging
 VARIANTS = {
     "fixed": ["--focusing", "inherited"],
     "moving": ["--focusing", "inherited", "--glance", "16"],
-    "fine fixed": ["--focusing", "inherited", "--config_overrides", "patch_size=28"],
-    "elastic": ["--focusing", "inherited", "--elastic_token_counts", "9", "16", "25", "36", "49", "64"],
+    "fine fixed": ["--focusing", "inherited", "--config-overrides", "patch_size=28"],
+    "elastic": ["--focusing", "inherited", "--elastic-token-counts", "9", "16", "25", "36", "49", "64"],
     # With --tokens 256, the teacher's at 224 pixels: as many products as 64 tokens through twelve blocks.
     "3 blocks": ["--focusing", "inherited", "--truncate", "9"],
-    "paper": ["--recipe", "paper", "--learning_rate", "2e-3", "--warmup_epochs", "0.5"],
+    "paper": ["--recipe", "paper", "--learning-rate", "2e-3", "--warmup-epochs", "0.5"],
 }
 # Sureness from which on an image needs no more tokens, and how many it is looked at with.
 CONFIDENCES = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
@@ -81,7 +82,7 @@ LEFT_OUT = range(0, 100, 5)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["teacher", "students", "table", "picture", "compare", "features"])
     parser.add_argument("--model", help="pretrained ViT to fine-tune")
     parser.add_argument("--train", help="parquet file or folder of training images")
@@ -94,9 +95,9 @@ def main():
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["fixed", "moving"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 36, 64], help="default: 16 36 64")
     parser.add_argument("--steps", type=int, nargs="+", default=[218], help=f"of {BATCH_SIZE} views (default: 218)")
-    parser.add_argument("--zoom_out", type=float, default=1.0, help="as in training (default: %(default)s)")
-    parser.add_argument("--view_epochs", type=int, default=2, help="as in training (default: %(default)s)")
-    parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
+    parser.add_argument("--zoom-out", type=float, default=1.0, help="as in training (default: %(default)s)")
+    parser.add_argument("--view-epochs", type=int, default=2, help="as in training (default: %(default)s)")
+    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
     add_run_arguments(parser, "runs/caltech101")
     arguments = parser.parse_args()
     needed = {
@@ -122,16 +123,16 @@ def main():
 def train_teacher(arguments):
     """Five epochs at half of the size, then half an epoch at the model's."""
     shared = [
-        *("--dataset", arguments.train, "--eval_split", "none", "--crop", "resized", "--batch_size", str(BATCH_SIZE)),
-        *("--mixed_precision", arguments.mixed_precision, "--attn_implementation", "eager", "--layer_decay", "0.85"),
+        *("--dataset", arguments.train, "--eval-split", "none", "--crop", "resized", "--batch-size", str(BATCH_SIZE)),
+        *("--mixed-precision", arguments.mixed_precision, "--attn-implementation", "eager", "--layer-decay", "0.85"),
     ]
     small, teacher = arguments.runs_dir / "teacher-112", arguments.runs_dir / "teacher"
-    first = ["--model", arguments.model, "--train_image_size", "112", "--epochs", "5", "--crop_scale", "0.3", "1.0"]
-    first += ["--learning_rate", "3e-4", "--head_multiplier", "5", "--warmup_epochs", "0.5", "--mixup", "0.1"]
+    first = ["--model", arguments.model, "--train-image-size", "112", "--epochs", "5", "--crop-scale", "0.3", "1.0"]
+    first += ["--learning-rate", "3e-4", "--head-multiplier", "5", "--warmup-epochs", "0.5", "--mixup", "0.1"]
     run_recipe(train, small, [*shared, *first])
-    second = ["--model", str(small), "--epochs", "1", "--steps_per_epoch", "55", "--crop_scale", "0.4", "1.0"]
-    second += ["--learning_rate", "1e-4", "--warmup_epochs", "0.1", "--mixup", "0"]
-    run_recipe(train, teacher, [*shared, *second, "--gradient_accumulation_steps", "4"])
+    second = ["--model", str(small), "--epochs", "1", "--steps-per-epoch", "55", "--crop-scale", "0.4", "1.0"]
+    second += ["--learning-rate", "1e-4", "--warmup-epochs", "0.1", "--mixup", "0"]
+    run_recipe(train, teacher, [*shared, *second, "--gradient-accumulation-steps", "4"])
     measured = teacher_on_test(arguments, "test")
     print(f"Teacher: {measured['accuracy']:.2%} of {len(measured['labels']):,} test images.")
 
@@ -158,10 +159,10 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
     cache = arguments.runs_dir / f"cache{zoomed}-seed{seed}"
     argv = [
         *shared_arguments(arguments, arguments.runs_dir / "teacher", arguments.train, seed),
-        *("--epochs", str(epochs), "--steps_per_epoch", str(min(steps, epoch)), "--num_latent_tokens", str(tokens)),
-        *("--view_epochs", str(arguments.view_epochs), "--zoom_out", str(arguments.zoom_out), *VARIANTS[variant]),
+        *("--epochs", str(epochs), "--steps-per-epoch", str(min(steps, epoch)), "--num-latent-tokens", str(tokens)),
+        *("--view-epochs", str(arguments.view_epochs), "--zoom-out", str(arguments.zoom_out), *VARIANTS[variant]),
         # Windows are cached for those that glance, whoever comes first.
-        *("--teacher_cache", str(cache), "--window_loss_weight", "1"),
+        *("--teacher-cache", str(cache), "--window-loss-weight", "1"),
     ]
     run_recipe(bootstrap, folder, argv)
     views = epochs * min(steps, epoch) * BATCH_SIZE
@@ -174,8 +175,8 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
 def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: int) -> list[str]:
     """What all students here are bootstrapped with."""
     return [
-        *("--teacher", str(teacher), "--dataset", str(images), "--eval_split", "none", "--no_compare"),
-        *("--batch_size", str(BATCH_SIZE), "--seed", str(seed), "--mixed_precision", arguments.mixed_precision),
+        *("--teacher", str(teacher), "--dataset", str(images), "--eval-split", "none", "--no-compare"),
+        *("--batch-size", str(BATCH_SIZE), "--seed", str(seed), "--mixed-precision", arguments.mixed_precision),
     ]
 
 
@@ -315,7 +316,7 @@ def compare_features(arguments):
             train.select(chosen).to_parquet(file)
     student = runs / f"features-elastic-seed{seed}"
     argv = [*shared_arguments(arguments, arguments.model, kept, seed), "--epochs", "1", *VARIANTS["elastic"]]
-    run_recipe(bootstrap, student, [*argv, "--num_latent_tokens", "64"])
+    run_recipe(bootstrap, student, [*argv, "--num-latent-tokens", "64"])
     contenders = load_teachers(arguments.model, "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
     contenders += load_students(str(student), METHODS["elastic"], "student")
     names = [class_names(train)[label] for label in LEFT_OUT]

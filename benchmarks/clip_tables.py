@@ -5,7 +5,7 @@
 
 Both train the CLIP first: images of CIFAR-10 and sentences about their classes. SparseFormers are bootstrapped from
 its image side with images alone. The language model is trained on questions about the images and never again. Runs are
-kept under --runs_dir and found again, so that a killed command goes on, and seeds can be run side by side before all
+kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side before all
 of them are put together. Writes results/clip_TABLE.json.
 """
 
@@ -34,6 +34,7 @@ from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
 from frugalvit.modeling.modeling_sparseformer_llava import check_image_tokens
 from frugalvit.training import bootstrap, contrastive
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.contrastive import word_tokenizer
 from frugalvit.training.data import class_names, default_split, load_images
 from frugalvit.training.files import whole_folder
@@ -63,20 +64,20 @@ QUESTIONS = {
 STUDENTS = {
     "SparseFormer, 16 tokens": (15, []),
     "SparseFormer, 32 tokens": (31, []),
-    "SparseFormer, 16 tokens, aligned": (15, ["--token_loss_weight", "4"]),  # ours
+    "SparseFormer, 16 tokens, aligned": (15, ["--token-loss-weight", "4"]),  # ours
 }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=["clip", "llava"])
     add_data_arguments(parser)
     parser.add_argument("--images", type=int, default=8000, help="training images (default: %(default)s)")
-    parser.add_argument("--test_images", type=int, default=2000, help="default: %(default)s")
-    parser.add_argument("--clip_epochs", type=int, default=10, help="default: %(default)s")
+    parser.add_argument("--test-images", type=int, default=2000, help="default: %(default)s")
+    parser.add_argument("--clip-epochs", type=int, default=10, help="default: %(default)s")
     parser.add_argument("--epochs", type=int, default=4, help="of bootstrapping (default: %(default)s)")
-    parser.add_argument("--llava_steps", type=int, default=1000, help="default: %(default)s")
-    parser.add_argument("--continued_steps", type=int, default=1000, help="default: %(default)s")
+    parser.add_argument("--llava-steps", type=int, default=1000, help="default: %(default)s")
+    parser.add_argument("--continued-steps", type=int, default=1000, help="default: %(default)s")
     add_run_arguments(parser, "runs/clip_tables")
     arguments = parser.parse_args()
 
@@ -104,8 +105,8 @@ def main():
 def shared_arguments(arguments, seed: int) -> list[str]:
     """What every recipe's command line says."""
     return [
-        *(*data_arguments(arguments), "--train_split", f"train[:{arguments.images}]"),
-        *("--eval_split", test_split(arguments), "--mixed_precision", "no", "--seed", str(seed)),
+        *(*data_arguments(arguments), "--train-split", f"train[:{arguments.images}]"),
+        *("--eval-split", test_split(arguments), "--mixed-precision", "no", "--seed", str(seed)),
     ]
 
 
@@ -125,8 +126,8 @@ def train_clip(arguments, seed: int) -> Path:
         contrastive,
         folder,
         [
-            *(*shared_arguments(arguments, seed), "--vision", VISION, "--text", TEXT, "--projection_dim", "128"),
-            *("--epochs", str(arguments.clip_epochs), "--warmup_epochs", "1", "--batch_size", "128"),
+            *(*shared_arguments(arguments, seed), "--vision", VISION, "--text", TEXT, "--projection-dim", "128"),
+            *("--epochs", str(arguments.clip_epochs), "--warmup-epochs", "1", "--batch-size", "128"),
         ],
     )
     return folder
@@ -140,9 +141,9 @@ def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
         bootstrap,
         folder,
         [
-            *("--teacher", str(clip), *shared_arguments(arguments, seed), "--crop_scale", "0.8", "1"),
-            *("--recipe", "paper", "--num_latent_tokens", str(tokens), "--config_overrides", STUDENT),
-            *("--epochs", str(arguments.epochs), "--learning_rate", "4e-3", "--batch_size", "64", *extra),
+            *("--teacher", str(clip), *shared_arguments(arguments, seed), "--crop-scale", "0.8", "1"),
+            *("--recipe", "paper", "--num-latent-tokens", str(tokens), "--config-overrides", STUDENT),
+            *("--epochs", str(arguments.epochs), "--learning-rate", "4e-3", "--batch-size", "64", *extra),
         ],
     )
     return folder
@@ -293,8 +294,8 @@ def continue_bootstrapping(arguments, clip: Path, student: Path, name: str, seed
         folder,
         [
             *("--teacher", str(clip), "--student", str(student), *shared_arguments(arguments, seed)),
-            *("--crop_scale", "0.8", "1", "--learning_rate", "1e-3", "--batch_size", str(batch_size)),
-            *("--epochs", str(epochs), "--steps_per_epoch", str(steps // epochs), *STUDENTS[name][1]),
+            *("--crop-scale", "0.8", "1", "--learning-rate", "1e-3", "--batch-size", str(batch_size)),
+            *("--epochs", str(epochs), "--steps-per-epoch", str(steps // epochs), *STUDENTS[name][1]),
         ],
     )
     return folder

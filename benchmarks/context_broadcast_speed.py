@@ -8,7 +8,6 @@ results/context_broadcast_speed.json.
 
 import argparse
 import copy
-from pathlib import Path
 
 import torch
 
@@ -19,20 +18,21 @@ from frugalvit import (
     count_macs,
     insert_context_broadcast,
 )
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.speed import images_per_second
 from frugalvit.training.tables import format_table
-from shared import ROOT, write_table
+from shared import add_results_argument, write_table
 
 
 KINDS = ("cb", "cb_s", "cb_gate", "cb_hybrid")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch_size", type=int, default=8, help="default: %(default)s")
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-size", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=40, help="timed passes of each (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
-    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    add_results_argument(parser)
     arguments = parser.parse_args()
 
     config = ViTContextBroadcastConfig.from_variant("vit-small-plain-224")

@@ -11,7 +11,7 @@
 Every row of a table has the same architecture and budget: the reduced recipe of the initialization tables (64 tokens
 and [CLS], width 96, 4 blocks, 4 heads, 6,000 images, 6 epochs). Accuracy is that of the last epoch, also with a
 quarter of every image hidden and under an attack; entropy is of attention, averaged over layers, heads, images. Runs
-are kept under --runs_dir and found again, so that a killed command goes on, and seeds can be run side by side. Writes
+are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side. Writes
 results/context_broadcast_TABLE.json.
 """
 
@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from frugalvit.attention import measure_attention
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.training import train
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.data import decode_image, default_split, load_images
 from frugalvit.training.files import write_json
 from frugalvit.training.loading import load_image_classifier
@@ -138,7 +139,7 @@ TABLES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
@@ -177,9 +178,9 @@ def run(arguments, name: str, row: dict, seed: int) -> Path:
         train,
         folder,
         [
-            *("--seed", str(seed), *data_arguments(arguments), "--train_split", f"train[:{arguments.images}]"),
-            *("--epochs", str(arguments.epochs), "--batch_size", "64", "--weight_decay", "0.01"),
-            *("--warmup_epochs", "1", "--randaugment_layers", "0", "--mixup", "0"),
+            *("--seed", str(seed), *data_arguments(arguments), "--train-split", f"train[:{arguments.images}]"),
+            *("--epochs", str(arguments.epochs), "--batch-size", "64", "--weight-decay", "0.01"),
+            *("--warmup-epochs", "1", "--randaugment-layers", "0", "--mixup", "0"),
             *(text for field, value in row.items() for text in (f"--{field}", str(value))),
         ],
     )

@@ -1,7 +1,7 @@
 """One student of CIFAR-10's teacher for any number of tokens, beside one for each number.
 
-    python benchmarks/elastic_cifar10.py students --dataset TRAIN --eval_dataset TEST
-    python benchmarks/elastic_cifar10.py compare --dataset TRAIN --eval_dataset TEST --tome CHECKOUT
+    python benchmarks/elastic_cifar10.py students --dataset TRAIN --eval-dataset TEST
+    python benchmarks/elastic_cifar10.py compare --dataset TRAIN --eval-dataset TEST --tome CHECKOUT
 
 All go on from the shipped student with the same views and so the same passes of the teacher: students that are cut to
 a number of tokens and learn with it alone, and one that learns with all numbers. `students` trains them and writes
@@ -20,6 +20,7 @@ from frugalvit.compare import compare, draw_comparison, table_rows
 from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.data import load_images
 from frugalvit.training.tables import format_table
 from shared import (
@@ -40,19 +41,19 @@ CHECKPOINTS = ROOT / "checkpoints"
 COUNTS = [3, 7, 11, 15]
 # Rows: name -> arguments of `frugalvit bootstrap` besides the shared ones.
 STUDENTS = {
-    **{f"{count} tokens": ["--num_latent_tokens", str(count)] for count in COUNTS},
-    "all numbers": ["--elastic_token_counts", *map(str, COUNTS)],
+    **{f"{count} tokens": ["--num-latent-tokens", str(count)] for count in COUNTS},
+    "all numbers": ["--elastic-token-counts", *map(str, COUNTS)],
 }
 RESOLUTIONS = [16, 24]
 MERGED = [4, 8, 12]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["students", "compare"])
     add_data_arguments(parser)
     parser.add_argument("--epochs", type=int, default=1, help="of all runs (default: %(default)s)")
-    parser.add_argument("--learning_rate", type=float, default=1e-3, help="default: %(default)s")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="default: %(default)s")
     parser.add_argument("--tome", help="checkout of ToMe, for compare")
     parser.add_argument("--rounds", type=int, default=20, help="timed passes of each model (default: %(default)s)")
     add_run_arguments(parser, "runs/elastic_cifar10")
@@ -93,9 +94,9 @@ def train_student(arguments, extra: list[str], name: str, seed: int) -> dict:
     """Results of a run, trained now or before."""
     argv = [
         *("--teacher", str(CHECKPOINTS / "cifar10-vit"), "--student", str(CHECKPOINTS / "cifar10-sparseformer")),
-        *(*data_arguments(arguments), "--eval_split", "train" if arguments.eval_dataset else "test", "--no_compare"),
-        *("--crop_scale", "0.8", "1", "--token_loss_weight", "2", "--batch_size", "64", "--warmup_epochs", "0.1"),
-        *("--epochs", str(arguments.epochs), "--learning_rate", str(arguments.learning_rate), "--seed", str(seed)),
+        *(*data_arguments(arguments), "--eval-split", "train" if arguments.eval_dataset else "test", "--no-compare"),
+        *("--crop-scale", "0.8", "1", "--token-loss-weight", "2", "--batch-size", "64", "--warmup-epochs", "0.1"),
+        *("--epochs", str(arguments.epochs), "--learning-rate", str(arguments.learning_rate), "--seed", str(seed)),
     ]
     return run_recipe(bootstrap, arguments.runs_dir / folder_name(name, seed), [*argv, *extra])
 

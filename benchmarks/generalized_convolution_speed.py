@@ -18,9 +18,10 @@ from torch import nn
 
 from frugalvit import GeneralizedConv2d
 from frugalvit.modeling.generalized_convolution import generalized_convolution_in_matrix_form, shift_matrices
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.speed import images_per_second
 from frugalvit.training.tables import format_table
-from shared import ROOT, write_table
+from shared import add_results_argument, write_table
 
 
 CHANNELS, POSITIONS = 64, 9
@@ -39,11 +40,11 @@ class MatrixForm(nn.Module):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", type=int, nargs="+", default=[14, 28, 56], help="of the maps (default: 14 28 56)")
-    parser.add_argument("--batch_size", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=20, help="timed passes of each (default: %(default)s)")
-    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    add_results_argument(parser)
     arguments = parser.parse_args()
 
     rows = []

@@ -9,14 +9,14 @@ of its weights and costs no time. Writes results/impulse_speed.json.
 
 import argparse
 import time
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, impulse_init_
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.tables import format_table
-from shared import ROOT, write_table
+from shared import add_results_argument, write_table
 
 
 VARIANTS = ("vit-tiny-h3", "vit-tiny-h8", "vit-small-h6", "vit-small-h16")
@@ -25,12 +25,12 @@ GRIDS = {"16x16": "32", "14x14": "224"}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS, help="default: all")
     parser.add_argument("--grids", nargs="+", default=list(GRIDS), choices=GRIDS, help="default: all")
     parser.add_argument("--steps", type=int, default=10_000, help="of Algorithm 1 (default: the paper's 10,000)")
     parser.add_argument("--repeats", type=int, default=5, help="of the closed form, the median counts (default: 5)")
-    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    add_results_argument(parser)
     arguments = parser.parse_args()
 
     cases = [(variant, grid) for variant in arguments.variants for grid in arguments.grids]

@@ -11,16 +11,16 @@
 
 Every row of a table has the same architecture and budget, but in "settings", "sizes" and "heads", whose rows are
 architectures. The defaults are a reduced recipe (64 tokens, width 96, 4 blocks,
-4 heads; 6,000 images, batches of 64, one epoch of warm-up). --paper_recipe, for an accelerator, is ViT-T or
+4 heads; 6,000 images, batches of 64, one epoch of warm-up). --paper-recipe, for an accelerator, is ViT-T or
 ConvMixer-256 with patches of 2 pixels on all images, 200 or 100 epochs, batches of 512, 10 epochs of warm-up, and
 RandAugment of two operations. Other data sets of table 2:
 
-    --dataset uoft-cs/cifar100 --label_column fine_label
-    --dataset ufldl-stanford/svhn --dataset_config cropped_digits --flip 0
+    --dataset uoft-cs/cifar100 --label-column fine_label
+    --dataset ufldl-stanford/svhn --dataset-config cropped_digits --flip 0
     --dataset FOLDER with train/ and val/, for ImageNet-1K, with
-    --config_overrides image_size=224,patch_size=16,resize_size=256 --crop resized
+    --config-overrides image_size=224,patch_size=16,resize_size=256 --crop resized
 
-Runs are kept under --runs_dir and found again, so that a killed command goes on, and seeds can be run side by side
+Runs are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side
 before all of them are put together. Writes results/impulse_TABLE.json.
 """
 
@@ -30,6 +30,7 @@ import statistics
 from pathlib import Path
 
 from frugalvit.training import train
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.tables import format_table
 from shared import (
     add_data_arguments,
@@ -138,21 +139,21 @@ CONVMIXER = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=[*VIT_TABLES, "convmixer"])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
     parser.add_argument("--images", type=int, help="training images (default: 6000 for a reduced recipe)")
     parser.add_argument(
-        "--epochs", type=int, help="default: 6, of budgets 20; with --paper_recipe 200, of ConvMixers 100"
+        "--epochs", type=int, help="default: 6, of budgets 20; with --paper-recipe 200, of ConvMixers 100"
     )
-    parser.add_argument("--config_overrides", default="", help="of the architecture, after the recipe's")
-    parser.add_argument("--paper_recipe", action="store_true", help="the paper's sizes and budget, see above")
-    parser.add_argument("--dataset_config", help="of a hub data set that has several")
-    parser.add_argument("--label_column", help="where a data set has several")
+    parser.add_argument("--config-overrides", default="", help="of the architecture, after the recipe's")
+    parser.add_argument("--paper-recipe", action="store_true", help="the paper's sizes and budget, see above")
+    parser.add_argument("--dataset-config", help="of a hub data set that has several")
+    parser.add_argument("--label-column", help="where a data set has several")
     parser.add_argument("--crop", default="padded", choices=["padded", "resized"], help="default: %(default)s")
     parser.add_argument("--flip", default="0.5", help="probability (default: %(default)s)")
-    parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
+    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
     add_run_arguments(parser, "runs/impulse_tables")
     arguments = parser.parse_args()
     if arguments.epochs is None and arguments.paper_recipe:
@@ -181,7 +182,7 @@ def main():
 
 
 def architecture(arguments) -> str:
-    """`--config_overrides` of every row."""
+    """`--config-overrides` of every row."""
     if arguments.table == "convmixer":
         reduced, paper = "patch_size=4,hidden_size=96,num_hidden_layers=6", "patch_size=2,hidden_size=256"
     else:
@@ -222,13 +223,13 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
         folder / folder_name(name, seed),
         [
             *("--seed", str(seed), *data_arguments(arguments)),
-            *("--train_split", f"train[:{arguments.images}]" if arguments.images else "train"),
-            *("--model_type", "convmixer" if convmixer else "vit_impulse_init", "--config_overrides", overrides),
-            *("--epochs", str(arguments.epochs), "--batch_size", "512" if arguments.paper_recipe else "64"),
-            *("--learning_rate", "0.01" if convmixer else "1e-3", "--weight_decay", "0.01"),
-            *("--warmup_epochs", "10" if arguments.paper_recipe else "1"),
-            *("--mixed_precision", arguments.mixed_precision),
-            *("--randaugment_layers", "2" if arguments.paper_recipe else "0", "--mixup", "0"),
+            *("--train-split", f"train[:{arguments.images}]" if arguments.images else "train"),
+            *("--model-type", "convmixer" if convmixer else "vit_impulse_init", "--config-overrides", overrides),
+            *("--epochs", str(arguments.epochs), "--batch-size", "512" if arguments.paper_recipe else "64"),
+            *("--learning-rate", "0.01" if convmixer else "1e-3", "--weight-decay", "0.01"),
+            *("--warmup-epochs", "10" if arguments.paper_recipe else "1"),
+            *("--mixed-precision", arguments.mixed_precision),
+            *("--randaugment-layers", "2" if arguments.paper_recipe else "0", "--mixup", "0"),
             *("--crop", arguments.crop, "--flip", arguments.flip),
             *extra,
         ],

@@ -9,9 +9,7 @@ results/llava_prefill.json.
 
 import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,12 +17,11 @@ from tqdm import tqdm
 from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 from frugalvit import SparseFormerVisionModel, swap_vision_tower
-from frugalvit.training.files import write_json
-from frugalvit.training.loop import versions
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.tables import format_table
+from shared import add_results_argument, write_table
 
 
-ROOT = Path(__file__).resolve().parents[1]
 # Image tokens with the strategy "default"; CLIP's towers by their pixels.
 CLIP_PIXELS = {576: 336, 256: 224}
 SPARSEFORMER_TOKENS = (127, 63, 48)
@@ -47,10 +44,10 @@ IMAGE = 999
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--words", type=int, default=40, help="tokens of text beside the image (default: 40)")
     parser.add_argument("--repeats", type=int, default=15, help="measurements, the median counts (default: 15)")
-    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    add_results_argument(parser)
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -73,17 +70,11 @@ def main():
             row["small: seconds to first token"] = seconds[tokens] if strategy == "default" else None
             rows.append(row)
     print(format_table(rows))
-    write_json(
+    write_table(
         arguments.results_dir / "llava_prefill.json",
-        {
-            "command": " ".join(["python", "benchmarks/llava_prefill.py", *sys.argv[1:]]),
-            "words": arguments.words,
-            "small": {"language model": SMALL, "vision tower": TOWER},
-            "seconds": f"median of {arguments.repeats}, one image, vision tower included, float32",
-            "threads": torch.get_num_threads(),
-            "versions": versions(),
-            "rows": rows,
-        },
+        {"words": arguments.words, "small": {"language model": SMALL, "vision tower": TOWER}},
+        rows,
+        seconds=f"median of {arguments.repeats}, one image, vision tower included, float32",
     )
 
 

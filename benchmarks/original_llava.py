@@ -16,13 +16,14 @@ import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from frugalvit import SparseFormerVisionModel, SparseFormerVisionTower
+from frugalvit.training.command_line import CommandParser
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="folder of a clone of haotian-liu/LLaVA")
     parser.add_argument("--tokens", type=int, default=16, help="latent tokens (default: %(default)s)")
     arguments = parser.parse_args()

@@ -3,7 +3,7 @@ bootstrapped with and without, all else being equal.
 
     python benchmarks/rotary_centers.py
 
-Runs are kept under --runs_dir and found again. Writes results/rotary_centers.json.
+Runs are kept under --runs-dir and found again. Writes results/rotary_centers.json.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from frugalvit.modeling.layers import rotary_table
 from frugalvit.modeling.modeling_sparseformer import SparseFormerModel
 from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import EvalView, ImageFormat
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.data import SUBSET, decode_image, load_images
 from frugalvit.training.tables import format_table
 from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, spread, write_table
@@ -31,11 +32,11 @@ TEACHER = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 6, "num_he
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=6000, help="embedded training images (default: %(default)s)")
-    parser.add_argument("--teacher_epochs", type=int, default=12, help="default: %(default)s")
+    parser.add_argument("--teacher-epochs", type=int, default=12, help="default: %(default)s")
     parser.add_argument("--epochs", type=int, default=4, help="of bootstrapping (default: %(default)s)")
-    parser.add_argument("--learning_rate", type=float, default=4e-3, help="default: %(default)s")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="default: %(default)s")
     add_run_arguments(parser, "runs/rotary_centers")
     arguments = parser.parse_args()
 
@@ -69,9 +70,9 @@ def main():
 
 def bootstrap_student(arguments, teacher: Path, name: str, seed: int) -> dict:
     argv = [
-        *("--teacher", str(teacher), "--train_split", f"train[:{arguments.images}]", "--seed", str(seed)),
-        *("--batch_size", "64", "--epochs", str(arguments.epochs), "--learning_rate", str(arguments.learning_rate)),
-        *("--config_overrides", STUDENT, "--token_loss_weight", "2", "--recipe", "paper", "--no_compare"),
+        *("--teacher", str(teacher), "--train-split", f"train[:{arguments.images}]", "--seed", str(seed)),
+        *("--batch-size", "64", "--epochs", str(arguments.epochs), "--learning-rate", str(arguments.learning_rate)),
+        *("--config-overrides", STUDENT, "--token-loss-weight", "2", "--recipe", "paper", "--no-compare"),
     ]
     return run_recipe(bootstrap, arguments.runs_dir / folder_name(name, seed), argv)
 

@@ -1,12 +1,12 @@
 """Semantic segmentation of road scenes: a SparseFormer against a plain ViT and a SegFormer, one command.
 
-    python benchmarks/segmentation_table.py --dataset camvid-train.parquet --eval_dataset camvid-val.parquet
+    python benchmarks/segmentation_table.py --dataset camvid-train.parquet --eval-dataset camvid-val.parquet
 
 Three models get the same images, crops, steps and schedule: a SparseFormer from the shipped bootstrapped classifier,
 with more tokens; the ViT that it was bootstrapped from, of the same width, with a linear head on its patches; and
 Transformers' SegFormer, of about the SparseFormer's multiply-accumulates, from random weights, as it has no weights
 that come from the same images. Scores are measured at the resolution of the masks, after the last epoch, speed and
-memory of inference in the same run. Runs are kept under --runs_dir and found again, so that a killed command goes on,
+memory of inference in the same run. Runs are kept under --runs-dir and found again, so that a killed command goes on,
 and seeds can be run side by side. Writes results/segmentation.json and, of the first seed, segmentation.png beside it.
 """
 
@@ -28,6 +28,7 @@ from frugalvit.evaluation.segmentation import picture_of, segmentation_scores
 from frugalvit.pictures import save_figure
 from frugalvit.training import segment
 from frugalvit.training.augmentation import ImageFormat
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.loading import load_with_image_processor
 from frugalvit.training.masks import MaskReader, load_masked_images
 from frugalvit.training.tables import format_table
@@ -63,26 +64,26 @@ AutoModelForSemanticSegmentation.register(ViTConfig, ViTLinearForSemanticSegment
 # Rows: name -> arguments of the recipe.
 ROWS = {
     "SparseFormer, {tokens} tokens": [
-        *("--model", "checkpoints/cifar10-sparseformer", "--num_latent_tokens", "{tokens}"),
-        *("--learning_rate", "5e-4", "--head_multiplier", "2", "--layer_decay", "0.9"),
+        *("--model", "checkpoints/cifar10-sparseformer", "--num-latent-tokens", "{tokens}"),
+        *("--learning-rate", "5e-4", "--head-multiplier", "2", "--layer-decay", "0.9"),
     ],
     "ViT, linear head": [
-        *("--model", "checkpoints/cifar10-vit", "--learning_rate", "5e-4", "--head_multiplier", "2"),
-        *("--layer_decay", "0.9"),
+        *("--model", "checkpoints/cifar10-vit", "--learning-rate", "5e-4", "--head-multiplier", "2"),
+        *("--layer-decay", "0.9"),
     ],
     "SegFormer from scratch": [
-        *("--model_type", "segformer", "--config_overrides", SEGFORMER, "--learning_rate", "1e-3"),
-        *("--head_multiplier", "1", "--layer_decay", "1"),
+        *("--model-type", "segformer", "--config-overrides", SEGFORMER, "--learning-rate", "1e-3"),
+        *("--head-multiplier", "1", "--layer-decay", "1"),
     ],
 }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", nargs="+", required=True, help="CamVid to train on, as in `frugalvit segment`")
-    parser.add_argument("--eval_dataset", nargs="+", required=True, help="CamVid to evaluate on")
+    parser.add_argument("--eval-dataset", nargs="+", required=True, help="CamVid to evaluate on")
     parser.add_argument("--rows", nargs="+", choices=["sparseformer", "vit", "segformer"], help="default: all")
-    parser.add_argument("--image_size", type=int, nargs=2, default=[72, 96], help="height and width (default: 72 96)")
+    parser.add_argument("--image-size", type=int, nargs=2, default=[72, 96], help="height and width (default: 72 96)")
     parser.add_argument("--tokens", type=int, default=108, help="of the SparseFormer (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
     add_run_arguments(parser, "runs/segmentation_table")
@@ -113,10 +114,10 @@ def train(arguments, name: str, recipe: list[str], seed: int) -> Path:
         segment,
         folder,
         [
-            *("--dataset", *arguments.dataset, "--eval_dataset", *arguments.eval_dataset),
-            *("--class_names", *CLASSES, "--ignored_labels", str(VOID), "--seed", str(seed)),
-            *("--image_size", *map(str, arguments.image_size), "--epochs", str(arguments.epochs)),
-            *("--batch_size", "8", "--warmup_steps", "50", "--drop_path", "0", "--scale", "0.8", "2"),
+            *("--dataset", *arguments.dataset, "--eval-dataset", *arguments.eval_dataset),
+            *("--class-names", *CLASSES, "--ignored-labels", str(VOID), "--seed", str(seed)),
+            *("--image-size", *map(str, arguments.image_size), "--epochs", str(arguments.epochs)),
+            *("--batch-size", "8", "--warmup-steps", "50", "--drop-path", "0", "--scale", "0.8", "2"),
             *recipe,
         ],
     )

@@ -3,11 +3,16 @@ that say how they were made."""
 
 import argparse
 import json
+import platform
+import re
 import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import torch
 from accelerate.state import AcceleratorState
 
 from frugalvit.training.data import SUBSET
@@ -15,6 +20,7 @@ from frugalvit.training.files import write_json
 from frugalvit.training.loop import versions
 
 
+CPU_INFO = Path("/proc/cpuinfo")
 ROOT = Path(__file__).resolve().parents[1]
 # A SparseFormer's focusing stage for images of 32 pixels, small enough for many runs.
 STUDENT = "stem_channels=32,num_mixed_points=16,mixing_hidden_size=64,num_focusing_iterations=2"
@@ -23,15 +29,37 @@ STUDENT = "stem_channels=32,num_mixed_points=16,mixing_hidden_size=64,num_focusi
 def add_run_arguments(parser: argparse.ArgumentParser, runs_dir: str):
     """Which seeds, and where runs and results go."""
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--runs_dir", type=Path, default=Path(runs_dir), help="default: %(default)s")
-    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    parser.add_argument("--runs-dir", type=Path, default=Path(runs_dir), help="default: %(default)s")
+    add_results_argument(parser)
+
+
+def add_results_argument(parser: argparse.ArgumentParser):
+    """Where results go: not over those of the repository, unless asked."""
+    parser.add_argument(
+        "--results-dir",
+        type=writable_folder,
+        default="runs/results",
+        help="where tables and pictures go (default: %(default)s; those of the whole run are kept in results/)",
+    )
+
+
+def writable_folder(path: str) -> Path:
+    """A folder, made if it is not there: what cannot be written is known before it is measured."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write into {path!r}: {error.strerror}") from error
+    return folder
 
 
 def add_data_arguments(parser: argparse.ArgumentParser):
     """What `data_arguments` reads."""
     parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=f"as in training (default: {SUBSET})")
-    parser.add_argument("--eval_dataset", nargs="+", help="where --dataset is given as files")
-    parser.add_argument("--class_names", nargs="+", help="where the data set has none")
+    parser.add_argument("--eval-dataset", nargs="+", help="where --dataset is given as files")
+    parser.add_argument("--class-names", nargs="+", help="where the data set has none")
 
 
 def data_arguments(arguments) -> list[str]:
@@ -50,7 +78,7 @@ def folder_name(row: str, seed: int) -> str:
 
 def run_recipe(recipe, folder: Path, argv: list[str]) -> dict:
     """Results of a recipe's run in a folder, now or, if it was the same command, before."""
-    argv, file = ["--output_dir", str(folder), *argv], folder / "results.json"
+    argv, file = ["--output", str(folder), *argv], folder / "results.json"
     if file.is_file():
         results = json.loads(file.read_text(encoding="utf-8"))
         if results["command"] == shlex.join([*recipe.PROG.split(), *argv]):
@@ -73,6 +101,29 @@ def spread(values: list[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
+def commit() -> str | None:
+    """What is measured, of this repository; with a mark where files were changed since."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--dirty=, changed", "--match="],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def machine() -> dict[str, object]:
+    """What it is measured on."""
+    names = (
+        re.findall(r"^model name\s*: (.*)$", CPU_INFO.read_text("utf-8"), re.MULTILINE) if CPU_INFO.exists() else []
+    )
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"cpu": names[0] if names else platform.processor(), "threads": torch.get_num_threads(), "gpus": gpus}
+
+
 def write_table(path: Path, settings: dict, rows: list[dict], **more):
     """Write a table's rows with the command that made them."""
     write_json(
@@ -82,6 +133,8 @@ def write_table(path: Path, settings: dict, rows: list[dict], **more):
             "settings": settings,
             **({"spread": "standard deviation over seeds"} if "seeds" in settings else {}),
             "versions": versions(),
+            "commit": commit(),
+            "machine": machine(),
             **more,
             "rows": rows,
         },

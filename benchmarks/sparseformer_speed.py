@@ -19,8 +19,9 @@ from torch import nn
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.benchmark import DTYPES, ROUNDS, build_model, measure_all
 from frugalvit.modeling.conversion import convert_showlab
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.tables import format_table
-from shared import ROOT, write_table
+from shared import add_results_argument, write_table
 
 
 # Our variant, theirs, the ViTs beside it.
@@ -31,15 +32,15 @@ SIZES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sparseformer", type=Path, required=True, help="a clone of the reference implementation")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="default: base large")
-    parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
     parser.add_argument("--compile", action="store_true", help="each model compiled, too")
     parser.add_argument("--rounds", type=int, default=10, help=ROUNDS)
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
-    parser.add_argument("--results_dir", type=Path, default=ROOT / "results", help="default: results/")
+    add_results_argument(parser)
     arguments = parser.parse_args()
 
     rows = []

@@ -2,12 +2,12 @@
 tunes it.
 
     python benchmarks/token_merging.py --teacher FOLDER --tome CHECKOUT --merged 16 --loss cosine --dataset … \\
-        --output_dir OUT
+        --output OUT
 
 Their code is imported from a checkout and patches a timm copy of the teacher. ToMe works off the shelf (`tome`).
-DiffRate first searches how many tokens each block keeps (--search_macs), with frozen weights and with labels, as its
+DiffRate first searches how many tokens each block keeps (--search-macs), with frozen weights and with labels, as its
 authors do. Then weights can be tuned (DiffRate: --rates FOLDER OF THE SEARCH), with --loss cosine as students are
-bootstrapped: on the teacher's embeddings alone, from the same --teacher_cache.
+bootstrapped: on the teacher's embeddings alone, from the same --teacher-cache.
 """
 
 import functools
@@ -88,7 +88,7 @@ class MergingArguments:
     def __post_init__(self):
         check(self.tome, (self.tome is None) != (self.diffrate is None), "tome", "a checkout, or one by --diffrate")
         modes = (self.search_macs is None) != (self.rates is None)
-        check(self.rates, self.tome is not None or modes, "rates", "a folder, or --search_macs instead")
+        check(self.rates, self.tome is not None or modes, "rates", "a folder, or --search-macs instead")
         fits = self.teacher_cache is None or (self.loss == "cosine" and self.search_macs is None)
         check(self.teacher_cache, fits, "teacher_cache", "none but with --loss cosine, which needs embeddings alone")
         if self.view_epochs is not None:
@@ -406,7 +406,7 @@ def load_last(folder: str | Path) -> dict[str, torch.Tensor]:
     """Weights of a run's `vit` after its last epoch; choosing an epoch by its accuracy would favor whoever varies."""
     last = max(Path(folder).glob("checkpoints/step-*"), default=None)
     if last is None:
-        raise ValueError(f"{str(folder)!r} holds no run of this recipe; expected the --output_dir of one.")
+        raise ValueError(f"{str(folder)!r} holds no run of this recipe; expected the --output of one.")
     return {name.removeprefix("vit."): tensor for name, tensor in load_file(last / "model.safetensors").items()}
 
 

@@ -4,7 +4,7 @@
 
 The peers (github.com/facebookresearch/ToMe, github.com/OpenGVLab/DiffRate) run from their own checkouts, off the shelf
 and fine-tuned on as many images as a student is bootstrapped on, by distillation from the teacher, without labels like
-the student; DiffRate's search for its rates takes as many again, with labels. Runs are kept under --runs_dir and found
+the student; DiffRate's search for its rates takes as many again, with labels. Runs are kept under --runs-dir and found
 again, so that a second command measures speed alone. Writes results/token_merging.json.
 """
 
@@ -21,6 +21,7 @@ import frugalvit
 import token_merging
 from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import EvalView, ImageFormat
+from frugalvit.training.command_line import CommandParser
 from frugalvit.training.data import SUBSET, evaluation_loader, load_images
 from frugalvit.training.files import write_json
 from frugalvit.training.loading import load_image_classifier
@@ -31,19 +32,19 @@ from shared import add_run_arguments, folder_name, last_accuracies, run_recipe, 
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tome", required=True, help="checkout of ToMe")
     parser.add_argument("--diffrate", help="checkout of DiffRate")
     parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
     parser.add_argument("--student", default="checkpoints/cifar10-sparseformer", help="default: %(default)s")
     parser.add_argument("--merged", type=int, nargs="+", default=[6, 10, 20], help="ToMe's r (default: 6 10 20)")
     parser.add_argument(
-        "--diffrate_share", type=float, default=0.5, help="of the teacher's MACs (default: %(default)s)"
+        "--diffrate-share", type=float, default=0.5, help="of the teacher's MACs (default: %(default)s)"
     )
     parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--learning_rate", type=float, default=3e-4, help="of fine-tuning (default: %(default)s)")
-    parser.add_argument("--search_rate", type=float, default=0.03, help="of DiffRate's search (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of fine-tuning (default: %(default)s)")
+    parser.add_argument("--search-rate", type=float, default=0.03, help="of DiffRate's search (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="when speed is measured (default: %(default)s)")
     add_run_arguments(parser, "runs/token_merging")
     arguments = parser.parse_args()
@@ -115,14 +116,14 @@ def evaluate_once(arguments, name: str, model: nn.Module, macs: int, image_forma
 def budget(arguments, seed: int) -> list[str]:
     """What all trainings share."""
     return [
-        *("--train_split", f"train[:{arguments.images}]", "--epochs", str(arguments.epochs)),
-        *("--batch_size", "64", "--seed", str(seed), "--teacher", arguments.teacher),
+        *("--train-split", f"train[:{arguments.images}]", "--epochs", str(arguments.epochs)),
+        *("--batch-size", "64", "--seed", str(seed), "--teacher", arguments.teacher),
     ]
 
 
 def fine_tune(arguments, name: str, peer: list[str], seed: int) -> dict:
     """Results of a peer's run with a seed, on the views of the student's recipe."""
-    recipe = ["--warmup_epochs", "0.5", "--learning_rate", str(arguments.learning_rate), "--loss", "teacher"]
+    recipe = ["--warmup-epochs", "0.5", "--learning-rate", str(arguments.learning_rate), "--loss", "teacher"]
     folder = arguments.runs_dir / folder_name(name, seed)
     return run_recipe(token_merging, folder, [*budget(arguments, seed), *recipe, *peer])
 
@@ -130,7 +131,7 @@ def fine_tune(arguments, name: str, peer: list[str], seed: int) -> dict:
 def search_rates(arguments, peer: list[str], macs: float) -> Path:
     """The folder of DiffRate's search with the first seed."""
     folder = arguments.runs_dir / folder_name("DiffRate, searched", arguments.seeds[0])
-    recipe = ["--warmup_epochs", "0.5", "--learning_rate", str(arguments.search_rate), "--search_macs", str(macs)]
+    recipe = ["--warmup-epochs", "0.5", "--learning-rate", str(arguments.search_rate), "--search-macs", str(macs)]
     run_recipe(token_merging, folder, [*budget(arguments, arguments.seeds[0]), *recipe, *peer])
     return folder
 

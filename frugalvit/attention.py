@@ -33,6 +33,7 @@ from .pictures import (
 )
 from .predict import find_images, read_images
 from .training import joint, train
+from .training.command_line import CommandParser
 from .training.data import SUBSET, decode_image, load_images
 from .training.files import check_file_path, write_json
 from .training.loading import load_image_classifier
@@ -72,7 +73,7 @@ class LayerStatistics:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="frugalvit attention",
         description="Attention maps averaged over images, as numbers (entropy, the neighbor that a head attends to "
         "most and how much, stable rank of the activations) and as a picture with the upper left corner enlarged.",
@@ -93,10 +94,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--layers", nargs="+", type=int, help="from 1 (default: the first, a middle and the last one)")
     parser.add_argument("--heads", nargs="+", type=int, default=[1], help="to draw, from 1 (default: 1)")
-    parser.add_argument("--average_heads", action="store_true", help="draw the average of all heads instead")
+    parser.add_argument("--average-heads", action="store_true", help="draw the average of all heads instead")
     parser.add_argument("--picture", metavar="FILE", help="draw into this .png, .pdf or .svg")
     parser.add_argument("--entropy", metavar="FILE", help="draw the heads' entropy by layer into this file")
-    parser.add_argument("--json", metavar="OUT", help="write the numbers to this file")
+    parser.add_argument("--output", metavar="FILE", help="write the numbers into this .json")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON instead of a table")
     parser.add_argument(
         "--image", nargs="+", metavar="FILE", help="images, folders, parquet files instead of --dataset"
     )
@@ -105,9 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=64, help="images to average over (default: 64)")
     parser.add_argument("--seed", type=int, default=0, help="of the initializations (default: 0)")
     parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument(
-        "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the models"
-    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the models")
     arguments = parser.parse_args(argv)
     names = arguments.names or [Path(model).name for model in arguments.models]
     if len(names) != len(arguments.models) or len(set(names)) != len(names):
@@ -116,8 +116,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--images is {arguments.images}, expected at least 1.")
     for path in filter(None, (arguments.picture, arguments.entropy)):
         check_picture_path(path)
-    if arguments.json:
-        check_file_path(arguments.json)
+    if arguments.output:
+        check_file_path(arguments.output)
 
     if arguments.image:
         images = [image for _, image in islice(read_images(find_images(arguments.image)), arguments.images)]
@@ -136,16 +136,17 @@ def main(argv: list[str] | None = None) -> None:
     layers = arguments.layers or sorted({1, (num_layers + 1) // 2, num_layers})
     if wrong := [layer for layer in layers if not 1 <= layer <= num_layers]:
         raise ValueError(f"--layers has {wrong[0]}, expected 1 to {num_layers}.")
-    print(format_table(_rows(measured, layers)))
+    numbers = {name: [layer.numbers() for layer in layers] for name, layers in measured.items()}
+    numbers = {"images": len(images), "models": numbers}
+    if arguments.output:
+        write_json(arguments.output, numbers)
+    print(json.dumps(numbers, indent=2) if arguments.json else format_table(_rows(measured, layers)))
     if arguments.picture:
         save_figure(
             draw_attention(measured, layers, None if arguments.average_heads else arguments.heads), arguments.picture
         )
     if arguments.entropy:
         save_figure(draw_entropy(measured), arguments.entropy)
-    if arguments.json:
-        statistics = {name: [layer.numbers() for layer in layers] for name, layers in measured.items()}
-        write_json(arguments.json, {"images": len(images), "models": statistics})
 
 
 def _models(arguments: argparse.Namespace, names: Sequence[str]):

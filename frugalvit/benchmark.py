@@ -1,6 +1,5 @@
 """`frugalvit benchmark`: images a second of models, side by side, and how near that is to what the machine can do."""
 
-import argparse
 import json
 
 import torch
@@ -10,6 +9,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from .configuration.configuration_base import pair
 from .info import architecture_of, image_side
+from .training.command_line import CommandParser
 from .training.files import check_file_path, write_json
 from .training.loading import choose_device
 from .training.loop import versions
@@ -30,7 +30,7 @@ ROUNDS = "timed passes of each model, of smaller batches in proportion more (def
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="frugalvit benchmark",
         description="Measure images a second of models in one run, in which they take turns, and their "
         "multiply-accumulates a second as a share of those of a large product of matrices. Of a CLIP or a LLaVA, the "
@@ -44,9 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         help="names that `frugalvit info` lists, folders, hub ids, vit-base and vit-large of Transformers (patches of "
         "16, 224 pixels), timm:NAME (default: vit-base augreg-base-49-224); ratios are to the first",
     )
-    parser.add_argument(
-        "--batch-size", "--batch_size", type=int, nargs="+", default=[1, 8], help="images at a time (default: 1 8)"
-    )
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="images at a time (default: 1 8)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
     parser.add_argument("--compile", action="store_true", help="measure each model compiled by torch.compile, too")
     parser.add_argument("--rounds", type=int, default=10, help=ROUNDS)

@@ -24,6 +24,7 @@ from .modeling.hosts import Anatomy
 from .modeling.modeling_sparseformer_llava import matching_processor
 from .quickstart import NOT_IN_REPOSITORY
 from .resources import checkpoint_path, shipped_checkpoints
+from .training.command_line import CommandParser
 from .training.comparison import ImageSide, macs_if_countable, using_tokens
 from .training.files import whole_folder
 from .training.loading import choose_device, load_pretrained, split_revision
@@ -88,7 +89,7 @@ class Budget:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="frugalvit budget",
         description="Measure a model on this machine with each number of tokens that it was trained for, beside its "
         "teacher, in passes that take turns, and name the largest number within a budget. Of a CLIP or a LLaVA, the "
@@ -103,15 +104,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     limits = parser.add_mutually_exclusive_group()
     limits.add_argument("--latency", type=seconds, metavar="TIME", help="at most so long for a batch: 20ms, 0.5s")
-    limits.add_argument(
-        "--images-per-second", "--images_per_second", type=number, metavar="NUMBER", help="at least so many: 200, 1k"
-    )
+    limits.add_argument("--images-per-second", type=number, metavar="NUMBER", help="at least so many: 200, 1k")
     limits.add_argument(
         "--macs", type=number, metavar="NUMBER", help="at most so many multiply-accumulates an image: 1G, 350M"
     )
-    parser.add_argument(
-        "--batch-size", "--batch_size", type=positive, default=1, help="images at a time (default: %(default)s)"
-    )
+    parser.add_argument("--batch-size", type=positive, default=1, help="images at a time (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
     parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
     parser.add_argument(

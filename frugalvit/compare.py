@@ -38,6 +38,7 @@ from .evaluation.images import add_dataset_arguments, add_reading_arguments, ima
 from .evaluation.knn import neighbor_scores
 from .evaluation.linear import fit_probe
 from .pictures import LEGEND_COLOR, LINE_COLORS, OUTLINE_COLOR, TEXT_COLOR, save_figure
+from .training.command_line import CommandParser
 from .training.data import check_labels, class_names, label_numbers
 from .training.files import whole_folder, write_json, write_text
 from .training.loading import choose_device
@@ -62,7 +63,7 @@ SCORES = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="frugalvit compare",
         description="Set students beside their teacher, and beside what the teacher can do for nothing: look at "
         "smaller images, or at some of its patches. Measures accuracy, of models without a classifier that of nearest "
@@ -100,9 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         "--features", action="store_true", help="measure neighbors and a linear probe, also of classifiers"
     )
     parser.add_argument("--limit", type=positive, help="judge by so many images, chosen at random")
-    parser.add_argument(
-        "--train-limit", "--train_limit", type=positive, help="learn from so many images, chosen at random"
-    )
+    parser.add_argument("--train-limit", type=positive, help="learn from so many images, chosen at random")
     parser.add_argument("--seed", type=int, default=0, help="of all that is chosen at random (default: %(default)s)")
     parser.add_argument(
         "--precision",
@@ -116,12 +115,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--memory", action=argparse.BooleanOptionalAction, default=True, help="measure memory, in a process each"
     )
-    parser.add_argument("--batch-size", "--batch_size", type=positive, default=64, help="default: %(default)s")
+    parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
     add_reading_arguments(parser)
     parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument(
-        "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the models"
-    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the models")
     arguments = parser.parse_args(argv)
     named = [split_name(text) for text in arguments.model]
     if "none" in arguments.baselines and len(arguments.baselines) > 1:

@@ -13,11 +13,12 @@ from .modeling.conversion import (
     load_showlab_checkpoint,
     showlab_model_class,
 )
+from .training.command_line import CommandParser
 from .training.files import whole_folder
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="frugalvit convert", description=__doc__)
+    parser = CommandParser(prog="frugalvit convert", description=__doc__)
     sources = parser.add_subparsers(dest="source", required=True, metavar="SOURCE")
     showlab = sources.add_parser(
         "showlab",
@@ -26,14 +27,15 @@ def main(argv: list[str] | None = None) -> None:
         "loads. Widths, tokens, points and blocks follow from the checkpoint, the rest from the variant.",
     )
     showlab.add_argument("checkpoint", metavar="CHECKPOINT", help=".pth or .safetensors file")
-    showlab.add_argument("output", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
+    # Once the output was an argument by its place.
+    showlab.add_argument("earlier_output", nargs="?", help=argparse.SUPPRESS)
+    showlab.add_argument("--output", metavar="OUT", help="folder to write; must not exist or be empty")
     showlab.add_argument("--variant", choices=list(TEMPLATES), help="default: the one whose names the checkpoint has")
     showlab.add_argument(
         "--iterations", type=int, help="executions of the focusing layer (default: stage embeddings, or the variant's)"
     )
     showlab.add_argument(
         "--image-size",
-        "--image_size",
         type=int,
         nargs="+",
         metavar="PIXELS",
@@ -42,6 +44,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     showlab.add_argument("--overwrite", action="store_true", help="replace the model folder OUT")
     arguments = parser.parse_args(argv)
+    output = arguments.output or arguments.earlier_output
+    if output is None:
+        showlab.error("the following arguments are required: --output")
     image_size = arguments.image_size
     if image_size is not None:
         if len(image_size) > 2:
@@ -49,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
         image_size = image_size[0] if len(image_size) == 1 else tuple(image_size)
     convert_checkpoint(
         arguments.checkpoint,
-        arguments.output,
+        output,
         variant=arguments.variant,
         iterations=arguments.iterations,
         image_size=image_size,

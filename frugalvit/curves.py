@@ -1,6 +1,5 @@
 """`frugalvit curves`: how trainings went, beside each other."""
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .pictures import LINE_COLORS, TEXT_COLOR, check_picture_path, label_lines, save_figure
+from .training.command_line import CommandParser
 from .training.tables import format_table
 
 
@@ -25,11 +25,11 @@ CURVES = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="frugalvit curves",
         description="Losses and scores of training runs over epochs, as a table of the last epochs and as a picture.",
     )
-    parser.add_argument("runs", nargs="+", metavar="FOLDER", help="--output_dir of runs, finished or not")
+    parser.add_argument("runs", nargs="+", metavar="FOLDER", help="--output of runs, finished or not")
     parser.add_argument("--names", nargs="+", help="of the runs (default: their folders')")
     parser.add_argument("--picture", metavar="FILE", help="draw into this .png, .pdf or .svg")
     arguments = parser.parse_args(argv)
@@ -60,7 +60,7 @@ def read_epochs(folder: str) -> list[dict]:
     """
     file = Path(folder) / "metrics.jsonl"
     if not file.is_file():
-        raise ValueError(f"{folder!r} has no metrics.jsonl; expected the --output_dir of a training run.")
+        raise ValueError(f"{folder!r} has no metrics.jsonl; expected the --output of a training run.")
     records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     epochs = [record for record in records if "train_loss" in record]
     if not epochs:

@@ -1,6 +1,5 @@
 """`frugalvit demo`: a page to look with: labels, where tokens look, features, attention, for your own images too."""
 
-import argparse
 import functools
 import json
 import os
@@ -20,6 +19,7 @@ from .features import draw_features, feature_maps, parts
 from .pictures import denormalize, draw_maps
 from .predict import draw_predictions, has_rois, predict
 from .resources import checkpoint_path, shipped_checkpoints
+from .training.command_line import CommandParser
 from .training.comparison import using_tokens
 from .training.data import SUBSET, decode_image, load_images
 from .training.decoding import read_image
@@ -48,7 +48,7 @@ CSS = """
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="frugalvit demo",
         description="Serve a page on this machine: choose a model and an image, see labels, the RoIs of tokens at "
         "every step, sampling points, features and attention.",
@@ -63,9 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, help="default: the first free one from 7860")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument(
-        "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the models"
-    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the models")
     arguments = parser.parse_args(argv)
     check_port(arguments.port)
     choose_device(arguments.device)

@@ -1,25 +1,29 @@
 """`frugalvit evaluate`: how good a model is on a task."""
 
-import argparse
+import json
 import math
 
 from .evaluation import classification, knn, linear, retrieval, scienceqa, segmentation, zero_shot
+from .training.command_line import CommandParser
 from .training.files import check_file_path, write_json
 from .training.tables import format_table
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="frugalvit evaluate", description=__doc__)
+    parser = CommandParser(prog="frugalvit evaluate", description=__doc__)
     tasks = parser.add_subparsers(title="tasks", dest="task", required=True, metavar="TASK")
     for task in (classification, knn, linear, segmentation, zero_shot, retrieval, scienceqa):
         task.add_parser(tasks)
     arguments = parser.parse_args(argv)
-    if arguments.json:
-        check_file_path(arguments.json)
+    if arguments.output:
+        check_file_path(arguments.output)
     results = {"task": arguments.task, **arguments.evaluate(arguments)}
     for name, value in results.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"The {name} of {arguments.model} is {value}; its weights are damaged or it diverged.")
-    print(format_table([{"measure": name, "value": value} for name, value in results.items()]))
+    if arguments.output:
+        write_json(arguments.output, results)
     if arguments.json:
-        write_json(arguments.json, results)
+        print(json.dumps(results, indent=2))
+    else:
+        print(format_table([{"measure": name, "value": value} for name, value in results.items()]))

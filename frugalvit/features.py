@@ -1,6 +1,5 @@
 """`frugalvit features`: what the layers of models make of images, beside each other."""
 
-import argparse
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +11,12 @@ from transformers import PreTrainedModel
 from .attention import patch_grid
 from .pictures import check_picture_path, denormalize, draw_maps, save_figure
 from .predict import find_images, read_images
+from .training.command_line import CommandParser
 from .training.loading import load_image_classifier
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="frugalvit features",
         description="Draw the intermediate features of image classifiers: a row for each image and model, a panel for "
         "each layer, which shows how long the feature vectors are at each position. Of a ViT that was trained beside "
@@ -29,9 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", nargs="+", type=int, help="from 1 (default: all)")
     parser.add_argument("--picture", required=True, metavar="FILE", help="draw into this .png, .pdf or .svg")
     parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument(
-        "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the models"
-    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the models")
     arguments = parser.parse_args(argv)
     names = arguments.names or [Path(model).name for model in arguments.models]
     if len(names) != len(arguments.models) or len(set(names)) != len(names):

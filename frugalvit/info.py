@@ -1,6 +1,5 @@
 """`frugalvit info`: tokens, parameters and multiply-accumulates of the papers' variants and of model folders."""
 
-import argparse
 import difflib
 import json
 from pathlib import Path
@@ -14,6 +13,7 @@ from .configuration.configuration_base import pair
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .registry import configuration_classes
 from .resources import checkpoint_path, shipped_checkpoints
+from .training.command_line import CommandParser
 from .training.loading import check_complete, check_sizes, one_error, split_revision
 from .training.macs import count_macs
 from .training.tables import format_table
@@ -25,7 +25,7 @@ KIND = "a model to count"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="frugalvit info",
         description="List tokens (latent and [CLS]), image size, parameters and multiply-accumulates for one image, "
         "without and with attention's two products; of a CLIP or a LLaVA, those of its image side. Nothing is "

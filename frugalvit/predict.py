@@ -1,6 +1,5 @@
 """`frugalvit predict`: labels of images, and pictures of where the tokens look."""
 
-import argparse
 import glob
 import io
 import json
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 
 from .resources import checkpoint_path
 from .tokens import add_token_arguments, choose_tokens
+from .training.command_line import CommandParser
 from .training.data import image_files
 from .training.decoding import read_image
 from .training.loading import load_image_classifier
@@ -31,7 +31,7 @@ MAX_DRAWN = 32
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="frugalvit predict",
         description="Print the top labels of images; with --rois, draw where the tokens of a SparseFormer look.",
     )
@@ -54,17 +54,13 @@ def main(argv: list[str] | None = None) -> None:
         help="draw the input, the token RoIs of the first, third and last focusing step and the last sampling points "
         f"(at most {MAX_DRAWN} images) into this .png, .pdf or .svg",
     )
-    parser.add_argument("--all-steps", "--all_steps", action="store_true", help="draw the RoIs of every focusing step")
+    parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
     parser.add_argument("--json", action="store_true", help="print JSON, an image after the other")
-    parser.add_argument(
-        "--skip-corrupt", "--skip_corrupt", action="store_true", help="leave out what cannot be read, and say so"
-    )
+    parser.add_argument("--skip-corrupt", action="store_true", help="leave out what cannot be read, and say so")
     add_token_arguments(parser)
-    parser.add_argument("--batch-size", "--batch_size", type=int, default=32, help="images at a time (default: 32)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images at a time (default: 32)")
     parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument(
-        "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the model"
-    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     arguments = parser.parse_args(argv)
     for name in ("top", "limit", "batch_size"):
         value = getattr(arguments, name)

@@ -14,6 +14,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import PreTrainedModel
 
 from .modeling.hub import upload_folder
+from .training.command_line import CommandParser
 from .training.files import whole_folder, write_json
 from .training.tables import format_table
 from .validation import load_model, validate_repository
@@ -36,7 +37,7 @@ UNNAMED = "path/or/id"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="frugalvit publish", description=__doc__)
+    parser = CommandParser(prog="frugalvit publish", description=__doc__)
     parser.add_argument("model", metavar="FOLDER", help="a model, for example a recipe's output folder")
     parser.add_argument("repo_id", metavar="REPO_ID", nargs="?", help="hub repository to upload to, in one commit")
     parser.add_argument("--output", metavar="OUT", help="also keep what is uploaded in this folder")
@@ -46,11 +47,10 @@ def main(argv: list[str] | None = None) -> None:
         metavar="RESULTS",
         help="folder of JSON files: --card is a Jinja template that takes its numbers from there",
     )
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="look at everything, upload nothing")
+    parser.add_argument("--dry-run", action="store_true", help="look at everything, upload nothing")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     parser.add_argument(
         "--no-code",
-        "--no_code",
         action="store_true",
         help="leave the code out of OUT, which then loads where frugalvit is imported, as the folders of checkpoints/",
     )

@@ -55,13 +55,13 @@ def main(argv: list[str] | None = None) -> None:
     bootstrap.main(
         [
             *("--teacher", str(teacher_path)),
-            *("--recipe", "small", "--no_compare"),
-            *("--dataset", SUBSET, "--train_split", f"train[:{arguments.images}]"),
+            *("--recipe", "small", "--no-compare"),
+            *("--dataset", SUBSET, "--train-split", f"train[:{arguments.images}]"),
             # A glance after every epoch; all held-back images come at the end.
-            *("--eval_split", f"test[:{HELD_BACK_IMAGES // 4}]"),
-            *("--output_dir", str(folder / "run")),
+            *("--eval-split", f"test[:{HELD_BACK_IMAGES // 4}]"),
+            *("--output", str(folder / "run")),
             *("--epochs", str(epochs), "--seed", str(arguments.seed)),
-            *("--mixed_precision", "bf16" if bf16 else "no"),
+            *("--mixed-precision", "bf16" if bf16 else "no"),
         ]
     )
 
@@ -114,8 +114,8 @@ def main(argv: list[str] | None = None) -> None:
 def claim(folder: Path):
     """Refuse a folder with something else in it; a quickstart that was interrupted there goes on."""
     if (folder / "results.json").exists():
-        raise ValueError(f"--output_dir {folder} holds a finished quickstart. Give another folder, or remove it.")
+        raise ValueError(f"--output {folder} holds a finished quickstart. Give another folder, or remove it.")
     interrupted = (folder / "run" / "run.json").exists()
     if folder.exists() and not interrupted and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--output_dir {folder} exists and is not an empty folder. Give another, or empty it.")
+        raise ValueError(f"--output {folder} exists and is not an empty folder. Give another, or empty it.")
     folder.mkdir(parents=True, exist_ok=True)

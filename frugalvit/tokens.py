@@ -13,7 +13,6 @@ from .training.macs import count_macs
 def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-tokens",
-        "--num_tokens",
         type=int,
         metavar="COUNT",
         help="latent tokens of a SparseFormer, [CLS] not counted (default: the model's own)",
@@ -51,7 +50,7 @@ def choose_tokens(model: PreTrainedModel, num_tokens: int | None, confidence: fl
     if confidence is not None and len(model.config.trained_token_counts) == 1:
         raise ValueError(
             f"--confidence needs a model for several counts of tokens, and this one is made for "
-            f"{model.config.num_latent_tokens} alone; frugalvit bootstrap --student MODEL --elastic_token_counts … "
+            f"{model.config.num_latent_tokens} alone; frugalvit bootstrap --student MODEL --elastic-token-counts … "
             "makes it one."
         )
 

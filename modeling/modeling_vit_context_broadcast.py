@@ -205,7 +205,7 @@ class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedMod
         Returns:
             `ViTContextBroadcastImageClassifierOutput`: `loss`, of a distilled model the mean of both classifiers', and
             `(batch, num_labels)` `logits`. Learning from a teacher is the recipe's part (`frugalvit train
-            --distill_from`).
+            --distill-from`).
         """
         outputs = self.vit(pixel_values, **kwargs)
         every = [self.classifier(outputs.last_hidden_state[:, 0])]

@@ -118,7 +118,7 @@ def test_stable_rank():
 
 def test_command_compares_initializations_with_a_trained_model(folder, tmp_path, capsys):
     arguments = ["attention", str(folder), "--initialization", "impulse", "trunc_normal", "--images", "3"]
-    outputs = ["--picture", str(tmp_path / "maps.png"), "--json", str(tmp_path / "numbers.json")]
+    outputs = ["--picture", str(tmp_path / "maps.png"), "--output", str(tmp_path / "numbers.json")]
     assert main([*arguments, *outputs, "--layers", "2", "--heads", "1", "3"]) == 0
     text = capsys.readouterr().out
     for name in ("impulse, before training", "trunc_normal, before training", "trained-vit"):
@@ -138,8 +138,8 @@ def test_heads_are_averaged_over_given_images(folder, tmp_path, capsys):
     np.testing.assert_allclose(maps[0], measured["one"][0].maps.mean(0))
     for index in range(2):
         Image.new("RGB", (32, 32), (90 * index, 80, 70)).save(tmp_path / f"{index}.png")
-    outputs = ["--picture", str(tmp_path / "maps.svg"), "--json", str(tmp_path / "numbers.json")]
-    images = ["--image", str(tmp_path / "0.png"), str(tmp_path / "1.png"), "--average_heads"]
+    outputs = ["--picture", str(tmp_path / "maps.svg"), "--output", str(tmp_path / "numbers.json")]
+    images = ["--image", str(tmp_path / "0.png"), str(tmp_path / "1.png"), "--average-heads"]
     assert main(["attention", str(folder), *images, *outputs]) == 0
     assert json.loads((tmp_path / "numbers.json").read_text())["images"] == 2
     assert main(["attention", str(folder), *images, *outputs, "--images", "1"]) == 0
@@ -150,16 +150,16 @@ def test_heads_are_averaged_over_given_images(folder, tmp_path, capsys):
 def test_a_trained_model_beside_its_own_start(recipe, tmp_path, capsys):
     """Drawn again, the start is what a run that learned nothing has saved."""
     sizes = "patch_size=8,hidden_size=36,num_hidden_layers=2,intermediate_size=48"
-    images = ["--train_split", "train[:64]", "--eval_split", "test[:50]", "--batch_size", "64", "--epochs", "1"]
-    still = ["--learning_rate", "1e-12", "--warmup_epochs", "0", "--seed", "3", "--output_dir", str(tmp_path / "run")]
+    images = ["--train-split", "train[:64]", "--eval-split", "test[:50]", "--batch-size", "64", "--epochs", "1"]
+    still = ["--learning-rate", "1e-12", "--warmup-epochs", "0", "--seed", "3", "--output", str(tmp_path / "run")]
     vit = f"image_size=32,{sizes}"
     chosen = {
-        "train": ["--config_overrides", f"{vit},num_attention_heads=4", "--initialization", "mimetic"],
+        "train": ["--config-overrides", f"{vit},num_attention_heads=4", "--initialization", "mimetic"],
         "unnamed": [],
         "joint": ["--vit", vit, "--agent", sizes],
     }[recipe]
     module = joint if recipe == "joint" else train
-    module.main([*images, *still, *chosen, "--mixed_precision", "no"])
+    module.main([*images, *still, *chosen, "--mixed-precision", "no"])
     AcceleratorState._reset_state(True)
     folder = tmp_path / "run" / ("vit" if recipe == "joint" else "")
     model = AutoModelForImageClassification.from_pretrained(folder)

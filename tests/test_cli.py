@@ -1,5 +1,6 @@
 """The `frugalvit` command: fast help, clear errors, exit codes."""
 
+import re
 import subprocess
 import sys
 import types
@@ -7,6 +8,8 @@ import types
 import pytest
 
 from frugalvit import cli
+from frugalvit.training import command_line
+from frugalvit.training.arguments import RunArguments, parse_arguments
 from frugalvit.version import __version__
 
 
@@ -56,6 +59,38 @@ def test_every_command_explains_itself(name, capsys):
         cli.main([name, "--help"])
     assert stop.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: frugalvit {name} ")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[name] for name in cli.COMMANDS]
+    + [["evaluate", task] for task in ("classification", "knn", "linear", "segmentation", "zero-shot", "retrieval")]
+    + [["evaluate", "scienceqa"], ["convert", "showlab"]],
+    ids=" ".join,
+)
+def test_options_have_one_spelling(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    options = re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)
+    assert "--help" in options
+    assert not [option for option in options if "_" in option or option in command_line.EARLIER]
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["--output out --batch-size 2", "--output_dir out --batch_size 2", "--output-dir=out --batch_size=2"],
+)
+def test_all_spellings_are_taken(given):
+    parser = command_line.CommandParser()
+    parser.add_argument("--output")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--batch-size", type=int)
+    arguments = parser.parse_args(given.split())
+    assert (arguments.output, arguments.batch_size, arguments.json) == ("out", 2, False)
+    assert vars(parser.parse_args(["--json", "a_b.json"])) == {"output": "a_b.json", "json": False, "batch_size": None}
+    assert parser.parse_args(["--json", "--output", "a.json"]).json
+    (run,) = parse_arguments("frugalvit train", "", [RunArguments], given.split())
+    assert (run.output_dir, run.batch_size) == ("out", 2)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

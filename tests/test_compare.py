@@ -74,7 +74,7 @@ def test_accuracies_are_those_of_evaluation(outcome, tmp_path):
     """Of teacher and students, as the other command measures them."""
     rows = {row["model"]: row for row in outcome[1]["rows"]}
     for name in ("cifar10-vit", "cifar10-sparseformer", "cifar10-convmixer"):
-        model = ["--model", checkpoint_path(name), "--split", SPLIT, "--json", tmp_path / "results.json"]
+        model = ["--model", checkpoint_path(name), "--split", SPLIT, "--output", tmp_path / "results.json"]
         assert main(["evaluate", "classification", *map(str, model), "--device", "cpu"]) == 0
         expected = json.loads((tmp_path / "results.json").read_text())["accuracy"]
         assert rows[name]["accuracy"] == expected
@@ -215,7 +215,7 @@ def test_features_are_judged_as_evaluation_does(tmp_path):
     for row, name in zip(content["rows"], (VIT, STUDENT), strict=True):
         for task, measure in (("knn", "neighbor_accuracy"), ("linear", "linear_accuracy")):
             file = tmp_path / "results.json"
-            arguments = ["evaluate", task, "--model", name, *images, "--device", "cpu", "--json", str(file)]
+            arguments = ["evaluate", task, "--model", name, *images, "--device", "cpu", "--output", str(file)]
             assert main(arguments) == 0
             assert row[measure] == pytest.approx(json.loads(file.read_text())["accuracy"])
     assert content["rows"][1]["memory"] is None

@@ -108,8 +108,8 @@ def fails(*arguments, capsys) -> str:
 
 def test_equals_brute_force(folder, tmp_path, capsys):
     encoded, labels = write_images(tmp_path / "images.parquet")
-    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--batch_size", 5]
-    code, output, _ = run("classification", *arguments, "--json", tmp_path / "results.json", capsys=capsys)
+    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--batch-size", 5]
+    code, output, _ = run("classification", *arguments, "--output", tmp_path / "results.json", capsys=capsys)
     results = json.loads((tmp_path / "results.json").read_text())
     assert code == 0
     expected = brute_force(folder, encoded, labels)
@@ -123,7 +123,7 @@ def test_equals_brute_force(folder, tmp_path, capsys):
 def test_limit(folder, tmp_path, capsys):
     encoded, labels = write_images(tmp_path / "images.parquet")
     arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--limit", 9]
-    run("classification", *arguments, "--json", tmp_path / "results.json", capsys=capsys)
+    run("classification", *arguments, "--output", tmp_path / "results.json", capsys=capsys)
     results = json.loads((tmp_path / "results.json").read_text())
     expected = brute_force(folder, encoded[:9], labels[:9])
     assert results["images"] == 9
@@ -177,11 +177,11 @@ def test_classes_that_a_model_does_not_know_are_refused(names, labels, message):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_corrupt_images(folder, tmp_path, num_workers, capsys):
     encoded, labels = write_images(tmp_path / "images.parquet", broken=(3, 4, 22))
-    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--num_workers", num_workers]
-    arguments += ["--batch_size", 1 + num_workers, "--json", tmp_path / "results.json"]
+    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--num-workers", num_workers]
+    arguments += ["--batch-size", 1 + num_workers, "--output", tmp_path / "results.json"]
     assert "Image 3 of the data set cannot be read" in fails("classification", *arguments, capsys=capsys)
     assert not (tmp_path / "results.json").exists()
-    code, _, _ = run("classification", *arguments, "--skip_corrupt", capsys=capsys)
+    code, _, _ = run("classification", *arguments, "--skip-corrupt", capsys=capsys)
     results = json.loads((tmp_path / "results.json").read_text())
     kept = [i for i in range(COUNT) if i not in (3, 4, 22)]
     expected = brute_force(folder, [encoded[i] for i in kept], [labels[i] for i in kept])
@@ -199,7 +199,7 @@ def test_image_folder(folder, tmp_path, capsys):
     for label in ("cat", "dog"):
         (tmp_path / "images" / "test" / label).mkdir(parents=True)
         Image.new("RGB", (32, 32), "red").save(tmp_path / "images" / "test" / label / "0.png")
-    arguments = ["--model", folder, "--dataset", tmp_path / "images", "--json", tmp_path / "results.json"]
+    arguments = ["--model", folder, "--dataset", tmp_path / "images", "--output", tmp_path / "results.json"]
     code, _, _ = run("classification", *arguments, capsys=capsys)
     assert code == 0 and json.loads((tmp_path / "results.json").read_text())["images"] == 2
 
@@ -232,8 +232,8 @@ def test_no_such_data_split_model_or_output(folder, images, tmp_path, capsys):
     assert "no file" in error(dataset=tmp_path / "no.parquet")
     assert "test" in error(more=["--split", "test"])
     assert "There is no folder" in error(model=tmp_path / "no")
-    assert "does not exist; create it" in error(more=["--json", tmp_path / "no" / "results.json"])
-    assert "is a folder" in error(more=["--json", tmp_path])
+    assert "does not exist; create it" in error(more=["--output", tmp_path / "no" / "results.json"])
+    assert "is a folder" in error(more=["--output", tmp_path])
 
 
 def test_usage(folder, capsys):
@@ -282,7 +282,7 @@ def timm_table(name: str) -> list[str]:
 
 
 def evaluate_folder(folder, path, tmp_path, *more, capsys) -> dict:
-    arguments = ["--model", folder, "--dataset", path, "--split", "train", "--json", tmp_path / "out.json", *more]
+    arguments = ["--model", folder, "--dataset", path, "--split", "train", "--output", tmp_path / "out.json", *more]
     code, _, error = run("classification", *arguments, capsys=capsys)
     assert code == 0, error
     return json.loads((tmp_path / "out.json").read_text())
@@ -370,7 +370,7 @@ class TestRobustness:
         with torch.no_grad():
             logits = model(torch.cat(attacked)).logits
         expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
-        arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--json", tmp_path / "out.json"]
+        arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--output", tmp_path / "out.json"]
         run("classification", *arguments, capsys=capsys)
         clean = json.loads((tmp_path / "out.json").read_text())
         run("classification", *arguments, "--attack", "fgsm", "--eps", "4/255", capsys=capsys)
@@ -389,7 +389,7 @@ class TestRobustness:
         pixel_values[..., 8:24, 8:24] = 0
         with torch.no_grad():
             expected = torch.nn.functional.cross_entropy(model(pixel_values).logits, torch.tensor(labels)).item()
-        arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--json", tmp_path / "out.json"]
+        arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--output", tmp_path / "out.json"]
         run("classification", *arguments, "--occlude", "center", "--ratio", "1/4", capsys=capsys)
         results = json.loads((tmp_path / "out.json").read_text())
         assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["occluded_share"] == 0.25

@@ -172,7 +172,7 @@ def labeled(tmp_path_factory):
 
 
 def evaluate(tmp_path, *arguments) -> dict:
-    assert main(["evaluate", *map(str, arguments), "--json", str(tmp_path / "out.json")]) == 0
+    assert main(["evaluate", *map(str, arguments), "--output", str(tmp_path / "out.json")]) == 0
     return json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
 
 
@@ -514,7 +514,7 @@ ERRORS = {
     ),
     "no folder of images": (
         lambda f: ["retrieval", "--model", f["clip"], "--dataset", "coco.json"],
-        "--image_folder is None",
+        "--image-folder is None",
     ),
     "no list of images": (
         lambda f: ["retrieval", "--model", f["clip"], "--dataset", f["json"], "--image-folder", f["tmp"]],
@@ -557,7 +557,7 @@ def test_errors_are_one_clear_line(name, request, labeled, tmp_path, capsys):
         "questions": tmp_path / "questions.parquet",
     }
     arguments, message = ERRORS[name]
-    assert main(["evaluate", *map(str, arguments(found)), "--json", str(tmp_path / "out.json")]) == 1
+    assert main(["evaluate", *map(str, arguments(found)), "--output", str(tmp_path / "out.json")]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("frugalvit evaluate: error: ") and message in error
     assert not (tmp_path / "out.json").exists()

@@ -29,7 +29,7 @@ VIT = str(checkpoint_path("cifar10-vit"))
 
 def evaluate(task, *arguments, tmp_path) -> dict:
     file = tmp_path / "results.json"
-    assert main(["evaluate", task, "--device", "cpu", "--json", str(file), *map(str, arguments)]) == 0
+    assert main(["evaluate", task, "--device", "cpu", "--output", str(file), *map(str, arguments)]) == 0
     return json.loads(file.read_text())
 
 

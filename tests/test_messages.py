@@ -116,13 +116,13 @@ def test_weights_that_are_none(name, load, folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: OptimizerArguments(warmup_epochs=math.inf), "--warmup_epochs is inf, expected 0 or more"),
-        (lambda: OptimizerArguments(learning_rate=math.inf), "--learning_rate is inf"),
-        (lambda: OptimizerArguments(weight_decay=math.nan), "--weight_decay is nan"),
+        (lambda: OptimizerArguments(warmup_epochs=math.inf), "--warmup-epochs is inf, expected 0 or more"),
+        (lambda: OptimizerArguments(learning_rate=math.inf), "--learning-rate is inf"),
+        (lambda: OptimizerArguments(weight_decay=math.nan), "--weight-decay is nan"),
         (lambda: OptimizerArguments(lr_scheduler="warmup_stable_decay"), "expected one of linear, cosine"),
         (lambda: OptimizerArguments(lr_scheduler="reduce_lr_on_plateau"), "expected one of linear, cosine"),
         (lambda: RecipeArguments(mixup=math.inf), "--mixup is inf, expected 0 or more"),
-        (lambda: RunArguments(output_dir="x", max_grad_norm=math.inf), "--max_grad_norm is inf"),
+        (lambda: RunArguments(output_dir="x", max_grad_norm=math.inf), "--max-grad-norm is inf"),
         (lambda: choose_device("meta"), "The device 'meta' cannot be used here"),
     ],
 )

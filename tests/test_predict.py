@@ -108,7 +108,7 @@ def test_top_labels(model_folder, images, capsys):
 
 
 def test_folders_patterns_and_batches_as_json(model_folder, images, capsys):
-    arguments = ["--model", model_folder, "--json", "--batch_size"]
+    arguments = ["--model", model_folder, "--json", "--batch-size"]
     code, output, _ = run(images, *arguments, 2, capsys=capsys)
     results = json.loads(output)
     assert code == 0
@@ -184,7 +184,7 @@ def test_foreign_vit(vit_folder, images, capsys):
     assert code == 0 and len(output.splitlines()) == 1 + len(LABELS)
 
 
-@pytest.mark.parametrize("flags, panels", [([], 5), (["--all-steps"], 6), (["--all_steps"], 6)])
+@pytest.mark.parametrize("flags, panels", [([], 5), (["--all-steps"], 6), (["--all-steps"], 6)])
 def test_rois(model_folder, images, tmp_path, capsys, monkeypatch, flags, panels):
     from frugalvit import pictures
 

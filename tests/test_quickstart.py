@@ -23,7 +23,7 @@ def few_images(monkeypatch):
 
 def test_makes_a_repository_a_picture_and_results(tmp_path, capsys):
     out = tmp_path / "out"
-    quickstart.main(["--output-dir", str(out), "--images", "128", "--epochs", "1", "--seed", "3"])
+    quickstart.main(["--output", str(out), "--images", "128", "--epochs", "1", "--seed", "3"])
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert results.keys() == {
         "teacher_accuracy",
@@ -47,20 +47,20 @@ def test_makes_a_repository_a_picture_and_results(tmp_path, capsys):
     assert "teacher" in printed and "student" in printed and "images/s" in printed
 
     with pytest.raises(ValueError, match="finished quickstart"):
-        quickstart.main(["--output-dir", str(out)])
+        quickstart.main(["--output", str(out)])
 
 
 def test_refuses_a_folder_with_something_else_in_it(tmp_path):
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ValueError, match="not an empty folder"):
-        quickstart.main(["--output-dir", str(tmp_path)])
+        quickstart.main(["--output", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.parametrize(("argument", "value"), [("--epochs", "0"), ("--images", "7"), ("--seed", "-1")])
 def test_refuses_numbers_out_of_range(tmp_path, argument, value, capsys):
     with pytest.raises(SystemExit) as stop:
-        quickstart.main(["--output-dir", str(tmp_path / "out"), argument, value])
+        quickstart.main(["--output", str(tmp_path / "out"), argument, value])
     assert stop.value.code == 2
     assert f"{argument} is {value}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

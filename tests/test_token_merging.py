@@ -137,14 +137,14 @@ def test_refuses_what_the_peers_do_not_know(teacher, message, token_merging):
         token_merging.as_timm(teacher().eval())
 
 
-DATA = ["--train_split", "train[:32]", "--eval_split", "test[:8]", "--batch_size", "16", "--epochs", "2"]
+DATA = ["--train-split", "train[:32]", "--eval-split", "test[:8]", "--batch-size", "16", "--epochs", "2"]
 
 
 @pytest.mark.parametrize("loss", ["labels", "teacher", "cosine"])
 def test_recipe_tunes_what_a_peer_patched(loss, token_merging, tmp_path, checkout):
     teacher, output_dir = frugalvit.checkpoint_path("cifar10-vit"), tmp_path / "run"
-    argv = ["--tome", str(checkout), "--teacher", str(teacher), "--output_dir", str(output_dir), "--loss", loss]
-    token_merging.main([*argv, *DATA, "--learning_rate", "1e-4"])
+    argv = ["--tome", str(checkout), "--teacher", str(teacher), "--output", str(output_dir), "--loss", loss]
+    token_merging.main([*argv, *DATA, "--learning-rate", "1e-4"])
     teacher = ViTForImageClassification.from_pretrained(teacher).eval()
     before = token_merging.as_timm(teacher).state_dict()
     after = token_merging.tome(teacher, checkout, 8, tuned=output_dir).vit.state_dict()
@@ -156,14 +156,14 @@ def test_recipe_tunes_what_a_peer_patched(loss, token_merging, tmp_path, checkou
 def test_recipe_takes_the_embeddings_that_a_student_was_bootstrapped_with(
     token_merging, tmp_path, checkout, monkeypatch
 ):
-    both = ["--teacher", str(frugalvit.checkpoint_path("cifar10-vit")), "--teacher_cache", str(tmp_path / "cache")]
-    both += [*DATA, "--crop_scale", "0.8", "1.0", "--view_epochs", "1"]
-    student = ["--num_latent_tokens", "4", "--warmup_epochs", "0", "--no_compare"]
-    bootstrap.main([*both, *student, "--output_dir", str(tmp_path / "student")])
+    both = ["--teacher", str(frugalvit.checkpoint_path("cifar10-vit")), "--teacher-cache", str(tmp_path / "cache")]
+    both += [*DATA, "--crop-scale", "0.8", "1.0", "--view-epochs", "1"]
+    student = ["--num-latent-tokens", "4", "--warmup-epochs", "0", "--no-compare"]
+    bootstrap.main([*both, *student, "--output", str(tmp_path / "student")])
     AcceleratorState._reset_state(True)
     asked, embed = [], Anatomy.embed
     monkeypatch.setattr(Anatomy, "embed", lambda anatomy, images: asked.append(images) or embed(anatomy, images))
-    peer = ["--tome", str(checkout), "--loss", "cosine", "--output_dir", str(tmp_path / "peer")]
+    peer = ["--tome", str(checkout), "--loss", "cosine", "--output", str(tmp_path / "peer")]
     token_merging.main([*both, *peer])
     # By the check of the copy.
     assert len(asked) == 1
@@ -172,14 +172,14 @@ def test_recipe_takes_the_embeddings_that_a_student_was_bootstrapped_with(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tome", "x", "--teacher_cache", "x"], "--teacher_cache is x, expected none but with --loss cosine"),
+        (["--tome", "x", "--teacher-cache", "x"], "--teacher-cache is x, expected none but with --loss cosine"),
         (["--tome", "x", "--diffrate", "y"], "--tome is x, expected a checkout, or one by --diffrate"),
-        (["--diffrate", "y"], "--rates is None, expected a folder, or --search_macs instead"),
+        (["--diffrate", "y"], "--rates is None, expected a folder, or --search-macs instead"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, message, token_merging, capsys):
     with pytest.raises(SystemExit):
-        token_merging.main([*arguments, "--output_dir", "z"])
+        token_merging.main([*arguments, "--output", "z"])
     assert message in capsys.readouterr().err.replace("'", "")
 
 

@@ -48,7 +48,7 @@ def predict(elastic, images, *arguments, capsys) -> list[dict]:
 
 def evaluate(elastic, tmp_path, *arguments) -> dict:
     results = tmp_path / "results.json"
-    model = ["--model", str(elastic), "--split", SPLIT, "--device", "cpu", "--json", str(results)]
+    model = ["--model", str(elastic), "--split", SPLIT, "--device", "cpu", "--output", str(results)]
     assert main(["evaluate", "classification", *model, *arguments]) == 0
     return json.loads(results.read_text())
 

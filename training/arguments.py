@@ -18,6 +18,7 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
+from .command_line import OneSpelling, spelled
 from .data import NO_EVALUATION, SUBSET
 
 
@@ -45,7 +46,7 @@ def argument(default=dataclasses.MISSING, help: str = "", **metadata):
 def check(value, fits: bool, name: str, expected: str):
     """Raise a ValueError that names the argument, what was given and what was expected."""
     if not fits:
-        raise ValueError(f"--{name} is {value!r}, expected {expected}.")
+        raise ValueError(f"{spelled(f'--{name}')} is {value!r}, expected {expected}.")
 
 
 def check_at_least(arguments, low, *names: str):
@@ -73,13 +74,13 @@ class ImageArguments:
     eval_dataset: list[str] | None = argument(None, "Data set to evaluate on, if not another split of --dataset.")
     eval_split: str | None = argument(
         None,
-        f'Split to evaluate on, or "{NO_EVALUATION}". Default: "test", else "validation"; else all of --eval_dataset, '
+        f'Split to evaluate on, or "{NO_EVALUATION}". Default: "test", else "validation"; else all of --eval-dataset, '
         "or, without one, a tenth of the training images, at most 5,000, which is held back.",
     )
     image_column: str | None = argument(None, "Name of the image column, where types do not tell.")
     class_names: list[str] | None = argument(None, "Names of the labels 0, 1, …, where the data set has none.")
     steps_per_epoch: int | None = argument(None, "Optimizer steps of an epoch. Default: all images once.")
-    streaming: bool = argument(False, "Read training images as training goes; needs --steps_per_epoch.")
+    streaming: bool = argument(False, "Read training images as training goes; needs --steps-per-epoch.")
     shuffle_buffer: int = argument(1000, "Images among which a stream is shuffled, besides its files.")
     skip_corrupt: bool = argument(False, "Replace images that cannot be read by the next one and count them.")
     num_workers: int = argument(
@@ -171,7 +172,7 @@ def schedules() -> list[str]:
     return found
 
 
-class ArgumentParser(transformers.HfArgumentParser):
+class ArgumentParser(OneSpelling, transformers.HfArgumentParser):
     """`HfArgumentParser` whose errors are one line."""
 
     def error(self, message: str):
@@ -266,7 +267,7 @@ def reason(error: BaseException) -> str | None:
     message = str(error)
     # What a DataLoader raises where one of its processes is gone.
     if isinstance(error, RuntimeError) and message.startswith("DataLoader worker (pid"):
-        message = f"A process that decodes images died: {message} Did memory run out? Then lower --num_workers."
+        message = f"A process that decodes images died: {message} Did memory run out? Then lower --num-workers."
     elif not isinstance(error, (ValueError, OSError, StrictDataclassError, SafetensorError)):
         return None
     if message.startswith("Caught "):

@@ -250,7 +250,7 @@ class SmallDataView(View):
         self.crop_size = (crop_size, crop_size) if crop_size else self.size
         if padding >= min(self.crop_size):
             raise ValueError(
-                f"--crop_padding is {padding}, expected less than the images' {min(self.crop_size)} pixels."
+                f"--crop-padding is {padding}, expected less than the images' {min(self.crop_size)} pixels."
             )
         self.flip, self.padding, self.padding_mode = flip, padding, padding_mode
         self.part = v2.RandomResizedCrop(self.size, scale, ratio) if crop == "resized" else None

@@ -1,6 +1,6 @@
 """Bootstrap a SparseFormer from a vision transformer, without labels.
 
-    accelerate launch -m frugalvit.training.bootstrap --teacher TEACHER --dataset IMAGES --output_dir OUT
+    accelerate launch -m frugalvit.training.bootstrap --teacher TEACHER --dataset IMAGES --output OUT
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2: the student inherits
 the teacher's blocks without the leading third, learns to focus from random weights, tunes the next third, keeps the
@@ -183,7 +183,7 @@ class StudentArguments:
             counts = self.elastic_token_counts = sorted({*self.elastic_token_counts})
             check(counts, len(counts) > 1 and counts[0] > 0, "elastic_token_counts", "two or more counts from 1")
             fits = self.num_latent_tokens in (None, counts[-1])
-            check(self.num_latent_tokens, fits, "num_latent_tokens", f"--elastic_token_counts' largest, {counts[-1]}")
+            check(self.num_latent_tokens, fits, "num_latent_tokens", f"--elastic-token-counts' largest, {counts[-1]}")
             self.num_latent_tokens = counts[-1]
         for name in ("truncate", "tune"):
             if (value := getattr(self, name)) is not None:
@@ -203,7 +203,7 @@ class AlignmentArguments:
     token_loss_weight: float | None = by_recipe(
         "token_loss_weight",
         "Weight of an added distance of each token from the teacher's where it looks.",
-        ", 0 with --teacher_cache",
+        ", 0 with --teacher-cache",
     )
     window_loss_weight: float | None = by_recipe(
         "window_loss_weight",
@@ -219,7 +219,7 @@ class AlignmentArguments:
         "Half of the images are put on a canvas, whose sides are up to so many times theirs: objects become smaller.",
     )
     view_epochs: int | None = argument(
-        None, "Epochs after which the views of an image come again, and with them what --teacher_cache knows."
+        None, "Epochs after which the views of an image come again, and with them what --teacher-cache knows."
     )
     teacher_cache: str | None = argument(
         None, "Folder for the teacher's embeddings: what another run, or an earlier epoch, left there is used again."
@@ -229,7 +229,7 @@ class AlignmentArguments:
         if self.view_epochs is not None:
             check_at_least(self, 1, "view_epochs")
         if self.teacher_cache and self.token_loss_weight:
-            raise ValueError("--teacher_cache keeps embeddings, not the tokens that --token_loss_weight needs.")
+            raise ValueError("--teacher-cache keeps embeddings, not the tokens that --token-loss-weight needs.")
         check(self.temperature, self.temperature > 0, "temperature", "a positive number")
         check_share(self, "flip")
         check_at_least(self, 0, "label_loss_weight")
@@ -249,7 +249,7 @@ class ScheduleArguments:
 
     learning_rate: float | None = by_recipe("learning_rate", "Highest learning rate.", ", a quarter with --student")
     inherited_learning_rate: float | None = by_recipe(
-        "inherited_learning_rate", "That of inherited weights, relative to --learning_rate."
+        "inherited_learning_rate", "That of inherited weights, relative to --learning-rate."
     )
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, RoIs, token embeddings and [CLS].")
     optimizer: str = argument("adamw", "adamw, or muon, which needs fewer epochs.", choices=["adamw", "muon"])
@@ -322,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
     classify, classify_teacher = getattr(student, "classifier", None), anatomy.classifier
     if classify is None and (alignment.loss == "kl" or alignment.label_loss_weight):
         raise ValueError(
-            f"--loss kl and --label_loss_weight compare classes, and {pair.teacher} is no classifier; align its "
+            f"--loss kl and --label-loss-weight compare classes, and {pair.teacher} is no classifier; align its "
             "embedding (--loss cosine)."
         )
     train_images, eval_images, classes = match_classes(
@@ -509,7 +509,7 @@ def check_teacher(
             ) from error
     if alignment.token_loss_weight and sharing == DistributedType.FSDP:
         raise ValueError(
-            "--token_loss_weight needs hidden states, which FSDP's classes do not record; give --token_loss_weight 0, "
+            "--token-loss-weight needs hidden states, which FSDP's classes do not record; give --token-loss-weight 0, "
             "or leave FSDP out."
         )
 
@@ -614,7 +614,7 @@ def freeze(student: SparseFormerPreTrainedModel, pair: StudentArguments, num_blo
     if pair.tune_all or (inherits_patches and pair.tune is None):
         count = len(layers)
     if count > len(layers):
-        raise ValueError(f"--tune asks for {count} blocks, the student has {len(layers)}; --tune_all tunes them all.")
+        raise ValueError(f"--tune asks for {count} blocks, the student has {len(layers)}; --tune-all tunes them all.")
     layers[count:].requires_grad_(False)
     if inherits_patches:
         # Cells stay where they are in the window. All but the glance begins as the teacher's.
@@ -726,7 +726,7 @@ def compare(
     if slow := slower_than_teacher(rows):
         print(
             f"Warning: the student is not faster than its teacher, {' and '.join(slow)}. Fewer tokens "
-            "(--num_latent_tokens), fewer blocks (--truncate) or a smaller focusing stage (--config_overrides) help."
+            "(--num-latent-tokens), fewer blocks (--truncate) or a smaller focusing stage (--config-overrides) help."
         )
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     write_json(folder / "results.json", results | {"comparison": rows})

@@ -1,6 +1,6 @@
 """Train a small CLIP from labeled images: an image's captions are sentences about its class.
 
-    accelerate launch -m frugalvit.training.contrastive --output_dir OUT --vision hidden_size=192,… --text …
+    accelerate launch -m frugalvit.training.contrastive --output OUT --vision hidden_size=192,… --text …
 
 Images and sentences of one class are each other's positives (Yang et al. 2022, UniCL): of two images of a class in a
 batch, neither is a wrong match of the other's sentence. Several processes compare images with their own share of the
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     train_images, eval_images = load_splits(data, learns_labels=True)
     names = class_names(train_images)
     if eval_images is not None and class_names(eval_images) is None:
-        raise ValueError("The evaluation images have no labels; choose others with --eval_dataset or --eval_split.")
+        raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
     # `(classes, sentences)` texts and their tokens `(classes, sentences, length)`.
     texts = [[sentence.format(name) for sentence in clip.sentences] for name in names]
     tokenizer = word_tokenizer([text for row in texts for text in row])

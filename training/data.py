@@ -35,7 +35,7 @@ from .loading import split_revision
 SUBSET = "cifar10-subset"
 # Splits that are there to evaluate on, the first choice first.
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
-# What `--eval_split` says for training without evaluation.
+# What `--eval-split` says for training without evaluation.
 NO_EVALUATION = "none"
 # Names of folders that hold a part of the images, as `datasets` has them; a year or number may follow.
 PART_FOLDERS = {
@@ -165,7 +165,7 @@ def load_splits(
     if learns_labels:
         if names is None:
             raise ValueError(
-                f"{' '.join(data.dataset)} has no labels to train with. Name their column by --label_column."
+                f"{' '.join(data.dataset)} has no labels to train with. Name their column by --label-column."
             )
         if labeled:
             check_labels(train, data.train_split)
@@ -184,7 +184,7 @@ def load_splits(
     if names and names != eval_names:
         raise ValueError(
             f"The training images have the classes {_short(names)}, the evaluation images {_short(eval_names)}; "
-            "expected the same. Name them with --class_names if the data sets do not."
+            "expected the same. Name them with --class-names if the data sets do not."
         )
     lacking = np.setdiff1d(label_numbers(evaluation), label_numbers(train)) if labeled else ()
     if len(lacking):
@@ -194,7 +194,7 @@ def load_splits(
         )
         if learns_labels:
             raise ValueError(
-                f"{message} Are the images sorted by class, so that a slice has only some? Without --eval_split, a "
+                f"{message} Are the images sorted by class, so that a slice has only some? Without --eval-split, a "
                 "part of each class is held back where there is no split for evaluation."
             )
         PartialState().print(message)
@@ -232,8 +232,8 @@ def match_classes(train, evaluation, id2label: Mapping[int, str] | None, learns_
 def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
     """The images to train on, and those to evaluate on or `None`, which are never streamed.
 
-    Without `--eval_split`, the latter are the first of `EVALUATION_SPLITS` that is there, if possible one with labels;
-    the images of an `--eval_dataset` without such a split; or else a part of the training images that is held back,
+    Without `--eval-split`, the latter are the first of `EVALUATION_SPLITS` that is there, if possible one with labels;
+    the images of an `--eval-dataset` without such a split; or else a part of the training images that is held back,
     see `hold_back`, which is printed.
 
     Args:
@@ -262,14 +262,14 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
     if data.streaming:
         raise ValueError(
             f"{' '.join(source)} has no split to evaluate on, and nothing can be held back from a stream. Give "
-            f"--eval_split (of {', '.join(splits)}), --eval_dataset, or go without: --eval_split {NO_EVALUATION}."
+            f"--eval-split (of {', '.join(splits)}), --eval-dataset, or go without: --eval-split {NO_EVALUATION}."
         )
     train, evaluation = hold_back(train)
     data.evaluated = f"{data.train_split} ({len(evaluation):,} images held back)"
     total = len(train) + len(evaluation)
     PartialState().print(
         f"{' '.join(source)} has no split to evaluate on: {len(evaluation):,} of {total:,} images of "
-        f"{data.train_split} are held back for that, the same in every run. To choose: --eval_split, --eval_dataset."
+        f"{data.train_split} are held back for that, the same in every run. To choose: --eval-split, --eval-dataset."
     )
     return train, evaluation
 
@@ -289,8 +289,8 @@ def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Data
         order = order[by_class[sizes[classes[by_class]] > 1]]
     if len(order) < 2:
         raise ValueError(
-            f"{len(images)} images are too few to hold some back to evaluate on. Give --eval_dataset, or go without "
-            f"evaluation: --eval_split {NO_EVALUATION}."
+            f"{len(images)} images are too few to hold some back to evaluate on. Give --eval-dataset, or go without "
+            f"evaluation: --eval-split {NO_EVALUATION}."
         )
     count = min(max(int(HELD_BACK_SHARE * len(order)), 1), MOST_HELD_BACK)
     # In even steps through the classes, one after the other.
@@ -582,13 +582,13 @@ def _holds(feature, *types: str) -> bool:
 def _find_column(features, given: str | None, fits, what: str, dataset) -> str | None:
     if given is not None:
         if given not in features:
-            raise ValueError(f"{dataset!r} has no column {given!r} (--{what}_column); it has {', '.join(features)}.")
+            raise ValueError(f"{dataset!r} has no column {given!r} (--{what}-column); it has {', '.join(features)}.")
         return given
     found = [name for name, feature in features.items() if fits(feature)]
     if len(found) > 1 or (what == "image" and not found):
         raise ValueError(
             f"{dataset!r} has {len(found) or 'no'} {what} columns among {', '.join(features)}; expected one. "
-            f"Name it with --{what}_column."
+            f"Name it with --{what}-column."
         )
     return found[0] if found else None
 
@@ -600,10 +600,10 @@ def _name_labels(loaded, names: list[str] | None, default_names: list[str] | Non
         if not streams and (highest := label_numbers(loaded).max(initial=-1)) >= len(feature.names):
             raise ValueError(f"The labels go up to {highest}, and {len(feature.names)} classes have names.")
         return loaded
-    given, names = "--class_names" if names else "classes of the training images", names or default_names
+    given, names = "--class-names" if names else "classes of the training images", names or default_names
     if streams:
         if names is None:
-            raise ValueError("The stream's labels have no names; give them with --class_names.")
+            raise ValueError("The stream's labels have no names; give them with --class-names.")
     elif _holds(feature, "string"):
         found = sorted(filter(None, loaded.unique("label")))
         names = names or found
@@ -614,7 +614,7 @@ def _name_labels(loaded, names: list[str] | None, default_names: list[str] | Non
         if not names and highest >= MOST_CLASSES:
             raise ValueError(
                 f"The labels go up to {highest}, expected class numbers from 0 to less than {MOST_CLASSES:,}; name "
-                "another column with --label_column."
+                "another column with --label-column."
             )
         names = names or [str(label) for label in range(highest + 1)]
         if highest >= len(names):
@@ -648,7 +648,7 @@ def decode_image(image: dict, index: int) -> Image.Image:
         path = f", {image['path']}" if image and image.get("path") else ""
         raise CorruptImageError(
             f"Image {index} of the data set cannot be read ({_first_line(error)}{path}). "
-            "Repair or remove it, or go on without such images: --skip_corrupt."
+            "Repair or remove it, or go on without such images: --skip-corrupt."
         ) from error
 
 
@@ -974,23 +974,23 @@ class TrainingLoader:
         parts = accelerator.num_processes * accelerator.gradient_accumulation_steps * (2 if pairs else 1)
         if batch_size % parts:
             raise ValueError(
-                f"--batch_size {batch_size} cannot be shared evenly; expected a multiple of {parts} (processes times "
+                f"--batch-size {batch_size} cannot be shared evenly; expected a multiple of {parts} (processes times "
                 f"accumulation steps{', twice that as images mix in pairs' if pairs else ''})."
             )
         streams = isinstance(images, datasets.IterableDataset)
         if streams and repeated_augmentation > 1:
-            raise ValueError("--repeated_augmentation is for images that are not streamed.")
+            raise ValueError("--repeated-augmentation is for images that are not streamed.")
         if streams and view_epochs is not None:
-            raise ValueError("--view_epochs is for images that are not streamed.")
+            raise ValueError("--view-epochs is for images that are not streamed.")
         if streams and steps_per_epoch is None:
-            raise ValueError("A stream has no length; say how long an epoch is with --steps_per_epoch.")
+            raise ValueError("A stream has no length; say how long an epoch is with --steps-per-epoch.")
         if not streams:
             available = len(images) // batch_size
             steps_per_epoch = steps_per_epoch or available
             if not 0 < steps_per_epoch <= available:
                 raise ValueError(
-                    f"{len(images)} training images make {available} batches of --batch_size {batch_size}, and an "
-                    f"epoch takes {max(steps_per_epoch, 1)}. Lower --batch_size or --steps_per_epoch."
+                    f"{len(images)} training images make {available} batches of --batch-size {batch_size}, and an "
+                    f"epoch takes {max(steps_per_epoch, 1)}. Lower --batch-size or --steps-per-epoch."
                 )
         self.batch_size, self.steps_per_epoch, self.skipped = batch_size, steps_per_epoch * repeats, 0
         self.repeats, self.parts_of_step = repeats, accelerator.gradient_accumulation_steps
@@ -1073,7 +1073,7 @@ def evaluation_loader(
 ) -> DeviceLoader:
     """All images once, in order, shared among processes; use `accelerator.gather_for_metrics` on what is computed."""
     if not len(images):
-        raise ValueError("There are no images to evaluate on; check --eval_dataset and --eval_split.")
+        raise ValueError("There are no images to evaluate on; check --eval-dataset and --eval-split.")
     processes = accelerator.num_processes
     loader = DataLoader(
         ViewDataset(images, view, skip_corrupt=skip_corrupt, classes=classes),

@@ -1,10 +1,10 @@
 """Train a ViT together with an agent CNN, from which it learns its biases (Zhang et al., Bootstrapping ViTs).
 
-    accelerate launch -m frugalvit.training.joint --output_dir OUT --variant joint-small
+    accelerate launch -m frugalvit.training.joint --output OUT --variant joint-small
 
 The defaults are the reference implementation's for CIFAR-10, its start (`--initialization reference`) and places of
 dropout among them. Not as there: hints fade with every step, not with every epoch; images are padded by reflection
-unless `--padding_mode constant` is given, and biases and norms do not decay. The agent's BatchNorm knows the images of
+unless `--padding-mode constant` is given, and biases and norms do not decay. The agent's BatchNorm knows the images of
 its own process alone, so that several processes do not have the losses of one to the digit.
 """
 
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     train_images, eval_images = load_splits(data, learns_labels=True)
     names = class_names(train_images)
     if eval_images is not None and class_names(eval_images) is None:
-        raise ValueError("The evaluation images have no labels; choose others with --eval_dataset or --eval_split.")
+        raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
 
     model = build_twins(arguments, names)
     if run.compile:

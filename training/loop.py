@@ -150,18 +150,18 @@ def automatic_precision(run: RunArguments) -> str:
 def check_output_folder(folder: Path, run: RunArguments, arguments: list):
     """Refuse a folder that is not free, unless the same run can go on there or is to be overwritten."""
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output_dir {folder} is a file; expected a folder, or a name that is free.")
+        raise ValueError(f"--output {folder} is a file; expected a folder, or a name that is free.")
     if not folder.is_dir() or not any(path.name != LOCK for path in folder.iterdir()):
         return
     run.found = read_run(folder)
     if run.found is None:
         raise ValueError(
-            f"--output_dir {folder} is not empty and holds no run to go on with or to overwrite; give another folder."
+            f"--output {folder} is not empty and holds no run to go on with or to overwrite; give another folder."
         )
     checkpoints = folder / "checkpoints"
     if checkpoints.is_symlink() or (checkpoints.exists() and not checkpoints.is_dir()):
         raise ValueError(
-            f"{checkpoints} is no folder of the run in --output_dir {folder} but leads elsewhere; give another one."
+            f"{checkpoints} is no folder of the run in --output {folder} but leads elsewhere; give another one."
         )
     if run.overwrite:
         return
@@ -175,7 +175,7 @@ def check_output_folder(folder: Path, run: RunArguments, arguments: list):
     changed = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
     if changed:
         raise ValueError(
-            f"--output_dir {folder} holds another run ("
+            f"--output {folder} holds another run ("
             + ", ".join(f"{name} is {there.get(name)!r} there, {here.get(name)!r} here" for name in changed[:3])
             + "). Give another folder, the same arguments to go on, or --overwrite to start anew."
         )
@@ -252,7 +252,7 @@ def learning_rate_factors(
     base = model.base_model
     if base is model and head_multiplier != 1:
         raise ValueError(
-            f"--head_multiplier is {head_multiplier}, but a {type(model).__name__} does not say what its head is; "
+            f"--head-multiplier is {head_multiplier}, but a {type(model).__name__} does not say what its head is; "
             "expected 1."
         )
     # timm's blocks are a sequence.
@@ -540,7 +540,7 @@ def claim(folder: Path, run: RunArguments):
     """
     found = read_run(folder)
     if found != run.found:
-        raise ValueError(f"Another process has begun a run in --output_dir {folder}; give another folder.")
+        raise ValueError(f"Another process has begun a run in --output {folder}; give another folder.")
     if run.overwrite:
         if (folder / "checkpoints").exists():
             shutil.rmtree(folder / "checkpoints")
@@ -551,7 +551,7 @@ def claim(folder: Path, run: RunArguments):
             counted = [name for name in changed if isinstance(here[name], int)]
             counts = "".join(f", {there[name]:,} {name} then and {here[name]:,} now" for name in counted)
             raise ValueError(
-                f"The images are not those that the run in --output_dir {folder} began with (other "
+                f"The images are not those that the run in --output {folder} began with (other "
                 f"{' and '.join(changed)}{counts}). Restore them, give another folder, or --overwrite to start anew."
             )
     shutil.rmtree(folder / BEST_ASIDE, ignore_errors=True)
@@ -589,7 +589,7 @@ def _fit(
     # Sharpness-aware minimization computes the gradient once more, where the first one has led.
     steps_twice = type(optimizer.optimizer).__name__ == "SAM"
     if steps_twice and (run.gradient_accumulation_steps > 1 or run.mixed_precision == "fp16"):
-        raise ValueError("--optimizer sam needs --gradient_accumulation_steps 1 and --mixed_precision no or bf16.")
+        raise ValueError("--optimizer sam needs --gradient-accumulation-steps 1 and --mixed-precision no or bf16.")
 
     def log(record: dict):
         state.log.append(record)
@@ -746,6 +746,6 @@ def check_finite(what: str, value: float, step: int, checkpoints: Checkpoints):
         return
     kept = checkpoints.all()
     raise ValueError(
-        f"The {what} is {value} at step {step}, the first such, so training stopped. Lower --learning_rate or warm "
+        f"The {what} is {value} at step {step}, the first such, so training stopped. Lower --learning-rate or warm "
         f"up longer. {f'The checkpoint {kept[-1]} is kept.' if kept else 'There is no checkpoint yet.'}"
     )

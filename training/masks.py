@@ -89,7 +89,7 @@ def load_masked_images(
     if image_column is None or mask_column is None:
         raise ValueError(
             f"{dataset!r} has the columns of images {', '.join(found) or '(none)'}; expected one of images and one of "
-            "masks. Name them with --image_column and --mask_column."
+            "masks. Name them with --image-column and --mask-column."
         )
     # First of all, as renaming the columns of a stream reads it.
     for column in (image_column, mask_column):
@@ -178,7 +178,7 @@ class MaskReader:
         except Exception as error:
             raise CorruptImageError(
                 f"The mask of image {index} of the data set cannot be read ({type(error).__name__}: {error}). Repair "
-                "or remove it, or go on without such images: --skip_corrupt."
+                "or remove it, or go on without such images: --skip-corrupt."
             ) from error
         values = values.astype(np.uint8) if values.dtype == bool else values
         if values.ndim != 2 or not np.issubdtype(values.dtype, np.integer):
@@ -195,8 +195,8 @@ class MaskReader:
         if len(wrong):
             raise MaskError(
                 f"The mask of image {index} has the labels {wrong[:5].tolist()}, the classes are 0 to "
-                f"{self.num_labels - 1}. Name all classes with --class_names, those that do not count with "
-                "--ignored_labels, or shift them with --reduce_labels if 0 does not count."
+                f"{self.num_labels - 1}. Name all classes with --class-names, those that do not count with "
+                "--ignored-labels, or shift them with --reduce-labels if 0 does not count."
             )
         return torch.from_numpy(values)
 

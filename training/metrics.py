@@ -163,7 +163,7 @@ def evaluate_segmenter(accelerator: Accelerator, model: torch.nn.Module, loader,
         scores.add_batch(predictions=predictions.cpu().numpy(), references=labels.cpu().numpy())
     model.train(was_training)
     if not scores.confusion.any():
-        raise ValueError("No pixel of the evaluation masks counts; check --ignored_labels and --reduce_labels.")
+        raise ValueError("No pixel of the evaluation masks counts; check --ignored-labels and --reduce-labels.")
     return {name: value for name, value in scores.compute().items() if name != "iou"}
 
 

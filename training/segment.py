@@ -1,8 +1,8 @@
 """Fine-tune a model for semantic segmentation: SparseFormers, and all of Transformers that have a class for it.
 
-    accelerate launch -m frugalvit.training.segment --model BOOTSTRAPPED --num_latent_tokens 256 --image_size 512 \\
-        --dataset ADE20K --train_split training --eval_split validation --reduce_labels --num_labels 150 \\
-        --output_dir OUT
+    accelerate launch -m frugalvit.training.segment --model BOOTSTRAPPED --num-latent-tokens 256 --image-size 512 \\
+        --dataset ADE20K --train-split training --eval-split validation --reduce-labels --num-labels 150 \\
+        --output OUT
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, follow the recipe of
 ViT-Adapter (Chen et al. 2023) with 80,000 iterations and more images a step. The defaults are what that has for both
@@ -63,7 +63,7 @@ class SegmenterArguments:
 
     def __post_init__(self):
         if (self.model is None) == (self.model_type is None):
-            raise ValueError("expected either --model, to go on from, or --model_type, to train from scratch")
+            raise ValueError("expected either --model, to go on from, or --model-type, to train from scratch")
         check_at_least(self, 0, "drop_path")
         size = self.image_size
         check(size, len(size) in (1, 2) and min(size) >= 4, "image_size", "one number or two, at least 4")
@@ -82,14 +82,14 @@ class MaskedImageArguments(ImageArguments):
         help="datasets hub id, parquet files or folder of them, or a folder with images/ and annotations/."
     )
     mask_column: str | None = argument(None, "Name of the column of masks, where there are several.")
-    num_labels: int | None = argument(None, "How many classes there are, where --class_names does not name them.")
+    num_labels: int | None = argument(None, "How many classes there are, where --class-names does not name them.")
     ignored_labels: list[int] = argument([], "Numbers in the masks that do not count, besides 255.")
     reduce_labels: bool = argument(False, "0 in the masks does not count, 1 is the first class (ADE20K).")
 
     def __post_init__(self):
         super().__post_init__()
         if self.class_names and self.num_labels not in (None, len(self.class_names)):
-            raise ValueError(f"--num_labels is {self.num_labels}, --class_names has {len(self.class_names)}")
+            raise ValueError(f"--num-labels is {self.num_labels}, --class-names has {len(self.class_names)}")
         if self.num_labels is not None:
             check(self.num_labels, 2 <= self.num_labels <= IGNORED, "num_labels", f"2 to {IGNORED}")
         for label in self.ignored_labels:
@@ -116,7 +116,7 @@ class SegmentOptimizerArguments(OptimizerArguments):
 
     learning_rate: float = argument(2e-5, "Highest learning rate, that of the last block.")
     weight_decay: float = argument(0.01, "Weight decay; none on biases, norms, positions and [CLS].")
-    warmup_epochs: float = argument(0.0, "Epochs of linear warm-up, instead of --warmup_steps.")
+    warmup_epochs: float = argument(0.0, "Epochs of linear warm-up, instead of --warmup-steps.")
     warmup_steps: int = argument(1500, "Steps of linear warm-up from 0.")
     lr_scheduler: str = argument("linear", "Schedule after the warm-up, a name of transformers.get_scheduler.")
     head_multiplier: float = argument(10.0, "The head's learning rate, in those of the last block.")
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     optimization.warmup_epochs = optimization.warmup_epochs or optimization.warmup_steps / loader.steps_per_epoch
     if optimization.warmup_epochs >= run.epochs:
         raise ValueError(
-            f"--warmup_steps {optimization.warmup_steps} is all of the training of "
+            f"--warmup-steps {optimization.warmup_steps} is all of the training of "
             f"{run.epochs * loader.steps_per_epoch} steps; warm up for fewer, or train for more --epochs."
         )
     optimizer, scheduler = optimizer_with_schedule(
@@ -235,14 +235,14 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
         if not labels and not any("Segmentation" in name for name in config.architectures or ()):
             raise ValueError(
                 f"{arguments.model} is no segmentation model that would know the classes; say how many there are with "
-                "--num_labels, or name them with --class_names."
+                "--num-labels, or name them with --class-names."
             )
         set_drop_path(config, arguments.drop_path)
         sparse = config.model_type == "sparseformer"
         if sparse:
             config.image_size, config.resize_size = [height, width], None
         elif arguments.num_latent_tokens:
-            raise ValueError(f"--num_latent_tokens is for SparseFormers, {arguments.model} is a {config.model_type}.")
+            raise ValueError(f"--num-latent-tokens is for SparseFormers, {arguments.model} is a {config.model_type}.")
         model_class = SparseFormerForSemanticSegmentation if sparse else AutoModelForSemanticSegmentation
         with one_error(arguments.model, KIND):
             model, info = model_class.from_pretrained(
@@ -263,7 +263,7 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
         preprocessing["do_normalize"] = bool(preprocessing["do_normalize"])
     else:
         if not labels:
-            raise ValueError(f"A new {arguments.model_type} needs its classes: --class_names or --num_labels.")
+            raise ValueError(f"A new {arguments.model_type} needs its classes: --class-names or --num-labels.")
         overrides = parse_overrides(arguments.model_type, arguments.config_overrides)
         check_numbers(overrides)
         with one_error(arguments.model_type, "an architecture to train from scratch"):

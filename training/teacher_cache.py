@@ -54,7 +54,7 @@ class TeacherCache:
         windows: bool = False,
     ):
         if isinstance(images, datasets.IterableDataset):
-            raise ValueError("--teacher_cache knows images by their numbers, and a stream has none.")
+            raise ValueError("--teacher-cache knows images by their numbers, and a stream has none.")
         self.folder, self.accelerator, self.shape = Path(folder), accelerator, (len(images), width)
         # Student and teacher see the same part of an image; the student's pixels are its own affair.
         pixels = view.formats.get("teacher_pixel_values", view.formats["pixel_values"])
@@ -75,13 +75,13 @@ class TeacherCache:
             if not file.is_file():
                 # Another run that starts now may be writing a file, whose name begins with a dot.
                 if self.folder.is_file() or any(self.folder.glob("[!.]*")):
-                    raise ValueError(f"--teacher_cache {folder} holds something else; give another folder.")
+                    raise ValueError(f"--teacher-cache {folder} holds something else; give another folder.")
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_json(file, about)
         there = json.loads(file.read_text(encoding="utf-8"))
         if different := [name for name in {**about, **there} if about.get(name) != there.get(name)]:
             raise ValueError(
-                f"--teacher_cache {folder} holds embeddings for other {', '.join(different)}; give another folder."
+                f"--teacher-cache {folder} holds embeddings for other {', '.join(different)}; give another folder."
             )
 
     def open(self, epoch: int):

@@ -36,7 +36,7 @@ class TokenAlignment:
         if self.depths - 1 > len(teacher.blocks):
             raise ValueError(
                 f"The student has {self.depths - 1} blocks and the teacher {len(teacher.blocks)}; their tokens cannot "
-                "be aligned. Leave --token_loss_weight at 0."
+                "be aligned. Leave --token-loss-weight at 0."
             )
 
     def __call__(self, outputs, teacher_tokens: list[torch.Tensor]) -> torch.Tensor:

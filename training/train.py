@@ -1,6 +1,6 @@
 """Train an image classifier from scratch or go on from a checkpoint: the standard recipe for little data.
 
-    accelerate launch -m frugalvit.training.train --output_dir OUT --model_type vit --config_overrides patch_size=4,…
+    accelerate launch -m frugalvit.training.train --output OUT --model-type vit --config-overrides patch_size=4,…
 
 RandAugment, mixup, label smoothing, AdamW, warm-up and cosine, on any image classifier of Transformers or of this
 package.
@@ -88,7 +88,7 @@ class ModelArguments:
     model_type: str | None = argument(
         None,
         "Architecture to train from scratch, a model_type of Transformers or frugalvit. Default: vit; without "
-        "--config_overrides a ViT-T for images of the size that the data set's first ones have.",
+        "--config-overrides a ViT-T for images of the size that the data set's first ones have.",
     )
     config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
     initialization: str = argument(
@@ -196,12 +196,12 @@ def main(argv: list[str] | None = None) -> int:
     train_images, eval_images = load_splits(data, learns_labels=True)
     names = class_names(train_images)
     if eval_images is not None and class_names(eval_images) is None:
-        raise ValueError("The evaluation images have no labels; choose others with --eval_dataset or --eval_split.")
+        raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
 
     if not (arguments.model or arguments.model_type or arguments.config_overrides):
         pixels = arguments.image_size or typical_pixels(train_images)
         variant = choose_variant(arguments, pixels)
-        chosen = f"--model_type {arguments.model_type} --config_overrides {arguments.config_overrides}"
+        chosen = f"--model-type {arguments.model_type} --config-overrides {arguments.config_overrides}"
         accelerator.print(f"No model is named; images of {pixels} pixels have {variant}: {chosen}")
     model, processor = build_model(arguments, recipe, names)
     if run.compile:
@@ -347,8 +347,8 @@ def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[
         )
         if arguments.model and report.changes_outputs:
             logger.warning(
-                f"--context_broadcast {arguments.context_broadcast} changes what {arguments.model} computes, so that "
-                "fine-tuning begins below it; --context_broadcast_blend begins where it was."
+                f"--context-broadcast {arguments.context_broadcast} changes what {arguments.model} computes, so that "
+                "fine-tuning begins below it; --context-broadcast-blend begins where it was."
             )
     return model, processor
 
@@ -389,7 +389,7 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
             # Architectures of timm differ in what they can be made with.
             raise ValueError(
                 f"--model {arguments.model}: timm does not make a {config.architecture} with {config.model_args} "
-                f"({' '.join(str(error).split())}). Leave out --drop_path and --train_image_size if they are in there."
+                f"({' '.join(str(error).split())}). Leave out --drop-path and --train-image-size if they are in there."
             ) from error
         check_loading(model, info, arguments.model)
         processor = load_image_processor(arguments.model, arguments.trust_remote_code, KIND)
@@ -431,7 +431,7 @@ def prepare_timm_config(config):
 
 def finish_timm_model(model, processor, arguments: ModelArguments):
     """Give a timm model that was loaded for other classes what else it needs: a pooling, and the positions for images
-    of `--image_size`. Returns its image processor.
+    of `--image-size`. Returns its image processor.
 
     Raises:
         ValueError: if it cannot have that.
@@ -469,11 +469,11 @@ def set_image_size(processor, pixels: int):
 
 
 def initialize(model, name: str, text: str):
-    """Initialize a fresh model or its attention, with what `--initialization_options` says."""
+    """Initialize a fresh model or its attention, with what `--initialization-options` says."""
     accepted = inspect.signature(INITIALIZATIONS[name]).parameters.keys() if name in INITIALIZATIONS else set()
     options = read_values("initialization_options", text)
     if unknown := sorted(options.keys() - accepted | options.keys() & {"model", "generator"}):
-        raise ValueError(f"--initialization_options: --initialization {name} has no {unknown[0]!r}.")
+        raise ValueError(f"--initialization-options: --initialization {name} has no {unknown[0]!r}.")
     if name == REFERENCE:
         reference_init_(model)
     else:
@@ -484,7 +484,7 @@ def image_size(config, arguments: ModelArguments) -> tuple[int, int]:
     """Height and width of the images that a configuration wants."""
     size = getattr(config, "image_size", None) or arguments.image_size
     if size is None:
-        raise ValueError(f"{config.model_type} models take images of any size; say which with --image_size.")
+        raise ValueError(f"{config.model_type} models take images of any size; say which with --image-size.")
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
@@ -493,7 +493,7 @@ def set_drop_path(config, rate: float):
     if rate and config.model_type == TIMM:
         config.model_args["drop_path_rate"] = rate
     elif rate and not hasattr(config, "drop_path_rate"):
-        raise ValueError(f"--drop_path is {rate}, but {config.model_type} models have none; expected 0.")
+        raise ValueError(f"--drop-path is {rate}, but {config.model_type} models have none; expected 0.")
     elif rate:
         config.drop_path_rate = rate
 
@@ -518,7 +518,7 @@ def check_loading(model, info: dict, name: str):
 
 
 def format_in_training(model, image_format: ImageFormat, pixels: int | None) -> tuple[ImageFormat, dict]:
-    """The images of `--train_image_size`, and what the model's forward pass takes besides for them.
+    """The images of `--train-image-size`, and what the model's forward pass takes besides for them.
 
     Raises:
         ValueError: if the model takes no images of that size.
@@ -535,14 +535,14 @@ def format_in_training(model, image_format: ImageFormat, pixels: int | None) -> 
     # Models fail in more ways than can be listed.
     except Exception as error:
         raise ValueError(
-            f"--train_image_size {pixels}: a {type(model).__name__} does not take images of that size "
+            f"--train-image-size {pixels}: a {type(model).__name__} does not take images of that size "
             f"({' '.join(str(error).split())[:200]})."
         ) from error
     return replace(image_format, size=size), options
 
 
 def parse_overrides(model_type: str, text: str) -> dict:
-    """What `--config_overrides` says, as a dict.
+    """What `--config-overrides` says, as a dict.
 
     Raises:
         ValueError: if the configuration has no such field.
@@ -550,7 +550,7 @@ def parse_overrides(model_type: str, text: str) -> dict:
     defaults, overrides = AutoConfig.for_model(model_type), read_values("config_overrides", text)
     for name in overrides:
         if not hasattr(defaults, name):
-            raise ValueError(f"--config_overrides: {model_type} configurations have no {name!r}.")
+            raise ValueError(f"--config-overrides: {model_type} configurations have no {name!r}.")
     return overrides
 
 
@@ -559,9 +559,9 @@ def check_numbers(overrides: dict):
     for name, value in overrides.items():
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not abs(number) <= LARGEST_SIZE:
-                raise ValueError(f"--config_overrides: {name} is {value}, expected numbers up to {LARGEST_SIZE:,}.")
+                raise ValueError(f"--config-overrides: {name} is {value}, expected numbers up to {LARGEST_SIZE:,}.")
             if re.search("layers$|^depths?$", name) and isinstance(number, int) and number > MOST_LAYERS:
-                raise ValueError(f"--config_overrides: {name} is {value}, expected {MOST_LAYERS:,} at most.")
+                raise ValueError(f"--config-overrides: {name} is {value}, expected {MOST_LAYERS:,} at most.")
 
 
 def read_values(argument_name: str, text: str) -> dict:
@@ -598,7 +598,7 @@ def load_teacher(
     teacher_format = ImageFormat.from_processor(processor)
     if teacher.config.num_labels != num_labels:
         raise ValueError(
-            f"--distill_from {recipe.distill_from} has {teacher.config.num_labels} classes, the data set {num_labels}."
+            f"--distill-from {recipe.distill_from} has {teacher.config.num_labels} classes, the data set {num_labels}."
         )
 
     def loss(logits: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:

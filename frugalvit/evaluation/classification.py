@@ -41,7 +41,6 @@ def add_parser(tasks) -> None:
     add_image_arguments(parser)
     parser.add_argument(
         "--class-names",
-        "--class_names",
         nargs="+",
         metavar="NAME",
         help="names of the labels 0, 1, …, as the model has them, or its numbers, where the data set has others",

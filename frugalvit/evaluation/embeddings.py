@@ -194,10 +194,9 @@ def add_feature_arguments(parser: argparse.ArgumentParser):
 
 def add_training_images_arguments(parser: argparse.ArgumentParser):
     """What `read_labeled_parts` reads besides `add_image_arguments`."""
-    parser.add_argument("--train-split", "--train_split", default="train", help="to learn from (default: %(default)s)")
+    parser.add_argument("--train-split", default="train", help="to learn from (default: %(default)s)")
     parser.add_argument(
         "--eval-dataset",
-        "--eval_dataset",
         nargs="+",
         help="to judge by, where it is not a split of --dataset (default: --dataset)",
     )

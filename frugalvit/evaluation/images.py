@@ -43,30 +43,29 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
         default=[SUBSET],
         help=f"datasets hub id, image folder, parquet files or folder of them, or {SUBSET} (default)",
     )
-    parser.add_argument("--dataset-config", "--dataset_config", help="configuration of a hub data set with several")
+    parser.add_argument("--dataset-config", help="configuration of a hub data set with several")
     parser.add_argument("--split", help="default: test, else validation, else all, train")
-    parser.add_argument("--image-column", "--image_column", help="where types do not tell")
-    parser.add_argument("--label-column", "--label_column", help="where types do not tell")
+    parser.add_argument("--image-column", help="where types do not tell")
+    parser.add_argument("--label-column", help="where types do not tell")
 
 
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of how to go through the images."""
-    parser.add_argument("--skip-corrupt", "--skip_corrupt", action="store_true", help="leave out unreadable images")
+    parser.add_argument("--skip-corrupt", action="store_true", help="leave out unreadable images")
     add_worker_argument(parser)
 
 
 def add_worker_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-workers", "--num_workers", type=int, default=0, help="processes that decode images")
+    parser.add_argument("--num-workers", type=int, default=0, help="processes that decode images")
 
 
 def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) -> None:
     """Arguments of every task: how, where, and what to write."""
-    parser.add_argument("--batch-size", "--batch_size", type=positive, default=batch_size, help="default: %(default)s")
-    parser.add_argument("--json", metavar="OUT", help="also write the results to this file")
+    parser.add_argument("--batch-size", type=positive, default=batch_size, help="default: %(default)s")
+    parser.add_argument("--output", metavar="FILE", help="write the results into this .json, too")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument(
-        "--trust-remote-code", "--trust_remote_code", action="store_true", help="run code that comes with the model"
-    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
 def read_images(arguments: argparse.Namespace, default_names: list[str] | None = None) -> tuple[datasets.Dataset, str]:

@@ -33,9 +33,9 @@ def add_parser(tasks) -> None:
         help="Karpathy's .json of COCO or Flickr30k, or parquet files with a column of images and one of captions, a "
         "list of texts",
     )
-    parser.add_argument("--image-folder", "--image_folder", type=Path, help="where the images of a .json lie")
+    parser.add_argument("--image-folder", type=Path, help="where the images of a .json lie")
     parser.add_argument("--split", default="test", help="of a .json (default: test)")
-    parser.add_argument("--caption-column", "--caption_column", default="captions", help="default: captions")
+    parser.add_argument("--caption-column", default="captions", help="default: captions")
     parser.add_argument("--limit", type=positive, help="take only the first images")
     add_worker_argument(parser)
     add_loop_arguments(parser)
@@ -69,7 +69,7 @@ def read_karpathy(path: str, folder: Path | None, split: str) -> tuple[datasets.
         ValueError: if the file is none, or an image is not there.
     """
     if folder is None or not folder.is_dir():
-        raise ValueError(f"--image_folder is {folder}, expected the folder with the images that {path} names.")
+        raise ValueError(f"--image-folder is {folder}, expected the folder with the images that {path} names.")
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))["images"]
         entries = [entry for entry in entries if entry["split"] == split]
@@ -100,7 +100,7 @@ def read_parquet(paths: list[str], column: str) -> tuple[datasets.Dataset, list[
     table = load_table(paths, "train")
     if column not in table.column_names:
         raise ValueError(
-            f"{' '.join(paths)} has no column {column!r} (--caption_column); it has {', '.join(table.column_names)}."
+            f"{' '.join(paths)} has no column {column!r} (--caption-column); it has {', '.join(table.column_names)}."
         )
     captions = table.select_columns(column)[column]
     lists = [each if isinstance(each, list) else [] if each is None else [each] for each in captions]

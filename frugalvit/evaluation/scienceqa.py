@@ -41,7 +41,7 @@ def add_parser(tasks) -> None:
     parser.add_argument(
         "--prompt", default=PROMPT, help="with {image} and {question} (default: that of LLaVA 1.5: %(default)r)"
     )
-    parser.add_argument("--max-new-tokens", "--max_new_tokens", type=positive, default=8, help="default: 8")
+    parser.add_argument("--max-new-tokens", type=positive, default=8, help="default: 8")
     parser.add_argument("--limit", type=positive, help="take only the first questions")
     add_loop_arguments(parser, batch_size=8)
     parser.set_defaults(evaluate=run)

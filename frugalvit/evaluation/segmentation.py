@@ -34,16 +34,13 @@ def add_parser(tasks) -> None:
         required=True,
         help="datasets hub id, parquet files or folder of them, or a folder with images/ and annotations/",
     )
-    parser.add_argument("--dataset-config", "--dataset_config", help="configuration of a hub data set with several")
+    parser.add_argument("--dataset-config", help="configuration of a hub data set with several")
     parser.add_argument("--split", help="default: test, else validation, else all, train")
-    parser.add_argument("--image-column", "--image_column", help="where names and types do not tell")
-    parser.add_argument("--mask-column", "--mask_column", help="where there are several")
-    parser.add_argument(
-        "--ignored-labels", "--ignored_labels", type=int, nargs="+", default=[], help="that do not count, besides 255"
-    )
+    parser.add_argument("--image-column", help="where names and types do not tell")
+    parser.add_argument("--mask-column", help="where there are several")
+    parser.add_argument("--ignored-labels", type=int, nargs="+", default=[], help="that do not count, besides 255")
     parser.add_argument(
         "--reduce-labels",
-        "--reduce_labels",
         action="store_true",
         help="0 does not count, 1 is first (default: as the model's image processor says)",
     )
@@ -51,9 +48,7 @@ def add_parser(tasks) -> None:
         "--window", type=positive, nargs="+", help="pixels of a window, one number or height and width, that slides"
     )
     parser.add_argument("--stride", type=positive, help="of the window (default: two thirds of its shorter side)")
-    parser.add_argument(
-        "--shorter-side", "--shorter_side", type=positive, help="of images under the window (default: the window's)"
-    )
+    parser.add_argument("--shorter-side", type=positive, help="of images under the window (default: the window's)")
     parser.add_argument("--flip", action="store_true", help="average with what the mirrored image gives")
     parser.add_argument("--limit", type=positive, help="take only the first images")
     parser.add_argument(
@@ -63,7 +58,7 @@ def add_parser(tasks) -> None:
         "or .svg",
     )
     parser.add_argument("--drawn", type=positive, nargs="+", default=[1, 2, 3], help="which, from 1 (default: 1 2 3)")
-    parser.add_argument("--skip-corrupt", "--skip_corrupt", action="store_true", help="leave out unreadable images")
+    parser.add_argument("--skip-corrupt", action="store_true", help="leave out unreadable images")
     add_loop_arguments(parser, batch_size=16)
     parser.set_defaults(evaluate=run)
 

@@ -41,7 +41,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vision-model",
-        "--vision_model",
         metavar="FOLDER",
         help="SparseFormer to take the place of its image side, as `frugalvit bootstrap` wrote it",
     )

@@ -44,7 +44,7 @@ def check_what_is_left(folder: Path):
 def train(folder: Path, kills: int, arguments: list[str], chance: random.Random) -> int:
     whole, killed, finished = folder / "whole", folder / "killed", 0
     start = time.monotonic()
-    assert run([*arguments, "--output_dir", str(whole)]) == 0
+    assert run([*arguments, "--output", str(whole)]) == 0
     seconds = time.monotonic() - start
     while kills or not finished:
         delay = chance.uniform(0, seconds) if kills else 1e6
@@ -54,7 +54,7 @@ def train(folder: Path, kills: int, arguments: list[str], chance: random.Random)
             timer.daemon = True
             timer.start()
 
-        ended = run([*arguments, "--output_dir", str(killed)], after_a_while)
+        ended = run([*arguments, "--output", str(killed)], after_a_while)
         assert ended in (0, -9), ended
         if ended:
             kills -= 1

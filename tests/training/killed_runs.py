@@ -76,7 +76,7 @@ def run(arguments: list[str], prepare=None) -> int:
 
 if __name__ == "__main__":
     folder, *arguments = sys.argv[1:]
-    ends = [run([*arguments, "--output_dir", f"{folder}/whole"])]
+    ends = [run([*arguments, "--output", f"{folder}/whole"])]
     for prepare in (killed_in_best_model, killed_in_mid_epoch, killed_in_checkpoint, None):
-        ends.append(run([*arguments, "--output_dir", f"{folder}/killed"], prepare))
+        ends.append(run([*arguments, "--output", f"{folder}/killed"], prepare))
     print(*ends, file=open(f"{folder}/ends", "w"))  # noqa: SIM115

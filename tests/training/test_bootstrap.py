@@ -33,9 +33,9 @@ SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_i
 def run(teacher, output_dir, *arguments, images=128, epochs=2):
     bootstrap.main(
         [
-            *("--teacher", str(teacher), "--output_dir", str(output_dir)),
-            *("--train_split", f"train[:{images}]", "--eval_split", "test[:64]"),
-            *("--recipe", "paper", "--batch_size", "32", "--config_overrides", SMALL, "--no_compare"),
+            *("--teacher", str(teacher), "--output", str(output_dir)),
+            *("--train-split", f"train[:{images}]", "--eval-split", "test[:64]"),
+            *("--recipe", "paper", "--batch-size", "32", "--config-overrides", SMALL, "--no-compare"),
             *(("--epochs", str(epochs)) if epochs else ()),
             *arguments,
         ]
@@ -49,7 +49,7 @@ def weights(folder):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_aligns_student_and_teacher_and_saves_a_complete_repository(optimizer, teacher, class_names, tmp_path):
-    options = ("--learning_rate", "3e-3", "--optimizer", optimizer)
+    options = ("--learning-rate", "3e-3", "--optimizer", optimizer)
     results = run(teacher, tmp_path / "out", *options, images=512, epochs=4)
     first, last = results["epochs"][0], results["epochs"][-1]
     assert last["alignment"] > first["alignment"] + 0.05
@@ -68,7 +68,7 @@ def test_aligns_student_and_teacher_and_saves_a_complete_repository(optimizer, t
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_tunes_the_middle_and_freezes_the_end(optimizer, teacher, tmp_path):
-    run(teacher, tmp_path / "out", "--learning_rate", "1e-2", "--optimizer", optimizer)
+    run(teacher, tmp_path / "out", "--learning-rate", "1e-2", "--optimizer", optimizer)
     before, after = weights(teacher), weights(tmp_path / "out")
 
     def changed(ours, theirs):
@@ -83,7 +83,7 @@ def test_tunes_the_middle_and_freezes_the_end(optimizer, teacher, tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_inherited_weights_rest_during_warm_up(optimizer, teacher, tmp_path):
-    options = ("--warmup_epochs", "1", "--learning_rate", "1e-2", "--optimizer", optimizer)
+    options = ("--warmup-epochs", "1", "--learning-rate", "1e-2", "--optimizer", optimizer)
     run(teacher, tmp_path / "out", *options, epochs=1)
     before, after = weights(teacher), weights(tmp_path / "out")
     name = "mlp.fc1.weight"
@@ -93,7 +93,7 @@ def test_inherited_weights_rest_during_warm_up(optimizer, teacher, tmp_path):
 
 def test_aligns_tokens_on_request(teacher, tmp_path):
     plain, aligned = (
-        run(teacher, tmp_path / weight, "--learning_rate", "3e-3", "--token_loss_weight", weight, epochs=3)["epochs"]
+        run(teacher, tmp_path / weight, "--learning-rate", "3e-3", "--token-loss-weight", weight, epochs=3)["epochs"]
         for weight in ("0", "2")
     )
     # LayerNorm-ed tokens that have nothing to do with each other are at a distance of 2.
@@ -109,7 +109,7 @@ def test_repeated_steps_ask_the_teacher_once(teacher, tmp_path, monkeypatch):
         return embed(anatomy, pixel_values)
 
     monkeypatch.setattr(Anatomy, "embed", count)
-    options = ("--token_loss_weight", "1", "--eval_batch_size", "64", "--learning_rate", "3e-3")
+    options = ("--token-loss-weight", "1", "--eval-batch-size", "64", "--learning-rate", "3e-3")
     once = run(teacher, tmp_path / "once", *options)
     assert asked.count(32) == 2 * 4
     asked.clear()
@@ -149,15 +149,15 @@ def test_schedule_is_a_warm_up_and_half_a_cosine():
     ("arguments", "trained_layers"),
     [
         (("--tune", "0"), []),
-        (("--tune_all",), [0, 1]),
+        (("--tune-all",), [0, 1]),
         (("--truncate", "0", "--tune", "2"), [0, 1]),
-        (("--no_inherit_blocks",), [0, 1]),
+        (("--no-inherit-blocks",), [0, 1]),
     ],
     ids=["all frozen", "all tunable", "without truncation", "without inherited blocks"],
 )
 def test_the_ablations_choose_what_is_trained(teacher, arguments, trained_layers):
     pair, *_ = bootstrap.parse_arguments(
-        "test", "", [bootstrap.StudentArguments], ["--teacher", str(teacher), "--config_overrides", SMALL, *arguments]
+        "test", "", [bootstrap.StudentArguments], ["--teacher", str(teacher), "--config-overrides", SMALL, *arguments]
     )
     model = AutoModelForImageClassification.from_pretrained(teacher)
     teacher_format = bootstrap.ImageFormat.from_processor(AutoImageProcessor.from_pretrained(teacher))
@@ -171,7 +171,7 @@ def test_the_ablations_choose_what_is_trained(teacher, arguments, trained_layers
     ]
     assert trained == trained_layers
     assert not student.classifier.weight.requires_grad
-    assert student.sparseformer.layernorm.weight.requires_grad == ("--no_inherit_blocks" in arguments)
+    assert student.sparseformer.layernorm.weight.requires_grad == ("--no-inherit-blocks" in arguments)
 
 
 def test_distills_with_labels_at_another_size(teacher, tmp_path):
@@ -179,7 +179,7 @@ def test_distills_with_labels_at_another_size(teacher, tmp_path):
     results = run(
         teacher,
         tmp_path / "out",
-        *("--loss", "kl", "--temperature", "5", "--label_loss_weight", "0.5", "--image_size", "48"),
+        *("--loss", "kl", "--temperature", "5", "--label-loss-weight", "0.5", "--image-size", "48"),
         epochs=1,
     )
     assert results["epochs"][0]["train_loss"] > 0
@@ -201,7 +201,7 @@ def test_continues_with_more_tokens_at_the_lower_rate(teacher, tmp_path):
     results = run(
         teacher,
         tmp_path / "second",
-        *("--student", str(tmp_path / "first"), "--num_latent_tokens", "9"),
+        *("--student", str(tmp_path / "first"), "--num-latent-tokens", "9"),
         epochs=None,
     )
     assert results["arguments"]["learning_rate"] == 5e-5
@@ -242,7 +242,7 @@ def test_bootstraps_from_a_timm_model_that_pools_its_tokens(class_names, tmp_pat
     [
         (("--student", "{teacher}"), "no SparseFormer"),
         (("--tune", "7"), "7 blocks"),
-        (("--config_overrides", "stem_chanels=8"), "no 'stem_chanels'"),
+        (("--config-overrides", "stem_chanels=8"), "no 'stem_chanels'"),
         (("--truncate", "3"), "`truncate`"),
     ],
 )
@@ -258,10 +258,10 @@ def test_bad_input_is_one_clear_error(teacher, tmp_path, arguments, message):
     [
         (("--truncate", "1.5"), "--truncate is 1.5"),
         (("--temperature", "0"), "--temperature is 0.0"),
-        (("--crop_scale", "1", "0.5"), "--crop_scale"),
+        (("--crop-scale", "1", "0.5"), "--crop-scale"),
         (("--epochs", "0"), "--epochs is 0"),
-        (("--elastic_token_counts", "4", "4"), "--elastic_token_counts is [4], expected two or more counts"),
-        (("--elastic_token_counts", "4", "9", "--num_latent_tokens", "5"), "--num_latent_tokens is 5, expected --ela"),
+        (("--elastic-token-counts", "4", "4"), "--elastic-token-counts is [4], expected two or more counts"),
+        (("--elastic-token-counts", "4", "9", "--num-latent-tokens", "5"), "--num-latent-tokens is 5, expected --ela"),
         (("--loss", "mse"), "invalid choice"),
     ],
 )
@@ -308,7 +308,7 @@ def save_open_clip(folder):
 def test_bootstraps_the_image_side_of_a_clip_from_images_alone(save, tmp_path):
     torch.manual_seed(0)
     name, student_class = save(tmp_path / "teacher")
-    results = run(name, tmp_path / "out", "--learning_rate", "3e-3", images=512, epochs=3)
+    results = run(name, tmp_path / "out", "--learning-rate", "3e-3", images=512, epochs=3)
     first, last = results["epochs"][0], results["epochs"][-1]
     assert last["alignment"] > first["alignment"]
     assert "accuracy" not in last
@@ -328,11 +328,11 @@ def test_bootstraps_the_image_side_of_a_clip_from_images_alone(save, tmp_path):
         assert student.config.resample == 3
         assert "base_model:" not in card
     # More tokens, from where it stands.
-    options = ("--student", str(tmp_path / "out"), "--num_latent_tokens", "5")
+    options = ("--student", str(tmp_path / "out"), "--num-latent-tokens", "5")
     bootstrap.main(
         [
-            *("--teacher", name, "--output_dir", str(tmp_path / "more"), *options, "--epochs", "1"),
-            *("--train_split", "train[:128]", "--eval_split", "test[:64]", "--batch_size", "32", "--no_compare"),
+            *("--teacher", name, "--output", str(tmp_path / "more"), *options, "--epochs", "1"),
+            *("--train-split", "train[:128]", "--eval-split", "test[:64]", "--batch-size", "32", "--no-compare"),
         ]
     )
     assert student_class.from_pretrained(tmp_path / "more").config.num_latent_tokens == 5
@@ -340,16 +340,14 @@ def test_bootstraps_the_image_side_of_a_clip_from_images_alone(save, tmp_path):
 
 def test_an_embedding_has_no_classes_to_compare(teacher, tmp_path):
     name, _ = save_clip(tmp_path / "clip")
-    for options in (("--loss", "kl"), ("--label_loss_weight", "1")):
+    for options in (("--loss", "kl"), ("--label-loss-weight", "1")):
         with pytest.raises(ValueError, match="compare classes, and .* is no classifier; align its embedding"):
             run(name, tmp_path / "out", *options)
         AcceleratorState._reset_state(True)
     with pytest.raises(ValueError, match="gives embeddings 32 wide and --teacher 24"):
         run(teacher, tmp_path / "student", epochs=1)
         AcceleratorState._reset_state(True)
-        bootstrap.main(
-            ["--teacher", name, "--student", str(tmp_path / "student"), "--output_dir", str(tmp_path / "out")]
-        )
+        bootstrap.main(["--teacher", name, "--student", str(tmp_path / "student"), "--output", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize(
@@ -367,7 +365,7 @@ def test_open_clip_models_that_cannot_be_loaded(name, message, tmp_path):
 
 def resolve(argv, size):
     groups = [bootstrap.StudentArguments, bootstrap.AlignmentArguments, bootstrap.ScheduleArguments]
-    argv = ["--teacher", "t", "--output_dir", "o", *argv]
+    argv = ["--teacher", "t", "--output", "o", *argv]
     arguments = bootstrap.parse_arguments("test", "", [*groups, bootstrap.BootstrapRunArguments], argv)
     bootstrap.apply_recipe(arguments, size)
     return {name: value for group in arguments for name, value in vars(group).items()}
@@ -383,12 +381,12 @@ def resolve(argv, size):
         (["--recipe", "paper"], (32, 32), {"recipe": "paper", "warmup_epochs": 1, "config_overrides": ""}),
         (["--recipe", "small"], (224, 224), {"recipe": "small", "warmup_epochs": 0.5}),
         (
-            ["--learning_rate", "1e-3", "--repeats", "1"],
+            ["--learning-rate", "1e-3", "--repeats", "1"],
             (32, 32),
             {"learning_rate": 1e-3, "repeats": 1, "truncate": 1},
         ),
-        (["--token_loss_weight", "0", "--batch_size", "8"], (32, 32), {"token_loss_weight": 0, "batch_size": 8}),
-        (["--teacher_cache", "c"], (32, 32), {"recipe": "small", "token_loss_weight": 0}),
+        (["--token-loss-weight", "0", "--batch-size", "8"], (32, 32), {"token_loss_weight": 0, "batch_size": 8}),
+        (["--teacher-cache", "c"], (32, 32), {"recipe": "small", "token_loss_weight": 0}),
         (["--student", "s"], (32, 32), {"recipe": "paper", "learning_rate": 5e-5, "epochs": 5, "warmup_epochs": 0}),
         (
             ["--student", "s", "--recipe", "small"],
@@ -405,14 +403,14 @@ def test_the_recipe_fits_the_images_and_what_is_given_goes_before(argv, size, ex
 def test_given_configuration_goes_before_the_recipes():
     given = "stem_channels=8,hidden_act=gelu,pooled_class_tokens=[0,1]"
     name, *recipes_own = bootstrap.RECIPES["small"]["config_overrides"].split(",")
-    overrides = resolve(["--config_overrides", given], (32, 32))["config_overrides"]
+    overrides = resolve(["--config-overrides", given], (32, 32))["config_overrides"]
     assert name == "stem_channels=48"
     values = bootstrap.read_values("config_overrides", overrides)
     assert values.pop("stem_channels") == 8 and values.pop("hidden_act") == "gelu"
     assert values.pop("pooled_class_tokens") == [0, 1]
     assert [f"{name}={value}" for name, value in values.items()] == recipes_own
     # What is recorded gives the same when it is read again.
-    assert resolve(["--config_overrides", overrides], (32, 32))["config_overrides"] == overrides
+    assert resolve(["--config-overrides", overrides], (32, 32))["config_overrides"] == overrides
 
 
 def test_says_what_it_does_and_ends_with_both_side_by_side(teacher, tmp_path, capsys, monkeypatch):
@@ -452,7 +450,7 @@ def test_says_what_it_does_and_ends_with_both_side_by_side(teacher, tmp_path, ca
 def test_a_comparison_of_what_has_no_classes_and_of_other_pixels(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(comparison, "LIMIT", 0.1)
     name, _ = save_clip(tmp_path / "clip")
-    results = run(name, tmp_path / "out", "--compare", "true", "--image_size", "48", images=64, epochs=1)
+    results = run(name, tmp_path / "out", "--compare", "true", "--image-size", "48", images=64, epochs=1)
     teacher, student = results["comparison"]
     assert teacher["alignment"] is None and student["alignment"] == results["best"]["alignment"]
     clip = CLIPModel.from_pretrained(tmp_path / "clip")
@@ -466,16 +464,16 @@ def test_a_teacher_whose_image_processor_makes_other_images_is_refused(tmp_path)
     SiglipVisionModel(SiglipVisionConfig(image_size=32, patch_size=8, **sizes)).save_pretrained(tmp_path / "teacher")
     SiglipImageProcessor(size={"height": 48, "width": 48}).save_pretrained(tmp_path / "teacher")
     with pytest.raises(ValueError, match="does not take what its image processor makes, images of 48 x 48"):
-        bootstrap.main(["--teacher", str(tmp_path / "teacher"), "--output_dir", str(tmp_path / "out")])
+        bootstrap.main(["--teacher", str(tmp_path / "teacher"), "--output", str(tmp_path / "out")])
     AcceleratorState._reset_state(True)
 
 
 def test_a_compiled_teacher_says_the_same(teacher, tmp_path):
     """Also to those who watch its blocks."""
-    options = ("--token_loss_weight", "1", "--max_grad_norm", "0")
+    options = ("--token-loss-weight", "1", "--max-grad-norm", "0")
     expected = run(teacher, tmp_path / "plain", *options, epochs=1)["epochs"][0]
     counters.clear()
-    compiled = run(teacher, tmp_path / "compiled", *options, "--compile_teacher", epochs=1)["epochs"][0]
+    compiled = run(teacher, tmp_path / "compiled", *options, "--compile-teacher", epochs=1)["epochs"][0]
     for name in ("train_loss", "alignment", "teacher_accuracy"):
         assert compiled[name] == pytest.approx(expected[name], rel=1e-4)
     assert counters["stats"]["unique_graphs"] > 0
@@ -484,9 +482,9 @@ def test_a_compiled_teacher_says_the_same(teacher, tmp_path):
 def inherited(teacher, output_dir, *arguments, epochs=2):
     bootstrap.main(
         [
-            *("--teacher", str(teacher), "--output_dir", str(output_dir), "--focusing", "inherited"),
-            *("--train_split", "train[:128]", "--eval_split", "test[:64]", "--batch_size", "32", "--no_compare"),
-            *("--num_latent_tokens", "16", "--epochs", str(epochs), "--config_overrides", "num_glance_layers=1"),
+            *("--teacher", str(teacher), "--output", str(output_dir), "--focusing", "inherited"),
+            *("--train-split", "train[:128]", "--eval-split", "test[:64]", "--batch-size", "32", "--no-compare"),
+            *("--num-latent-tokens", "16", "--epochs", str(epochs), "--config-overrides", "num_glance_layers=1"),
             *arguments,
         ]
     )
@@ -508,7 +506,7 @@ def test_an_inherited_start_trains_all_but_cells_and_classifier(teacher, tmp_pat
 
 
 def test_cells_that_stay_need_no_glance(teacher, tmp_path):
-    inherited(teacher, tmp_path / "out", "--config_overrides", "patch_size=8", epochs=1)
+    inherited(teacher, tmp_path / "out", "--config-overrides", "patch_size=8", epochs=1)
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert student.sparseformer.glance is None and student.config.patch_size == (8, 8)
     assert student.config.num_pyramid_levels == 1
@@ -516,7 +514,7 @@ def test_cells_that_stay_need_no_glance(teacher, tmp_path):
 
 def test_the_glance_learns_where_the_teacher_attends(teacher, tmp_path):
     losses = [
-        inherited(teacher, tmp_path / weight, "--glance", "4", "--window_loss_weight", weight, epochs=3)["epochs"]
+        inherited(teacher, tmp_path / weight, "--glance", "4", "--window-loss-weight", weight, epochs=3)["epochs"]
         for weight in ("0", "20")
     ]
     without, with_windows = ([epoch["train_loss"] for epoch in epochs] for epochs in losses)
@@ -524,19 +522,19 @@ def test_the_glance_learns_where_the_teacher_attends(teacher, tmp_path):
 
 
 def test_windows_are_cached_beside_embeddings(teacher, tmp_path):
-    glance, cache = ("--glance", "4"), ("--teacher_cache", str(tmp_path / "cache"), "--glance", "4")
+    glance, cache = ("--glance", "4"), ("--teacher-cache", str(tmp_path / "cache"), "--glance", "4")
     without, first = inherited(teacher, tmp_path / "without", *glance), inherited(teacher, tmp_path / "first", *cache)
     second = inherited(teacher, tmp_path / "second", *cache)
     assert first["epochs"][-1]["train_loss"] == second["epochs"][-1]["train_loss"]
     assert first["epochs"][-1]["train_loss"] == pytest.approx(without["epochs"][-1]["train_loss"], rel=1e-5)
     with pytest.raises(ValueError, match="other windows"):
-        inherited(teacher, tmp_path / "other", *cache, "--window_loss_weight", "0")
+        inherited(teacher, tmp_path / "other", *cache, "--window-loss-weight", "0")
     AcceleratorState._reset_state(True)
 
 
 def elastic(teacher, output_dir, *arguments, **options):
-    counts = ("--elastic_token_counts", "16", "4", "9", "6", "12")
-    return inherited(teacher, output_dir, *counts, "--learning_rate", "5e-3", *arguments, **options)
+    counts = ("--elastic-token-counts", "16", "4", "9", "6", "12")
+    return inherited(teacher, output_dir, *counts, "--learning-rate", "5e-3", *arguments, **options)
 
 
 def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
@@ -553,7 +551,7 @@ def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
     assert student.config.elastic_token_counts == counts
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "with 5, 7, 10, 13, 17 tokens" in card and "| num_tokens |" in card and "\n| 12 |" in card
-    other = inherited(teacher, tmp_path / "alone", "--learning_rate", "5e-3", epochs=6)["epochs"][-1]
+    other = inherited(teacher, tmp_path / "alone", "--learning-rate", "5e-3", epochs=6)["epochs"][-1]
     # What trains for one count alone is worse at others.
     alone = AutoModelForImageClassification.from_pretrained(tmp_path / "alone")
     images = torch.randn(8, 3, 32, 32)
@@ -566,7 +564,7 @@ def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
 
 def test_an_existing_student_learns_other_counts(teacher, tmp_path):
     inherited(teacher, tmp_path / "one", epochs=1)
-    arguments = ("--student", str(tmp_path / "one"), "--elastic_token_counts", "4", "16")
+    arguments = ("--student", str(tmp_path / "one"), "--elastic-token-counts", "4", "16")
     results = inherited(teacher, tmp_path / "more", *arguments, epochs=1)
     assert {"alignment_4", "alignment_16"} <= results["best"].keys()
     # Whose counts are kept by what goes on from it.
@@ -608,9 +606,9 @@ def test_the_inherited_rate_is_there_from_the_first_step(teacher):
             "inherited",
             "--glance",
             "4",
-            "--learning_rate",
+            "--learning-rate",
             "1.0",
-            "--warmup_epochs",
+            "--warmup-epochs",
             "1",
         ],
     )
@@ -630,5 +628,5 @@ def test_the_inherited_rate_is_there_from_the_first_step(teacher):
 
 def test_a_glance_belongs_to_an_inherited_start(teacher, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        bootstrap.main(["--teacher", str(teacher), "--output_dir", str(tmp_path / "out"), "--glance", "4"])
+        bootstrap.main(["--teacher", str(teacher), "--output", str(tmp_path / "out"), "--glance", "4"])
     assert "--glance is 4, expected 0 without --focusing inherited" in capsys.readouterr().err

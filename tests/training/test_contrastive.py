@@ -17,9 +17,9 @@ TINY = "num_hidden_layers=2,num_attention_heads=2,hidden_size=32,intermediate_si
 def run(output_dir, *arguments):
     contrastive.main(
         [
-            *("--output_dir", str(output_dir), "--train_split", "train[:512]", "--eval_split", "test[:128]"),
-            *("--vision", f"{TINY},image_size=32,patch_size=8", "--text", TINY, "--projection_dim", "16"),
-            *("--batch_size", "64", "--learning_rate", "3e-3", "--warmup_epochs", "0", *arguments),
+            *("--output", str(output_dir), "--train-split", "train[:512]", "--eval-split", "test[:128]"),
+            *("--vision", f"{TINY},image_size=32,patch_size=8", "--text", TINY, "--projection-dim", "16"),
+            *("--batch-size", "64", "--learning-rate", "3e-3", "--warmup-epochs", "0", *arguments),
         ]
     )
     return json.loads((output_dir / "results.json").read_text(encoding="utf-8"))
@@ -40,7 +40,7 @@ def test_trains_a_clip_that_evaluates_alike_everywhere(tmp_path):
     assert f"{results['best']['accuracy']:.2%}" in card.text
 
     (tmp_path / "sentences.txt").write_text("\n".join(contrastive.SENTENCES), encoding="utf-8")
-    arguments = ["--templates", str(tmp_path / "sentences.txt"), "--json", str(tmp_path / "out.json")]
+    arguments = ["--templates", str(tmp_path / "sentences.txt"), "--output", str(tmp_path / "out.json")]
     assert main(["evaluate", "zero-shot", "--model", str(tmp_path / "out"), "--limit", "128", *arguments]) == 0
     evaluated = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert evaluated["accuracy"] == results["best"]["accuracy"]

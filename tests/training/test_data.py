@@ -84,7 +84,7 @@ def test_parquet_that_datasets_did_not_write(write_parquet, tmp_path):
     assert class_names(images) == ["0", "1"] and images["label"][:3] == [0, 1, 0] and value(images, 3) == 3
     assert class_names(load_images(str(tmp_path / "plain.parquet"), class_names=["a", "b", "c"])) == ["a", "b", "c"]
     assert class_names(load_images(str(tmp_path / "plain.parquet"), label_column="size")) == list("012345")
-    with pytest.raises(ValueError, match="1 --class_names do not fit the labels, which go up to 1"):
+    with pytest.raises(ValueError, match="1 --class-names do not fit the labels, which go up to 1"):
         load_images(str(tmp_path / "plain.parquet"), class_names=["a"])
 
 
@@ -143,8 +143,8 @@ def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):
         (str(tmp_path / "broken.parquet"), {}, "Cannot load the split 'train' of .*: Parquet magic bytes not found"),
         ([parquet, SUBSET], {}, "expected one, or several parquet files"),
         (parquet, {"split": "test"}, "split 'test' of"),
-        (parquet, {"image_column": "picture"}, r"no column 'picture' \(--image_column\); it has image, label"),
-        (parquet, {"label_column": "class"}, r"no column 'class' \(--label_column\)"),
+        (parquet, {"image_column": "picture"}, r"no column 'picture' \(--image-column\); it has image, label"),
+        (parquet, {"label_column": "class"}, r"no column 'class' \(--label-column\)"),
         (str(tmp_path / "two.parquet"), {}, "has 2 image columns among left, right; expected one"),
         (parquet, {"image_column": "label"}, "column 'label' of .* holds ClassLabel.*, expected images"),
         (parquet, {"label_column": "image"}, "column 'image' of .* holds Image.*, expected class numbers"),
@@ -335,20 +335,20 @@ def test_shards_are_shared_out_if_evenly(write_parquet, tmp_path, capsys):
 
 def test_streams_need_a_length_and_names(write_parquet, tmp_path):
     images = load_images(write_parquet(), streaming=True)
-    with pytest.raises(ValueError, match="--steps_per_epoch"):
+    with pytest.raises(ValueError, match="--steps-per-epoch"):
         make_loader(images)
     pq.write_table(pq.read_table(write_parquet()).replace_schema_metadata(None), tmp_path / "plain.parquet")
-    with pytest.raises(ValueError, match="--class_names"):
+    with pytest.raises(ValueError, match="--class-names"):
         load_images(str(tmp_path / "plain.parquet"), streaming=True)
 
 
 def test_batches_that_cannot_be_are_refused(write_parquet):
     images = load_images(write_parquet())
     for options, message in (
-        ({"batch_size": 5, "accumulation": 2}, "--batch_size 5 cannot be shared evenly; expected a multiple of 2 "),
+        ({"batch_size": 5, "accumulation": 2}, "--batch-size 5 cannot be shared evenly; expected a multiple of 2 "),
         ({"batch_size": 6, "accumulation": 2, "mix": Mix(2, 0.2)}, "expected a multiple of 4 .*mix in pairs"),
-        ({"batch_size": 16}, "12 training images make 0 batches of --batch_size 16"),
-        ({"steps_per_epoch": 4}, "12 training images make 3 batches of --batch_size 4, and an epoch takes 4"),
+        ({"batch_size": 16}, "12 training images make 0 batches of --batch-size 16"),
+        ({"steps_per_epoch": 4}, "12 training images make 3 batches of --batch-size 4, and an epoch takes 4"),
     ):
         with pytest.raises(ValueError, match=message):
             make_loader(images, **options)
@@ -360,7 +360,7 @@ def test_a_corrupt_image_is_named(source, write_parquet, workers):
     images = load_images(write_parquet(count=12, corrupt=[7]), streaming=bool(options))
     loader = make_loader(images, num_workers=workers, **options)
     position = r"\d+" if options else "7"
-    message = rf"^Image {position} of the data set cannot be read \(.+\). Repair or remove it.*--skip_corrupt\.$"
+    message = rf"^Image {position} of the data set cannot be read \(.+\). Repair or remove it.*--skip-corrupt\.$"
     with pytest.raises(CorruptImageError, match=message):
         batches(loader, 0)
 

@@ -219,7 +219,7 @@ def test_the_same_share_of_each_class_is_held_back(write_parquet):
     many = datasets.Dataset.from_dict({"number": range(60_000)})
     assert [len(part) for part in hold_back(many)] == [55_000, 5_000]
     for few in (many.select([0]), images.select([0, 500, 999])):
-        with pytest.raises(ValueError, match="too few to hold some back .* --eval_split none"):
+        with pytest.raises(ValueError, match="too few to hold some back .* --eval-split none"):
             hold_back(few)
 
 
@@ -236,7 +236,7 @@ def test_evaluated_classes_are_trained(tmp_path, tiny_run, capsys):
     )
     assert (len(train), len(evaluation)) == (40, 10) and "none of 2 classes" in capsys.readouterr().out
     results = tiny_run(
-        *("--config_overrides", VIT),
+        *("--config-overrides", VIT),
         **{"dataset": tmp_path / "images", "train_split": None, "eval_split": None, "batch_size": 8, "epochs": 1},
     )
     assert results["best"]["step"] == 5
@@ -310,7 +310,7 @@ def test_masks_are_held_back_or_found(tmp_path):
 
 
 def test_nothing_is_held_back_from_a_stream(write_parquet):
-    with pytest.raises(ValueError, match=r"nothing can be held back from a stream. Give --eval_split \(of train\)"):
+    with pytest.raises(ValueError, match=r"nothing can be held back from a stream. Give --eval-split \(of train\)"):
         load_splits(DataArguments(dataset=[write_parquet()], streaming=True, steps_per_epoch=1))
 
 
@@ -319,11 +319,11 @@ def test_bootstraps_on_folders(layout, measured, teacher, tmp_path, capsys):
     """The README's command."""
     layout(tmp_path / "images")
     options = [
-        *("--teacher", str(teacher), "--dataset", str(tmp_path / "images"), "--output_dir", str(tmp_path / "out")),
-        *("--config_overrides", SMALL, "--batch_size", "6", "--epochs", "1", "--recipe", "paper", "--no_compare"),
+        *("--teacher", str(teacher), "--dataset", str(tmp_path / "images"), "--output", str(tmp_path / "out")),
+        *("--config-overrides", SMALL, "--batch-size", "6", "--epochs", "1", "--recipe", "paper", "--no-compare"),
     ]
     if layout is validation:
-        options += ["--class_names", *"0123456789"]
+        options += ["--class-names", *"0123456789"]
     bootstrap.main(options)
     best = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["best"]
     assert best["step"] == 3 and measured <= best.keys() and ("accuracy" in best) == ("accuracy" in measured)
@@ -338,17 +338,17 @@ def test_without_evaluation_the_last_epoch_is_kept(recipe, teacher, tmp_path, ti
     elif recipe == "bootstrap":
         bootstrap.main(
             [
-                *("--teacher", str(teacher), "--output_dir", str(out), "--config_overrides", SMALL),
-                *("--train_split", "train[:64]", "--eval_split", "none", "--batch_size", "16", "--epochs", "2"),
-                *("--recipe", "paper", "--no_compare"),
+                *("--teacher", str(teacher), "--output", str(out), "--config-overrides", SMALL),
+                *("--train-split", "train[:64]", "--eval-split", "none", "--batch-size", "16", "--epochs", "2"),
+                *("--recipe", "paper", "--no-compare"),
             ]
         )
     else:
         sizes = "hidden_size=36,num_hidden_layers=2,intermediate_size=48,patch_size=8"
         joint.main(
             [
-                *("--output_dir", str(out), "--vit", f"{sizes},image_size=32", "--agent", sizes),
-                *("--train_split", "train[:64]", "--eval_split", "none", "--batch_size", "16", "--epochs", "2"),
+                *("--output", str(out), "--vit", f"{sizes},image_size=32", "--agent", sizes),
+                *("--train-split", "train[:64]", "--eval-split", "none", "--batch-size", "16", "--epochs", "2"),
             ]
         )
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))

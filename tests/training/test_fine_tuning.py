@@ -106,12 +106,12 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tiny_run, tmp_path
     assert cli.main(["predict", "--model", str(out), "--top", "1", str(tmp_path / "image.png")]) == 0
     assert class_names[logits[0].argmax()] in capsys.readouterr().out
     data = ["--dataset", "cifar10-subset", "--split", "test[:50]"]
-    measured = ["--json", str(tmp_path / "measured.json")]
+    measured = ["--output", str(tmp_path / "measured.json")]
     assert cli.main(["evaluate", "classification", "--model", str(out), *data, *measured]) == 0
     assert json.loads((tmp_path / "measured.json").read_text(encoding="utf-8"))["accuracy"] == pytest.approx(right)
-    teacher = ["--teacher", str(out), "--train_split", "train[:16]", "--eval_split", "test[:8]", "--batch_size", "8"]
-    options = ["--epochs", "1", "--num_latent_tokens", "4", "--warmup_epochs", "0", "--no_compare"]
-    assert bootstrap.main([*teacher, *options, "--output_dir", str(tmp_path / "student")]) == 0
+    teacher = ["--teacher", str(out), "--train-split", "train[:16]", "--eval-split", "test[:8]", "--batch-size", "8"]
+    options = ["--epochs", "1", "--num-latent-tokens", "4", "--warmup-epochs", "0", "--no-compare"]
+    assert bootstrap.main([*teacher, *options, "--output", str(tmp_path / "student")]) == 0
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "student")
     assert student.config.id2label == model.config.id2label
 
@@ -148,7 +148,7 @@ def test_a_thousand_classes_become_ten(library, broadcast, request, tiny_run, tm
     """With Context Broadcasting, too, which is saved with the model; blended, it starts as the model was."""
     size = {"num_classes": 1000} if library == "timm" else {"num_labels": 1000}
     folder = request.getfixturevalue(f"{library}_vit")(**size)
-    arguments = ["--context_broadcast_blend"] if broadcast == "blend" else []
+    arguments = ["--context-broadcast-blend"] if broadcast == "blend" else []
     options = {"context_broadcast": "cb"} if broadcast else {}
     tiny_run(*arguments, model=folder, **options, **STILL)
     assert ("changes what" in caplog.text) is (broadcast == "cb")
@@ -317,11 +317,11 @@ def test_a_backbone_that_is_not_whole_is_refused(library, blocks, request, tiny_
     ("library", "saved", "options", "message"),
     [
         ("timm", {}, {"image_size": 30}, "Images of 30 pixels do not divide into patches of .8, 8."),
-        ("timm", {}, {"train_image_size": 20}, "--train_image_size 20: a TimmWrapper.* not take images of that size"),
-        ("transformers", {}, {"train_image_size": 4}, "--train_image_size 4: a ViTFor.* does not take images of that"),
+        ("timm", {}, {"train_image_size": 20}, "--train-image-size 20: a TimmWrapper.* not take images of that size"),
+        ("transformers", {}, {"train_image_size": 4}, "--train-image-size 4: a ViTFor.* does not take images of that"),
         ("timm", {"class_token": False, "global_pool": "", "num_classes": 0}, {}, "neither pools its tokens nor has"),
-        ("timm", {}, {"layer_decay": 0}, "--layer_decay is 0.0, expected a number above 0, up to 1"),
-        ("timm", {}, {"head_multiplier": -1}, "--head_multiplier is -1.0, expected 0 or more"),
+        ("timm", {}, {"layer_decay": 0}, "--layer-decay is 0.0, expected a number above 0, up to 1"),
+        ("timm", {}, {"head_multiplier": -1}, "--head-multiplier is -1.0, expected 0 or more"),
         ("transformers", {}, {"drop_path": 0.1}, "but vit models have none"),
     ],
 )

@@ -142,9 +142,9 @@ def test_an_initialization_of_other_models_is_refused():
     ("arguments", "hinted"),
     [
         ((), [True] * 4),
-        (("--without_hint_at", "0.25", "1"), [False, True, True, False]),
-        (("--without_hint_at", "0.3"), [True, False, True, True]),
-        (("--config_overrides", "hint_weight=0"), [False] * 4),
+        (("--without-hint-at", "0.25", "1"), [False, True, True, False]),
+        (("--without-hint-at", "0.3"), [True, False, True, True]),
+        (("--config-overrides", "hint_weight=0"), [False] * 4),
     ],
 )
 def test_hints_are_removed_by_depth(arguments, hinted, run, watched):
@@ -239,10 +239,10 @@ def test_sharpness_aware_steps_seek_flat_minima(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--without_hint_at", "0"), "--without_hint_at is 0.0, expected numbers above 0, to 1"),
+        (("--without-hint-at", "0"), "--without-hint-at is 0.0, expected numbers above 0, to 1"),
         (("--variant", "joint-tiny"), "invalid choice: 'joint-tiny'"),
-        (("--crop_size", "0"), "--crop_size is 0, expected 1 or more"),
-        (("--sam_rho", "-1"), "--sam_rho is -1.0, expected 0 or more"),
+        (("--crop-size", "0"), "--crop-size is 0, expected 1 or more"),
+        (("--sam-rho", "-1"), "--sam-rho is -1.0, expected 0 or more"),
     ],
 )
 def test_wrong_arguments(arguments, message, run, capsys):
@@ -254,7 +254,7 @@ def test_wrong_arguments(arguments, message, run, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "sam", "gradient_accumulation_steps": 2}, "needs --gradient_accumulation_steps 1"),
+        ({"optimizer": "sam", "gradient_accumulation_steps": 2}, "needs --gradient-accumulation-steps 1"),
         ({"agent": SIZES.replace("36", "40")}, "`hidden_size`=36, `agent_config` `hidden_size`=40"),
     ],
 )

@@ -46,10 +46,10 @@ def test_killed_runs_resume_bit_exactly(tmp_path):
     """SIGKILL in the middle of an epoch, of writing a checkpoint and of writing the best model."""
     vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
     arguments = [
-        *("--config_overrides", f"{vit},hidden_dropout_prob=0.1"),
-        *("--train_split", "train[:64]", "--eval_split", "test[:50]"),
-        *("--epochs", "3", "--batch_size", "16", "--warmup_epochs", "1"),
-        *("--logging_steps", "2", "--checkpointing_steps", "3"),
+        *("--config-overrides", f"{vit},hidden_dropout_prob=0.1"),
+        *("--train-split", "train[:64]", "--eval-split", "test[:50]"),
+        *("--epochs", "3", "--batch-size", "16", "--warmup-epochs", "1"),
+        *("--logging-steps", "2", "--checkpointing-steps", "3"),
     ]
     program = Path(__file__).with_name("killed_runs.py")
     subprocess.run(
@@ -82,8 +82,8 @@ def test_runs_killed_at_random_leave_nothing_broken(tmp_path):
     """SIGKILL at any moment of training and of publishing; FRUGALVIT_KILLS=50 kills more often."""
     vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
     arguments = [
-        *("--config_overrides", vit, "--train_split", "train[:64]", "--eval_split", "test[:50]"),
-        *("--epochs", "3", "--batch_size", "16", "--warmup_epochs", "1", "--checkpointing_steps", "1"),
+        *("--config-overrides", vit, "--train-split", "train[:64]", "--eval-split", "test[:50]"),
+        *("--epochs", "3", "--batch-size", "16", "--warmup-epochs", "1", "--checkpointing-steps", "1"),
     ]
     program, kills = Path(__file__).with_name("killed_at_random.py"), os.environ.get("FRUGALVIT_KILLS", "5")
     process = subprocess.run(
@@ -221,10 +221,10 @@ def test_other_images_are_not_gone_on_with(change, message, tiny_run, tmp_path):
 def test_evaluation_images_are_looked_at_first(tiny_run, tmp_path, write_parquet):
     images = write_parquet(size=32, corrupt=[7])
     options = {"dataset": write_parquet("train.parquet", size=32), "train_split": "train", "eval_split": "train"}
-    with pytest.raises(CorruptImageError, match="Image 7 of the data set cannot be read .* --skip_corrupt"):
+    with pytest.raises(CorruptImageError, match="Image 7 of the data set cannot be read .* --skip-corrupt"):
         tiny_run(**options, eval_dataset=images, batch_size=6)
     assert not (tmp_path / "out").exists()
-    assert tiny_run("--skip_corrupt", **options, eval_dataset=images, batch_size=6)["best"]
+    assert tiny_run("--skip-corrupt", **options, eval_dataset=images, batch_size=6)["best"]
 
 
 def test_what_fails_in_an_evaluation_costs_no_epoch(tiny_run, tmp_path, monkeypatch, capsys):
@@ -234,7 +234,7 @@ def test_what_fails_in_an_evaluation_costs_no_epoch(tiny_run, tmp_path, monkeypa
         with pytest.raises(ZeroDivisionError):
             tiny_run()
     # As the message about a corrupt image advises.
-    results = tiny_run("--skip_corrupt")
+    results = tiny_run("--skip-corrupt")
     assert "0 epochs and 4 steps are done" in capsys.readouterr().out
     assert results["best"]["accuracy"] == expected["best"]["accuracy"]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]

@@ -176,7 +176,7 @@ def test_a_bootstrapped_student(finished):
 def test_processes_end_together_and_say_why(finished):
     """One that is killed, and one whose DataLoader loses a process or fails in it, ends the other."""
     for name, message in (
-        ("lost", r"A process that decodes images died: DataLoader worker .* Then lower --num_workers\."),
+        ("lost", r"A process that decodes images died: DataLoader worker .* Then lower --num-workers\."),
         ("raised", r"Really not\."),
     ):
         error = (finished / f"{name}.log.1").read_text()
@@ -189,7 +189,7 @@ def test_processes_that_accelerate_does_not_see_are_refused(tmp_path, monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="2 processes were started and Accelerate sees 1.*ACCELERATE_USE_CPU=true"):
-        train.main(["--output_dir", str(tmp_path / "out")])
+        train.main(["--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 

@@ -219,7 +219,7 @@ def test_segmentation(name, build, tmp_path):
 def test_training(name):
     values, _ = read(TRAIN[name])
     groups = [train.ModelArguments, DataArguments, train.RecipeArguments, OptimizerArguments, RunArguments]
-    model, _, recipe, _, run = parse_arguments(train.PROG, "", groups, ["--config", name, "--output_dir", "out"])
+    model, _, recipe, _, run = parse_arguments(train.PROG, "", groups, ["--config", name, "--output", "out"])
     overrides = train.parse_overrides(model.model_type, model.config_overrides)
     config = transformers.AutoConfig.for_model(model.model_type, **overrides)
     assert config.image_size == 224 and run.batch_size == values["batch_size"]

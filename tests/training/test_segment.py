@@ -338,10 +338,10 @@ def start(tmp_path_factory):
 class TestRecipe:
     def arguments(self, start, parquet, out, *more) -> list[str]:
         return [
-            *("--model", str(start), "--num_latent_tokens", "16", "--image_size", "40", "48"),
-            *("--dataset", parquet(), "--eval_dataset", parquet(), "--class_names", "a", "b", "c", "d"),
-            *("--output_dir", str(out), "--epochs", "6", "--batch_size", "4", "--eval_batch_size", "5"),
-            *("--learning_rate", "1e-3", "--head_multiplier", "2", "--warmup_steps", "2", "--drop_path", "0.1", *more),
+            *("--model", str(start), "--num-latent-tokens", "16", "--image-size", "40", "48"),
+            *("--dataset", parquet(), "--eval-dataset", parquet(), "--class-names", "a", "b", "c", "d"),
+            *("--output", str(out), "--epochs", "6", "--batch-size", "4", "--eval-batch-size", "5"),
+            *("--learning-rate", "1e-3", "--head-multiplier", "2", "--warmup-steps", "2", "--drop-path", "0.1", *more),
         ]
 
     def test_learns_and_evaluates_as_the_command_does(self, start, parquet, tmp_path):
@@ -359,7 +359,7 @@ class TestRecipe:
         assert f"mean IoU {results['best']['mean_iou']:.2%}" in (tmp_path / "out" / "README.md").read_text()
         command = ["evaluate", "segmentation", "--model", str(tmp_path / "out"), "--dataset", parquet()]
         picture = tmp_path / "scenes.png"
-        assert main([*command, "--json", str(tmp_path / "scores.json"), "--picture", str(picture)]) == 0
+        assert main([*command, "--output", str(tmp_path / "scores.json"), "--picture", str(picture)]) == 0
         with Image.open(picture) as drawn:
             assert drawn.width > 1500
         scores = json.loads((tmp_path / "scores.json").read_text())
@@ -372,9 +372,9 @@ class TestRecipe:
             "depths=[1,1,1,1],hidden_sizes=[8,8,16,16],num_attention_heads=[1,1,1,1],mlp_ratios=[1,1,1,1],"
             "decoder_hidden_size=16"
         )
-        arguments = self.arguments("", parquet, tmp_path / "out", "--layer_decay", "1")
-        arguments = ["--model_type", "segformer", "--config_overrides", overrides, *arguments[4:]]
-        arguments[arguments.index("--drop_path") + 1] = "0.2"
+        arguments = self.arguments("", parquet, tmp_path / "out", "--layer-decay", "1")
+        arguments = ["--model-type", "segformer", "--config-overrides", overrides, *arguments[4:]]
+        arguments[arguments.index("--drop-path") + 1] = "0.2"
         assert segment.main([*arguments, "--epochs", "2"]) == 0
         assert json.loads((tmp_path / "out" / "config.json").read_text())["drop_path_rate"] == 0.2
         card = (tmp_path / "out" / "README.md").read_text()
@@ -394,12 +394,12 @@ class TestRecipe:
     @pytest.mark.parametrize(
         ("more", "message"),
         [
-            (["--class_names", "a", "b"], r"has the labels \[2, 3\], the classes are 0 to 1"),
-            (["--ignored_labels", "0", "1", "2", "3"], "No pixel of the evaluation masks counts"),
-            (["--warmup_steps", "18"], "--warmup_steps 18 is all of the training of 3 steps"),
-            (["--num_labels", "5"], "--num_labels is 5, --class_names has 4"),
-            (["--model_type", "segformer"], "either --model, to go on from, or --model_type"),
-            (["--train_split", "train[:2]"], "2 training images make 0 batches"),
+            (["--class-names", "a", "b"], r"has the labels \[2, 3\], the classes are 0 to 1"),
+            (["--ignored-labels", "0", "1", "2", "3"], "No pixel of the evaluation masks counts"),
+            (["--warmup-steps", "18"], "--warmup-steps 18 is all of the training of 3 steps"),
+            (["--num-labels", "5"], "--num-labels is 5, --class-names has 4"),
+            (["--model-type", "segformer"], "either --model, to go on from, or --model-type"),
+            (["--train-split", "train[:2]"], "2 training images make 0 batches"),
         ],
     )
     def test_bad_arguments(self, more, message, start, parquet, tmp_path, capsys):
@@ -412,12 +412,12 @@ class TestRecipe:
         """Of a model with a pooling head, which the scores of pixels do not depend on."""
         torch.manual_seed(0)
         SparseFormerForImageClassification(tiny_config(pooling="attention")).save_pretrained(tmp_path / "start")
-        arguments = self.arguments(tmp_path / "start", parquet, tmp_path / "one", "--epochs", "2", "--drop_path", "0")
+        arguments = self.arguments(tmp_path / "start", parquet, tmp_path / "one", "--epochs", "2", "--drop-path", "0")
         segment.main(arguments)
         torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
         subprocess.run(
             [sys.executable, "-m", *torchrun, "frugalvit.training.segment", *arguments]
-            + ["--output_dir", str(tmp_path / "two")],
+            + ["--output", str(tmp_path / "two")],
             env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
             check=True,
             timeout=250,
@@ -429,7 +429,7 @@ class TestRecipe:
 
     def test_needs_to_know_the_classes(self, start, parquet, tmp_path):
         arguments = self.arguments(start, parquet, tmp_path / "out")
-        at = arguments.index("--class_names")
+        at = arguments.index("--class-names")
         with pytest.raises(ValueError, match="is no segmentation model that would know the classes"):
             segment.main(arguments[:at] + arguments[at + 5 :])
 
@@ -438,7 +438,7 @@ class TestRecipe:
             columns["annotation"][3]["bytes"] = encode(scene(3, 20, 30)[1])
 
         path = parquet("shrunk", change=shrink)
-        arguments = self.arguments(start, parquet, tmp_path / "out", "--dataset", path, "--num_workers", "1")
+        arguments = self.arguments(start, parquet, tmp_path / "out", "--dataset", path, "--num-workers", "1")
         with pytest.raises(MaskError, match="^The mask of image 3 has 30 x 20 pixels, the image 52 x 40; expected"):
             segment.main(arguments)
 

@@ -30,9 +30,9 @@ def asked(monkeypatch):
 def run(teacher, output_dir, *arguments, epochs=2):
     bootstrap.main(
         [
-            *("--teacher", str(teacher), "--output_dir", str(output_dir), "--epochs", str(epochs)),
-            *("--train_split", "train[:128]", "--eval_split", "test[:64]", "--eval_batch_size", "64"),
-            *("--recipe", "paper", "--batch_size", "32", "--config_overrides", SMALL, "--no_compare", *arguments),
+            *("--teacher", str(teacher), "--output", str(output_dir), "--epochs", str(epochs)),
+            *("--train-split", "train[:128]", "--eval-split", "test[:64]", "--eval-batch-size", "64"),
+            *("--recipe", "paper", "--batch-size", "32", "--config-overrides", SMALL, "--no-compare", *arguments),
         ]
     )
     AcceleratorState._reset_state(True)
@@ -40,7 +40,7 @@ def run(teacher, output_dir, *arguments, epochs=2):
 
 
 def test_a_second_run_asks_no_teacher_and_has_the_same_losses(teacher, tmp_path, asked):
-    cache = ("--teacher_cache", str(tmp_path / "cache"))
+    cache = ("--teacher-cache", str(tmp_path / "cache"))
     without = run(teacher, tmp_path / "without")
     first = run(teacher, tmp_path / "first", *cache)
     assert asked == [32] * 16
@@ -48,7 +48,7 @@ def test_a_second_run_asks_no_teacher_and_has_the_same_losses(teacher, tmp_path,
     assert run(teacher, tmp_path / "second", *cache) == first == without
     assert asked == []
     # Another student, at other pixels and with another learning rate, sees the same parts of the images.
-    run(teacher, tmp_path / "other", *cache, "--image_size", "48", "--learning_rate", "1e-3")
+    run(teacher, tmp_path / "other", *cache, "--image-size", "48", "--learning-rate", "1e-3")
     assert asked == []
     # Epochs beyond the known ones are embedded.
     run(teacher, tmp_path / "longer", *cache, epochs=3)
@@ -57,25 +57,25 @@ def test_a_second_run_asks_no_teacher_and_has_the_same_losses(teacher, tmp_path,
 
 def test_what_is_damaged_or_missing_is_embedded_again(teacher, tmp_path, asked):
     cache = tmp_path / "cache"
-    expected = run(teacher, tmp_path / "first", "--teacher_cache", str(cache), epochs=1)
+    expected = run(teacher, tmp_path / "first", "--teacher-cache", str(cache), epochs=1)
     asked.clear()
     embeddings = np.load(cache / "epoch-00000-embeddings.npy", mmap_mode="r+")
     whole = embeddings.copy()
     embeddings[17, 30:] = 0
     embeddings.flush()
-    assert run(teacher, tmp_path / "second", "--teacher_cache", str(cache), epochs=1) == expected
+    assert run(teacher, tmp_path / "second", "--teacher-cache", str(cache), epochs=1) == expected
     assert asked == [32]
     assert (np.load(cache / "epoch-00000-embeddings.npy") == whole).all()
     (cache / "epoch-00000-checksums.npy").unlink()
-    assert run(teacher, tmp_path / "third", "--teacher_cache", str(cache), epochs=1) == expected
+    assert run(teacher, tmp_path / "third", "--teacher-cache", str(cache), epochs=1) == expected
     assert asked == [32] * 5
 
 
 def test_views_that_come_again_are_embedded_once(teacher, tmp_path, asked):
-    cache = ("--teacher_cache", str(tmp_path / "cache"))
-    losses = run(teacher, tmp_path / "again", *cache, "--view_epochs", "1", epochs=3)
+    cache = ("--teacher-cache", str(tmp_path / "cache"))
+    losses = run(teacher, tmp_path / "again", *cache, "--view-epochs", "1", epochs=3)
     assert asked == [32] * 4
-    assert losses == run(teacher, tmp_path / "uncached", "--view_epochs", "1", epochs=3)
+    assert losses == run(teacher, tmp_path / "uncached", "--view-epochs", "1", epochs=3)
     assert losses[1:] != run(teacher, tmp_path / "fresh", epochs=3)[1:]
 
 
@@ -84,15 +84,15 @@ def test_views_that_come_again_are_embedded_once(teacher, tmp_path, asked):
     [
         (["--seed", "1"], "embeddings for other seed; give another folder"),
         (["--flip", "0"], "embeddings for other views"),
-        (["--train_split", "train[:96]"], "embeddings for other images"),
-        (["--mixed_precision", "bf16"], "embeddings for other precision"),
-        (["--token_loss_weight", "1"], "not the tokens"),
-        (["--streaming", "--steps_per_epoch", "2", "--train_split", "train"], "a stream has none"),
-        (["--view_epochs", "0"], "view_epochs"),
+        (["--train-split", "train[:96]"], "embeddings for other images"),
+        (["--mixed-precision", "bf16"], "embeddings for other precision"),
+        (["--token-loss-weight", "1"], "not the tokens"),
+        (["--streaming", "--steps-per-epoch", "2", "--train-split", "train"], "a stream has none"),
+        (["--view-epochs", "0"], "view_epochs"),
     ],
 )
 def test_a_cache_of_something_else_is_refused(arguments, message, teacher, tmp_path, capsys):
-    cache = ("--teacher_cache", str(tmp_path / "cache"))
+    cache = ("--teacher-cache", str(tmp_path / "cache"))
     run(teacher, tmp_path / "first", *cache, epochs=1)
     before = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
     with pytest.raises((ValueError, SystemExit)) as stopped:
@@ -104,4 +104,4 @@ def test_a_cache_of_something_else_is_refused(arguments, message, teacher, tmp_p
 def test_a_folder_of_something_else_is_refused(teacher, tmp_path):
     (tmp_path / "photo.jpg").touch()
     with pytest.raises(ValueError, match="holds something else"):
-        run(teacher, tmp_path / "out", "--teacher_cache", str(tmp_path))
+        run(teacher, tmp_path / "out", "--teacher-cache", str(tmp_path))

@@ -194,11 +194,11 @@ def photographs(tmp_path_factory) -> str:
 
 def arguments_for(teacher: str, photographs: str, output_dir: Path) -> list[str]:
     """Two steps of bootstrapping."""
-    paths = ["--teacher", teacher, "--dataset", photographs, "--output_dir", str(output_dir)]
+    paths = ["--teacher", teacher, "--dataset", photographs, "--output", str(output_dir)]
     return [
         *paths,
-        *("--eval_dataset", photographs, "--batch_size", "4", "--epochs", "1", "--warmup_epochs", "0"),
-        *("--learning_rate", "1e-3", "--config_overrides", SMALL, "--recipe", "paper", "--no_compare"),
+        *("--eval-dataset", photographs, "--batch-size", "4", "--epochs", "1", "--warmup-epochs", "0"),
+        *("--learning-rate", "1e-3", "--config-overrides", SMALL, "--recipe", "paper", "--no-compare"),
     ]
 
 

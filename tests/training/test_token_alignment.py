@@ -76,7 +76,7 @@ def test_a_student_deeper_than_its_teacher():
     shallow = ViTForImageClassification(
         ViTConfig(image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
     )
-    with pytest.raises(ValueError, match="student has 3 blocks and the teacher 2; .* Leave --token_loss_weight at 0"):
+    with pytest.raises(ValueError, match="student has 3 blocks and the teacher 2; .* Leave --token-loss-weight at 0"):
         TokenAlignment(student, read_anatomy(shallow))
 
 

@@ -40,12 +40,12 @@ def epochs(results):
 def test_learns_and_saves_a_complete_model(tiny_run, tmp_path):
     plain = {"mixup": 0, "randaugment_layers": 0, "label_smoothing": 0}
     results = tiny_run(
-        *("--image_mean", "0.4", "0.5", "0.6"), train_split="train[:256]", epochs=12, learning_rate=3e-3, **plain
+        *("--image-mean", "0.4", "0.5", "0.6"), train_split="train[:256]", epochs=12, learning_rate=3e-3, **plain
     )
     losses = [record["train_loss"] for record in results["epochs"]]
     assert losses[-1] < losses[0] - 0.2 and losses[0] < 2.5
     assert results["best"]["accuracy"] == max(record["accuracy"] for record in results["epochs"]) > 0.15
-    assert results["command"].startswith("frugalvit train --output_dir") and "torch" in results["versions"]
+    assert results["command"].startswith("frugalvit train --output") and "torch" in results["versions"]
 
     names = class_names(load_images("cifar10-subset"))
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
@@ -131,10 +131,10 @@ def test_a_model_that_fits_the_images(pixels, size, patch, initialization, write
 def test_says_the_model_that_it_chose_first(tiny_run, write_parquet, tmp_path, capsys):
     files = {"dataset": write_parquet(), "eval_dataset": write_parquet("two.parquet", 2), "train_split": "train"}
     options = {"config_overrides": None, "eval_split": "train", "batch_size": 2}
-    tiny_run("--steps_per_epoch", "1", epochs=1, warmup_epochs=0, randaugment_layers=0, **files, **options)
+    tiny_run("--steps-per-epoch", "1", epochs=1, warmup_epochs=0, randaugment_layers=0, **files, **options)
     lines = capsys.readouterr().out.splitlines()
     first, second = [line for line in lines if "pixels" in line]
-    assert "images of 8 pixels have vit-tiny-h3-32: --model_type vit --config_overrides image_size=32," in first
+    assert "images of 8 pixels have vit-tiny-h3-32: --model-type vit --config-overrides image_size=32," in first
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert second.startswith(f"ViTForImageClassification: {model.num_parameters():,} parameters, 32 x 32 ")
     assert second.endswith("2 classes; epochs x steps x images: 1 x 1 x 2.")
@@ -216,7 +216,7 @@ def test_a_distillation_token_learns_from_the_teacher(tiny_run, tmp_path, sure_t
 def test_inserts_context_broadcast(tiny_run, tmp_path):
     for name, options in (("vit", {}), ("swin", {"model_type": "swin", "config_overrides": SWIN})):
         tiny_run(
-            *("--context_broadcast_position", "mlp_end", "attention_end"),
+            *("--context-broadcast-position", "mlp_end", "attention_end"),
             name=name,
             context_broadcast="cb_s",
             learning_rate=1e-2,
@@ -228,7 +228,7 @@ def test_inserts_context_broadcast(tiny_run, tmp_path):
     # The run goes on where it was, and ends the same.
     (tmp_path / "vit" / "results.json").unlink()
     again = tiny_run(
-        *("--context_broadcast_position", "mlp_end", "attention_end"),
+        *("--context-broadcast-position", "mlp_end", "attention_end"),
         name="vit",
         context_broadcast="cb_s",
         learning_rate=1e-2,
@@ -254,11 +254,11 @@ def test_recipes_of_the_papers_can_be_read(recipe, tiny_run, tmp_path):
 
 def test_other_architectures(tiny_run, tmp_path):
     resnet = "embedding_size=8,hidden_sizes=[8],depths=[1],layer_type=basic"
-    with pytest.raises(ValueError, match="resnet models take images of any size; say which with --image_size"):
+    with pytest.raises(ValueError, match="resnet models take images of any size; say which with --image-size"):
         tiny_run(model_type="resnet", config_overrides=resnet)
     tiny_run(name="resnet", model_type="resnet", config_overrides=resnet, image_size=24, crop="resized", erasing=0.5)
     assert dict(AutoImageProcessor.from_pretrained(tmp_path / "resnet").size) == {"height": 24, "width": 24}
-    tiny_run("--image_std", "0.2", "0.2", "0.3", name="sparse", model_type="sparseformer", config_overrides=SPARSE)
+    tiny_run("--image-std", "0.2", "0.2", "0.3", name="sparse", model_type="sparseformer", config_overrides=SPARSE)
     assert (tmp_path / "sparse" / "modeling_sparseformer.py").exists()
     assert list(AutoImageProcessor.from_pretrained(tmp_path / "sparse").image_std) == [0.2, 0.2, 0.3]
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "sparse")
@@ -270,15 +270,15 @@ def test_streams_skips_and_drops_paths(tiny_run, write_parquet):
     train_file, test_file = write_parquet("train.parquet", 24, corrupt=[5, 17]), write_parquet("test.parquet")
     files = {"dataset": train_file, "eval_dataset": test_file, "train_split": None, "eval_split": None}
     for name, streaming in (("map", ()), ("stream", ("--streaming",))):
-        results = tiny_run("--skip_corrupt", *streaming, name=name, steps_per_epoch=2, batch_size=8, **files)
+        results = tiny_run("--skip-corrupt", *streaming, name=name, steps_per_epoch=2, batch_size=8, **files)
         assert results["epochs"][0]["step"] == 2 and results["epochs"][0]["skipped"] <= 2
     tiny_run(name="swin", model_type="swin", config_overrides=SWIN, drop_path=0.2)
-    with pytest.raises(ValueError, match="--drop_path is 0.2, but vit models have none"):
+    with pytest.raises(ValueError, match="--drop-path is 0.2, but vit models have none"):
         tiny_run(name="vit", drop_path=0.2)
 
 
 def test_arguments_from_a_file(tiny_run, tmp_path):
-    first = tiny_run("--class_names", *"abcdefghij", seed=3)
+    first = tiny_run("--class-names", *"abcdefghij", seed=3)
     options = dict.fromkeys(("config_overrides", "train_split", "eval_split", "epochs", "batch_size", "warmup_epochs"))
     again = tiny_run(name="again", config=tmp_path / "out" / "results.json", **options)
     assert epochs(again) == epochs(first) and again["arguments"] == first["arguments"]
@@ -294,23 +294,23 @@ def test_arguments_from_a_file(tiny_run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--output_dir", "x", "--learning_rate", "-1"], "--learning_rate is -1.0, expected a positive number"),
-        (["--output_dir", "x", "--learning_rates", "1"], "there is no argument --learning_rates"),
-        (["--output_dir", "x", "--epochs", "many"], "invalid int value: 'many'"),
-        (["--output_dir", "x", "--epochs", "0"], "--epochs is 0, expected 1 or more"),
-        (["--output_dir", "x", "--batch_size", "0"], "--batch_size is 0, expected 1 or more"),
-        (["--output_dir", "x", "--gradient_accumulation_steps", "0"], "expected 1 or more"),
-        (["--output_dir", "x", "--steps_per_epoch", "0"], "--steps_per_epoch is 0, expected 1 or more"),
-        (["--output_dir", "x", "--num_workers", "-1"], "--num_workers is -1, expected 0 or more"),
-        (["--output_dir", "x", "--flip", "1.5"], "--flip is 1.5, expected a number from 0 to 1"),
-        (["--output_dir", "x", "--label_smoothing", "-0.1"], "expected a number from 0 to 1"),
-        (["--output_dir", "x", "--randaugment_magnitude", "31"], "--randaugment_magnitude is 31, expected 0 to 30"),
-        (["--output_dir", "x", "--crop_scale", "0.5"], "expected two positive numbers, lower first"),
-        (["--output_dir", "x", "--crop_ratio", "2", "1"], "expected two positive numbers, lower first"),
-        (["--output_dir", "x", "--lr_scheduler", "cubic"], "--lr_scheduler is 'cubic', expected one of linear"),
-        (["--output_dir", "x", "--mixed_precision", "int8"], "invalid choice: 'int8'"),
-        (["--output_dir", "x", "--config", "no.yaml"], "No such file or directory: 'no.yaml'"),
-        (["--epochs", "1"], "the following arguments are required: --output_dir"),
+        (["--output", "x", "--learning-rate", "-1"], "--learning-rate is -1.0, expected a positive number"),
+        (["--output", "x", "--learning-rates", "1"], "there is no argument --learning-rates"),
+        (["--output", "x", "--epochs", "many"], "invalid int value: 'many'"),
+        (["--output", "x", "--epochs", "0"], "--epochs is 0, expected 1 or more"),
+        (["--output", "x", "--batch-size", "0"], "--batch-size is 0, expected 1 or more"),
+        (["--output", "x", "--gradient-accumulation-steps", "0"], "expected 1 or more"),
+        (["--output", "x", "--steps-per-epoch", "0"], "--steps-per-epoch is 0, expected 1 or more"),
+        (["--output", "x", "--num-workers", "-1"], "--num-workers is -1, expected 0 or more"),
+        (["--output", "x", "--flip", "1.5"], "--flip is 1.5, expected a number from 0 to 1"),
+        (["--output", "x", "--label-smoothing", "-0.1"], "expected a number from 0 to 1"),
+        (["--output", "x", "--randaugment-magnitude", "31"], "--randaugment-magnitude is 31, expected 0 to 30"),
+        (["--output", "x", "--crop-scale", "0.5"], "expected two positive numbers, lower first"),
+        (["--output", "x", "--crop-ratio", "2", "1"], "expected two positive numbers, lower first"),
+        (["--output", "x", "--lr-scheduler", "cubic"], "--lr-scheduler is 'cubic', expected one of linear"),
+        (["--output", "x", "--mixed-precision", "int8"], "invalid choice: 'int8'"),
+        (["--output", "x", "--config", "no.yaml"], "No such file or directory: 'no.yaml'"),
+        (["--epochs", "1"], "the following arguments are required: --output"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, message, capsys):
@@ -331,15 +331,15 @@ def test_wrong_arguments_are_one_line(arguments, message, capsys):
             "--initialization mimetic has no 'mass'",
         ),
         ({"initialization": "impulse", "initialization_options": "mass=3"}, "`mass` is 3, expected a number above 0"),
-        ({"config_overrides": "hidden_size"}, "--config_overrides is 'hidden_size', expected name=value pairs"),
+        ({"config_overrides": "hidden_size"}, "--config-overrides is 'hidden_size', expected name=value pairs"),
         ({"model_type": "unheard-of"}, "unheard-of"),
         ({"context_broadcast": "cb_gate", "model_type": "swin", "config_overrides": SWIN}, "needs a class token"),
         (
             {"repeated_augmentation": 2, "streaming": True, "steps_per_epoch": 2, "train_split": "train"},
             "images that are not streamed",
         ),
-        ({"crop_padding": 32}, "--crop_padding is 32, expected less than the images' 32 pixels"),
-        ({"mixed_precision": None, "batch_size": 15}, "--batch_size 15 cannot be shared evenly"),
+        ({"crop_padding": 32}, "--crop-padding is 32, expected less than the images' 32 pixels"),
+        ({"mixed_precision": None, "batch_size": 15}, "--batch-size 15 cannot be shared evenly"),
     ],
 )
 def test_values_that_cannot_be(options, message, tiny_run):
@@ -358,7 +358,7 @@ def test_images_need_labels(tiny_run, write_parquet):
 
 def test_a_program_prints_one_line(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr(sys, "argv", ["train", "--output_dir", str(tmp_path), "--train_split", "nothing"])
+    monkeypatch.setattr(sys, "argv", ["train", "--output", str(tmp_path), "--train-split", "nothing"])
     monkeypatch.delitem(sys.modules, train.__name__)
-    with pytest.raises(SystemExit, match=rf"^frugalvit train: error: --output_dir {tmp_path} is not empty.*$"):
+    with pytest.raises(SystemExit, match=rf"^frugalvit train: error: --output {tmp_path} is not empty.*$"):
         runpy.run_module("frugalvit.training.train", run_name="__main__")

@@ -1,0 +1,45 @@
+"""One spelling of options for all commands: hyphens, `--output` for what is written, `--json` as a switch. Underscores
+and earlier spellings are taken, too."""
+
+import argparse
+import re
+
+
+# Earlier names of options.
+EARLIER = {"--output-dir": "--output"}
+_OPTION = re.compile(r"--[A-Za-z][\w-]*")
+
+
+def spelled(option: str) -> str:
+    """An option's name as help and messages have it, for example `--batch-size` of `--batch_size`."""
+    option = option.replace("_", "-")
+    return EARLIER.get(option, option)
+
+
+class OneSpelling:
+    """Mixed into an `argparse.ArgumentParser`: options are listed in one spelling and taken in all."""
+
+    def add_argument(self, *names, **kwargs):
+        if names and names[0].startswith("--"):
+            kwargs.setdefault("dest", names[0].lstrip("-").replace("-", "_"))
+            names = dict.fromkeys(spelled(name) for name in names)
+        return super().add_argument(*names, **kwargs)
+
+    def parse_known_args(self, args=None, namespace=None):
+        if args is not None:
+            args = [_respelled(text, following) for text, following in zip(args, [*args[1:], ""], strict=True)]
+        return super().parse_known_args(args, namespace)
+
+
+class CommandParser(OneSpelling, argparse.ArgumentParser):
+    """Of commands that are no recipes."""
+
+
+def _respelled(text: str, following: str) -> str:
+    name, equals, value = str(text).partition("=")
+    if not _OPTION.fullmatch(name):
+        return text
+    # Once it named a file.
+    if name == "--json" and (value or following).endswith(".json"):
+        name = "--output"
+    return f"{spelled(name)}{equals}{value}"
