@@ -16,6 +16,7 @@ from .training.comparison import compare_speeds, describe_pair, side_by_side
 from .training.data import SUBSET, decode_image, load_images
 from .training.files import whole_folder, write_json
 from .training.loading import choose_device, load_image_classifier
+from .training.loop import versions
 from .training.precision import choose_mixed_precision
 from .training.tables import format_table
 
@@ -90,6 +91,8 @@ def main(argv: list[str] | None = None) -> None:
         "student_tokens": rows[1]["tokens"],
         "teacher_images_per_second": rows[0][measured],
         "student_images_per_second": rows[1][measured],
+        "seconds": round(time.perf_counter() - started),
+        "versions": versions(),
     }
 
     shown = [decode_image(images[index]["image"], index) for index in range(0, 60, 10)]
@@ -107,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         f"at {times:.2f} times its speed (float32, batches of {BATCH_SIZES[-1]}). The student that ships, "
         f"bootstrapped longer, reaches {results['shipped_student_accuracy']:.4g}.\n"
         f"Model: {folder / 'model'}   Where its tokens look: {folder / 'rois.png'}   "
-        f"{time.perf_counter() - started:.0f} seconds."
+        f"{results['seconds']} seconds."
     )
 
 

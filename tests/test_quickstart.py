@@ -1,6 +1,7 @@
 """`frugalvit quickstart` on a few images: the whole of it, cut short."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ from transformers import AutoModelForImageClassification
 
 from frugalvit import quickstart
 from frugalvit.training import speed
+
+
+# Of a whole run.
+RESULTS = Path(__file__).parents[1] / "results" / "quickstart.json"
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +38,10 @@ def test_makes_a_repository_a_picture_and_results(tmp_path, capsys):
         "student_tokens",
         "teacher_images_per_second",
         "student_images_per_second",
+        "seconds",
+        "versions",
     }
+    assert results.keys() == json.loads(RESULTS.read_text(encoding="utf-8")).keys()
     assert results["teacher_tokens"] == 65 and results["student_tokens"] == 16
     assert results["shipped_student_accuracy"] > 0.8 * results["teacher_accuracy"] > 0.4
     student = AutoModelForImageClassification.from_pretrained(out / "model")

@@ -1,9 +1,12 @@
-"""The README's Python runs as it stands there, and its commands exist."""
+"""README and docs: the Python runs as it stands there, commands take their options, links lead somewhere, and numbers
+are those of `results/`."""
 
-import os
+import contextlib
+import importlib
+import io
+import json
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    AutoConfig,
     CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
@@ -28,41 +32,52 @@ from frugalvit import SparseFormerVisionModelWithProjection
 from frugalvit.cli import COMMANDS
 from frugalvit.registry import public_names
 from frugalvit.resources import shipped_checkpoints
+from frugalvit.training.arguments import ArgumentParser
+from frugalvit.training.command_line import CommandParser
 
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^\*\*(\w+).*?^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+FILES = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+PAGES = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in FILES}
+README = PAGES["README.md"]
 
 
-def test_every_use_has_a_few_lines_of_python():
-    assert [title for title, _ in BLOCKS] == [
-        "Load",
-        "Bootstrap",
-        "Choose",
-        "Fine",
-        "Export",
-        "Swap",
-        "Segment",
-        "Start",
-        "Broadcast",
-        "Teach",
+def blocks(language: str) -> list[tuple[str, str]]:
+    """Page and line, and content, of every block of code."""
+    return [
+        (f"{name}:{text[: match.start()].count(chr(10)) + 1}", re.sub(r"^ {3}", "", match[1], flags=re.MULTILINE))
+        for name, text in sorted(PAGES.items())
+        for match in re.finditer(rf"^ *```{language}\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
     ]
-    for _, code in BLOCKS:
+
+
+PYTHON = blocks("python")
+COMMAND_LINES = [
+    (where, line)
+    for where, block in blocks("bash")
+    for line in block.replace("\\\n", " ").replace("&&", "\n").splitlines()
+    if line.strip().startswith("frugalvit ")
+]
+SCALES = {"%": 1e2, "GB": 1e-9, "MB": 1e-6, "ms": 1e3, "G": 1e-9, "M": 1e-6, "T": 1e-12}
+
+
+def test_examples_are_short():
+    assert len(PYTHON) > 10
+    for _, code in PYTHON:
         statements = [line for line in code.splitlines() if line and not line.startswith(("from", "import"))]
-        assert len(statements) <= 5
+        assert len(statements) <= 6
 
 
-# What PyTorch's exporter and Trainer warn about is theirs; the reader of the README sees it too.
+# What PyTorch's exporter and Trainer warn about is theirs; the reader sees it too.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("title", "code"), BLOCKS, ids=[title for title, _ in BLOCKS])
-def test_python_runs_as_it_stands(title, code, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("where", "code"), PYTHON, ids=[where for where, _ in PYTHON])
+def test_python_runs_as_it_stands(where, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Image.fromarray(np.zeros((40, 50, 3), dtype=np.uint8)).save("image.png")
     given = {"dataset": [{"pixel_values": torch.randn(3, 32, 32), "labels": label} for label in (0, 1)]}
-    if title == "Swap":
+    if "clip" in code:
         given |= own_clip_and_llava()
-    exec(compile(code, f"README.md: {title}", "exec"), given)
+    exec(compile(code, where, "exec"), given)
 
 
 def own_clip_and_llava() -> dict:
@@ -84,34 +99,114 @@ def own_clip_and_llava() -> dict:
     }
 
 
-def test_names_and_commands_in_the_readme_exist():
-    for name in re.findall(
-        r"\b(?:SparseFormer|ViTImpulseInit|ViTContextBroadcast|ConvMixer|AgentCNN|BootstrappedViT)[A-Z]\w+", README
-    ):
-        assert name in public_names()
-    for command in re.findall(r"(?:^|`|&& )frugalvit ([a-z]+)", README, re.MULTILINE):
-        assert command in COMMANDS
+class TakenError(Exception):
+    """Raised where a command has taken its options and would go to work."""
 
 
-def test_every_shipped_model_loads_by_the_command(tmp_path):
+@pytest.mark.parametrize(("where", "line"), COMMAND_LINES, ids=[" ".join(line)[:60] for line in COMMAND_LINES])
+def test_commands_take_their_options(where, line, monkeypatch):
+    def stopping(read):
+        def read_and_stop(self, *args, **kwargs):
+            read(self, *args, **kwargs)
+            raise TakenError
+
+        return read_and_stop
+
+    monkeypatch.setattr(CommandParser, "parse_args", stopping(CommandParser.parse_args))
+    recipe = ArgumentParser.parse_args_into_dataclasses
+    monkeypatch.setattr(ArgumentParser, "parse_args_into_dataclasses", stopping(recipe))
+    _, name, *arguments = shlex.split(line, comments=True)
+    if not arguments:
+        assert name in COMMANDS
+        return
+    with pytest.raises(TakenError):
+        importlib.import_module(COMMANDS[name][0]).main(arguments)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[name]):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / name).parent / path if path else ROOT / name
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], link
+
+
+def test_every_page_is_in_the_readme():
+    for name in PAGES.keys() - {"README.md"}:
+        assert f"({name})" in README
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 200
+
+
+def numbers(content) -> list[float]:
+    """All numbers in a results file."""
+    if isinstance(content, bool) or content is None:
+        return []
+    if isinstance(content, int | float):
+        return [content]
+    if isinstance(content, str):
+        return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", content)]
+    values = content.values() if isinstance(content, dict) else content
+    return [number for value in values for number in numbers(value)]
+
+
+def tables() -> list[tuple[str, str, str]]:
+    """Page, results files and rows of every table whose numbers a comment before it says to be measured."""
+    pattern = r"^<!-- (results/.*?) -->\n(\|.*?)(?:\n\n|\Z)"
+    return [
+        (name, *match.groups())
+        for name, text in sorted(PAGES.items())
+        for match in re.finditer(pattern, text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+@pytest.mark.parametrize(("page", "files", "table"), tables(), ids=[f"{page} {files}" for page, files, _ in tables()])
+def test_numbers_are_those_of_the_results(page, files, table):
+    known = [n for file in files.split() for n in numbers(json.loads((ROOT / file).read_text(encoding="utf-8")))]
+    header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
+    for row in rows:
+        for title, cell in zip(header[1:], row[1:], strict=True):
+            # What is in brackets follows from others. A number has the unit after it, or that of its column.
+            units = re.search(rf"(?:^|\W)({'|'.join(SCALES)}) ", title)
+            for number, rest in re.findall(r"(\d+(?:\.\d+)?)(?=(.*))", re.sub(r"\(.*?\)", "", cell)):
+                unit = re.search(rf" ({'|'.join(SCALES)})(?!\w)", rest) or units
+                # Some files have the unit in the name of a field.
+                scales = {SCALES[unit[1]], 1.0} if unit else {1.0}
+                # Half a digit more: what is printed may have been rounded twice.
+                within = 0.51 * 10 ** -len(number.partition(".")[2])
+                found = (abs(abs(value) * scale - float(number)) <= within for value in known for scale in scales)
+                assert any(found), (row, number)
+
+
+def test_names_and_commands_exist():
+    text = "\n".join(PAGES.values())
+    families = r"\b(?:SparseFormer|ViTImpulseInit|ViTContextBroadcast|ConvMixer|AgentCNN|BootstrappedViT)[A-Z]\w+"
+    assert {*re.findall(families, text)} <= {*public_names()}
+    assert {*re.findall(r"(?:^|`|&& )frugalvit ([a-z]+)", text, re.MULTILINE)} <= {*COMMANDS}
+
+
+def test_every_public_name_is_documented():
+    assert not [name for name in public_names() if not re.search(rf"\b{name}\b", PAGES["docs/api.md"])]
+
+
+def test_every_shipped_model_loads_by_the_command(monkeypatch):
     """The table has all of them; its class and name in the place of the command's."""
+    monkeypatch.chdir(ROOT)
     rows = dict(
         re.findall(r"^\| `((?:cifar10|caltech101)-[\w-]+)` \| .*? \| `(AutoModel\w+)` \|", README, re.MULTILINE)
     )
     assert sorted(rows) == sorted(shipped_checkpoints())
     (code,) = re.findall(r'^python -c "(.*)"$', README, re.MULTILINE)
     assert code.count("AutoModelForImageClassification") == code.count("cifar10-convmixer") == 1
-    program = ["import sys"]
     for name, class_name in rows.items():
-        program.append(code.replace("AutoModelForImageClassification", class_name).replace("cifar10-convmixer", name))
-    program.append("assert 'frugalvit' not in sys.modules")
-    printed = subprocess.run(
-        [sys.executable, "-c", "\n".join(program)],
-        cwd=ROOT,
-        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for class_name in ("AgentCNN", "ConvMixer", "SparseFormerCLIPModel", "SparseFormerLlava", "BootstrappedViT"):
-        assert f"\n{class_name}" in f"\n{printed}"
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code.replace("AutoModelForImageClassification", class_name).replace("cifar10-convmixer", name), {})
+        assert printed.getvalue().startswith(AutoConfig.from_pretrained(f"checkpoints/{name}").architectures[0])

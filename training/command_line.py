@@ -27,7 +27,7 @@ class OneSpelling:
 
     def parse_known_args(self, args=None, namespace=None):
         if args is not None:
-            args = [_respelled(text, following) for text, following in zip(args, [*args[1:], ""], strict=True)]
+            args = [_respelled(text, following) for text, following in zip(args, [*args[1:], ""], strict=False)]
         return super().parse_known_args(args, namespace)
 
 
