@@ -9,7 +9,9 @@ PACKAGES = {
     "frugalvit.configuration": "configuration",
     "frugalvit.modeling": "modeling",
     "frugalvit.modeling.hosts": "modeling/hosts",
+    "frugalvit.common": "common",
     "frugalvit.training": "training",
+    "frugalvit.training.components": "training/components",
     "frugalvit.checkpoints": "checkpoints",
 }
 

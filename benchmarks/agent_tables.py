@@ -25,11 +25,11 @@ from safetensors.torch import load_file
 from transformers import ViTImageProcessor
 
 from frugalvit import BootstrappedViTForImageClassification
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.data import class_names, decode_image, load_images
+from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.tables import format_table
 from frugalvit.training import joint, train
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.data import class_names, decode_image, load_images
-from frugalvit.training.loading import load_image_classifier
-from frugalvit.training.tables import format_table
 from shared import (
     add_data_arguments,
     add_run_arguments,

@@ -27,11 +27,11 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
+from frugalvit.common.augmentation import BootstrapView, ImageFormat
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.data import TrainingLoader, decode_image, load_images
+from frugalvit.common.tables import format_table
 from frugalvit.training import bootstrap
-from frugalvit.training.augmentation import BootstrapView, ImageFormat
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.data import TrainingLoader, decode_image, load_images
-from frugalvit.training.tables import format_table
 from shared import add_results_argument, write_table
 
 

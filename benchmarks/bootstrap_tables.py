@@ -15,9 +15,9 @@ from pathlib import Path
 from transformers import AutoModelForImageClassification
 
 import frugalvit
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.tables import format_table
 from frugalvit.training import bootstrap, train
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.tables import format_table
 from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, write_table
 
 

@@ -36,6 +36,13 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import frugalvit
+from frugalvit.common.augmentation import EvalView, ImageFormat, seeded
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.comparison import using_tokens
+from frugalvit.common.data import class_names, decode_image, label_numbers, load_images
+from frugalvit.common.files import whole_file, write_json
+from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.tables import format_table
 from frugalvit.compare import compare, draw_comparison, sample, table_rows
 from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
 from frugalvit.evaluation.embeddings import of_classes
@@ -43,13 +50,6 @@ from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.pictures import save_figure
 from frugalvit.predict import draw_predictions, format_labels, predict
 from frugalvit.training import bootstrap, train
-from frugalvit.training.augmentation import EvalView, ImageFormat, seeded
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.comparison import using_tokens
-from frugalvit.training.data import class_names, decode_image, label_numbers, load_images
-from frugalvit.training.files import whole_file, write_json
-from frugalvit.training.loading import load_image_classifier
-from frugalvit.training.tables import format_table
 from shared import add_run_arguments, run_recipe, spread, write_table
 from token_merging import merging
 

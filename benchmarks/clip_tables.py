@@ -28,17 +28,17 @@ from transformers import (
 )
 
 from frugalvit import SparseFormerVisionModelWithProjection, count_macs, matching_processor, swap_vision_tower
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.data import class_names, default_split, load_images
+from frugalvit.common.files import whole_folder
+from frugalvit.common.tables import format_table
 from frugalvit.evaluation.images import image_batches
 from frugalvit.evaluation.retrieval import embed_all_images, retrieval_recall
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
 from frugalvit.modeling.modeling_sparseformer_llava import check_image_tokens
 from frugalvit.training import bootstrap, contrastive
-from frugalvit.training.command_line import CommandParser
 from frugalvit.training.contrastive import word_tokenizer
-from frugalvit.training.data import class_names, default_split, load_images
-from frugalvit.training.files import whole_folder
-from frugalvit.training.tables import format_table
 from shared import (
     STUDENT,
     add_data_arguments,

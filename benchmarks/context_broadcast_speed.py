@@ -18,9 +18,9 @@ from frugalvit import (
     count_macs,
     insert_context_broadcast,
 )
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.speed import images_per_second
-from frugalvit.training.tables import format_table
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.speed import images_per_second
+from frugalvit.common.tables import format_table
 from shared import add_results_argument, write_table
 
 

@@ -25,13 +25,13 @@ import torch
 from safetensors.torch import load_file
 
 from frugalvit.attention import measure_attention
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.data import decode_image, default_split, load_images
+from frugalvit.common.files import write_json
+from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.tables import format_table
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.training import train
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.data import decode_image, default_split, load_images
-from frugalvit.training.files import write_json
-from frugalvit.training.loading import load_image_classifier
-from frugalvit.training.tables import format_table
 from shared import add_data_arguments, add_run_arguments, data_arguments, folder_name, run_recipe, spread, write_table
 
 

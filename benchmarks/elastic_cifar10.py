@@ -16,13 +16,13 @@ import statistics
 
 import torch
 
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.data import load_images
+from frugalvit.common.tables import format_table
 from frugalvit.compare import compare, draw_comparison, table_rows
 from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.data import load_images
-from frugalvit.training.tables import format_table
 from shared import (
     ROOT,
     add_data_arguments,

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from frugalvit import GeneralizedConv2d
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.speed import images_per_second
+from frugalvit.common.tables import format_table
 from frugalvit.modeling.generalized_convolution import generalized_convolution_in_matrix_form, shift_matrices
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.speed import images_per_second
-from frugalvit.training.tables import format_table
 from shared import add_results_argument, write_table
 
 

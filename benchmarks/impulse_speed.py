@@ -14,8 +14,8 @@ import torch
 from tqdm import tqdm
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, impulse_init_
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.tables import format_table
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.tables import format_table
 from shared import add_results_argument, write_table
 
 

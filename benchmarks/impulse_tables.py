@@ -29,9 +29,9 @@ import json
 import statistics
 from pathlib import Path
 
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.tables import format_table
 from frugalvit.training import train
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.tables import format_table
 from shared import (
     add_data_arguments,
     add_run_arguments,

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 from frugalvit import SparseFormerVisionModel, swap_vision_tower
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.tables import format_table
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.tables import format_table
 from shared import add_results_argument, write_table
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from frugalvit import SparseFormerVisionModel, SparseFormerVisionTower
-from frugalvit.training.command_line import CommandParser
+from frugalvit.common.command_line import CommandParser
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}

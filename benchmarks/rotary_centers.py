@@ -17,13 +17,13 @@ from torchvision.transforms import v2
 from tqdm import trange
 from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, ViTImageProcessor, get_scheduler
 
+from frugalvit.common.augmentation import EvalView, ImageFormat
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.data import SUBSET, decode_image, load_images
+from frugalvit.common.tables import format_table
 from frugalvit.modeling.layers import rotary_table
 from frugalvit.modeling.modeling_sparseformer import SparseFormerModel
 from frugalvit.training import bootstrap
-from frugalvit.training.augmentation import EvalView, ImageFormat
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.data import SUBSET, decode_image, load_images
-from frugalvit.training.tables import format_table
 from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, spread, write_table
 
 

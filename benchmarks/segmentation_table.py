@@ -24,14 +24,14 @@ from transformers import AutoModelForSemanticSegmentation, ViTConfig, ViTModel, 
 from transformers.modeling_outputs import SemanticSegmenterOutput
 
 from frugalvit import count_macs
+from frugalvit.common.augmentation import ImageFormat
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.loading import load_with_image_processor
+from frugalvit.common.masks import MaskReader, load_masked_images
+from frugalvit.common.tables import format_table
 from frugalvit.evaluation.segmentation import picture_of, segmentation_scores
 from frugalvit.pictures import save_figure
 from frugalvit.training import segment
-from frugalvit.training.augmentation import ImageFormat
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.loading import load_with_image_processor
-from frugalvit.training.masks import MaskReader, load_masked_images
-from frugalvit.training.tables import format_table
 from shared import add_run_arguments, folder_name, run_recipe, spread, write_table
 
 

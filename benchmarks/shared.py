@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState
 
-from frugalvit.training.data import SUBSET
-from frugalvit.training.files import write_json
-from frugalvit.training.loop import versions
+from frugalvit.common.data import SUBSET
+from frugalvit.common.files import write_json
+from frugalvit.training.components.loop import versions
 
 
 CPU_INFO = Path("/proc/cpuinfo")

@@ -18,9 +18,9 @@ from torch import nn
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.benchmark import DTYPES, ROUNDS, build_model, measure_all
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.tables import format_table
 from frugalvit.modeling.conversion import convert_showlab
-from frugalvit.training.command_line import CommandParser
-from frugalvit.training.tables import format_table
 from shared import add_results_argument, write_table
 
 

@@ -25,12 +25,18 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from frugalvit.common.augmentation import BootstrapView, EvalView, ImageFormat
+from frugalvit.common.data import load_splits, make_loaders
+from frugalvit.common.loading import load_vision_model
+from frugalvit.common.macs import count_macs
+from frugalvit.common.metrics import evaluate_classifier
+from frugalvit.common.precision import hold_teacher
 from frugalvit.contenders import Contender, Vision
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
 from frugalvit.modeling.inheritance import block_weights
 from frugalvit.modeling.modeling_bootstrapped_vit import divergence
-from frugalvit.training.arguments import (
+from frugalvit.training.components.arguments import (
     DataArguments,
     OptimizerArguments,
     RunArguments,
@@ -40,14 +46,8 @@ from frugalvit.training.arguments import (
     parse_arguments,
     run_as_program,
 )
-from frugalvit.training.augmentation import BootstrapView, EvalView, ImageFormat
-from frugalvit.training.data import load_splits, make_loaders
-from frugalvit.training.loading import load_vision_model
-from frugalvit.training.loop import fit, optimizer_with_schedule, prepare, start_accelerator
-from frugalvit.training.macs import count_macs
-from frugalvit.training.metrics import evaluate_classifier
-from frugalvit.training.precision import hold_teacher
-from frugalvit.training.teacher_cache import TeacherCache
+from frugalvit.training.components.loop import fit, optimizer_with_schedule, prepare, start_accelerator
+from frugalvit.training.components.teacher_cache import TeacherCache
 
 
 PROG = "python benchmarks/token_merging.py"

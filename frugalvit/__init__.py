@@ -14,6 +14,8 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .attention import measure_attention as measure_attention
+    from .common.macs import count_context_broadcast as count_context_broadcast
+    from .common.macs import count_macs as count_macs
     from .configuration.configuration_agent_cnn import AgentCNNConfig as AgentCNNConfig
     from .configuration.configuration_bootstrapped_vit import BootstrappedViTConfig as BootstrappedViTConfig
     from .configuration.configuration_convmixer import ConvMixerConfig as ConvMixerConfig
@@ -81,8 +83,6 @@ if TYPE_CHECKING:
     from .modeling.open_clip_adapter import from_open_clip as from_open_clip
     from .modeling.open_clip_adapter import to_open_clip as to_open_clip
     from .resources import checkpoint_path as checkpoint_path
-    from .training.macs import count_context_broadcast as count_context_broadcast
-    from .training.macs import count_macs as count_macs
 
 _NAMES = public_names()
 

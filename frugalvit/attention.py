@@ -18,6 +18,11 @@ from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
+from .common.command_line import CommandParser
+from .common.data import SUBSET, decode_image, load_images
+from .common.files import check_file_path, write_json
+from .common.loading import load_image_classifier
+from .common.tables import format_table
 from .configuration.configuration_base import pair
 from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
 from .modeling.initialization import INITIALIZATIONS, initialize_attention_
@@ -33,11 +38,6 @@ from .pictures import (
 )
 from .predict import find_images, read_images
 from .training import joint, train
-from .training.command_line import CommandParser
-from .training.data import SUBSET, decode_image, load_images
-from .training.files import check_file_path, write_json
-from .training.loading import load_image_classifier
-from .training.tables import format_table
 
 
 # The corner of the maps that is enlarged, as in the paper's figures, and how far from a position a head's favorite

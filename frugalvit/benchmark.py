@@ -7,15 +7,15 @@ from torch import nn
 from tqdm import tqdm
 from transformers import ViTConfig, ViTForImageClassification
 
+from .common.command_line import CommandParser
+from .common.files import check_file_path, write_json
+from .common.loading import choose_device
+from .common.macs import count_macs
+from .common.speed import measure
+from .common.tables import format_table
 from .configuration.configuration_base import pair
 from .info import architecture_of, image_side
-from .training.command_line import CommandParser
-from .training.files import check_file_path, write_json
-from .training.loading import choose_device
-from .training.loop import versions
-from .training.macs import count_macs
-from .training.speed import measure
-from .training.tables import format_table
+from .training.components.loop import versions
 
 
 # What SparseFormers are compared with, as Transformers runs them.

@@ -17,6 +17,13 @@ from huggingface_hub import ModelCard, snapshot_download, try_to_load_from_cache
 from transformers import AutoProcessor, PreTrainedModel
 
 from .benchmark import DTYPES, image_size_of
+from .common.command_line import CommandParser
+from .common.comparison import ImageSide, macs_if_countable, using_tokens
+from .common.files import whole_folder
+from .common.loading import choose_device, load_pretrained, split_revision
+from .common.macs import count_macs
+from .common.speed import images_per_second
+from .common.tables import format_table
 from .contenders import load_teacher
 from .evaluation.images import positive
 from .info import image_side
@@ -24,13 +31,6 @@ from .modeling.hosts import Anatomy
 from .modeling.modeling_sparseformer_llava import matching_processor
 from .quickstart import NOT_IN_REPOSITORY
 from .resources import checkpoint_path, shipped_checkpoints
-from .training.command_line import CommandParser
-from .training.comparison import ImageSide, macs_if_countable, using_tokens
-from .training.files import whole_folder
-from .training.loading import choose_device, load_pretrained, split_revision
-from .training.macs import count_macs
-from .training.speed import images_per_second
-from .training.tables import format_table
 from .validation import model_class
 
 

@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        from .training.arguments import reason
+        from .training.components.arguments import reason
 
         if debug or not (message := reason(error)):
             raise

@@ -24,6 +24,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from .common.command_line import CommandParser
+from .common.data import check_labels, class_names, label_numbers
+from .common.files import whole_folder, write_json, write_text
+from .common.loading import choose_device
+from .common.macs import count_macs
+from .common.precision import choose_mixed_precision
+from .common.speed import images_per_second
+from .common.tables import format_markdown, format_table
 from .contenders import BASELINES, Contender, load_students, load_teachers
 from .evaluation.embeddings import (
     LabeledFeatures,
@@ -38,15 +46,7 @@ from .evaluation.images import add_dataset_arguments, add_reading_arguments, ima
 from .evaluation.knn import neighbor_scores
 from .evaluation.linear import fit_probe
 from .pictures import LEGEND_COLOR, LINE_COLORS, OUTLINE_COLOR, TEXT_COLOR, save_figure
-from .training.command_line import CommandParser
-from .training.data import check_labels, class_names, label_numbers
-from .training.files import whole_folder, write_json, write_text
-from .training.loading import choose_device
-from .training.loop import versions
-from .training.macs import count_macs
-from .training.precision import choose_mixed_precision
-from .training.speed import images_per_second
-from .training.tables import format_markdown, format_table
+from .training.components.loop import versions
 
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}

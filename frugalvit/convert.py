@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from .common.command_line import CommandParser
+from .common.files import whole_folder
 from .modeling.conversion import (
     TEMPLATES,
     config_from_showlab,
@@ -13,8 +15,6 @@ from .modeling.conversion import (
     load_showlab_checkpoint,
     showlab_model_class,
 )
-from .training.command_line import CommandParser
-from .training.files import whole_folder
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -8,9 +8,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from .common.command_line import CommandParser
+from .common.tables import format_table
 from .pictures import LINE_COLORS, TEXT_COLOR, check_picture_path, label_lines, save_figure
-from .training.command_line import CommandParser
-from .training.tables import format_table
 
 
 # What is drawn where runs have it: name in a record -> title, and whether higher is better.

@@ -15,15 +15,15 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from .attention import measure_attention, patch_grid
+from .common.command_line import CommandParser
+from .common.comparison import using_tokens
+from .common.data import SUBSET, decode_image, load_images
+from .common.decoding import read_image
+from .common.loading import choose_device, load_image_classifier
 from .features import draw_features, feature_maps, parts
 from .pictures import denormalize, draw_maps
 from .predict import draw_predictions, has_rois, predict
 from .resources import checkpoint_path, shipped_checkpoints
-from .training.command_line import CommandParser
-from .training.comparison import using_tokens
-from .training.data import SUBSET, decode_image, load_images
-from .training.decoding import read_image
-from .training.loading import choose_device, load_image_classifier
 
 
 TITLE = "frugalvit: vision transformers that need less"

@@ -3,10 +3,10 @@
 import json
 import math
 
+from .common.command_line import CommandParser
+from .common.files import check_file_path, write_json
+from .common.tables import format_table
 from .evaluation import classification, knn, linear, retrieval, scienceqa, segmentation, zero_shot
-from .training.command_line import CommandParser
-from .training.files import check_file_path, write_json
-from .training.tables import format_table
 
 
 def main(argv: list[str] | None = None) -> None:

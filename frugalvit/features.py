@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from .attention import patch_grid
+from .common.command_line import CommandParser
+from .common.loading import load_image_classifier
 from .pictures import check_picture_path, denormalize, draw_maps, save_figure
 from .predict import find_images, read_images
-from .training.command_line import CommandParser
-from .training.loading import load_image_classifier
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -9,14 +9,14 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from .common.command_line import CommandParser
+from .common.loading import check_complete, check_sizes, one_error, split_revision
+from .common.macs import count_macs
+from .common.tables import format_table
 from .configuration.configuration_base import pair
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .registry import configuration_classes
 from .resources import checkpoint_path, shipped_checkpoints
-from .training.command_line import CommandParser
-from .training.loading import check_complete, check_sizes, one_error, split_revision
-from .training.macs import count_macs
-from .training.tables import format_table
 from .validation import model_class
 
 

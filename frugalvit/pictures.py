@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from .training.files import check_file_path, whole_file
+from .common.files import check_file_path, whole_file
 
 
 # What the margin adds on each side, as a share of the image; boxes that reach farther run off the picture.

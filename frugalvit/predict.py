@@ -17,13 +17,13 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from .common.command_line import CommandParser
+from .common.data import image_files
+from .common.decoding import read_image
+from .common.loading import load_image_classifier
+from .common.metrics import check_scores
 from .resources import checkpoint_path
 from .tokens import add_token_arguments, choose_tokens
-from .training.command_line import CommandParser
-from .training.data import image_files
-from .training.decoding import read_image
-from .training.loading import load_image_classifier
-from .training.metrics import check_scores
 
 
 # More rows than this make a picture that no one looks at.

@@ -13,10 +13,10 @@ import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import PreTrainedModel
 
+from .common.command_line import CommandParser
+from .common.files import whole_folder, write_json
+from .common.tables import format_table
 from .modeling.hub import upload_folder
-from .training.command_line import CommandParser
-from .training.files import whole_folder, write_json
-from .training.tables import format_table
 from .validation import load_model, validate_repository
 
 

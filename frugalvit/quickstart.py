@@ -5,20 +5,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from .common.comparison import compare_speeds, describe_pair, side_by_side
+from .common.data import SUBSET, decode_image, load_images
+from .common.files import whole_folder, write_json
+from .common.loading import choose_device, load_image_classifier
+from .common.precision import choose_mixed_precision
+from .common.tables import format_table
 from .evaluation.classification import classification_accuracy
 from .modeling.hosts import read_anatomy
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
 from .resources import checkpoint_path
 from .training import bootstrap
-from .training.arguments import argument, check, parse_arguments
-from .training.comparison import compare_speeds, describe_pair, side_by_side
-from .training.data import SUBSET, decode_image, load_images
-from .training.files import whole_folder, write_json
-from .training.loading import choose_device, load_image_classifier
-from .training.loop import versions
-from .training.precision import choose_mixed_precision
-from .training.tables import format_table
+from .training.components.arguments import argument, check, parse_arguments
+from .training.components.loop import versions
 
 
 # What a run leaves beside the model, to be resumed.

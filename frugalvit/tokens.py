@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .training.comparison import using_tokens
-from .training.macs import count_macs
+from .common.comparison import using_tokens
+from .common.macs import count_macs
 
 
 def add_token_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 import frugalvit
 
+from .common.loading import load_image_processor, load_pretrained
 from .configuration.configuration_base import pair
 from .modeling.hub import HubModel, auto_class, flatten_imports, pipeline_tag
-from .training.loading import load_image_processor, load_pretrained
 from .without_package import outputs_of
 
 

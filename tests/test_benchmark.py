@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from frugalvit import SparseFormerConfig, SparseFormerModel, count_macs
 from frugalvit.benchmark import build_model, measure_all
 from frugalvit.cli import main
-from frugalvit.training.speed import OwnProducts, measure
+from frugalvit.common.speed import OwnProducts, measure
 
 
 def test_rows(capsys, tmp_path):
@@ -93,7 +93,7 @@ def test_small_batches_pass_more_often():
 def clock_of_work(monkeypatch):
     """Time passes while matrices are multiplied, two ticks for a multiply-accumulate, and only then."""
     with FlopCounterMode(display=False) as counter:
-        monkeypatch.setattr("frugalvit.training.speed.time.perf_counter", counter.get_total_flops)
+        monkeypatch.setattr("frugalvit.common.speed.time.perf_counter", counter.get_total_flops)
         yield
 
 

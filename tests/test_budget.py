@@ -30,7 +30,7 @@ from frugalvit import (
 )
 from frugalvit.budget import number, seconds
 from frugalvit.cli import main
-from frugalvit.training.comparison import using_tokens
+from frugalvit.common.comparison import using_tokens
 
 
 COUNTS = [4, 6, 9]
@@ -78,7 +78,7 @@ def teacher(tmp_path):
 def clock_of_work(monkeypatch):
     """A second passes for a multiply-accumulate, and only then."""
     with FlopCounterMode(display=False) as counter:
-        monkeypatch.setattr("frugalvit.training.speed.time.perf_counter", lambda: counter.get_total_flops() / 2)
+        monkeypatch.setattr("frugalvit.common.speed.time.perf_counter", lambda: counter.get_total_flops() / 2)
         yield
 
 

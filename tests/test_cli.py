@@ -8,8 +8,8 @@ import types
 import pytest
 
 from frugalvit import cli
-from frugalvit.training import command_line
-from frugalvit.training.arguments import RunArguments, parse_arguments
+from frugalvit.common import command_line
+from frugalvit.training.components.arguments import RunArguments, parse_arguments
 from frugalvit.version import __version__
 
 

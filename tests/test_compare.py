@@ -19,6 +19,7 @@ from vision_transformers import KINDS
 
 from frugalvit import checkpoint_path, count_macs, read_anatomy
 from frugalvit.cli import main
+from frugalvit.common.data import SUBSET, decode_image, load_images
 from frugalvit.compare import (
     _label_directly,
     classifies,
@@ -41,7 +42,6 @@ from frugalvit.contenders import (
     with_random_patches,
 )
 from frugalvit.modeling.hosts.transformers import resize_positions_
-from frugalvit.training.data import SUBSET, decode_image, load_images
 
 
 torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import frugalvit
 from frugalvit import demo
 from frugalvit.cli import main
-from frugalvit.training.loading import load_image_classifier
+from frugalvit.common.loading import load_image_classifier
 
 
 NAMES = ("cifar10-sparseformer", "cifar10-vit-context-broadcast")

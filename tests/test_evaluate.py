@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from frugalvit.cli import main
+from frugalvit.common.data import load_images
+from frugalvit.common.metrics import TopKAccuracy
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.evaluation.imagenet import match_labels
 from frugalvit.evaluation.robustness import occlude_center
-from frugalvit.training.data import load_images
-from frugalvit.training.metrics import TopKAccuracy
 
 
 torch.set_num_threads(1)

@@ -16,10 +16,10 @@ from vision_transformers import KINDS
 
 from frugalvit import checkpoint_path, extract_features
 from frugalvit.cli import main
+from frugalvit.common.data import SUBSET, load_images
 from frugalvit.evaluation.embeddings import LabeledFeatures, image_embedder, image_maker
 from frugalvit.evaluation.knn import neighbor_scores
 from frugalvit.evaluation.linear import PENALTIES, LinearProbe, fit_probe, hold_back
-from frugalvit.training.data import SUBSET, load_images
 
 
 torch.set_num_threads(1)
@@ -208,7 +208,7 @@ def test_extract_features():
 
 @pytest.mark.parametrize("name", ["cifar10-agent-cnn", "cifar10-convmixer", "cifar10-vit-bootstrapped"])
 def test_other_models_have_embeddings_that_their_classifiers_read(name):
-    from frugalvit.training.loading import load_vision_model
+    from frugalvit.common.loading import load_vision_model
 
     model, _ = load_vision_model(checkpoint_path(name), "cpu")
     pixel_values = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))

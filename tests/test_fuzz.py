@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import PreTrainedConfig
 
+from frugalvit.common.loading import load_image_classifier
 from frugalvit.predict import read_images
-from frugalvit.training.loading import load_image_classifier
 from kinds import KINDS
 
 

@@ -11,9 +11,9 @@ from transformers import ConvNextConfig, ConvNextForImageClassification, ViTConf
 
 import frugalvit
 import frugalvit.resources
+from frugalvit.common.macs import count_macs
+from frugalvit.common.tables import format_table
 from frugalvit.info import describe, main
-from frugalvit.training.macs import count_macs
-from frugalvit.training.tables import format_table
 
 
 # Variant: tokens, image size, parameters, GMACs without and with attention's two products (None: not counted there).

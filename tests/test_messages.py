@@ -11,10 +11,10 @@ import pytest
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit.cli import main
+from frugalvit.common.data import load_images
+from frugalvit.common.loading import choose_device, load_image_classifier, load_vision_model
 from frugalvit.info import describe
-from frugalvit.training.arguments import OptimizerArguments, RunArguments, parse_arguments
-from frugalvit.training.data import load_images
-from frugalvit.training.loading import choose_device, load_image_classifier, load_vision_model
+from frugalvit.training.components.arguments import OptimizerArguments, RunArguments, parse_arguments
 from frugalvit.training.segment import MaskedImageArguments, SegmenterArguments
 from frugalvit.training.segment import build_model as build_segmenter
 from frugalvit.training.train import ModelArguments, RecipeArguments, load_or_create

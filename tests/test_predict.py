@@ -16,8 +16,8 @@ from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassificatio
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.cli import main
+from frugalvit.common.loading import load_image_classifier
 from frugalvit.predict import draw_predictions, find_images, predict, read_images
-from frugalvit.training.loading import load_image_classifier
 
 
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoModelForImageClassification
 
 from frugalvit import quickstart
-from frugalvit.training import speed
+from frugalvit.common import speed
 
 
 # Of a whole run.

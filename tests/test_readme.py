@@ -30,10 +30,10 @@ from transformers import (
 
 from frugalvit import SparseFormerVisionModelWithProjection
 from frugalvit.cli import COMMANDS
+from frugalvit.common.command_line import CommandParser
 from frugalvit.registry import public_names
 from frugalvit.resources import shipped_checkpoints
-from frugalvit.training.arguments import ArgumentParser
-from frugalvit.training.command_line import CommandParser
+from frugalvit.training.components.arguments import ArgumentParser
 
 
 ROOT = Path(__file__).resolve().parents[1]

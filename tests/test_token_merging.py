@@ -35,7 +35,7 @@ def token_merging():
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator(monkeypatch):
-    monkeypatch.setattr("frugalvit.training.precision.bfloat16_is_fast", lambda: False)
+    monkeypatch.setattr("frugalvit.common.precision.bfloat16_is_fast", lambda: False)
     yield
     AcceleratorState._reset_state(True)
 

@@ -7,8 +7,8 @@ import torch
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path, count_macs
 from frugalvit.cli import main
-from frugalvit.training.comparison import using_tokens
-from frugalvit.training.data import SUBSET, class_names, decode_image, load_images
+from frugalvit.common.comparison import using_tokens
+from frugalvit.common.data import SUBSET, class_names, decode_image, load_images
 
 
 SPLIT = "test[:24]"

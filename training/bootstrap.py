@@ -24,6 +24,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from ..common.augmentation import BootstrapView, EvalView, ImageFormat, View
+from ..common.comparison import compare_speeds, describe_pair, side_by_side, slower_than_teacher
+from ..common.data import load_splits, make_loaders, match_classes
+from ..common.files import write_json
+from ..common.loading import load_vision_model
+from ..common.metrics import TopKAccuracy
+from ..common.precision import hold_teacher
+from ..common.tables import format_markdown, format_table
 from ..configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
 from ..configuration.configuration_sparseformer import choose_grid
 from ..modeling.hosts import Anatomy, read_anatomy
@@ -35,7 +43,7 @@ from ..modeling.modeling_sparseformer import (
     SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
 )
-from .arguments import (
+from .components.arguments import (
     DataArguments,
     RunArguments,
     argument,
@@ -45,19 +53,11 @@ from .arguments import (
     parse_arguments,
     run_as_program,
 )
-from .attended_windows import attended_windows
-from .augmentation import BootstrapView, EvalView, ImageFormat, View
-from .cards import write_card
-from .comparison import compare_speeds, describe_pair, side_by_side, slower_than_teacher
-from .data import load_splits, make_loaders, match_classes
-from .files import write_json
-from .loading import load_vision_model
-from .loop import TrainingState, fit, make_optimizer, parameter_groups, prepare, start_accelerator
-from .metrics import TopKAccuracy
-from .precision import hold_teacher
-from .tables import format_markdown, format_table
-from .teacher_cache import TeacherCache
-from .token_alignment import TokenAlignment
+from .components.attended_windows import attended_windows
+from .components.cards import write_card
+from .components.loop import TrainingState, fit, make_optimizer, parameter_groups, prepare, start_accelerator
+from .components.teacher_cache import TeacherCache
+from .components.token_alignment import TokenAlignment
 from .train import parse_overrides, read_values, write_values
 
 

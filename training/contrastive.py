@@ -23,7 +23,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from .arguments import (
+from ..common.augmentation import CAPTION, EvalView, ImageFormat, SmallDataView, random_seed
+from ..common.data import class_names, load_splits, make_loaders
+from ..common.metrics import TopKAccuracy
+from .components.arguments import (
     DataArguments,
     OptimizerArguments,
     RunArguments,
@@ -33,11 +36,8 @@ from .arguments import (
     parse_arguments,
     run_as_program,
 )
-from .augmentation import CAPTION, EvalView, ImageFormat, SmallDataView, random_seed
-from .cards import write_card
-from .data import class_names, load_splits, make_loaders
-from .loop import TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
-from .metrics import TopKAccuracy
+from .components.cards import write_card
+from .components.loop import TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .train import read_values
 
 

@@ -18,12 +18,16 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import ViTImageProcessor
 
+from ..common.augmentation import EvalView, ImageFormat, SmallDataView
+from ..common.data import class_names, load_splits, make_loaders
+from ..common.files import whole_folder
+from ..common.metrics import TopKAccuracy
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
 from ..modeling.initialization import INITIALIZATIONS
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
 from ..modeling.reference_initialization import REFERENCE
-from .arguments import (
+from .components.arguments import (
     DataArguments,
     OptimizerArguments,
     RunArguments,
@@ -34,12 +38,8 @@ from .arguments import (
     parse_arguments,
     run_as_program,
 )
-from .augmentation import EvalView, ImageFormat, SmallDataView
-from .cards import write_card
-from .data import class_names, load_splits, make_loaders
-from .files import whole_folder
-from .loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
-from .metrics import TopKAccuracy
+from .components.cards import write_card
+from .components.loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
 from .train import initialize, read_values
 
 

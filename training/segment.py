@@ -19,9 +19,14 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForSemanticSegmentation, SegformerImageProcessor
 
+from ..common.augmentation import ImageFormat
+from ..common.data import make_loaders
+from ..common.loading import check_sizes, load_image_processor, one_error, split_revision
+from ..common.masks import IGNORED, MaskReader, SegmentationEvalView, SegmentationView, load_masked_splits
+from ..common.metrics import evaluate_segmenter
 from ..modeling.modeling_sparseformer import SparseFormerForSemanticSegmentation
 from ..modeling.segmentation import semantic_segmentation_loss
-from .arguments import (
+from .components.arguments import (
     ImageArguments,
     OptimizerArguments,
     RunArguments,
@@ -32,13 +37,15 @@ from .arguments import (
     parse_arguments,
     run_as_program,
 )
-from .augmentation import ImageFormat
-from .cards import write_card
-from .data import make_loaders
-from .loading import check_sizes, load_image_processor, one_error, split_revision
-from .loop import TrainingState, fit, learning_rate_factors, optimizer_with_schedule, prepare, start_accelerator
-from .masks import IGNORED, MaskReader, SegmentationEvalView, SegmentationView, load_masked_splits
-from .metrics import evaluate_segmenter
+from .components.cards import write_card
+from .components.loop import (
+    TrainingState,
+    fit,
+    learning_rate_factors,
+    optimizer_with_schedule,
+    prepare,
+    start_accelerator,
+)
 from .train import check_loading, check_numbers, parse_overrides, set_drop_path
 
 

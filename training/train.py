@@ -24,6 +24,11 @@ from transformers import (
     ViTImageProcessor,
 )
 
+from ..common.augmentation import EvalView, ImageFormat, Mix, SmallDataView
+from ..common.data import CorruptImageError, class_names, decode_image, load_splits, make_loaders
+from ..common.loading import check_sizes, load_image_classifier, load_image_processor, one_error, split_revision
+from ..common.metrics import evaluate_classifier
+from ..common.precision import hold_teacher
 from ..configuration.configuration_base import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from ..modeling.context_broadcast_hosts import insert_context_broadcast
@@ -32,7 +37,7 @@ from ..modeling.hub import image_processor_config
 from ..modeling.initialization import INITIALIZATIONS, initialize_attention_
 from ..modeling.modeling_bootstrapped_vit import divergence
 from ..modeling.reference_initialization import REFERENCE, reference_init_
-from .arguments import (
+from .components.arguments import (
     DataArguments,
     OptimizerArguments,
     RunArguments,
@@ -43,11 +48,8 @@ from .arguments import (
     parse_arguments,
     run_as_program,
 )
-from .augmentation import EvalView, ImageFormat, Mix, SmallDataView
-from .cards import write_card
-from .data import CorruptImageError, class_names, decode_image, load_splits, make_loaders
-from .loading import check_sizes, load_image_classifier, load_image_processor, one_error, split_revision
-from .loop import (
+from .components.cards import write_card
+from .components.loop import (
     OPTIMIZERS,
     TrainingState,
     classifiers_inside,
@@ -57,8 +59,6 @@ from .loop import (
     prepare,
     start_accelerator,
 )
-from .metrics import evaluate_classifier
-from .precision import hold_teacher
 
 
 logger = transformers.utils.logging.get_logger(__name__)

@@ -9,10 +9,10 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
+from ..common.augmentation import ImageFormat
+from ..common.loading import load_image_classifier
+from ..common.metrics import evaluate_classifier
 from ..tokens import Adaptive, add_token_arguments, choose_tokens
-from ..training.augmentation import ImageFormat
-from ..training.loading import load_image_classifier
-from ..training.metrics import evaluate_classifier
 from .imagenet import PROTOCOLS, right_answers
 from .images import add_image_arguments, image_batches, read_images
 from .robustness import fgsm, occlude_center

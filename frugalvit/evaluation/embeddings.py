@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from torch import nn
 
+from ..common.augmentation import EvalView, ImageFormat
+from ..common.data import check_labels, class_names, hold_back, label_numbers, load_images
+from ..common.loading import load_vision_model
+from ..common.metrics import check_scores
 from ..modeling.hosts import read_anatomy
-from ..training.augmentation import EvalView, ImageFormat
-from ..training.data import check_labels, class_names, hold_back, label_numbers, load_images
-from ..training.loading import load_vision_model
-from ..training.metrics import check_scores
 from .images import add_image_arguments, image_batches, read_images, take_first
 
 

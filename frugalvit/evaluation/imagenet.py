@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 from timm.data.real_labels import RealLabelsImagenet
 
-from ..training.classes import IMAGENET_CLASSES, match_labels
+from ..common.classes import IMAGENET_CLASSES, match_labels
 
 
 PROTOCOLS = {

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from ..training.data import (
+from ..common.data import (
     SUBSET,
     CorruptImageError,
     decode_image,

@@ -7,8 +7,8 @@ from pathlib import Path
 import datasets
 import torch
 
-from ..training.data import load_images, load_table
-from ..training.metrics import check_scores
+from ..common.data import load_images, load_table
+from ..common.metrics import check_scores
 from .images import add_loop_arguments, add_worker_argument, image_batches, positive, take_first
 from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers, name_models
 

@@ -10,8 +10,8 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from ..training.data import decode_image, default_split, load_table
-from ..training.loading import load_pretrained, split_revision
+from ..common.data import decode_image, default_split, load_table
+from ..common.loading import load_pretrained, split_revision
 from .images import add_loop_arguments, positive, take_first
 
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
+from ..common.loading import OPEN_CLIP, load_pretrained, load_vision_model, split_revision
+from ..common.metrics import check_scores
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel
 from ..modeling.open_clip_adapter import OpenClipVisual
-from ..training.loading import OPEN_CLIP, load_pretrained, load_vision_model, split_revision
-from ..training.metrics import check_scores
 
 
 @dataclass

@@ -7,8 +7,8 @@ from pathlib import Path
 import datasets
 import torch
 
-from ..training.data import class_names
-from ..training.metrics import TopKAccuracy
+from ..common.data import class_names
+from ..common.metrics import TopKAccuracy
 from .images import add_image_arguments, image_batches, read_images
 from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers, name_models
 

@@ -21,13 +21,13 @@ from vision_transformers import KINDS, of_timm, of_transformers, randomize
 
 import frugalvit
 from frugalvit import impulse_init_, insert_context_broadcast, mimetic_init_
+from frugalvit.common.comparison import ImageSide
+from frugalvit.common.macs import count_macs
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference
 from frugalvit.modeling.hosts.transformers import tower_of
 from frugalvit.modeling.inheritance import student_discrepancies
-from frugalvit.training.comparison import ImageSide
-from frugalvit.training.macs import count_macs
-from frugalvit.training.token_alignment import TokenAlignment
+from frugalvit.training.components.token_alignment import TokenAlignment
 
 
 TINY_FOCUS = {

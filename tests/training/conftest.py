@@ -30,7 +30,7 @@ def fresh_accelerator():
 @pytest.fixture(autouse=True)
 def slow_bfloat16(monkeypatch):
     """The same arithmetic on every machine."""
-    monkeypatch.setattr("frugalvit.training.precision.bfloat16_is_fast", lambda: False)
+    monkeypatch.setattr("frugalvit.common.precision.bfloat16_is_fast", lambda: False)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch._dynamo  # noqa: F401 (once, rather than in the first step of every process)
 import transformers
 
-from frugalvit.training import loop, train
-from frugalvit.training.data import TrainingLoader
+from frugalvit.common.data import TrainingLoader
+from frugalvit.training import train
+from frugalvit.training.components import loop
 
 
 def die():

@@ -8,7 +8,7 @@ import torch
 
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.pyramid import grid_rois, window_of
-from frugalvit.training.attended_windows import attended_windows, attention_to_patches
+from frugalvit.training.components.attended_windows import attended_windows, attention_to_patches
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "modeling"))

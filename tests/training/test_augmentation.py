@@ -11,7 +11,7 @@ from timm.data import rand_augment_transform
 from torchvision.transforms import InterpolationMode, v2
 from transformers import CLIPImageProcessor, ConvNextImageProcessor, ViTImageProcessor
 
-from frugalvit.training.augmentation import (
+from frugalvit.common.augmentation import (
     BootstrapView,
     EvalView,
     ImageFormat,

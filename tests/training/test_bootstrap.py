@@ -22,9 +22,10 @@ from transformers import (
 )
 
 from frugalvit import SparseFormerConfig, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
+from frugalvit.common import comparison
+from frugalvit.common.macs import count_macs
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
-from frugalvit.training import bootstrap, comparison
-from frugalvit.training.macs import count_macs
+from frugalvit.training import bootstrap
 
 
 SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"

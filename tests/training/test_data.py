@@ -13,10 +13,9 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from PIL import Image
 
-from frugalvit.training import data
-from frugalvit.training.arguments import DataArguments
-from frugalvit.training.augmentation import EvalView, ImageFormat, Mix, SmallDataView
-from frugalvit.training.data import (
+from frugalvit.common import data
+from frugalvit.common.augmentation import EvalView, ImageFormat, Mix, SmallDataView
+from frugalvit.common.data import (
     SUBSET,
     CorruptImageError,
     StreamSampler,
@@ -29,6 +28,7 @@ from frugalvit.training.data import (
     load_table,
     own_shards,
 )
+from frugalvit.training.components.arguments import DataArguments
 
 
 NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

@@ -14,10 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
-from frugalvit.evaluation.images import read_images
-from frugalvit.training import bootstrap, joint
-from frugalvit.training.arguments import DataArguments
-from frugalvit.training.data import (
+from frugalvit.common.data import (
     class_names,
     decode_image,
     default_split,
@@ -29,7 +26,10 @@ from frugalvit.training.data import (
     load_table,
     split_names,
 )
-from frugalvit.training.masks import load_masked_splits
+from frugalvit.common.masks import load_masked_splits
+from frugalvit.evaluation.images import read_images
+from frugalvit.training import bootstrap, joint
+from frugalvit.training.components.arguments import DataArguments
 from frugalvit.training.segment import MaskedImageArguments
 
 

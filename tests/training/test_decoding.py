@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from frugalvit.common.data import CorruptImageError, decode_image
+from frugalvit.common.decoding import is_image_file, read_image
 from frugalvit.predict import read_images
-from frugalvit.training.data import CorruptImageError, decode_image
-from frugalvit.training.decoding import is_image_file, read_image
 
 
 GRADIENT = np.linspace(0, 255, 64).reshape(8, 8).round()

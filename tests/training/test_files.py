@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from frugalvit.training.files import check_file_path, disk_errors, locked, whole_folder, write_text
+from frugalvit.common.files import check_file_path, disk_errors, locked, whole_folder, write_text
 
 
 def write(output: Path, content: str, overwrite: bool = True):

@@ -24,10 +24,11 @@ from transformers import (
 )
 
 from frugalvit import cli, remove_context_broadcast
+from frugalvit.common.data import load_images
+from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.context_broadcast import has_context_broadcast
-from frugalvit.training import bootstrap, loop, train
-from frugalvit.training.data import load_images
-from frugalvit.training.loading import load_vision_model
+from frugalvit.training import bootstrap, train
+from frugalvit.training.components import loop
 
 
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2}

@@ -11,9 +11,10 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Vi
 
 from frugalvit import AgentCNNForImageClassification, BootstrappedViTForImageClassification
 from frugalvit.attention import measure_attention
+from frugalvit.common.data import load_images
 from frugalvit.modeling.reference_initialization import reference_init_
-from frugalvit.training import joint, loop
-from frugalvit.training.data import load_images
+from frugalvit.training import joint
+from frugalvit.training.components import loop
 
 
 SIZES = "hidden_size=36,num_hidden_layers=2,intermediate_size=48,patch_size=8"

@@ -38,11 +38,11 @@ from transformers import (
     ViTModel,
 )
 
+from frugalvit.common.augmentation import EvalView, ImageFormat
+from frugalvit.common.loading import load_image_classifier, load_vision_model, split_revision
 from frugalvit.evaluation.two_towers import load_two_towers
 from frugalvit.info import describe
 from frugalvit.modeling.hosts import read_anatomy
-from frugalvit.training.augmentation import EvalView, ImageFormat
-from frugalvit.training.loading import load_image_classifier, load_vision_model, split_revision
 
 
 VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

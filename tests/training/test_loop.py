@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from transformers import ViTConfig, ViTForImageClassification
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
+from frugalvit.common.data import CorruptImageError
+from frugalvit.common.files import locked, write_json
 from frugalvit.training import train
-from frugalvit.training.data import CorruptImageError
-from frugalvit.training.files import locked, write_json
-from frugalvit.training.loop import (
+from frugalvit.training.components.loop import (
     CHECKSUMS,
     Checkpoints,
     checksums,

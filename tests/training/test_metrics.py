@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from frugalvit.training.metrics import TopKAccuracy, check_scores, evaluate_classifier
+from frugalvit.common.metrics import TopKAccuracy, check_scores, evaluate_classifier
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

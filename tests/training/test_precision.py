@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from frugalvit.training import precision
+from frugalvit.common import precision
 
 
 MEASURE = precision.bfloat16_is_fast.__wrapped__

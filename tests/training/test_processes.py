@@ -15,8 +15,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers import AutoModelForImageClassification
 
+from frugalvit.common.data import SUBSET, load_images
 from frugalvit.training import train
-from frugalvit.training.data import SUBSET, load_images
 
 
 CONFIGURATIONS = {path.stem: path for path in Path(train.__file__).with_name("launch").glob("*.yaml")}

@@ -18,9 +18,13 @@ from frugalvit import (
     SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
 )
+from frugalvit.common.augmentation import ImageFormat
+from frugalvit.common.data import load_splits
+from frugalvit.common.loading import load_vision_model
+from frugalvit.common.macs import count_macs
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap, segment, train
-from frugalvit.training.arguments import (
+from frugalvit.training.components.arguments import (
     RECIPE_FILES,
     DataArguments,
     OptimizerArguments,
@@ -28,11 +32,7 @@ from frugalvit.training.arguments import (
     parse_arguments,
     recipes_of,
 )
-from frugalvit.training.augmentation import ImageFormat
-from frugalvit.training.data import load_splits
-from frugalvit.training.loading import load_vision_model
-from frugalvit.training.loop import optimizer_with_schedule
-from frugalvit.training.macs import count_macs
+from frugalvit.training.components.loop import optimizer_with_schedule
 
 
 BOOTSTRAP, SEGMENT, TRAIN = (recipes_of(f"frugalvit {command}") for command in ("bootstrap", "segment", "train"))

@@ -19,18 +19,18 @@ from transformers import SegformerConfig, SegformerForSemanticSegmentation, Segf
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.cli import main
-from frugalvit.evaluation.segmentation import segmentation_scores, window_starts
-from frugalvit.training import segment
-from frugalvit.training.augmentation import ImageFormat, seeded
-from frugalvit.training.data import CorruptImageError
-from frugalvit.training.masks import (
+from frugalvit.common.augmentation import ImageFormat, seeded
+from frugalvit.common.data import CorruptImageError
+from frugalvit.common.masks import (
     MaskError,
     MaskReader,
     SegmentationEvalView,
     SegmentationView,
     load_masked_images,
 )
-from frugalvit.training.metrics import SegmentationScores
+from frugalvit.common.metrics import SegmentationScores
+from frugalvit.evaluation.segmentation import segmentation_scores, window_starts
+from frugalvit.training import segment
 
 
 torch.set_num_threads(1)

@@ -29,9 +29,9 @@ from frugalvit import (
     SparseFormerVisionModelWithProjection,
     cli,
 )
+from frugalvit.common.augmentation import EvalView
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap
-from frugalvit.training.augmentation import EvalView
 
 
 # Of a student, where its teacher does not say.

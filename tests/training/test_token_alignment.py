@@ -7,7 +7,7 @@ from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTForImageClassi
 
 from frugalvit import SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.modeling.hosts import read_anatomy
-from frugalvit.training.token_alignment import TokenAlignment
+from frugalvit.training.components.token_alignment import TokenAlignment
 
 
 SMALL = {

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from frugalvit.attention import measure_attention
+from frugalvit.common.data import class_names, load_images
 from frugalvit.training import train
-from frugalvit.training.data import class_names, load_images
 
 
 VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

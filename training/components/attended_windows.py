@@ -2,8 +2,8 @@
 
 import torch
 
-from ..modeling.hosts import Anatomy
-from ..modeling.pyramid import grid_rois, window_of
+from ...modeling.hosts import Anatomy
+from ...modeling.pyramid import grid_rois, window_of
 
 
 # Blocks, from the last, whose attention is averaged: later ones attend to parts of an object.

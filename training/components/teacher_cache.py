@@ -20,8 +20,8 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from .augmentation import BootstrapView
-from .files import whole_file, write_json
+from ...common.augmentation import BootstrapView
+from ...common.files import whole_file, write_json
 
 
 class TeacherCache:

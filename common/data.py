@@ -363,7 +363,7 @@ def _find(dataset: str | list[str], name: str | None) -> dict:
     path = Path(paths[0])
     hub_id, revision = split_revision(paths[0])
     if paths == [SUBSET]:
-        folder = files(__package__) / "cifar10"
+        folder = files("frugalvit.training") / "cifar10"
         return {
             "path": "parquet",
             "data_files": {part: str(folder / f"{part}.parquet") for part in ("train", "test")},

@@ -31,12 +31,12 @@ from accelerate.utils import (
 )
 from tqdm import tqdm
 
-from ..modeling.hosts.timm import is_timm
+from ...common.data import TrainingLoader
+from ...common.files import LOCK, disk_errors, locked, write_json, write_text
+from ...common.precision import choose_mixed_precision, describe_device
+from ...modeling.hosts.timm import is_timm
 from .arguments import RESUMABLE, OptimizerArguments, RunArguments
-from .data import TrainingLoader
-from .files import LOCK, disk_errors, locked, write_json, write_text
 from .muon import Muon, split_matrices
-from .precision import choose_mixed_precision, describe_device
 
 
 OPTIMIZERS = ("adamw", "muon", "sam")

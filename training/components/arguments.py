@@ -18,8 +18,8 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from .command_line import OneSpelling, spelled
-from .data import NO_EVALUATION, SUBSET
+from ...common.command_line import OneSpelling, spelled
+from ...common.data import NO_EVALUATION, SUBSET
 
 
 # What may change when a run is resumed: these alter nothing that was done. A run that met an image that cannot be read
@@ -33,7 +33,7 @@ RESUMABLE = frozenset(
 
 
 # Arguments of whole trainings, a file each.
-RECIPE_FILES = Path(__file__).with_name("recipes")
+RECIPE_FILES = Path(__file__).parents[1] / "recipes"
 
 
 def argument(default=dataclasses.MISSING, help: str = "", **metadata):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..modeling.hub import loading_example, pipeline_tag
+from ...common.loading import split_revision
+from ...modeling.hub import loading_example, pipeline_tag
 from .arguments import ImageArguments, RunArguments
-from .loading import split_revision
 from .loop import TrainingState
 
 

@@ -1,0 +1,1 @@
+"""What commands and recipes both use: files, images, data sets, models, counting and timing, tables."""
