@@ -27,11 +27,13 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from frugalvit.common.augmentation import BootstrapView, ImageFormat
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import TrainingLoader, decode_image, load_images
+from frugalvit.common.data import decode_image, load_images
 from frugalvit.common.tables import format_table
+from frugalvit.common.views import ImageFormat
 from frugalvit.training import bootstrap
+from frugalvit.training.components.augmentation import BootstrapView
+from frugalvit.training.components.loaders import TrainingLoader
 from shared import add_results_argument, write_table
 
 

@@ -36,13 +36,13 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import frugalvit
-from frugalvit.common.augmentation import EvalView, ImageFormat, seeded
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.comparison import using_tokens
 from frugalvit.common.data import class_names, decode_image, label_numbers, load_images
 from frugalvit.common.files import whole_file, write_json
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.tables import format_table
+from frugalvit.common.views import EvalView, ImageFormat, seeded
 from frugalvit.compare import compare, draw_comparison, sample, table_rows
 from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
 from frugalvit.evaluation.embeddings import of_classes

@@ -24,11 +24,11 @@ from transformers import AutoModelForSemanticSegmentation, ViTConfig, ViTModel, 
 from transformers.modeling_outputs import SemanticSegmenterOutput
 
 from frugalvit import count_macs
-from frugalvit.common.augmentation import ImageFormat
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.loading import load_with_image_processor
 from frugalvit.common.masks import MaskReader, load_masked_images
 from frugalvit.common.tables import format_table
+from frugalvit.common.views import ImageFormat
 from frugalvit.evaluation.segmentation import picture_of, segmentation_scores
 from frugalvit.pictures import save_figure
 from frugalvit.training import segment

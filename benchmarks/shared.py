@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 
 from frugalvit.common.data import SUBSET
 from frugalvit.common.files import write_json
-from frugalvit.training.components.loop import versions
+from frugalvit.common.versions import versions
 
 
 CPU_INFO = Path("/proc/cpuinfo")

@@ -25,17 +25,17 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from frugalvit.common.augmentation import BootstrapView, EvalView, ImageFormat
-from frugalvit.common.data import load_splits, make_loaders
+from frugalvit.common.data import load_splits
 from frugalvit.common.loading import load_vision_model
 from frugalvit.common.macs import count_macs
 from frugalvit.common.metrics import evaluate_classifier
 from frugalvit.common.precision import hold_teacher
+from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.contenders import Contender, Vision
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
 from frugalvit.modeling.inheritance import block_weights
-from frugalvit.modeling.modeling_bootstrapped_vit import divergence
+from frugalvit.modeling.layers import divergence
 from frugalvit.training.components.arguments import (
     DataArguments,
     OptimizerArguments,
@@ -46,7 +46,12 @@ from frugalvit.training.components.arguments import (
     parse_arguments,
     run_as_program,
 )
-from frugalvit.training.components.loop import fit, optimizer_with_schedule, prepare, start_accelerator
+from frugalvit.training.components.augmentation import BootstrapView
+from frugalvit.training.components.loaders import make_loaders
+from frugalvit.training.components.loop import fit
+from frugalvit.training.components.optimizers import optimizer_with_schedule
+from frugalvit.training.components.runs import start_accelerator
+from frugalvit.training.components.sharding import prepare
 from frugalvit.training.components.teacher_cache import TeacherCache
 
 

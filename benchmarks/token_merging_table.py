@@ -19,15 +19,16 @@ from transformers import AutoModelForImageClassification
 
 import frugalvit
 import token_merging
-from frugalvit.common.augmentation import EvalView, ImageFormat
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import SUBSET, evaluation_loader, load_images
+from frugalvit.common.data import SUBSET, load_images
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.metrics import evaluate_classifier
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
+from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.training import bootstrap
+from frugalvit.training.components.loaders import evaluation_loader
 from shared import add_run_arguments, folder_name, last_accuracies, run_recipe, write_table
 
 

@@ -13,9 +13,9 @@ from .common.loading import choose_device
 from .common.macs import count_macs
 from .common.speed import measure
 from .common.tables import format_table
+from .common.versions import versions
 from .configuration.configuration_base import pair
 from .info import architecture_of, image_side
-from .training.components.loop import versions
 
 
 # What SparseFormers are compared with, as Transformers runs them.

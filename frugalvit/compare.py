@@ -32,6 +32,7 @@ from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
 from .common.speed import images_per_second
 from .common.tables import format_markdown, format_table
+from .common.versions import versions
 from .contenders import BASELINES, Contender, load_students, load_teachers
 from .evaluation.embeddings import (
     LabeledFeatures,
@@ -46,7 +47,6 @@ from .evaluation.images import add_dataset_arguments, add_reading_arguments, ima
 from .evaluation.knn import neighbor_scores
 from .evaluation.linear import fit_probe
 from .pictures import LEGEND_COLOR, LINE_COLORS, OUTLINE_COLOR, TEXT_COLOR, save_figure
-from .training.components.loop import versions
 
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torchvision.transforms import v2
 
-from .common.augmentation import ImageFormat
 from .common.loading import load_vision_model
+from .common.views import ImageFormat
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
 from .modeling.hosts import Anatomy, read_anatomy
 from .modeling.layers import rotary_table, rotate_half

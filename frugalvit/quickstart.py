@@ -11,6 +11,7 @@ from .common.files import whole_folder, write_json
 from .common.loading import choose_device, load_image_classifier
 from .common.precision import choose_mixed_precision
 from .common.tables import format_table
+from .common.versions import versions
 from .evaluation.classification import classification_accuracy
 from .modeling.hosts import read_anatomy
 from .pictures import save_figure
@@ -18,7 +19,6 @@ from .predict import draw_predictions, format_labels, predict
 from .resources import checkpoint_path
 from .training import bootstrap
 from .training.components.arguments import argument, check, parse_arguments
-from .training.components.loop import versions
 
 
 # What a run leaves beside the model, to be resumed.

@@ -405,3 +405,10 @@ class GenericForImageClassification:
         if labels is not None:
             loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
         return self.output_class(loss=loss, logits=logits, **{name: outputs.get(name) for name in self.passed_on})
+
+
+def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Kullback-Leibler divergence of a student from a teacher, which gets no gradient, times temperature^2; mean over
+    the batch. Logits are `(batch, classes)`."""
+    student, teacher = (F.log_softmax(x.float() / temperature, dim=1) for x in (logits, teacher_logits.detach()))
+    return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")

@@ -19,7 +19,7 @@ from transformers.utils.generic import can_return_tuple
 from ..configuration.configuration_bootstrapped_vit import BootstrappedViTConfig
 from .generalized_convolution import generalized_conv2d
 from .hub import HubModel
-from .layers import check_pixel_values, image_classification_loss
+from .layers import check_pixel_values, divergence, image_classification_loss
 from .modeling_agent_cnn import AgentCNNForImageClassification, AgentCNNLayer, AgentCNNMLP
 
 
@@ -80,13 +80,6 @@ class SharedMLP(nn.Module):
         hidden = F.conv2d(feature_map, mlp.fc1.weight[:, :, None, None], mlp.fc1.bias)
         hidden = self.dropout(self.activation(hidden))
         return self.branch_dropout(F.conv2d(hidden, mlp.fc2.weight[:, :, None, None], mlp.fc2.bias))
-
-
-def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Kullback-Leibler divergence of a student from a teacher, which gets no gradient, times temperature^2; mean over
-    the batch. Logits are `(batch, classes)`."""
-    student, teacher = (F.log_softmax(x.float() / temperature, dim=1) for x in (logits, teacher_logits.detach()))
-    return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
 
 def hint(tokens: torch.Tensor, feature_map: torch.Tensor) -> torch.Tensor:

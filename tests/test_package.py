@@ -18,7 +18,7 @@ from frugalvit.registry import FAMILIES, public_names
 
 ROOT = Path(__file__).resolve().parents[1]
 # Imports point one way; the face of the package comes last.
-ROOMS = ("configuration", "modeling", "training", "frugalvit")
+ROOMS = ("configuration", "modeling", "common", "training", "frugalvit")
 SMALL = {
     "num_latent_tokens": 4,
     "focusing_hidden_size": 16,
@@ -136,6 +136,16 @@ def test_imports_point_one_way(path):
             target = (module.split(".") + ["frugalvit"])[1]
         target = target if target in ROOMS else "frugalvit"
         assert ROOMS.index(target) <= ROOMS.index(room), f"{room} imports {ast.unparse(node)}"
+
+
+RECIPES = sorted(path for path in (ROOT / "training").glob("*.py") if path.name != "__init__.py")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_no_recipe_imports_another(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1}
+    assert len(RECIPES) == 5 and all(module.startswith("components.") for module in imported)
 
 
 def test_shipped_checkpoints_are_found():

@@ -24,19 +24,19 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from ..common.augmentation import BootstrapView, EvalView, ImageFormat, View
 from ..common.comparison import compare_speeds, describe_pair, side_by_side, slower_than_teacher
-from ..common.data import load_splits, make_loaders, match_classes
+from ..common.data import load_splits, match_classes
 from ..common.files import write_json
 from ..common.loading import load_vision_model
 from ..common.metrics import TopKAccuracy
 from ..common.precision import hold_teacher
 from ..common.tables import format_markdown, format_table
+from ..common.views import EvalView, ImageFormat, View
 from ..configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
 from ..configuration.configuration_sparseformer import choose_grid
 from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.inheritance import FOCUSINGS
-from ..modeling.modeling_bootstrapped_vit import divergence as kl_divergence
+from ..modeling.layers import divergence as kl_divergence
 from ..modeling.modeling_sparseformer import (
     SparseFormerForImageClassification,
     SparseFormerPreTrainedModel,
@@ -54,11 +54,17 @@ from .components.arguments import (
     run_as_program,
 )
 from .components.attended_windows import attended_windows
+from .components.augmentation import BootstrapView
 from .components.cards import write_card
-from .components.loop import TrainingState, fit, make_optimizer, parameter_groups, prepare, start_accelerator
+from .components.checkpoints import TrainingState
+from .components.loaders import make_loaders
+from .components.loop import fit
+from .components.models import parse_overrides, read_values, write_values
+from .components.optimizers import make_optimizer, parameter_groups
+from .components.runs import start_accelerator
+from .components.sharding import prepare
 from .components.teacher_cache import TeacherCache
 from .components.token_alignment import TokenAlignment
-from .train import parse_overrides, read_values, write_values
 
 
 PROG = "frugalvit bootstrap"

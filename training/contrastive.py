@@ -23,9 +23,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ..common.augmentation import CAPTION, EvalView, ImageFormat, SmallDataView, random_seed
-from ..common.data import class_names, load_splits, make_loaders
+from ..common.data import class_names, load_splits
 from ..common.metrics import TopKAccuracy
+from ..common.views import CAPTION, EvalView, ImageFormat, random_seed
 from .components.arguments import (
     DataArguments,
     OptimizerArguments,
@@ -36,9 +36,15 @@ from .components.arguments import (
     parse_arguments,
     run_as_program,
 )
+from .components.augmentation import SmallDataView
 from .components.cards import write_card
-from .components.loop import TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
-from .train import read_values
+from .components.checkpoints import TrainingState
+from .components.loaders import make_loaders
+from .components.loop import fit
+from .components.models import read_values
+from .components.optimizers import optimizer_with_schedule
+from .components.runs import start_accelerator
+from .components.sharding import prepare
 
 
 PROG = "frugalvit contrastive"

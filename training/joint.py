@@ -18,10 +18,10 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import ViTImageProcessor
 
-from ..common.augmentation import EvalView, ImageFormat, SmallDataView
-from ..common.data import class_names, load_splits, make_loaders
+from ..common.data import class_names, load_splits
 from ..common.files import whole_folder
 from ..common.metrics import TopKAccuracy
+from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
 from ..modeling.initialization import INITIALIZATIONS
@@ -38,9 +38,15 @@ from .components.arguments import (
     parse_arguments,
     run_as_program,
 )
+from .components.augmentation import SmallDataView
 from .components.cards import write_card
-from .components.loop import OPTIMIZERS, TrainingState, fit, optimizer_with_schedule, prepare, start_accelerator
-from .train import initialize, read_values
+from .components.checkpoints import TrainingState
+from .components.loaders import make_loaders
+from .components.loop import fit
+from .components.models import initialize, read_values
+from .components.optimizers import OPTIMIZERS, optimizer_with_schedule
+from .components.runs import start_accelerator
+from .components.sharding import prepare
 
 
 PROG = "frugalvit joint"

@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForSemanticSegmentation, SegformerImageProcessor
 
-from ..common.augmentation import ImageFormat
-from ..common.data import make_loaders
 from ..common.loading import check_sizes, load_image_processor, one_error, split_revision
 from ..common.masks import IGNORED, MaskReader, SegmentationEvalView, SegmentationView, load_masked_splits
 from ..common.metrics import evaluate_segmenter
+from ..common.views import ImageFormat
 from ..modeling.modeling_sparseformer import SparseFormerForSemanticSegmentation
 from ..modeling.segmentation import semantic_segmentation_loss
 from .components.arguments import (
@@ -38,15 +37,13 @@ from .components.arguments import (
     run_as_program,
 )
 from .components.cards import write_card
-from .components.loop import (
-    TrainingState,
-    fit,
-    learning_rate_factors,
-    optimizer_with_schedule,
-    prepare,
-    start_accelerator,
-)
-from .train import check_loading, check_numbers, parse_overrides, set_drop_path
+from .components.checkpoints import TrainingState
+from .components.loaders import make_loaders
+from .components.loop import fit
+from .components.models import check_loading, check_numbers, parse_overrides, set_drop_path
+from .components.optimizers import learning_rate_factors, optimizer_with_schedule
+from .components.runs import start_accelerator
+from .components.sharding import prepare
 
 
 PROG = "frugalvit segment"

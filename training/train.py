@@ -7,8 +7,6 @@ package.
 """
 
 import inspect
-import json
-import re
 import statistics
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,19 +22,19 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from ..common.augmentation import EvalView, ImageFormat, Mix, SmallDataView
-from ..common.data import CorruptImageError, class_names, decode_image, load_splits, make_loaders
+from ..common.data import CorruptImageError, class_names, decode_image, load_splits
 from ..common.loading import check_sizes, load_image_classifier, load_image_processor, one_error, split_revision
 from ..common.metrics import evaluate_classifier
 from ..common.precision import hold_teacher
+from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_base import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from ..modeling.context_broadcast_hosts import insert_context_broadcast
 from ..modeling.hosts.transformers import resize_positions_
 from ..modeling.hub import image_processor_config
-from ..modeling.initialization import INITIALIZATIONS, initialize_attention_
-from ..modeling.modeling_bootstrapped_vit import divergence
-from ..modeling.reference_initialization import REFERENCE, reference_init_
+from ..modeling.initialization import INITIALIZATIONS
+from ..modeling.layers import divergence
+from ..modeling.reference_initialization import REFERENCE
 from .components.arguments import (
     DataArguments,
     OptimizerArguments,
@@ -48,32 +46,32 @@ from .components.arguments import (
     parse_arguments,
     run_as_program,
 )
+from .components.augmentation import Mix, SmallDataView
 from .components.cards import write_card
-from .components.loop import (
-    OPTIMIZERS,
-    TrainingState,
-    classifiers_inside,
-    fit,
-    learning_rate_factors,
-    optimizer_with_schedule,
-    prepare,
-    start_accelerator,
+from .components.checkpoints import TrainingState
+from .components.loaders import make_loaders
+from .components.loop import fit
+from .components.models import (
+    TIMM,
+    check_loading,
+    check_numbers,
+    initialize,
+    parse_overrides,
+    set_drop_path,
+    write_values,
 )
+from .components.optimizers import OPTIMIZERS, learning_rate_factors, optimizer_with_schedule
+from .components.runs import start_accelerator
+from .components.sharding import prepare
 
 
 logger = transformers.utils.logging.get_logger(__name__)
-
 PROG = "frugalvit train"
-
 # What is trained where no model is named: a variant of `ViTImpulseInitConfig` for small images, up to so many pixels
 # with larger patches, and one for those beyond.
 SMALL_VARIANT, LARGE_VARIANT, LARGEST_SMALL = "vit-tiny-h3-32", "vit-tiny-h3-224", 128
 # Images that are looked at for that.
 FIRST_IMAGES = 16
-# Transformers' model type for timm's models.
-TIMM = "timm_wrapper"
-# Of a new model.
-LARGEST_SIZE, MOST_LAYERS = 1_000_000, 1_000
 # What `--model` should be, for messages.
 KIND = "an image classifier to go on from"
 
@@ -468,53 +466,12 @@ def set_image_size(processor, pixels: int):
         processor.size = size
 
 
-def initialize(model, name: str, text: str):
-    """Initialize a fresh model or its attention, with what `--initialization-options` says."""
-    accepted = inspect.signature(INITIALIZATIONS[name]).parameters.keys() if name in INITIALIZATIONS else set()
-    options = read_values("initialization_options", text)
-    if unknown := sorted(options.keys() - accepted | options.keys() & {"model", "generator"}):
-        raise ValueError(f"--initialization-options: --initialization {name} has no {unknown[0]!r}.")
-    if name == REFERENCE:
-        reference_init_(model)
-    else:
-        initialize_attention_(model, name, **options)
-
-
 def image_size(config, arguments: ModelArguments) -> tuple[int, int]:
     """Height and width of the images that a configuration wants."""
     size = getattr(config, "image_size", None) or arguments.image_size
     if size is None:
         raise ValueError(f"{config.model_type} models take images of any size; say which with --image-size.")
     return (size, size) if isinstance(size, int) else tuple(size)
-
-
-def set_drop_path(config, rate: float):
-    """Let blocks' branches be left out in training, where the model has that."""
-    if rate and config.model_type == TIMM:
-        config.model_args["drop_path_rate"] = rate
-    elif rate and not hasattr(config, "drop_path_rate"):
-        raise ValueError(f"--drop-path is {rate}, but {config.model_type} models have none; expected 0.")
-    elif rate:
-        config.drop_path_rate = rate
-
-
-def check_loading(model, info: dict, name: str):
-    """Refuse a checkpoint whose backbone does not fit; a classifier or a pooler of its own may go or come."""
-    backbone, prefix, heads = model.base_model, f"{model.base_model_prefix}.", classifiers_inside(model.base_model)
-    parts = set() if backbone is model else {name.partition(".")[0] for name, _ in backbone.named_parameters()}
-
-    def is_of_backbone(key: str) -> bool:
-        # A folder of a backbone alone has its names without the prefix.
-        inner = key.removeprefix(prefix)
-        known = key.startswith(prefix) or inner.partition(".")[0] in parts
-        return known and not inner.startswith(heads)
-
-    lost = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"]), *info["unexpected_keys"]]
-    if lost := sorted(filter(is_of_backbone, lost)):
-        raise ValueError(
-            f"--model {name} does not fit a {type(model).__name__}: {', '.join(lost[:3])} and others, {len(lost)} in "
-            "all, are missing, unexpected or of another size. Expected a complete model of that architecture."
-        )
 
 
 def format_in_training(model, image_format: ImageFormat, pixels: int | None) -> tuple[ImageFormat, dict]:
@@ -539,49 +496,6 @@ def format_in_training(model, image_format: ImageFormat, pixels: int | None) -> 
             f"({' '.join(str(error).split())[:200]})."
         ) from error
     return replace(image_format, size=size), options
-
-
-def parse_overrides(model_type: str, text: str) -> dict:
-    """What `--config-overrides` says, as a dict.
-
-    Raises:
-        ValueError: if the configuration has no such field.
-    """
-    defaults, overrides = AutoConfig.for_model(model_type), read_values("config_overrides", text)
-    for name in overrides:
-        if not hasattr(defaults, name):
-            raise ValueError(f"--config-overrides: {model_type} configurations have no {name!r}.")
-    return overrides
-
-
-def check_numbers(overrides: dict):
-    """Refuse sizes of a new model that no machine could train."""
-    for name, value in overrides.items():
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int | float) and not abs(number) <= LARGEST_SIZE:
-                raise ValueError(f"--config-overrides: {name} is {value}, expected numbers up to {LARGEST_SIZE:,}.")
-            if re.search("layers$|^depths?$", name) and isinstance(number, int) and number > MOST_LAYERS:
-                raise ValueError(f"--config-overrides: {name} is {value}, expected {MOST_LAYERS:,} at most.")
-
-
-def read_values(argument_name: str, text: str) -> dict:
-    """`"image_size=32,hidden_act=gelu"` as a dict; values are JSON where they can be, text otherwise."""
-    values = {}
-    for part in filter(None, re.split(r",(?=\w+=)", text)):
-        name, equals, value = part.partition("=")
-        check(part, bool(equals), argument_name, "name=value pairs with commas between")
-        try:
-            values[name] = json.loads(value)
-        except json.JSONDecodeError:
-            values[name] = value
-    return values
-
-
-def write_values(values: dict) -> str:
-    """What `read_values` reads."""
-    return ",".join(
-        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()
-    )
 
 
 def load_teacher(

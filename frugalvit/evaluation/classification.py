@@ -9,9 +9,9 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from ..common.augmentation import ImageFormat
 from ..common.loading import load_image_classifier
 from ..common.metrics import evaluate_classifier
+from ..common.views import ImageFormat
 from ..tokens import Adaptive, add_token_arguments, choose_tokens
 from .imagenet import PROTOCOLS, right_answers
 from .images import add_image_arguments, image_batches, read_images

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ..common.augmentation import EvalView, ImageFormat
 from ..common.data import check_labels, class_names, hold_back, label_numbers, load_images
 from ..common.loading import load_vision_model
 from ..common.metrics import check_scores
+from ..common.views import EvalView, ImageFormat
 from ..modeling.hosts import read_anatomy
 from .images import add_image_arguments, image_batches, read_images, take_first
 

@@ -11,11 +11,11 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
 
-from ..common.augmentation import ImageFormat
 from ..common.data import CorruptImageError, decode_image, evaluation_splits
 from ..common.loading import load_with_image_processor
 from ..common.masks import MaskReader, load_masked_images, masked_split_names
 from ..common.metrics import SegmentationScores, check_scores
+from ..common.views import ImageFormat
 from ..pictures import check_picture_path, draw_segmentation, save_figure
 from .images import add_loop_arguments, positive, take_first
 

@@ -24,7 +24,8 @@ from frugalvit import (
     BootstrappedViTForImageClassification,
     impulse_init_,
 )
-from frugalvit.modeling.modeling_bootstrapped_vit import divergence, head_products, hint
+from frugalvit.modeling.layers import divergence
+from frugalvit.modeling.modeling_bootstrapped_vit import head_products, hint
 from tiny import randomize
 
 

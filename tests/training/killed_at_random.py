@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
 from frugalvit import publish
-from frugalvit.training.components.loop import Checkpoints
+from frugalvit.training.components.checkpoints import Checkpoints
 
 
 def weights(folder: Path) -> bytes:

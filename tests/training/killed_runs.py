@@ -13,9 +13,9 @@ from pathlib import Path
 import torch._dynamo  # noqa: F401 (once, rather than in the first step of every process)
 import transformers
 
-from frugalvit.common.data import TrainingLoader
 from frugalvit.training import train
 from frugalvit.training.components import loop
+from frugalvit.training.components.loaders import TrainingLoader
 
 
 def die():

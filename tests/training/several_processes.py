@@ -21,11 +21,11 @@ import torch._dynamo  # noqa: F401 (likewise, in the first step)
 from accelerate import state
 from accelerate.utils import DistributedType
 
-from frugalvit.common.augmentation import SmallDataView
-from frugalvit.common.data import TrainingLoader
 from frugalvit.training import bootstrap, train  # noqa: F401 (likewise)
 from frugalvit.training.components.arguments import run_as_program
-from frugalvit.training.components.loop import TrainingState
+from frugalvit.training.components.augmentation import SmallDataView
+from frugalvit.training.components.checkpoints import TrainingState
+from frugalvit.training.components.loaders import TrainingLoader
 
 
 # `datasets` waits for Arrow's threads after each pass over a stream of parquet: 5 seconds, too long for tests.

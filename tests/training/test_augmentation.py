@@ -11,16 +11,8 @@ from timm.data import rand_augment_transform
 from torchvision.transforms import InterpolationMode, v2
 from transformers import CLIPImageProcessor, ConvNextImageProcessor, ViTImageProcessor
 
-from frugalvit.common.augmentation import (
-    BootstrapView,
-    EvalView,
-    ImageFormat,
-    Mix,
-    SmallDataView,
-    random_seed,
-    seeded,
-    seeded_by_torch,
-)
+from frugalvit.common.views import EvalView, ImageFormat, random_seed, seeded, seeded_by_torch
+from frugalvit.training.components.augmentation import BootstrapView, Mix, SmallDataView
 
 
 @pytest.fixture

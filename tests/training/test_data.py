@@ -14,21 +14,19 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from PIL import Image
 
 from frugalvit.common import data
-from frugalvit.common.augmentation import EvalView, ImageFormat, Mix, SmallDataView
 from frugalvit.common.data import (
     SUBSET,
     CorruptImageError,
-    StreamSampler,
-    TrainingLoader,
     class_names,
     decode_image,
-    evaluation_loader,
     load_images,
     load_splits,
     load_table,
-    own_shards,
 )
+from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.training.components.arguments import DataArguments
+from frugalvit.training.components.augmentation import Mix, SmallDataView
+from frugalvit.training.components.loaders import StreamSampler, TrainingLoader, evaluation_loader, own_shards
 
 
 NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

@@ -22,9 +22,9 @@ from frugalvit import (
     cli,
     demo,
 )
-from frugalvit.common.data import TrainingLoader
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.training.components import loop
+from frugalvit.training.components.loaders import TrainingLoader
 
 
 VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"

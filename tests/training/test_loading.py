@@ -38,8 +38,8 @@ from transformers import (
     ViTModel,
 )
 
-from frugalvit.common.augmentation import EvalView, ImageFormat
 from frugalvit.common.loading import load_image_classifier, load_vision_model, split_revision
+from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.evaluation.two_towers import load_two_towers
 from frugalvit.info import describe
 from frugalvit.modeling.hosts import read_anatomy

@@ -19,14 +19,9 @@ from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.data import CorruptImageError
 from frugalvit.common.files import locked, write_json
 from frugalvit.training import train
-from frugalvit.training.components.loop import (
-    CHECKSUMS,
-    Checkpoints,
-    checksums,
-    damaged_files,
-    parameter_groups,
-    read_losses,
-)
+from frugalvit.training.components.checkpoints import CHECKSUMS, Checkpoints, checksums, damaged_files
+from frugalvit.training.components.loop import read_losses
+from frugalvit.training.components.optimizers import parameter_groups
 
 
 TIMES = {"images_per_second", "seconds"}

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from frugalvit.training.components.loop import parameter_groups
 from frugalvit.training.components.muon import Muon, orthogonalize, split_matrices
+from frugalvit.training.components.optimizers import parameter_groups
 
 
 @settings(deadline=None, max_examples=30)

@@ -18,10 +18,10 @@ from frugalvit import (
     SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
 )
-from frugalvit.common.augmentation import ImageFormat
 from frugalvit.common.data import load_splits
 from frugalvit.common.loading import load_vision_model
 from frugalvit.common.macs import count_macs
+from frugalvit.common.views import ImageFormat
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap, segment, train
 from frugalvit.training.components.arguments import (
@@ -32,7 +32,7 @@ from frugalvit.training.components.arguments import (
     parse_arguments,
     recipes_of,
 )
-from frugalvit.training.components.loop import optimizer_with_schedule
+from frugalvit.training.components.optimizers import optimizer_with_schedule
 
 
 BOOTSTRAP, SEGMENT, TRAIN = (recipes_of(f"frugalvit {command}") for command in ("bootstrap", "segment", "train"))

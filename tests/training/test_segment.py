@@ -19,7 +19,6 @@ from transformers import SegformerConfig, SegformerForSemanticSegmentation, Segf
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.cli import main
-from frugalvit.common.augmentation import ImageFormat, seeded
 from frugalvit.common.data import CorruptImageError
 from frugalvit.common.masks import (
     MaskError,
@@ -29,6 +28,7 @@ from frugalvit.common.masks import (
     load_masked_images,
 )
 from frugalvit.common.metrics import SegmentationScores
+from frugalvit.common.views import ImageFormat, seeded
 from frugalvit.evaluation.segmentation import segmentation_scores, window_starts
 from frugalvit.training import segment
 

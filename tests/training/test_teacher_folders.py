@@ -29,7 +29,7 @@ from frugalvit import (
     SparseFormerVisionModelWithProjection,
     cli,
 )
-from frugalvit.common.augmentation import EvalView
+from frugalvit.common.views import EvalView
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap
 

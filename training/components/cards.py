@@ -8,7 +8,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ...common.loading import split_revision
 from ...modeling.hub import loading_example, pipeline_tag
 from .arguments import ImageArguments, RunArguments
-from .loop import TrainingState
+from .checkpoints import TrainingState
 
 
 def write_card(

@@ -20,8 +20,8 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...common.augmentation import BootstrapView
 from ...common.files import whole_file, write_json
+from .augmentation import BootstrapView
 
 
 class TeacherCache:

@@ -1,0 +1,106 @@
+"""Models as a recipe's arguments describe them."""
+
+import inspect
+import json
+import re
+
+from transformers import (
+    AutoConfig,
+)
+
+from ...modeling.initialization import INITIALIZATIONS, initialize_attention_
+from ...modeling.reference_initialization import REFERENCE, reference_init_
+from .arguments import (
+    check,
+)
+from .optimizers import classifiers_inside
+
+
+# Transformers' model type for timm's models.
+TIMM = "timm_wrapper"
+# Of a new model.
+LARGEST_SIZE, MOST_LAYERS = 1_000_000, 1_000
+
+
+def initialize(model, name: str, text: str):
+    """Initialize a fresh model or its attention, with what `--initialization-options` says."""
+    accepted = inspect.signature(INITIALIZATIONS[name]).parameters.keys() if name in INITIALIZATIONS else set()
+    options = read_values("initialization_options", text)
+    if unknown := sorted(options.keys() - accepted | options.keys() & {"model", "generator"}):
+        raise ValueError(f"--initialization-options: --initialization {name} has no {unknown[0]!r}.")
+    if name == REFERENCE:
+        reference_init_(model)
+    else:
+        initialize_attention_(model, name, **options)
+
+
+def set_drop_path(config, rate: float):
+    """Let blocks' branches be left out in training, where the model has that."""
+    if rate and config.model_type == TIMM:
+        config.model_args["drop_path_rate"] = rate
+    elif rate and not hasattr(config, "drop_path_rate"):
+        raise ValueError(f"--drop-path is {rate}, but {config.model_type} models have none; expected 0.")
+    elif rate:
+        config.drop_path_rate = rate
+
+
+def check_loading(model, info: dict, name: str):
+    """Refuse a checkpoint whose backbone does not fit; a classifier or a pooler of its own may go or come."""
+    backbone, prefix, heads = model.base_model, f"{model.base_model_prefix}.", classifiers_inside(model.base_model)
+    parts = set() if backbone is model else {name.partition(".")[0] for name, _ in backbone.named_parameters()}
+
+    def is_of_backbone(key: str) -> bool:
+        # A folder of a backbone alone has its names without the prefix.
+        inner = key.removeprefix(prefix)
+        known = key.startswith(prefix) or inner.partition(".")[0] in parts
+        return known and not inner.startswith(heads)
+
+    lost = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"]), *info["unexpected_keys"]]
+    if lost := sorted(filter(is_of_backbone, lost)):
+        raise ValueError(
+            f"--model {name} does not fit a {type(model).__name__}: {', '.join(lost[:3])} and others, {len(lost)} in "
+            "all, are missing, unexpected or of another size. Expected a complete model of that architecture."
+        )
+
+
+def parse_overrides(model_type: str, text: str) -> dict:
+    """What `--config-overrides` says, as a dict.
+
+    Raises:
+        ValueError: if the configuration has no such field.
+    """
+    defaults, overrides = AutoConfig.for_model(model_type), read_values("config_overrides", text)
+    for name in overrides:
+        if not hasattr(defaults, name):
+            raise ValueError(f"--config-overrides: {model_type} configurations have no {name!r}.")
+    return overrides
+
+
+def check_numbers(overrides: dict):
+    """Refuse sizes of a new model that no machine could train."""
+    for name, value in overrides.items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and not abs(number) <= LARGEST_SIZE:
+                raise ValueError(f"--config-overrides: {name} is {value}, expected numbers up to {LARGEST_SIZE:,}.")
+            if re.search("layers$|^depths?$", name) and isinstance(number, int) and number > MOST_LAYERS:
+                raise ValueError(f"--config-overrides: {name} is {value}, expected {MOST_LAYERS:,} at most.")
+
+
+def read_values(argument_name: str, text: str) -> dict:
+    """`"image_size=32,hidden_act=gelu"` as a dict; values are JSON where they can be, text otherwise."""
+    values = {}
+    for part in filter(None, re.split(r",(?=\w+=)", text)):
+        name, equals, value = part.partition("=")
+        check(part, bool(equals), argument_name, "name=value pairs with commas between")
+        try:
+            values[name] = json.loads(value)
+        except json.JSONDecodeError:
+            values[name] = value
+    return values
+
+
+def write_values(values: dict) -> str:
+    """What `read_values` reads."""
+    return ",".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()
+    )

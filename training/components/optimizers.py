@@ -1,0 +1,122 @@
+"""Optimizers and schedules that recipes share."""
+
+import torch
+import transformers
+
+from ...modeling.hosts.timm import is_timm
+from .arguments import OptimizerArguments
+from .muon import Muon, split_matrices
+
+
+OPTIMIZERS = ("adamw", "muon", "sam")
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float, optimizer: str = "adamw") -> list[dict]:
+    """Parameters for an optimizer: matrices and filters decay; biases, norms, positions, [CLS] and the like do not.
+
+    A model adds names to the latter by a method `no_weight_decay()`. For Muon, the matrices of its body stand apart.
+    """
+    spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
+    words = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
+    decayed, kept = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            spare = parameter.ndim < 2 or name in spared or any(word in name for word in words)
+            (kept if spare else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return split_matrices(model, *groups) if optimizer == "muon" else groups
+
+
+def learning_rate_factors(
+    model: torch.nn.Module, head_multiplier: float, layer_decay: float
+) -> dict[torch.nn.Parameter, float]:
+    """Factor of the learning rate of each parameter: 1 for the last block of the longest list of blocks and what
+    follows it, `layer_decay` times that of the next for each block before, once more for what comes before the blocks,
+    and `head_multiplier` outside the base model and for the classifier that timm's models have inside.
+
+    Raises:
+        ValueError: if there is nothing outside the base model.
+    """
+    base = model.base_model
+    if base is model and head_multiplier != 1:
+        raise ValueError(
+            f"--head-multiplier is {head_multiplier}, but a {type(model).__name__} does not say what its head is; "
+            "expected 1."
+        )
+    # timm's blocks are a sequence.
+    kinds = (torch.nn.ModuleList, torch.nn.Sequential) if is_timm(base) else torch.nn.ModuleList
+    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, kinds)]
+    name, blocks = max(lists, key=lambda item: len(item[1]), default=("", ()))
+    last, index, heads = len(blocks) - 1, -1, classifiers_inside(base)
+    factors = dict.fromkeys(model.parameters(), head_multiplier)
+    for full_name, parameter in base.named_parameters():
+        if full_name.startswith(heads):
+            continue
+        if blocks and full_name.startswith(f"{name}."):
+            index = int(full_name.removeprefix(f"{name}.").partition(".")[0])
+        elif index >= 0:
+            index = last
+        factors[parameter] = layer_decay ** (last - index)
+    return factors
+
+
+def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
+    """What the names of a base model's parameters begin with that are its classifier's: of a timm model, which has it
+    inside, where Transformers' models have it beside their base model."""
+    if not is_timm(base):
+        return ()
+    heads = base.get_classifier()
+    heads = heads if isinstance(heads, tuple) else (heads,)
+    return tuple(f"{name}." for name, module in base.named_modules() if any(module is head for head in heads))
+
+
+def make_optimizer(name: str, groups: list[dict], sam_rho: float = 0.05, **options) -> torch.optim.Optimizer:
+    """One of `OPTIMIZERS` on what `parameter_groups` returns, with options of AdamW; `sam_rho` is how far SAM looks.
+
+    Raises:
+        ValueError: if its library is not installed.
+    """
+    if name == "muon":
+        return Muon(groups, **options)
+    if name == "sam":
+        try:
+            from pytorch_optimizer import SAM
+        except ImportError:
+            raise ValueError("--optimizer sam is pytorch_optimizer's: pip install pytorch_optimizer.") from None
+        return SAM(groups, torch.optim.AdamW, rho=sam_rho, **options, fused=True)
+    return torch.optim.AdamW(groups, **options, fused=True)
+
+
+def optimizer_with_schedule(
+    model: torch.nn.Module,
+    optimization: OptimizerArguments,
+    epochs: int,
+    steps_per_epoch: int,
+    name: str = "adamw",
+    rates: dict[torch.nn.Parameter, float] | None = None,
+    **options,
+):
+    """One of `OPTIMIZERS` for all parameters of a model that learn, and the schedule of its rate; `rates` are factors
+    of the learning rate for each parameter, `options` those of `make_optimizer`."""
+    groups = parameter_groups(model, optimization.weight_decay, name)
+    if rates:
+        groups = [
+            {**group, "params": members, "lr": factor * optimization.learning_rate}
+            for group in groups
+            for factor in sorted({rates[parameter] for parameter in group["params"]})
+            if (members := [parameter for parameter in group["params"] if rates[parameter] == factor])
+        ]
+    optimizer = make_optimizer(
+        name,
+        groups,
+        lr=optimization.learning_rate,
+        betas=(optimization.adam_beta1, optimization.adam_beta2),
+        **options,
+    )
+    scheduler = transformers.get_scheduler(
+        optimization.lr_scheduler,
+        optimizer,
+        num_warmup_steps=round(optimization.warmup_epochs * steps_per_epoch),
+        num_training_steps=epochs * steps_per_epoch,
+    )
+    return optimizer, scheduler
