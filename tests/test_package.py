@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -119,23 +120,25 @@ def test_configurations_need_no_torch():
     assert result.stdout == "48\n49\n", result.stderr
 
 
-@pytest.mark.parametrize("path", sorted(p for room in ROOMS for p in (ROOT / room).glob("*.py")), ids=lambda p: p.name)
+SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    room = path.parent.name
+    room, *folders = path.relative_to(ROOT).parent.parts
+    package = ".".join(["frugalvit", *([room] if room != "frugalvit" else []), *folders])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, (ast.Import, ast.ImportFrom)):
-            continue
-        if isinstance(node, ast.ImportFrom) and node.level:
-            module = node.module or ""
-            inside_room = node.level == 1 and room != "frugalvit"
-            target = room if inside_room else module.partition(".")[0]
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [importlib.util.resolve_name("." * node.level + (node.module or ""), package)]
         else:
-            module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
-            if module.partition(".")[0] != "frugalvit":
-                continue
-            target = (module.split(".") + ["frugalvit"])[1]
-        target = target if target in ROOMS else "frugalvit"
-        assert ROOMS.index(target) <= ROOMS.index(room), f"{room} imports {ast.unparse(node)}"
+            continue
+        for module in modules:
+            first, target, *_ = [*module.split("."), "frugalvit"]
+            if first == "frugalvit":
+                target = target if target in ROOMS else "frugalvit"
+                assert ROOMS.index(target) <= ROOMS.index(room), f"{room} imports {ast.unparse(node)}"
 
 
 RECIPES = sorted(path for path in (ROOT / "training").glob("*.py") if path.name != "__init__.py")
