@@ -7,7 +7,6 @@ import platform
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -101,20 +100,6 @@ def spread(values: list[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def commit() -> str | None:
-    """What is measured, of this repository; with a mark where files were changed since."""
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--dirty=, changed", "--match="],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def machine() -> dict[str, object]:
     """What it is measured on."""
     names = (
@@ -133,7 +118,6 @@ def write_table(path: Path, settings: dict, rows: list[dict], **more):
             "settings": settings,
             **({"spread": "standard deviation over seeds"} if "seeds" in settings else {}),
             "versions": versions(),
-            "commit": commit(),
             "machine": machine(),
             **more,
             "rows": rows,

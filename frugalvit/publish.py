@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import jinja2
 import torch
+from huggingface_hub import ModelCard
 from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import PreTrainedModel
 
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="look at everything, upload nothing")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
+    parser.add_argument("--license", help="of the model, for its card, for example apache-2.0")
     parser.add_argument(
         "--no-code",
         action="store_true",
@@ -105,6 +107,10 @@ def prepared(arguments: argparse.Namespace):
                 (folder / "README.md").write_text(render_card(arguments.card, arguments.results), encoding="utf-8")
             elif arguments.card:
                 shutil.copyfile(arguments.card, folder / "README.md")
+            if arguments.license:
+                card = ModelCard.load(folder / "README.md")
+                card.data.license = arguments.license
+                card.save(folder / "README.md")
             if arguments.repo_id and (readme := folder / "README.md").is_file():
                 text = readme.read_text(encoding="utf-8")
                 readme.write_text(text.replace(UNNAMED, arguments.repo_id), encoding="utf-8")

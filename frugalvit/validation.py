@@ -100,6 +100,7 @@ def check_card(folder: Path) -> list[str]:
     if missing:
         problems.append(
             f"the metadata of README.md lack {', '.join(missing)}: add them there, or give a complete card by --card"
+            f"{', or a license by --license' * ('license' in missing)}"
         )
     problems += [
         f"the result {result.metric_type!r} of README.md is {result.metric_value!r}, expected a number"

@@ -55,7 +55,7 @@ from .components.arguments import (
 )
 from .components.attended_windows import attended_windows
 from .components.augmentation import BootstrapView
-from .components.cards import write_card
+from .components.cards import add_table, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -736,6 +736,7 @@ def compare(
         )
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     write_json(folder / "results.json", results | {"comparison": rows})
+    add_table(folder, "Beside the teacher", rows)
 
 
 def scores_of(state: TrainingState, config) -> list[dict[str, float]]:
@@ -754,9 +755,10 @@ def describe(pair: StudentArguments, student: SparseFormerPreTrainedModel, label
     config = student.config
     counts = config.trained_token_counts
     tokens = ", ".join(str(count + config.use_cls_token) for count in counts)
+    teacher = Path(pair.teacher).name if Path(pair.teacher).is_dir() else pair.teacher
     choice = "" if len(counts) == 1 else ", of which a call chooses (`num_tokens`, without [CLS])"
     text = (
-        f"A SparseFormer with {tokens} tokens{choice}, bootstrapped from {pair.teacher}"
+        f"A SparseFormer with {tokens} tokens{choice}, bootstrapped from {teacher}"
         f"{'' if labels else ' without labels'}"
     )
     if "accuracy" in state.best:

@@ -70,7 +70,9 @@ def train(folder: Path, kills: int, arguments: list[str], chance: random.Random)
 def share(folder: Path, kills: int, chance: random.Random) -> int:
     """Folders that publishing writes are whole or not there."""
     finished, output = 0, folder / "published"
-    arguments = argparse.Namespace(model=folder / "whole", output=output, overwrite=True, dry_run=False, card=None)
+    arguments = argparse.Namespace(
+        model=folder / "whole", output=output, overwrite=True, card=None, license=None, repo_id=None
+    )
     for _ in range(kills):
         delay = chance.uniform(0, 0.2)
 

@@ -27,7 +27,7 @@ from ...common.data import NO_EVALUATION, SUBSET
 RESUMABLE = frozenset(
     {
         *("output_dir", "overwrite", "num_workers", "eval_batch_size", "logging_steps", "checkpointing_steps"),
-        *("report_to", "teacher_cache", "compare", "skip_corrupt", "trust_remote_code"),
+        *("report_to", "license", "teacher_cache", "compare", "skip_corrupt", "trust_remote_code"),
     }
 )
 
@@ -124,6 +124,10 @@ class RunArguments:
     max_grad_norm: float = argument(1.0, "Clip the gradient to this norm; 0 does not.")
     logging_steps: int = argument(50, "Optimizer steps between lines of metrics.jsonl.")
     checkpointing_steps: int = argument(500, "Optimizer steps between checkpoints, besides each epoch's.")
+    license: str | None = argument(
+        None,
+        "License of the trained model, for its card, for example apache-2.0. Default: that of the model it is from.",
+    )
     report_to: list[str] = argument([], "Trackers, for example tensorboard or wandb.")
     overwrite: bool = argument(False, "Start anew in an output folder that is not empty.")
     # What `run.json` holds, noted when the run starts.
