@@ -79,7 +79,6 @@ def _run_on_meta(model: nn.Module, image_size: int | tuple[int, int], num_channe
     }
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     image = torch.empty(1, num_channels, *size, dtype=dtype, device="meta")
-    # Asking for hidden states would do, too, but leaves hooks on the model, with which it stays slower.
     arguments = {"output_tokens": True} if "output_tokens" in getattr(model, "base_model_arguments", {}) else {}
     with torch.no_grad():
         torch.func.functional_call(model, tensors, (image,), arguments)

@@ -13,15 +13,20 @@ from .common.tables import format_table
 from .pictures import LINE_COLORS, TEXT_COLOR, check_picture_path, label_lines, save_figure
 
 
-# What is drawn where runs have it: name in a record -> title, and whether higher is better.
-CURVES = {
-    "train_loss": ("training loss", False),
-    "loss": ("evaluation loss", False),
-    "accuracy": ("accuracy", True),
-    "top5_accuracy": ("top-5 accuracy", True),
-    "mean_iou": ("mean IoU", True),
-    "cosine": ("cosine", True),
+# What is drawn first, and what it is called; other scores follow by their names.
+TITLES = {
+    "train_loss": "training loss",
+    "loss": "evaluation loss",
+    "accuracy": "accuracy",
+    "top5_accuracy": "top-5 accuracy",
+    "mean_iou": "mean IoU",
+    "alignment": "cosine with the teacher",
 }
+# What records of epochs have besides.
+NO_SCORES = {"epoch", "step", "images_per_second", "learning_rate", "gradient_norm", "teacher_accuracy"}
+# By which the best epoch is chosen, where a run has it.
+CHOOSING = ("accuracy", "mean_iou", "alignment")
+PANELS_IN_A_ROW = 4
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -39,11 +44,12 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.picture:
         check_picture_path(arguments.picture)
     runs = {name: read_epochs(run) for name, run in zip(names, arguments.runs, strict=True)}
-    curves = [curve for curve in CURVES if any(curve in epochs[-1] for epochs in runs.values())]
+    curves = curves_of(runs)
     print(
         format_table(
             [
-                {"run": name, "epoch": epochs[-1]["epoch"]} | {curve: epochs[-1].get(curve) for curve in curves}
+                {"run": name, "epoch": epochs[-1]["epoch"], "best epoch": best_epoch(epochs)}
+                | {curve: epochs[-1].get(curve) for curve in curves}
                 for name, epochs in runs.items()
             ]
         )
@@ -68,8 +74,23 @@ def read_epochs(folder: str) -> list[dict]:
     return epochs
 
 
+def curves_of(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[str]:
+    """Names of all losses and scores that a run has, the known ones first."""
+    found = dict.fromkeys(name for epochs in runs.values() for name in epochs[-1] if name not in NO_SCORES)
+    return [name for name in TITLES if name in found] + [name for name in found if name not in TITLES]
+
+
+def best_epoch(epochs: Sequence[Mapping[str, float]]) -> int | None:
+    """The epoch of the highest score that training chooses by, the first of equal ones; None without such a score."""
+    score = next((name for name in CHOOSING if name in epochs[-1]), None)
+    scored = [record for record in epochs if score in record]
+    return max(scored, key=lambda record: record[score])["epoch"] if scored else None
+
+
 def draw_curves(runs: Mapping[str, Sequence[Mapping[str, float]]], panel_size: float = 2.6) -> Figure:
     """Losses and scores over epochs, a panel each and a line for every run (figure S1 of Hyeon-Woo et al.).
+
+    A dot marks the best epoch.
 
     Args:
         runs (`Mapping`): Records of epochs by the name of the run.
@@ -78,22 +99,30 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, float]]], panel_size: f
     Returns:
         `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`.
     """
-    curves = [curve for curve in CURVES if any(curve in epochs[-1] for epochs in runs.values())]
-    figure = Figure(figsize=(panel_size * len(curves), panel_size), dpi=200, facecolor="white", layout="constrained")
+    curves = curves_of(runs)
+    columns = min(len(curves), PANELS_IN_A_ROW)
+    rows = -(-len(curves) // columns)
+    size = (panel_size * columns, panel_size * rows)
+    figure = Figure(figsize=size, dpi=200, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, curve in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
-        title, high = CURVES[curve]
+    panels = [*figure.subplots(rows, columns, squeeze=False).flat]
+    for axes in panels[len(curves) :]:
+        axes.set_axis_off()
+    for axes, curve in zip(panels, curves, strict=False):
         lines = {}
         for color, (name, epochs) in zip(LINE_COLORS, runs.items(), strict=False):
             points = [(record["epoch"], record[curve]) for record in epochs if curve in record]
             if points:
                 axes.plot(*zip(*points, strict=True), color=color, linewidth=1.2)
+                best = [point for point in points if point[0] == best_epoch(epochs)]
+                if best:
+                    axes.plot(*best[0], "o", color=color, markersize=3)
                 lines[name] = color
-        axes.set_title(title, loc="left", fontsize=8, color=TEXT_COLOR)
+        axes.set_title(TITLES.get(curve, curve.replace("_", " ")), loc="left", fontsize=8, color=TEXT_COLOR)
         axes.set_xlabel("epoch", fontsize=7, color=TEXT_COLOR)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.tick_params(labelsize=7, colors=TEXT_COLOR)
         axes.spines[["top", "right"]].set_visible(False)
         if curve == curves[0]:
-            label_lines(axes, lines, "lower right" if high else "upper right")
+            label_lines(axes, lines, "upper right" if curve.endswith("loss") else "lower right")
     return figure

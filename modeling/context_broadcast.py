@@ -269,7 +269,7 @@ def remove_modules(model: nn.Module):
 
 
 def has_context_broadcast(model: nn.Module) -> bool:
-    """Whether it is in a model."""
+    """Whether a module has Context Broadcasting in it."""
     return any(isinstance(module, ContextBroadcast) for module in model.modules())
 
 

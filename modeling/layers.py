@@ -106,10 +106,17 @@ class SelfAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens `(batch, tokens, hidden_size)`, and `queries` of that width where not the tokens themselves ask, to
-        the shape of what asks; and the attention weights if the implementation has them. `position_embeddings` are
-        cosines and sines, `(batch, rotated tokens, head_dim / 2)`, of the last tokens; queries that are fewer than the
-        tokens are the first of them."""
+        """
+        Args:
+            hidden_states (`torch.Tensor`): `(batch, tokens, hidden_size)`, which are attended to.
+            queries (`torch.Tensor`, *optional*): `(batch, queries, hidden_size)`, which attend; by default all tokens,
+                and if there are fewer, the first of them.
+            position_embeddings (pair of `torch.Tensor`, *optional*): Cosines and sines, `(batch, rotated tokens,
+                head_dim / 2)`, of the last tokens.
+
+        Returns:
+            `tuple`: What the queries get, of their shape, and the attention weights if the implementation has them.
+        """
         queries = hidden_states if queries is None else queries
 
         def heads(states: torch.Tensor) -> torch.Tensor:

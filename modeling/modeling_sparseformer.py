@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_base import pair
 from ..configuration.configuration_sparseformer import SparseFormerConfig, choose_grid
-from .context_broadcast import ContextBroadcast, broadcast_layers
+from .context_broadcast import ContextBroadcast, broadcast_layers, has_context_broadcast
 from .hub import HubModel, image_processor_config, import_from_package
 from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path, rotary_table
 from .pyramid import ImagePyramid, PatchSampling, grid_rois, place_in_window, sample_features, window_of
@@ -878,9 +878,10 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 Return `focusing_hidden_states`.
             output_stem_features (`bool`, *optional*, defaults to `False`): Return `stem_features`.
             output_tokens (`bool`, *optional*, defaults to `True`):
-                Return `last_hidden_state` of all tokens. Without it, the last block may compute [CLS] alone, where
-                nothing else is read of it (`reads_cls_alone`), and `last_hidden_state` has no other token.
-                That spares 8 % of the multiply-accumulates of augreg-base-49-224, 4 % of augreg-large-49-224's.
+                Return `last_hidden_state` of all tokens. Without it, the last block computes [CLS] alone where that is
+                what is pooled, and `last_hidden_state` has no other token, unless `hidden_states` or `attentions` are
+                asked for or Context Broadcasting is in that block. That saves 8 % of the multiply-accumulates of
+                augreg-base-49-224, 4 % of augreg-large-49-224's.
             num_tokens (`int`, *optional*):
                 Latent tokens to compute with, up to `config.num_latent_tokens`; `config.num_tokens`, else all, by
                 default. Best one of `config.elastic_token_counts`: another one warns, once.
@@ -928,7 +929,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             hidden_states, rois = run(self.final_focusing_layer, hidden_states, rois)
         hidden_states = self.embedding_norm(join(prefix, hidden_states))
         kwargs |= self.rotation(places if self.config.patch_size else rois)
-        cls_alone = not output_tokens and self.reads_cls_alone()
+        cls_alone = not output_tokens and self.reads_cls_alone(**kwargs)
         for layer in self.layers:
             leading = self.config.num_class_tokens if cls_alone and layer is self.layers[-1] else None
             hidden_states, rois = run(layer, hidden_states, rois, leading=leading)
@@ -983,12 +984,13 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         table = rotary_table(centers, config.rope_theta, config.rope_scale, config.rope_shift, head_dim)
         return {"position_embeddings": table}
 
-    def reads_cls_alone(self) -> bool:
-        """Whether nothing but [CLS] is read of the last block: it is what is pooled, and no hook sees other tokens, by
-        which hidden states and attentions are recorded and Context Broadcasting is inserted, too."""
-        last = self.layers[-1]
-        hooks = (module._forward_hooks or module._forward_pre_hooks for module in last.modules())
-        return self.config.pooling == "cls" and last.steps == ("attention", "mlp") and not any(hooks)
+    def reads_cls_alone(self, **kwargs) -> bool:
+        """Whether the pooled embedding needs only [CLS] of the last block, and a call with these arguments returns no
+        states or attentions of it."""
+        last, names = self.layers[-1], ("output_hidden_states", "output_attentions")
+        recorded = any(kwargs.get(name, getattr(self.config, name, False)) for name in names)
+        plain = last.steps == ("attention", "mlp") and not has_context_broadcast(last)
+        return self.config.pooling == "cls" and plain and not recorded
 
     def pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Tokens before the final LayerNorm, `(batch, tokens, hidden_size)`, to `(batch, hidden_size)`."""
@@ -1013,8 +1015,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
 class SparseFormerForImageClassification(GenericForImageClassification, SparseFormerPreTrainedModel):
     """SparseFormer with a linear classifier on the pooled token.
 
-    Where that is [CLS], the last block computes nothing else, unless something else is read of it (the base model's
-    `reads_cls_alone`). Whoever puts another `forward` that mixes tokens into that block passes `output_tokens=True`.
+    Where that is [CLS], the last block computes nothing else (`output_tokens` of the base model). To read other tokens
+    of that block, for example by a hook, pass `output_tokens=True`.
     """
 
     model_class = SparseFormerModel

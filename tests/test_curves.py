@@ -5,7 +5,7 @@ import json
 import pytest
 
 from frugalvit.cli import main
-from frugalvit.curves import draw_curves, read_epochs
+from frugalvit.curves import best_epoch, curves_of, draw_curves, read_epochs
 
 
 def write_run(folder, accuracies):
@@ -25,15 +25,27 @@ def test_draws_and_prints(tmp_path, capsys):
     picture = tmp_path / "curves.png"
     assert main(["curves", *map(str, runs), "--picture", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["run", "epoch", "train_loss", "loss", "accuracy"]
-    assert lines[2].split() == ["plain", "2", "1", "1.5", "0.25"] and lines[3].split()[-1] == "0.375"
+    assert lines[0].split() == ["run", "epoch", "best", "epoch", "train_loss", "loss", "accuracy"]
+    assert lines[2].split() == ["plain", "2", "2", "1", "1.5", "0.25"] and lines[3].split()[-1] == "0.375"
     assert picture.stat().st_size > 5000
 
     panels = draw_curves({run.name: read_epochs(str(run)) for run in runs}).axes
     assert [axes.get_title(loc="left") for axes in panels] == ["training loss", "evaluation loss", "accuracy"]
-    plain, cb = panels[2].get_lines()
+    plain, best, cb, _ = panels[2].get_lines()
+    assert [*best.get_xdata(), *best.get_ydata()] == [2, 0.25]
     assert list(plain.get_ydata()) == [0.1, 0.25] and list(cb.get_xdata()) == [1, 2, 3]
     assert [text.get_text() for text in panels[0].get_legend().get_texts()] == ["plain", "cb"]
+
+
+def test_draws_whatever_a_recipe_measures(tmp_path):
+    record = {"epoch": 1, "train_loss": 1.0, "images_per_second": 9.0, "teacher_accuracy": 0.9, "own_score": 2.0}
+    best = record | {"epoch": 2, "alignment": 0.8, "alignment_9": 0.7, "accuracy_9": 0.1}
+    assert curves_of({"run": [record, best]}) == ["train_loss", "alignment", "own_score", "alignment_9", "accuracy_9"]
+    assert best_epoch([best | {"epoch": 1}, best | {"alignment": 0.9}, best | {"epoch": 3}]) == 2
+    assert best_epoch([record]) is None
+    figure = draw_curves({"run": [record, best]})
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles[:5] == ["training loss", "cosine with the teacher", "own score", "alignment 9", "accuracy 9"]
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def output_of(model: nn.Module) -> torch.Tensor:
     if not isinstance(model, transformers.PreTrainedModel):
         return model(pixel_values)
     text = {"input_ids": torch.tensor([[1, 2, 3]] * 2)} if hasattr(model, "text_model") else {}
-    # Of all tokens, whether hooks are there to ask a SparseFormer for them or not.
+    # Of all tokens, with Context Broadcasting and without.
     whole = {"output_tokens": True} if hasattr(model, "sparseformer") else {}
     outputs = model(pixel_values=pixel_values, **text, **whole)
     names = ("logits", "logits_per_image", "image_embeds", "pooler_output")

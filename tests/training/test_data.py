@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from PIL import Image
 
-from frugalvit.common import data
 from frugalvit.common.data import (
     SUBSET,
     CorruptImageError,
@@ -24,6 +23,7 @@ from frugalvit.common.data import (
     load_table,
 )
 from frugalvit.common.views import EvalView, ImageFormat
+from frugalvit.training.components import loaders
 from frugalvit.training.components.arguments import DataArguments
 from frugalvit.training.components.augmentation import Mix, SmallDataView
 from frugalvit.training.components.loaders import StreamSampler, TrainingLoader, evaluation_loader, own_shards
@@ -174,7 +174,7 @@ def batches(loader, *position):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_repeats_groups_of_batches_and_resumes_anywhere(write_parquet, monkeypatch, accumulation):
-    monkeypatch.setattr(data, "REPEATED_TOGETHER", 3)
+    monkeypatch.setattr(loaders, "REPEATED_TOGETHER", 3)
     images = load_images(write_parquet(count=20))
     once = make_loader(images, accumulation=accumulation)
     twice = make_loader(images, accumulation=accumulation, repeats=2)
@@ -252,7 +252,7 @@ def test_an_image_comes_once_an_epoch_and_only_when_needed(write_parquet):
 
 
 def test_repeated_augmentation_shows_fewer_images_more_often(write_parquet, monkeypatch):
-    monkeypatch.setattr(data.EpochSampler, "TOGETHER", 4)
+    monkeypatch.setattr(loaders.EpochSampler, "TOGETHER", 4)
     images = load_images(write_parquet(count=16))
     loader = make_loader(images, repeated_augmentation=3)
     given = batches(loader, 1)

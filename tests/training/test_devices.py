@@ -23,7 +23,7 @@ from frugalvit import (
     demo,
 )
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.training.components import loop
+from frugalvit.training.components import checkpoints
 from frugalvit.training.components.loaders import TrainingLoader
 
 
@@ -48,7 +48,7 @@ def run(device, tmp_path, monkeypatch):
 
     # A fake tensor has nothing to write.
     for name in ("save", "update"):
-        monkeypatch.setattr(loop.Checkpoints, name, lambda self, state: None)
+        monkeypatch.setattr(checkpoints.Checkpoints, name, lambda self, state: None)
     monkeypatch.setattr(Accelerator, "get_state_dict", read_weights)
     waits, epoch = [], TrainingLoader.epoch
 

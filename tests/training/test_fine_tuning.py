@@ -28,7 +28,7 @@ from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.context_broadcast import has_context_broadcast
 from frugalvit.training import bootstrap, train
-from frugalvit.training.components import loop
+from frugalvit.training.components import sharding
 
 
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2}
@@ -270,7 +270,7 @@ def test_trains_on_smaller_images_and_evaluates_on_whole_ones(vit, distill, tiny
 
     def watch(accelerator, model, *others):
         monkeypatch.setattr(nn.Conv2d, "forward", note)
-        return loop.prepare(accelerator, model, *others)
+        return sharding.prepare(accelerator, model, *others)
 
     monkeypatch.setattr(train, "prepare", watch)
     options = {}

@@ -14,7 +14,7 @@ from frugalvit.attention import measure_attention
 from frugalvit.common.data import load_images
 from frugalvit.modeling.reference_initialization import reference_init_
 from frugalvit.training import joint
-from frugalvit.training.components import loop
+from frugalvit.training.components import optimizers
 
 
 SIZES = "hidden_size=36,num_hidden_layers=2,intermediate_size=48,patch_size=8"
@@ -157,7 +157,7 @@ def test_hints_are_removed_by_depth(arguments, hinted, run, watched):
 def test_the_vits_gradient_alone_is_clipped(run, tmp_path, monkeypatch):
     """A step of plain gradient descent tells how long the gradient was."""
     monkeypatch.setattr(
-        loop, "make_optimizer", lambda name, groups, lr, **_: torch.optim.SGD([{**g, "lr": lr} for g in groups])
+        optimizers, "make_optimizer", lambda name, groups, lr, **_: torch.optim.SGD([{**g, "lr": lr} for g in groups])
     )
     lengths = []
     for norm in (0, 1e-3):
@@ -226,8 +226,10 @@ def test_goes_on_where_it_stopped(run, tmp_path):
 
 
 def test_sharpness_aware_steps_look_as_far_as_they_are_told(run, monkeypatch):
-    made, make = [], loop.make_optimizer
-    monkeypatch.setattr(loop, "make_optimizer", lambda *a, **options: made.append(make(*a, **options)) or made[-1])
+    made, make = [], optimizers.make_optimizer
+    monkeypatch.setattr(
+        optimizers, "make_optimizer", lambda *a, **options: made.append(make(*a, **options)) or made[-1]
+    )
     run(optimizer="sam", sam_rho=0.2, epochs=1, steps_per_epoch=1)
     assert {group["rho"] for group in made[0].param_groups} == {0.2}
 

@@ -88,7 +88,7 @@ def test_views_that_come_again_are_embedded_once(teacher, tmp_path, asked):
         (["--mixed-precision", "bf16"], "embeddings for other precision"),
         (["--token-loss-weight", "1"], "not the tokens"),
         (["--streaming", "--steps-per-epoch", "2", "--train-split", "train"], "a stream has none"),
-        (["--view-epochs", "0"], "view_epochs"),
+        (["--view-epochs", "0"], "--view-epochs"),
     ],
 )
 def test_a_cache_of_something_else_is_refused(arguments, message, teacher, tmp_path, capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     GradientAccumulationPlugin,
     ProjectConfiguration,
@@ -48,7 +49,7 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
             num_steps=run.gradient_accumulation_steps, sync_with_dataloader=False
         ),
         dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
-        log_with=run.report_to or None,
+        log_with=trackers(run.report_to) or None,
         project_config=ProjectConfiguration(run.output_dir, logging_dir=str(Path(run.output_dir) / "logs")),
     )
     run.record |= {
@@ -83,6 +84,23 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
     transformers.utils.logging.disable_progress_bar()
     accelerator.print(f"{prog} on {describe_device(accelerator)}.")
     return accelerator
+
+
+def trackers(names: list[str]) -> list[str]:
+    """The trackers that `--report-to` names; `none` is none.
+
+    Raises:
+        ValueError: if one is unknown or not installed, of which Accelerate says nothing.
+    """
+    names = [name for name in names if name != "none"]
+    installed = [tracker.value for tracker in get_available_trackers()]
+    for name in names:
+        if name not in installed:
+            raise ValueError(
+                f"--report-to {name} is no tracker that is installed; these are: {', '.join(installed) or 'none'}. "
+                "TensorBoard comes with pip install tensorboard."
+            )
+    return names
 
 
 def automatic_precision(run: RunArguments) -> str:
