@@ -11,6 +11,8 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
+from frugalvit.common import comparison
+from frugalvit.common.macs import count_macs
 from frugalvit.training import train
 
 
@@ -31,6 +33,23 @@ def fresh_accelerator():
 def slow_bfloat16(monkeypatch):
     """The same arithmetic on every machine."""
     monkeypatch.setattr("frugalvit.common.precision.bfloat16_is_fast", lambda: False)
+
+
+COUNTED = {}
+
+
+@pytest.fixture(autouse=True)
+def counted_once(request, monkeypatch):
+    """What a model costs is counted once for each architecture, but on a device that is not there each time."""
+
+    def count(model, image_size):
+        key = repr(model), str(getattr(model, "config", None)), str(image_size)
+        if key not in COUNTED:
+            COUNTED[key] = count_macs(model, image_size)
+        return COUNTED[key]
+
+    if "device" not in request.fixturenames:
+        monkeypatch.setattr(comparison, "count_macs", count)
 
 
 @pytest.fixture(scope="session")

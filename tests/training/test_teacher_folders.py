@@ -251,10 +251,14 @@ def test_a_folder_is_a_teacher(kind, student_of, photographs):
 
 
 def test_students_predict_where_frugalvit_is_not_installed(student_of, tmp_path):
-    jobs, expected = {}, {}
+    """One of each class: the code that they carry is the same."""
+    jobs, expected, classes = {}, {}, set()
     for kind in FOLDERS:
         folder = student_of(kind)
         student = load_student(folder)
+        if type(student) in classes:
+            continue
+        classes.add(type(student))
         inputs = torch.randn(2, 3, *bootstrap.format_of(student.config).size)
         with torch.no_grad():
             outputs = student(inputs)
@@ -268,7 +272,8 @@ def test_students_predict_where_frugalvit_is_not_installed(student_of, tmp_path)
     run_without_frugalvit(tmp_path, "load", tmp_path / "jobs.json", tmp_path / "results")
     found = load_file(tmp_path / "results" / "outputs.safetensors")
     report = json.loads((tmp_path / "results" / "report.json").read_text(encoding="utf-8"))
-    for kind in FOLDERS:
+    assert len(classes) == 3
+    for kind in jobs:
         assert report[kind]["module"].startswith("transformers_modules."), kind
         assert report[kind]["pipeline_computes_the_same"], kind
         within = 1e-5 * expected[kind].abs().max().item()

@@ -55,13 +55,15 @@ def write_card(
         metric (`str`, *optional*, defaults to `"accuracy"`): What the hub is to list, if it was measured.
     """
     name = Path(run.output_dir).name
+    # Projections of embeddings have no pipeline of their own.
+    task = pipeline_tag(model) or "image-feature-extraction"
     base = base_model and split_revision(base_model)[0]
     metric = metric if metric in state.best else "alignment"
     results = None
     if metric in state.best:
         evaluated = data.eval_dataset or data.dataset
         result = EvalResult(
-            task_type=pipeline_tag(model),
+            task_type=task,
             dataset_type=(hub_ids(evaluated) or ["images"])[0],
             dataset_name=" ".join(Path(each).name for each in evaluated),
             dataset_split=data.evaluated,
@@ -74,7 +76,7 @@ def write_card(
         license=run.license or license_of(base),
         datasets=hub_ids(data.dataset) or None,
         tags=["frugalvit", model.config.model_type],
-        pipeline_tag=pipeline_tag(model),
+        pipeline_tag=task,
         # The hub knows its own ids only, neither folders nor open_clip's names nor revisions.
         base_model=None if base is None or Path(base).is_dir() or ":" in base else base,
         model_name=name,
