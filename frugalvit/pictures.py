@@ -21,6 +21,9 @@ from .common.files import check_file_path, whole_file
 # What the margin adds on each side, as a share of the image; boxes that reach farther run off the picture.
 MIN_MARGIN, MAX_MARGIN = 0.02, 0.15
 
+# More boxes than this that overlap are not told apart.
+MOST_BOXES = 16
+
 # Lengths in inches, font sizes in points.
 EDGE, GAP, HEADING, CAPTION, LEGEND = 0.1, 0.08, 0.24, 0.26, 0.2
 HEADING_SIZE, CAPTION_SIZE, LEGEND_SIZE = 8.5, 8, 7
@@ -66,8 +69,9 @@ def draw_rois(
     and 2 of its supplement).
 
     RoIs are relative to what the model saw. If the image processor cropped the image, draw on the cropped view, which
-    `denormalize` makes from the pixel values. A token keeps its color in all panels. RoIs may leave the image: a light
-    margin, the same in all panels, shows up to 0.15 image sides beyond each edge.
+    `denormalize` makes from the pixel values. Of more than 16 tokens that overlap, 16 are drawn. A token keeps its
+    color in all panels. RoIs may leave the image: a light margin, the same in all panels, shows up to 0.15 image sides
+    beyond each edge.
 
     Args:
         images (`torch.Tensor` of shape `(batch, channels, height, width)`, or a sequence of images):
@@ -98,15 +102,18 @@ def draw_rois(
     shown = range(len(steps)) if all_steps or len(steps) <= 3 else (0, 2, len(steps) - 1)
     headings = ["Input", *(_heading(step, len(steps)) for step in shown), *["Last sampling points"] * len(points)]
     margin = _margin([steps[step] for step in shown] + points)
-    legend = "One color per token; light gray lies outside the image."
+    count = (steps or points or [np.empty((1, 0))])[0].shape[1]
+    drawn = _drawn_tokens(steps, count)
+    which = "One color per token" if len(drawn) == count else f"{len(drawn)} of {count} tokens, one color each"
+    legend = f"{which}; light gray lies outside the image."
     figure, panels = _make_panels(images, headings, panel_size, legend, captions)
     for row, image in enumerate(images):
         for column, axes in enumerate(panels[row]):
             _draw_image(axes, image, margin, faded=column > 0)
             if 0 < column <= len(shown):
-                _draw_boxes(axes, steps[shown[column - 1]][row], image.shape)
+                _draw_boxes(axes, steps[shown[column - 1]][row][drawn], image.shape)
             elif column > 0:
-                _draw_points(axes, points[0][row], image.shape)
+                _draw_points(axes, points[0][row][drawn], image.shape)
     return figure
 
 
@@ -312,6 +319,14 @@ def _to_array(image: torch.Tensor) -> np.ndarray:
             f"Got an image of shape {tuple(image.shape)}, expected (channels, height, width) with 1 or 3 channels."
         )
     return image.clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
+
+
+def _drawn_tokens(steps: Sequence[np.ndarray], count: int) -> list[int]:
+    """Which tokens are drawn: all, or, where many overlap, some that are evenly spread."""
+    areas = (np.prod(step[..., 2:] - step[..., :2], axis=-1).sum(axis=1).mean() for step in steps)
+    covered = max(areas, default=0)
+    shown = count if covered < 1.5 else min(count, MOST_BOXES)
+    return np.linspace(0, count - 1, shown).round().astype(int).tolist()
 
 
 def _heading(step: int, num_steps: int) -> str:

@@ -26,8 +26,8 @@ from .resources import checkpoint_path
 from .tokens import add_token_arguments, choose_tokens
 
 
-# More rows than this make a picture that no one looks at.
-MAX_DRAWN = 32
+# Images that are drawn, and those of a picture.
+MAX_DRAWN, PAGE = 32, 8
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         "--rois",
         metavar="FILE",
         help="draw the input, the token RoIs of the first, third and last focusing step and the last sampling points "
-        f"(at most {MAX_DRAWN} images) into this .png, .pdf or .svg",
+        f"(at most {MAX_DRAWN} images, {PAGE} a picture) into this .png, .pdf or .svg, further ones numbered",
     )
     parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
     parser.add_argument("--json", action="store_true", help="print JSON, an image after the other")
@@ -114,8 +114,12 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json:
         print("\n]")
     if arguments.rois:
-        save_figure(draw_predictions(drawn, captions, arguments.all_steps), arguments.rois)
-        print(f"Drew {len(drawn)} of {count} images: {arguments.rois}", file=sys.stderr)
+        path, pages = Path(arguments.rois), []
+        for start in range(0, len(drawn), PAGE):
+            page = slice(start, start + PAGE)
+            pages.append(path.with_stem(f"{path.stem}-{len(pages) + 1}") if pages else path)
+            save_figure(draw_predictions(drawn[page], captions[page], arguments.all_steps), pages[-1])
+        print(f"Drew {len(drawn)} of {count} images: {', '.join(map(str, pages))}", file=sys.stderr)
 
 
 @dataclass

@@ -142,6 +142,14 @@ def test_panels_and_texts_do_not_overlap():
         assert not any(box.overlaps(other) for other in boxes[:i])
 
 
+@pytest.mark.parametrize(("side", "count"), [(1 / 8, 64), (0.5, 16)])
+def test_of_many_tokens_that_overlap_some_are_drawn(side, count):
+    corner = torch.stack(torch.meshgrid(*[torch.arange(8) / 8] * 2, indexing="ij"), dim=-1).view(1, 64, 2)
+    figure = draw_rois(torch.rand(1, 3, 8, 8), [torch.cat([corner, corner + side], dim=-1)])
+    assert len(figure.axes[1].collections[0].get_paths()) == count
+    assert ("16 of 64 tokens" in figure.texts[-1].get_text()) == (count == 16)
+
+
 def test_captions_are_plain_text():
     figure = draw_rois(torch.rand(1, 3, 32, 32), make_rois(), captions=["$5_note\n^ $"])
     assert figure.axes[0].texts[0].get_text() == "$5_note ^ $"

@@ -194,7 +194,7 @@ def test_rois(model_folder, images, tmp_path, capsys, monkeypatch, flags, panels
     code, output, error = run(images, "--model", model_folder, "--rois", picture, *flags, capsys=capsys)
     assert code == 0 and len(output.splitlines()) == 3 * 5 and "Drew 3 of 3 images" in error
     (figure, path) = saved[0]
-    assert path == picture and len(figure.axes) == 3 * panels
+    assert str(path) == picture and len(figure.axes) == 3 * panels
     captions = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert [caption.split(":")[0] for caption in captions] == ["a.png", "b.jpg", "c.webp"]
     assert output.splitlines()[1].split()[1] in captions[0]
@@ -219,6 +219,17 @@ def test_rois_are_drawn_on_the_cropped_view(model_folder, tmp_path):
     assert sorted(map(tuple, boxes.numpy().round(4))) == sorted(
         map(tuple, outputs.rois[-1][0].double().numpy().round(4))
     )
+
+
+def test_pages_of_many_images(model_folder, tmp_path, capsys):
+    for index in range(9):
+        Image.new("RGB", (8, 8), (index, 0, 0)).save(tmp_path / f"{index}.png")
+    picture = tmp_path / "out" / "rois.png"
+    picture.parent.mkdir()
+    _, _, error = run(tmp_path, "--model", model_folder, "--rois", picture, capsys=capsys)
+    assert "Drew 9 of 9 images" in error and f"{picture}, {picture.with_stem('rois-2')}" in error
+    with Image.open(picture) as first, Image.open(picture.with_stem("rois-2")) as second:
+        assert first.height > 4 * second.height
 
 
 def test_picture_file(model_folder, images, tmp_path, capsys):
