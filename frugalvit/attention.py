@@ -4,6 +4,7 @@ import argparse
 import copy
 import json
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -320,9 +321,14 @@ def draw_attention(
         if wrong := [head for head in heads or () if not 1 <= head <= len(maps)]:
             raise ValueError(f"{name} has no head {wrong[0]}, expected 1 to {len(maps)}.")
     columns = [(name, head) for name in measured for head in heads or [None]]
-    panel, gap, left, top, bottom = 1.5, 0.08, 0.3, 0.42, 0.28
+    panel, gap, left, top = 1.5, 0.08, 0.3, 0.42
     group = 2 * panel + gap
     width = left + len(columns) * (group + 3 * gap)
+    corner = f"{CORNER}\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}{CORNER}"
+    legend = f"Rows are queries, columns keys; beside each map its upper left {corner} corner."
+    # Characters are about half as wide as high.
+    lines = textwrap.wrap(legend, int((width - left) * 72 / (0.5 * LEGEND_SIZE)))
+    bottom = 0.32 + 0.13 * len(lines)
     height = top + len(layers) * (panel + gap) + bottom
     figure = Figure(figsize=(width, height), dpi=200, facecolor="white")
     FigureCanvasAgg(figure)
@@ -358,8 +364,16 @@ def draw_attention(
                 if row == 0 and part == 0:
                     title = f"{name}, head {head}" if len(columns) > len(measured) else name
                     axes.set_title(title, loc="left", fontsize=8, color=TEXT_COLOR, pad=4)
-    legend = f"Rows are queries, columns keys; beside each map its upper left {CORNER} x {CORNER} corner."
-    figure.text(left / width, 0.06 / height, legend, ha="left", va="bottom", size=LEGEND_SIZE, color=LEGEND_COLOR)
+    style = {"va": "center", "size": LEGEND_SIZE, "color": LEGEND_COLOR}
+    scale_y, scale = bottom - 0.16, 0.8
+    figure.text(left / width, scale_y / height, "attention: 0", ha="left", **style)
+    bar = figure.add_axes(((left + 0.62) / width, (scale_y - 0.04) / height, scale / width, 0.08 / height))
+    bar.imshow(np.linspace(0, 1, 64)[None], cmap="magma_r", aspect="auto")
+    bar.set(xticks=[], yticks=[])
+    bar.spines[:].set(color="#c8c8c8", linewidth=0.4)
+    figure.text((left + 0.68 + scale) / width, scale_y / height, "the largest of the map", ha="left", **style)
+    style["va"] = "bottom"
+    figure.text(left / width, 0.06 / height, "\n".join(lines), ha="left", **style)
     return figure
 
 

@@ -106,8 +106,9 @@ def draw_features(
     if wrong := [layer for layer in layers if not 1 <= layer <= depth]:
         raise ValueError(f"--layers has {wrong[0]}, expected 1 to {depth}.")
     rows = [(index, name) for index in range(len(images)) for name in maps]
+    pictures = list(images)
     return draw_maps(
-        [images[index] for index, _ in rows],
+        [pictures[index] for index, _ in rows],
         [[maps[name][layer - 1][index] for layer in layers] for index, name in rows],
         headings=["Input", *(f"Layer {layer}" for layer in layers)],
         captions=[name for _, name in rows],

@@ -1,5 +1,6 @@
 """Pictures of where the tokens look, and of what a segmentation model makes of it."""
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -201,7 +202,8 @@ def draw_maps(
     value.
 
     Args:
-        images (sequence of `torch.Tensor`): `(channels, height, width)`, 0 to 1; 1 or 3 channels.
+        images (sequence of `torch.Tensor`): `(channels, height, width)`, 0 to 1; 1 or 3 channels. One that stands in
+            several rows on end is drawn in the first of them.
         maps (sequence of sequences of `torch.Tensor`): `(rows, columns)` each, as many for every image.
         headings (sequence of `str`): Of the columns, the image's first.
         captions (sequence of `str`): A line of text for each row.
@@ -211,10 +213,15 @@ def draw_maps(
     Returns:
         `matplotlib.figure.Figure`: As of `draw_rois`.
     """
+    repeated = [False, *(image is before for before, image in itertools.pairwise(images))]
     images = [_to_array(image) for image in images]
     figure, panels = _make_panels(images, headings, panel_size, legend, captions)
-    for image, (picture, *others), row in zip(images, panels, maps, strict=True):
-        _draw_image(picture, image, MIN_MARGIN, faded=False)
+    for image, again, (picture, *others), row in zip(images, repeated, panels, maps, strict=True):
+        if again:
+            picture.set_xlim(-MIN_MARGIN * image.shape[1], (1 + MIN_MARGIN) * image.shape[1])
+            picture.set_axis_off()
+        else:
+            _draw_image(picture, image, MIN_MARGIN, faded=False)
         for axes, values in zip(others, row, strict=True):
             values = _to_numpy(values)
             low, high = values.min(), values.max()
