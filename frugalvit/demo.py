@@ -115,7 +115,7 @@ def gradio():
     try:
         import gradio
     except ImportError:
-        raise ValueError('The page needs gradio: pip install "frugalvit[demo]".') from None
+        raise ValueError("The page needs gradio: pip install gradio.") from None
     return gradio
 
 
