@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..configuration.configuration_base import pair
 from ..modeling.context_broadcast import ContextBroadcast
 
 
@@ -73,12 +74,11 @@ def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int],
 
 def _run_on_meta(model: nn.Module, image_size: int | tuple[int, int], num_channels: int):
     """A forward pass with one image that computes nothing."""
-    size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     tensors = {
         name: tensor.detach().to("meta") for name, tensor in chain(model.named_parameters(), model.named_buffers())
     }
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    image = torch.empty(1, num_channels, *size, dtype=dtype, device="meta")
+    image = torch.empty(1, num_channels, *pair(image_size), dtype=dtype, device="meta")
     arguments = {"output_tokens": True} if "output_tokens" in getattr(model, "base_model_arguments", {}) else {}
     with torch.no_grad():
         torch.func.functional_call(model, tensors, (image,), arguments)

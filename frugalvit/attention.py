@@ -28,15 +28,7 @@ from .configuration.configuration_base import pair
 from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
 from .modeling.initialization import INITIALIZATIONS, initialize_attention_
 from .modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
-from .pictures import (
-    LEGEND_COLOR,
-    LEGEND_SIZE,
-    LINE_COLORS,
-    TEXT_COLOR,
-    check_picture_path,
-    label_lines,
-    save_figure,
-)
+from .pictures import LEGEND_COLOR, LEGEND_SIZE, LINE_COLORS, TEXT_COLOR, check_picture_path, label_lines, save_figure
 from .predict import find_images, read_images
 from .training import joint, train
 

@@ -7,6 +7,7 @@ import torch
 
 from .common.command_line import CommandParser
 from .common.files import whole_folder
+from .configuration.configuration_base import pair
 from .modeling.conversion import (
     TEMPLATES,
     config_from_showlab,
@@ -94,7 +95,7 @@ def convert_checkpoint(
         check_reload(model, folder)
 
     outputs = f"projection to {config.projection_dim}" if config.projection_dim else f"{config.num_labels} classes"
-    height, width = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+    height, width = pair(config.image_size)
     print(
         f"variant      {variant or infer_showlab_variant(state_dict, iterations)}\n"
         f"tokens       {config.num_latent_tokens}{' and [CLS]' if config.use_cls_token else ''}, "

@@ -210,8 +210,7 @@ def check_predictions(folder: Path, model: PreTrainedModel) -> list[str]:
 def example_inputs(config) -> dict[str, torch.Tensor]:
     """Two images of noise, and texts where a model reads these."""
     vision, text = getattr(config, "vision_config", config), getattr(config, "text_config", None)
-    size = getattr(vision, "image_size", None) or 224
-    height, width = (size, size) if isinstance(size, int) else size
+    height, width = pair(getattr(vision, "image_size", None) or 224)
     generator = torch.Generator().manual_seed(0)
     channels = getattr(vision, "num_channels", 3)
     inputs = {"pixel_values": torch.randn(2, channels, height, width, generator=generator)}

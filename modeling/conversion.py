@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from ..configuration.configuration_base import pair
 from ..configuration.configuration_sparseformer import VARIANTS, SparseFormerConfig
 from .modeling_sparseformer import (
     SparseFormerForImageClassification,
@@ -220,7 +221,7 @@ def config_from_showlab(
         # The reference implementation gives its QuickGELU to every unit that is executed once.
         fields["focusing_hidden_act"] = VARIANTS[template].get("hidden_act", "gelu")
     if image_size is not None:
-        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        height, width = pair(image_size)
         fields["image_size"] = height if height == width else (height, width)
         fields["resize_size"] = height * 256 // 224 if height == width else None
     return SparseFormerConfig.from_variant(template, **{**fields, **overrides})

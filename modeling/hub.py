@@ -11,6 +11,8 @@ from pathlib import Path
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
+from ..configuration.configuration_base import pair
+
 
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+(\.+[\w.]*)\s+import\s", re.MULTILINE)
 _CONFIGURATION_IMPORT = re.compile(r"^(\s*from )\.\.configuration\.", re.MULTILINE)
@@ -48,8 +50,7 @@ def image_processor_config(config) -> dict:
     A resize of the shorter side and a center crop where `config.resize_size` is set (CLIPImageProcessor), otherwise a
     resize to `config.image_size` (ViTImageProcessor).
     """
-    size = config.image_size
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    height, width = pair(config.image_size)
     shared = {
         "do_convert_rgb": config.num_channels == 3,
         "do_normalize": True,

@@ -9,16 +9,7 @@ import torch
 from torch import nn
 
 from .hosts import Anatomy, read_anatomy
-from .hosts.anatomy import (
-    TOLERANCE,
-    AttentionPooling,
-    Block,
-    Projection,
-    difference,
-    evaluating,
-    norm_eps,
-    norm_type,
-)
+from .hosts.anatomy import TOLERANCE, AttentionPooling, Block, Projection, difference, evaluating, norm_eps, norm_type
 from .pyramid import grid_rois
 
 

@@ -15,13 +15,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import (
-    CLIPConfig,
-    CLIPImageProcessor,
-    CLIPModel,
-    CLIPProcessor,
-    PreTrainedTokenizerFast,
-)
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, PreTrainedTokenizerFast
 
 from ..common.data import class_names, load_splits
 from ..common.metrics import TopKAccuracy

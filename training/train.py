@@ -16,18 +16,14 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import (
-    AutoConfig,
-    AutoModelForImageClassification,
-    ViTImageProcessor,
-)
+from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessor
 
 from ..common.data import CorruptImageError, class_names, decode_image, load_splits
 from ..common.loading import check_sizes, load_image_classifier, load_image_processor, one_error, split_revision
 from ..common.metrics import evaluate_classifier
 from ..common.precision import hold_teacher
 from ..common.views import EvalView, ImageFormat
-from ..configuration.configuration_base import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS
+from ..configuration.configuration_base import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, pair
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from ..modeling.context_broadcast_hosts import insert_context_broadcast
 from ..modeling.hosts.transformers import resize_positions_
@@ -471,7 +467,7 @@ def image_size(config, arguments: ModelArguments) -> tuple[int, int]:
     size = getattr(config, "image_size", None) or arguments.image_size
     if size is None:
         raise ValueError(f"{config.model_type} models take images of any size; say which with --image-size.")
-    return (size, size) if isinstance(size, int) else tuple(size)
+    return pair(size)
 
 
 def format_in_training(model, image_format: ImageFormat, pixels: int | None) -> tuple[ImageFormat, dict]:

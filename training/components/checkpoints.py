@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import (
-    broadcast_object_list,
-)
+from accelerate.utils import broadcast_object_list
 
 from ...common.files import disk_errors, write_json
 

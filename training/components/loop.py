@@ -14,10 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedType,
-    set_seed,
-)
+from accelerate.utils import DistributedType, set_seed
 from tqdm import tqdm
 
 from ...common.files import disk_errors, locked, write_json, write_text

@@ -4,15 +4,11 @@ import inspect
 import json
 import re
 
-from transformers import (
-    AutoConfig,
-)
+from transformers import AutoConfig
 
 from ...modeling.initialization import INITIALIZATIONS, initialize_attention_
 from ...modeling.reference_initialization import REFERENCE, reference_init_
-from .arguments import (
-    check,
-)
+from .arguments import check
 from .optimizers import classifiers_inside
 
 

@@ -5,9 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedType,
-)
+from accelerate.utils import DistributedType
 
 
 def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer, scheduler) -> tuple:
