@@ -159,13 +159,16 @@ def draw_segmentation(
     headings += ["Token RoIs"] * (rois is not None) + ["Token with the largest share"] * (token_maps is not None)
     colors = _class_colors(len(class_names))
     handles = [Rectangle((0, 0), 1, 1, color=color) for color in colors]
-    legend_rows = -(-len(class_names) // (2 * len(headings)))
+    columns = min(2 * len(headings), len(class_names))
+    legend_rows = -(-len(class_names) // columns)
+    # Legends are filled column by column, and read row by row.
+    order = [index for column in range(columns) for index in range(column, len(class_names), columns)]
     figure, panels = _make_panels(images, headings, panel_size, "", legend_height=LEGEND * legend_rows)
     figure.legend(
-        handles,
-        list(class_names),
+        [handles[index] for index in order],
+        [class_names[index] for index in order],
         loc="lower center",
-        ncols=2 * len(headings),
+        ncols=columns,
         fontsize=LEGEND_SIZE,
         labelcolor=TEXT_COLOR,
         frameon=False,
@@ -181,8 +184,9 @@ def draw_segmentation(
             _draw_map(axes, painted, image.shape)
         others = others[2:]
         if rois is not None:
+            boxes = _to_numpy(rois[row])
             _draw_image(others[0], image, MIN_MARGIN, faded=True)
-            _draw_boxes(others[0], _to_numpy(rois[row]), image.shape)
+            _draw_boxes(others[0], boxes[_drawn_tokens([boxes[None]], len(boxes))], image.shape)
         if token_maps is not None:
             shares = _to_numpy(token_maps[row])
             tokens = TOKEN_COLORS(np.linspace(0, 1, len(shares)))[:, :3]

@@ -257,6 +257,14 @@ class TestSegmentation:
         [legend] = figure.legends
         assert [text.get_text() for text in legend.get_texts()] == ["sky", "road", "tree"]
 
+    def test_the_legend_is_read_row_by_row(self):
+        names = [f"class {index}" for index in range(9)]
+        figure = self.draw(class_names=names, rois=None, token_maps=None)
+        figure.canvas.draw()
+        texts = figure.legends[0].get_texts()
+        places = {text.get_text(): text.get_window_extent() for text in texts}
+        assert sorted(names, key=lambda name: (-round(places[name].y0), places[name].x0)) == names
+
     def test_classes_have_their_colors(self):
         figure = self.draw()
         truth, prediction = (figure.axes[at].images[0].get_array() for at in (1, 2))
