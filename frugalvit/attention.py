@@ -113,7 +113,9 @@ def main(argv: list[str] | None = None) -> None:
         check_file_path(arguments.output)
 
     if arguments.image:
-        images = [image for _, image in islice(read_images(find_images(arguments.image)), arguments.images)]
+        images = [
+            image for _, image in islice(read_images(find_images(arguments.image, arguments.images)), arguments.images)
+        ]
     else:
         images = load_images(arguments.dataset, arguments.split)
         images = [decode_image(images[index]["image"], index) for index in range(min(arguments.images, len(images)))]

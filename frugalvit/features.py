@@ -38,7 +38,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--limit is {arguments.limit}, expected at least 1.")
     check_picture_path(arguments.picture)
 
-    images = [image for _, image in itertools.islice(read_images(find_images(arguments.image)), arguments.limit)]
+    paths = find_images(arguments.image, arguments.limit)
+    images = [image for _, image in itertools.islice(read_images(paths), arguments.limit)]
     maps, seen = {}, None
     for name, folder in zip(names, arguments.models, strict=True):
         model, image_processor = load_image_classifier(folder, arguments.device, arguments.trust_remote_code)

@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("argument --rois: images of one picture have the same number of tokens; leave --confidence out")
 
     # What costs little is checked before the model is loaded.
-    paths = find_images(arguments.images)
+    paths = find_images(arguments.images, None if arguments.skip_corrupt else arguments.limit)
     if arguments.rois:
         from .pictures import check_picture_path, save_figure
 
@@ -222,8 +222,9 @@ def format_prediction(name: str, prediction: Prediction) -> str:
     return "\n".join([f"{name}{tokens}", *(f"{score:8.1%}  {label}" for label, score in prediction.labels)])
 
 
-def find_images(arguments: Sequence[str]) -> list[Path]:
-    """Image and parquet files that arguments stand for: files, folders with all that is in them, patterns.
+def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path]:
+    """Image and parquet files that arguments stand for: files, folders with all that is in them, patterns. Of more
+    images than `limit` in several folders, for example of classes, so many that are evenly spread.
 
     Raises:
         FileNotFoundError: if an argument stands for nothing.
@@ -245,6 +246,9 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
         if not files:
             raise FileNotFoundError(f"There is {problem} {argument!r}; give image files, folders or patterns.")
         found += files
+    in_folders = len({path.parent for path in found}) > 1 and not any(path.suffix == ".parquet" for path in found)
+    if limit is not None and limit < len(found) and in_folders:
+        return [found[index * len(found) // limit] for index in range(limit)]
     return found
 
 

@@ -167,6 +167,16 @@ def test_limit(model_folder, images, capsys):
     assert len(json.loads(output)) == 2
 
 
+def test_a_limit_takes_images_of_all_class_folders(tmp_path):
+    for name in ("bus", "cat", "dog"):
+        (tmp_path / name).mkdir()
+        for index in range(4):
+            Image.new("RGB", (8, 8)).save(tmp_path / name / f"{index}.png")
+    assert [path.parent.name for path in find_images([str(tmp_path)], 3)] == ["bus", "cat", "dog"]
+    assert [path.name for path in find_images([str(tmp_path / "bus")], 3)] == ["0.png", "1.png", "2.png", "3.png"]
+    assert len(find_images([str(tmp_path)], 12)) == len(find_images([str(tmp_path)])) == 12
+
+
 @pytest.mark.parametrize("column", ["struct", "bytes"])
 def test_parquet(model_folder, images, tmp_path, column, capsys):
     encoded = [(images / name).read_bytes() for name in ("a.png", "b.jpg")]
