@@ -43,14 +43,14 @@ from frugalvit.common.files import whole_file, write_json
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import EvalView, ImageFormat, seeded
-from frugalvit.compare import compare, draw_comparison, sample, table_rows
+from frugalvit.compare import compare, sample
 from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
 from frugalvit.evaluation.embeddings import of_classes
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.pictures import save_figure
 from frugalvit.predict import draw_predictions, format_labels, predict
 from frugalvit.training import bootstrap, train
-from shared import add_run_arguments, run_recipe, spread, write_table
+from shared import add_run_arguments, run_recipe, spread, write_comparison, write_table
 from token_merging import merging
 
 
@@ -295,14 +295,9 @@ def compare_all(arguments):
         contenders += [merging(original, image_processor, arguments.tome, merged) for merged in arguments.merged]
     images = sample(load_images([arguments.test], "train"), arguments.limit, seed)
     rows = compare(contenders, images, batch_size=32, rounds=arguments.rounds, memory=False)
-    print(format_table(table_rows(rows)))
-    write_table(
-        arguments.results_dir / "compare_caltech101.json",
-        {"images": len(images), "rounds": arguments.rounds, "threads": torch.get_num_threads()},
-        rows,
-        data="Caltech-101, test images chosen at random, 224 px",
+    write_comparison(
+        arguments, "compare_caltech101", len(images), rows, data="Caltech-101, test images chosen at random, 224 px"
     )
-    save_figure(draw_comparison(rows), arguments.results_dir / "compare_caltech101.png")
 
 
 def compare_features(arguments):

@@ -14,14 +14,11 @@ does.
 import argparse
 import statistics
 
-import torch
-
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
 from frugalvit.common.tables import format_table
-from frugalvit.compare import compare, draw_comparison, table_rows
+from frugalvit.compare import compare
 from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
-from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap
 from shared import (
     ROOT,
@@ -31,6 +28,7 @@ from shared import (
     folder_name,
     run_recipe,
     spread,
+    write_comparison,
     write_table,
 )
 from token_merging import merging
@@ -112,14 +110,7 @@ def compare_all(arguments):
         contenders += [merging(*load_teacher(teacher), arguments.tome, merged) for merged in MERGED]
     images = load_images(arguments.eval_dataset or arguments.dataset, "train" if arguments.eval_dataset else "test")
     rows = compare(contenders, images, rounds=arguments.rounds, memory=False)
-    print(format_table(table_rows(rows)))
-    write_table(
-        arguments.results_dir / "compare_cifar10.json",
-        {"images": len(images), "rounds": arguments.rounds, "threads": torch.get_num_threads()},
-        rows,
-        data="CIFAR-10, test images, 32 px",
-    )
-    save_figure(draw_comparison(rows), arguments.results_dir / "compare_cifar10.png")
+    write_comparison(arguments, "compare_cifar10", len(images), rows, "CIFAR-10, test images, 32 px")
 
 
 if __name__ == "__main__":

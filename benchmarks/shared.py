@@ -16,7 +16,10 @@ from accelerate.state import AcceleratorState
 
 from frugalvit.common.data import SUBSET
 from frugalvit.common.files import write_json
+from frugalvit.common.tables import format_table
 from frugalvit.common.versions import versions
+from frugalvit.compare import draw_comparison, table_rows
+from frugalvit.pictures import save_figure
 
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -98,6 +101,14 @@ def last_accuracies(results: list[dict]) -> dict:
 def spread(values: list[float]) -> float | None:
     """Standard deviation over seeds."""
     return statistics.stdev(values) if len(values) > 1 else None
+
+
+def write_comparison(arguments, name: str, images: int, rows: list[dict], data: str):
+    """Print what `frugalvit.compare.compare` returned of so many images, and write it as table and picture."""
+    print(format_table(table_rows(rows)))
+    settings = {"images": images, "rounds": arguments.rounds, "threads": torch.get_num_threads()}
+    write_table(arguments.results_dir / f"{name}.json", settings, rows, data=data)
+    save_figure(draw_comparison(rows), arguments.results_dir / f"{name}.png")
 
 
 def machine() -> dict[str, object]:

@@ -55,15 +55,11 @@ def describe_pair(
     patches = 1
     for pixels, native, count in zip(teacher_size, teacher.image_size, teacher.grid, strict=True):
         patches *= pixels * count // native
-    parts = [*teacher.model.parameters()]
-    parts += teacher.classifier.parameters() if teacher.classifier is not None else ()
-    if teacher.projection is not None:
-        parts += [part for part in (teacher.projection.weight, teacher.projection.bias) if part is not None]
     rows = [
         {
             "model": "teacher",
             "tokens": teacher.num_prefix_tokens + patches,
-            "parameters": sum(part.numel() for part in set(parts)),
+            "parameters": count_parameters(teacher),
             "macs": macs_if_countable(ImageSide(teacher), teacher_size),
         }
     ]
@@ -77,6 +73,15 @@ def describe_pair(
             }
         rows.append(row)
     return rows
+
+
+def count_parameters(anatomy: Anatomy) -> int:
+    """Parameters of what sees images."""
+    parts = [*anatomy.model.parameters()]
+    parts += anatomy.classifier.parameters() if anatomy.classifier is not None else ()
+    if anatomy.projection is not None:
+        parts += [part for part in (anatomy.projection.weight, anatomy.projection.bias) if part is not None]
+    return sum(part.numel() for part in set(parts))
 
 
 def compare_speeds(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torchvision.transforms import v2
 
+from .common.comparison import count_parameters
 from .common.loading import load_vision_model
 from .common.views import ImageFormat
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
@@ -378,12 +379,3 @@ def size_of(anatomy: Anatomy, pixels: int) -> tuple[int, int]:
             f"patches' {min(anatomy.patch_size)}."
         )
     return size
-
-
-def count_parameters(anatomy: Anatomy) -> int:
-    """Parameters of what sees images."""
-    parts = [*anatomy.model.parameters()]
-    parts += anatomy.classifier.parameters() if anatomy.classifier is not None else ()
-    if anatomy.projection is not None:
-        parts += [part for part in (anatomy.projection.weight, anatomy.projection.bias) if part is not None]
-    return sum(part.numel() for part in set(parts))

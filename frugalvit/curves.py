@@ -112,9 +112,10 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, float]]], panel_size: f
         lines = {}
         for color, (name, epochs) in zip(LINE_COLORS, runs.items(), strict=False):
             points = [(record["epoch"], record[curve]) for record in epochs if curve in record]
+            chosen = best_epoch(epochs)
             if points:
                 axes.plot(*zip(*points, strict=True), color=color, linewidth=1.2)
-                best = [point for point in points if point[0] == best_epoch(epochs)]
+                best = [point for point in points if point[0] == chosen]
                 if best:
                     axes.plot(*best[0], "o", color=color, markersize=3)
                 lines[name] = color
