@@ -14,7 +14,7 @@ where a row's name says it alone: the reference clips that of a ViT alone to 0.1
 the dropouts of the joint ones; a ViT alone has Transformers' places (embeddings, but not the MLPs' activation). From
 impulses, the rest starts as Transformers has it, as positions would drown in standard normal patch projections.
 Accuracy is that of the last epoch. Runs are kept under --runs-dir and found again, so that a killed command
-goes on, and seeds can be run side by side. Writes results/agent_TABLE.json.
+goes on, and seeds can be run side by side. Writes agent_TABLE.json.
 """
 
 import argparse

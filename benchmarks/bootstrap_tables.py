@@ -5,7 +5,7 @@
     python benchmarks/bootstrap_tables.py blocks    # supplement, table 1: truncate, tune, freeze
 
 Runs are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side
-before all of them are put together. Writes results/bootstrap_TABLE.json.
+before all of them are put together. Writes bootstrap_TABLE.json.
 """
 
 import argparse

@@ -13,12 +13,12 @@ times as many points (fine fixed), students that glance at the image first and l
 the paper's (paper), students with all of the teacher's tokens and its last blocks alone (3 blocks), and one for six
 counts of tokens (elastic), also asked with few first and with more where it is not sure. Test images choose nothing:
 the last step of each run is what counts. Runs are kept under --runs-dir and found again; `table` puts all that are
-there into results/caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png, `picture` draws where
-a student that glances looks on photographs and on the same as small objects (results/caltech101_windows.png).
+there into caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png, `picture` draws where
+a student that glances looks on photographs and on the same as small objects (caltech101_windows.png).
 `compare` is `frugalvit compare` with ToMe
-(github.com/facebookresearch/ToMe) besides, as it is off the shelf (results/compare_caltech101.json and .png).
+(github.com/facebookresearch/ToMe) besides, as it is off the shelf (compare_caltech101.json and .png).
 `features` bootstraps from the pretrained ViT itself on the images of 81 classes, and judges the embeddings of teacher
-and student by the 20 others (results/caltech101_features.json).
+and student by the 20 others (caltech101_features.json).
 """
 
 import argparse

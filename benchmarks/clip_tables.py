@@ -6,7 +6,7 @@
 Both train the CLIP first: images of CIFAR-10 and sentences about their classes. SparseFormers are bootstrapped from
 its image side with images alone. The language model is trained on questions about the images and never again. Runs are
 kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side before all
-of them are put together. Writes results/clip_TABLE.json.
+of them are put together. Writes clip_TABLE.json.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python benchmarks/context_broadcast_speed.py
 
 The models share their weights and take turns; medians of their times are compared. Writes
-results/context_broadcast_speed.json.
+context_broadcast_speed.json.
 """
 
 import argparse

@@ -12,7 +12,7 @@ Every row of a table has the same architecture and budget: the reduced recipe of
 and [CLS], width 96, 4 blocks, 4 heads, 6,000 images, 6 epochs). Accuracy is that of the last epoch, also with a
 quarter of every image hidden and under an attack; entropy is of attention, averaged over layers, heads, images. Runs
 are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side. Writes
-results/context_broadcast_TABLE.json.
+context_broadcast_TABLE.json.
 """
 
 import argparse

@@ -5,9 +5,9 @@
 
 All go on from the shipped student with the same views and so the same passes of the teacher: students that are cut to
 a number of tokens and learn with it alone, and one that learns with all numbers. `students` trains them and writes
-what the last step of each reached on the test images (results/elastic_cifar10.json); `compare` sets those of the
+what the last step of each reached on the test images (elastic_cifar10.json); `compare` sets those of the
 first seed beside the teacher with smaller images and fewer patches and beside ToMe as it is off the shelf, in
-accuracy over images/s (results/compare_cifar10.json and .png). Numbers of tokens leave [CLS] out, as `num_tokens`
+accuracy over images/s (compare_cifar10.json and .png). Numbers of tokens leave [CLS] out, as `num_tokens`
 does.
 """
 

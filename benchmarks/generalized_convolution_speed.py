@@ -4,7 +4,7 @@
 
 9 positions, 64 channels. The constant matrices of the matrix form are there beforehand; their memory counts, as a
 model would keep them, and the time to make them does not. Memory is what a forward pass in a process of its own adds
-at its peak (Linux). Writes results/generalized_convolution_speed.json.
+at its peak (Linux). Writes generalized_convolution_speed.json.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 Algorithm 1 takes the paper's 10,000 steps for one layer, its time for all layers is that times their number: every
 layer is the same problem. The closed form is solved for half of the attention at the target; sharpness is one factor
-of its weights and costs no time. Writes results/impulse_speed.json.
+of its weights and costs no time. Writes impulse_speed.json.
 """
 
 import argparse

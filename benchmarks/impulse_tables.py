@@ -21,7 +21,7 @@ RandAugment of two operations. Other data sets of table 2:
     --config-overrides image_size=224,patch_size=16,resize_size=256 --crop resized
 
 Runs are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side
-before all of them are put together. Writes results/impulse_TABLE.json.
+before all of them are put together. Writes impulse_TABLE.json.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 Counted for the language model of LLaVA-1.5-7B, and timed on a language model and vision towers that are scaled down:
 CLIP's with 576 tokens (336 pixels) and 256 (224 pixels), SparseFormers with 127, 63 and 48. Writes
-results/llava_prefill.json.
+llava_prefill.json.
 """
 
 import argparse

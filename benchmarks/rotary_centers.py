@@ -3,7 +3,7 @@ bootstrapped with and without, all else being equal.
 
     python benchmarks/rotary_centers.py
 
-Runs are kept under --runs-dir and found again. Writes results/rotary_centers.json.
+Runs are kept under --runs-dir and found again. Writes rotary_centers.json.
 """
 
 import argparse

@@ -7,7 +7,7 @@ with more tokens; the ViT that it was bootstrapped from, of the same width, with
 Transformers' SegFormer, of about the SparseFormer's multiply-accumulates, from random weights, as it has no weights
 that come from the same images. Scores are measured at the resolution of the masks, after the last epoch, speed and
 memory of inference in the same run. Runs are kept under --runs-dir and found again, so that a killed command goes on,
-and seeds can be run side by side. Writes results/segmentation.json and, of the first seed, segmentation.png beside it.
+and seeds can be run side by side. Writes segmentation.json and, of the first seed, segmentation.png beside it.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 CHECKOUT is a clone of github.com/showlab/sparseformer, which runs as it is. Models take turns on random images; ours
 gets the reference's weights, and both must give the same logits. `of_matrix_rate` is the share of what a large product
-of matrices reaches in the same run. Writes results/sparseformer_speed.json.
+of matrices reaches in the same run. Writes sparseformer_speed.json.
 """
 
 import argparse

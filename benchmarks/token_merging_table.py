@@ -5,7 +5,7 @@
 The peers (github.com/facebookresearch/ToMe, github.com/OpenGVLab/DiffRate) run from their own checkouts, off the shelf
 and fine-tuned on as many images as a student is bootstrapped on, by distillation from the teacher, without labels like
 the student; DiffRate's search for its rates takes as many again, with labels. Runs are kept under --runs-dir and found
-again, so that a second command measures speed alone. Writes results/token_merging.json.
+again, so that a second command measures speed alone. Writes token_merging.json.
 """
 
 import argparse
