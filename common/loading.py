@@ -31,6 +31,7 @@ from transformers.utils import logging
 
 from ..modeling import modeling_sparseformer
 from ..modeling.open_clip_adapter import open_clip_image_processor
+from .exported import ExportedModule, is_exported
 
 
 OPEN_CLIP = "open_clip:"
@@ -80,7 +81,8 @@ def load_image_classifier(
     """Load a model for inference, in float32, and its image processor.
 
     Args:
-        name (`str` or `os.PathLike`): A folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
+        name (`str` or `os.PathLike`): A folder that `save_pretrained` or `frugalvit export` wrote, or a hub id, see
+            `split_revision`.
         device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
 
@@ -90,9 +92,20 @@ def load_image_classifier(
     Raises:
         ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
     """
+    if is_exported(name):
+        return _load_exported(name, device, "an image classifier"), load_image_processor(name, False, "a model")
     return load_with_image_processor(
         name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification
     )
+
+
+def _load_exported(name: str | os.PathLike, device: str | torch.device | None, kind: str) -> ExportedModule:
+    if device is not None and torch.device(device).type != "cpu":
+        raise ValueError(f"The exported model {os.fspath(name)!r} runs on the CPU here, not on {str(device)!r}.")
+    model = ExportedModule(name)
+    if "logits" not in model.outputs:
+        raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: it computes {', '.join(model.outputs)}.")
+    return model
 
 
 def load_vision_model(

@@ -34,6 +34,10 @@ COMMANDS = {
     ),
     "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
     "demo": ("frugalvit.demo", "serve a page to look with: labels, tokens, features, attention"),
+    "export": (
+        "frugalvit.export",
+        "write a model for OpenVINO, ONNX Runtime, ExecuTorch or a browser, compared first",
+    ),
     "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after looking at everything"),
 }
 

@@ -19,6 +19,7 @@ from .common.command_line import CommandParser
 from .common.comparison import using_tokens
 from .common.data import SUBSET, decode_image, load_images
 from .common.decoding import read_image
+from .common.exported import ExportedModule
 from .common.loading import choose_device, load_image_classifier
 from .features import draw_features, feature_maps, parts
 from .pictures import denormalize, draw_maps
@@ -142,7 +143,9 @@ def build_page(
 
     def counts_of(name: str) -> list[int]:
         """Numbers of tokens to choose from."""
-        counts = getattr(load(name)[0].config, "elastic_token_counts", None)
+        model = load(name)[0]
+        # A program has the count that it was exported with.
+        counts = None if isinstance(model, ExportedModule) else getattr(model.config, "elastic_token_counts", None)
         return [*(counts or ())]
 
     def offer(name: str):
@@ -209,7 +212,10 @@ def look(
     rois = features = attention = None
     if has_rois(model):
         rois = draw_predictions([prediction], all_steps=True)
-    elif patch_grid(model.config) or model.config.model_type == "bootstrapped_vit":
+    if isinstance(model, ExportedModule):
+        # A program tells nothing of what is inside.
+        return dict(prediction.labels), rois, None, None
+    if not has_rois(model) and (patch_grid(model.config) or model.config.model_type == "bootstrapped_vit"):
         maps = {part: feature_maps(alone, pixel_values) for part, alone in parts(name, model).items()}
         features = draw_features(seen, maps)
     if received := attention_maps(model, pixel_values, prediction.rois):

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from .common.command_line import CommandParser
 from .common.data import image_files
 from .common.decoding import read_image
+from .common.exported import ExportedModule
 from .common.loading import load_image_classifier
 from .common.metrics import check_scores
 from .resources import checkpoint_path
@@ -198,6 +199,8 @@ def predict(
 
 def has_rois(model: PreTrainedModel) -> bool:
     """Whether the model takes `output_rois=True`."""
+    if isinstance(model, ExportedModule):
+        return "rois" in model.outputs
     return "rois" in getattr(model.config, "keys_to_ignore_at_inference", ())
 
 

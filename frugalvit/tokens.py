@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .common.comparison import using_tokens
+from .common.exported import ExportedModule
 from .common.macs import count_macs
 
 
@@ -41,6 +42,10 @@ def choose_tokens(model: PreTrainedModel, num_tokens: int | None, confidence: fl
     Raises:
         ValueError: if it has not so many, is no SparseFormer, or for `confidence`, is made for one count alone.
     """
+    if isinstance(model, ExportedModule) and (num_tokens, confidence) != (None, None):
+        raise ValueError(
+            "An exported model has the tokens that it was exported with; `frugalvit export --num-tokens`."
+        )
     sparse = model.config.model_type == "sparseformer"
     if not sparse and (num_tokens is not None or confidence is not None):
         option = "--confidence" if num_tokens is None else "--num-tokens"

@@ -183,7 +183,8 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
     """
     rois, offsets = rois.float(), offsets.float()
     left_top, right_bottom = rois.unsqueeze(2).chunk(2, dim=-1)
-    variance, mean = torch.var_mean(offsets, dim=2, keepdim=True)
+    # Not `var_mean`, which ExecuTorch has not.
+    variance, mean = offsets.var(dim=2, keepdim=True), offsets.mean(dim=2, keepdim=True)
     # The square root has no finite gradient at 0, where all points of a token coincide.
     offsets = (offsets - mean) / (3 * (variance.clamp(min=1e-12).sqrt() + 1e-5))
     return (left_top + right_bottom) * 0.5 + offsets * (right_bottom - left_top)

@@ -1,0 +1,360 @@
+"""Models as programs of other runtimes: OpenVINO, ONNX Runtime, ExecuTorch, or PyTorch without any of a model's code.
+
+All that is asked of Transformers' exporters, which it calls experimental, is asked here. A folder that is written has
+the programs and what the exporters need to run them (`export.json`), the model's configuration and, from
+`frugalvit export`, a report of what was compared (`report.json`).
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..configuration.configuration_base import pair
+
+
+PRECISIONS = ("float32", "bfloat16", "int8")
+MANIFEST, REPORT = "export.json", "report.json"
+# Sizes of batches that a program takes.
+MOST_IMAGES = 4_096
+# ONNX Runtime's integer products; the others stay in floating point.
+INTEGER_OPERATORS = ["MatMul", "Gemm", "Conv"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A runtime that models are exported for.
+
+    Args:
+        name (`str`): What Transformers' classes for it begin with.
+        packages (`dict[str, str]`): Packages that it needs, by the name that Python imports.
+        precisions (`tuple[str, ...]`): Those of `PRECISIONS` that it takes.
+        program (`str`): File of a program, `{}` its name.
+        any_batch (`bool`): Whether programs take batches of any size; else of one image.
+    """
+
+    name: str
+    packages: dict[str, str]
+    precisions: tuple[str, ...]
+    program: str
+    any_batch: bool = True
+
+
+FORMATS = {
+    "openvino": Format("OpenVINO", {"openvino": "openvino", "nncf": "nncf"}, PRECISIONS, "openvino_{}.xml"),
+    "onnx": Format(
+        "Onnx",
+        {"onnx": "onnx", "onnxruntime": "onnxruntime", "onnxscript": "onnxscript"},
+        ("float32", "int8"),
+        "{}.onnx",
+    ),
+    # Its lowering takes minutes, and a phone looks at one image at a time.
+    "executorch": Format("Executorch", {"executorch": "executorch"}, ("float32",), "{}.pte", any_batch=False),
+    "torch": Format("Dynamo", {}, ("float32", "bfloat16"), "{}.pt2"),
+}
+
+
+@dataclass
+class ExportedOutput(ModelOutput):
+    """What an exported model computes; which fields there are depends on the model.
+
+    Args:
+        logits (`torch.FloatTensor`): `(batch, num_labels)`, of a segmenter `(batch, num_labels, height, width)`.
+        image_embeds, text_embeds (`torch.FloatTensor`): `(batch, projection_dim)`, of a CLIP with norm 1.
+        pooler_output, last_hidden_state (`torch.FloatTensor`): As of the model.
+        image_features (`torch.FloatTensor`): `(batch, tokens, width)`, what a LLaVA's language model reads.
+        rois, sampling_points (`tuple`): As of `SparseFormerModel`.
+    """
+
+    logits: torch.FloatTensor | None = None
+    image_embeds: torch.FloatTensor | None = None
+    text_embeds: torch.FloatTensor | None = None
+    pooler_output: torch.FloatTensor | None = None
+    last_hidden_state: torch.FloatTensor | None = None
+    image_features: torch.FloatTensor | None = None
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+
+
+class Part(nn.Module):
+    """What one program computes: images, or of a CLIP texts, to named tensors.
+
+    Args:
+        model (`PreTrainedModel`): In evaluation mode.
+        kind (`str`): "model", "image_embeds", "text_embeds" or "image_features".
+        output_rois (`bool`): With `rois` and `sampling_points`.
+    """
+
+    def __init__(self, model: PreTrainedModel, kind: str, output_rois: bool = False):
+        super().__init__()
+        self.model, self.kind, self.output_rois = model, kind, output_rois
+
+    def example(self, batch_size: int) -> dict[str, torch.Tensor]:
+        """Inputs of noise."""
+        config, generator = self.model.config, torch.Generator().manual_seed(0)
+        if self.kind == "text_embeds":
+            text = config.text_config
+            shape = (batch_size, text.max_position_embeddings)
+            # Its last token is the one that ends a text, which some pool at.
+            ids = torch.randint(text.vocab_size, shape, generator=generator)
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        vision = getattr(config, "vision_config", config)
+        size = pair(vision.image_size)
+        return {"pixel_values": torch.randn(batch_size, vision.num_channels, *size, generator=generator)}
+
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
+        if self.kind == "text_embeds":
+            texts = self.model.get_text_features(input_ids=input_ids, attention_mask=attention_mask)
+            return {"text_embeds": F.normalize(texts.pooler_output, dim=-1)}
+        if self.kind == "image_embeds":
+            images = self.model.get_image_features(pixel_values=pixel_values)
+            return {"image_embeds": F.normalize(images.pooler_output, dim=-1)}
+        if self.kind == "image_features":
+            return {"image_features": _image_features(self.model, pixel_values)}
+        outputs = self.model(pixel_values, **({"output_rois": True} if self.output_rois else {}))
+        found = ((name, outputs.get(name)) for name in ExportedOutput.__dataclass_fields__)
+        return {name: value for name, value in found if value is not None}
+
+
+def _image_features(model: PreTrainedModel, pixel_values: torch.Tensor) -> torch.Tensor:
+    """What the language model of a LLaVA reads, `(batch, tokens, width)`; its own method makes a list, one entry an
+    image, and so fixes the size of the batch."""
+    config = model.config
+    states = model.model.vision_tower(pixel_values, output_hidden_states=True).hidden_states
+    layers = config.vision_feature_layer
+    layers = [layers] if isinstance(layers, int) else layers
+    first = 1 if config.vision_feature_select_strategy == "default" else 0
+    return model.model.multi_modal_projector(torch.cat([states[layer][:, first:] for layer in layers], dim=-1))
+
+
+def parts_of(model: PreTrainedModel, output_rois: bool = False) -> dict[str, Part]:
+    """The programs that a model becomes, by name; arguments as of `Part`."""
+    if hasattr(model, "get_text_features"):
+        return {"vision_model": Part(model, "image_embeds"), "text_model": Part(model, "text_embeds")}
+    if hasattr(model, "get_image_features"):
+        return {"vision_model": Part(model, "image_features")}
+    return {"model": Part(model, "model", output_rois)}
+
+
+def check_format(name: str, precision: str):
+    """Raise a ValueError if a format does not take a precision, or what it needs is not installed."""
+    found = FORMATS[name]
+    if precision not in found.precisions:
+        raise ValueError(f"--precision {precision} is not for {name}, which takes {', '.join(found.precisions)} here.")
+    needed = [package for module, package in found.packages.items() if importlib.util.find_spec(module) is None]
+    needed = [package for package in needed if package != "nncf" or precision == "int8"]
+    if needed:
+        extra = "executorch" if name == "executorch" else "export"
+        raise ValueError(f"{name} needs {', '.join(needed)}: pip install 'frugalvit[{extra}]'.")
+
+
+def export_parts(
+    parts: Mapping[str, Part],
+    config: PreTrainedConfig,
+    name: str,
+    precision: str,
+    folder: Path,
+    calibration: Mapping[str, Iterable[dict[str, torch.Tensor]]] | None = None,
+):
+    """Write parts of a model as programs, with the model's configuration.
+
+    Args:
+        parts (mapping of `str` to `Part`): What `parts_of` returns, on the CPU in float32.
+        config (`PreTrainedConfig`): The model's.
+        name, precision (`str`): One of `FORMATS` and one of `PRECISIONS`, which `check_format` lets pass.
+        folder (`Path`): Where to write.
+        calibration (mapping, *optional*): For int8, by part, inputs of which activations' ranges are measured; a part
+            without any has its ranges measured when it runs, where the runtime can.
+    """
+    found = FORMATS[name]
+    with _quiet():
+        exporters = importlib.import_module("transformers.exporters")
+        exporter = getattr(exporters, f"{found.name}Exporter")()
+        components = {}
+        for part_name, part in parts.items():
+            options = {}
+            if precision == "int8":
+                options["quantizer"] = _quantizer(exporters, name, (calibration or {}).get(part_name))
+            if precision == "bfloat16" and name == "openvino":
+                # It computes in bfloat16 from weights of either half precision, and keeps float16 more exactly.
+                options["compress_to_fp16"] = True
+            part = part.to(torch.bfloat16) if precision == "bfloat16" and name == "torch" else part
+            inputs = part.example(2 if found.any_batch else 1)
+            if found.any_batch:
+                batch = torch.export.Dim("batch", min=1, max=MOST_IMAGES)
+                options["dynamic_shapes"] = {input_name: {0: batch} for input_name in inputs}
+            weight = next(part.parameters())
+            inputs = {key: x.to(weight.dtype) if x.is_floating_point() else x for key, x in inputs.items()}
+            with torch.no_grad():
+                exported = exporter.export(part, inputs, getattr(exporters, f"{found.name}Config")(**options))
+            components[part_name] = exported.components["model"]
+        exporters.ExportedModel(components, exporter.export_format).save_pretrained(folder)
+    _save_config(config, folder)
+
+
+def _quantizer(exporters, name: str, calibration: Iterable[dict[str, torch.Tensor]] | None):
+    """Of weights by channel and of activations; with calibration, of ranges that are known before."""
+    if name == "openvino":
+        if calibration is None:
+            return exporters.NNCFOpenVINOQuantizer(exporters.NNCFWeightCompressionConfig())
+        calibration = list(calibration)
+        # As transformers are quantized: norms, softmax and what adds positions stay in floating point.
+        return exporters.NNCFOpenVINOQuantizer(
+            exporters.NNCFQuantizationConfig(subset_size=len(calibration)), calibration_dataset=calibration
+        )
+    if calibration is None:
+        return exporters.OnnxRuntimeQuantizer(exporters.OnnxRuntimeDynamicConfig(per_channel=True))
+    static = exporters.OnnxRuntimeStaticConfig(
+        per_channel=True,
+        op_types_to_quantize=INTEGER_OPERATORS,
+        # Products of activations (attention, mixing) stay in floating point.
+        extra_options={"MatMulConstBOnly": True},
+    )
+    return exporters.OnnxRuntimeQuantizer(static, calibration_dataset=list(calibration))
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Exporters and what they call tell a story of each step; errors are not touched."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _save_config(config: PreTrainedConfig, folder: Path):
+    config.save_pretrained(folder)
+    file = folder / "config.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    # There is no code beside it.
+    for part in (fields, *(value for value in fields.values() if isinstance(value, dict))):
+        part.pop("auto_map", None)
+    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def is_exported(folder: str | os.PathLike) -> bool:
+    """Whether a folder is what `frugalvit export` wrote."""
+    return all((Path(folder).expanduser() / name).is_file() for name in (MANIFEST, REPORT))
+
+
+class ExportedModule(nn.Module):
+    """A program, called as the model that it came from: `config`, `device`, and outputs with names.
+
+    Args:
+        folder (`str` or `os.PathLike`): What `frugalvit export` wrote.
+        part (`str`, *optional*): The program, of several.
+
+    Raises:
+        ValueError: if the folder is damaged, its runtime is not installed, or it has several programs.
+    """
+
+    def __init__(self, folder: str | os.PathLike, part: str | None = None):
+        super().__init__()
+        folder = Path(folder).expanduser()
+        try:
+            self.report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+            self.format, self.precision = self.report["format"], self.report["precision"]
+            known = self.format in FORMATS and self.precision in PRECISIONS
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise ValueError(f"Cannot load {str(folder)!r}: {REPORT} is none that frugalvit export wrote.") from error
+        if not known:
+            raise ValueError(f"Cannot load {str(folder)!r}: {self.format}, {self.precision} is none of its formats.")
+        check_format(self.format, self.precision)
+        # `config`, as of models, chooses the labels, and what `image_size` and `num_channels` are.
+        self.config = AutoConfig.from_pretrained(folder)
+        try:
+            with _quiet():
+                exporters = importlib.import_module("transformers.exporters")
+                program = exporters.ExportedModel.from_pretrained(folder, device="cpu", **self._options())
+        # As many ways to fail as there are runtimes.
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"Cannot load {str(folder)!r} as a program of {self.format}: {line}") from error
+        names = list(program.components)
+        if part is None and len(names) > 1:
+            raise ValueError(f"{str(folder)!r} has the programs {', '.join(names)}; this needs one that does it all.")
+        self._runner = program.runners[part or names[0]]
+        self.outputs = self.report["parts"][part or names[0]]["outputs"]
+        self.device = torch.device("cpu")
+        self.eval()
+
+    def _options(self) -> dict:
+        """Of the runtime: as many threads as PyTorch takes, and the precision that was asked for."""
+        threads = torch.get_num_threads()
+        if self.format == "openvino":
+            hint = openvino_precision(self.precision)
+            return {"config": {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": threads}}
+        if self.format == "onnx":
+            import onnxruntime
+
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = threads
+            return {"session_options": options}
+        return {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if (self.format, self.precision) == ("torch", "bfloat16") else torch.float32
+
+    def forward(self, pixel_values: torch.Tensor | None = None, output_rois: bool | None = None, **inputs):
+        """Inputs as of the model that it came from; `output_rois` is settled when it is exported.
+
+        Returns:
+            `ExportedOutput`: In float32, or what the model computes in.
+
+        Raises:
+            ValueError: if RoIs are asked for that are not there.
+        """
+        if output_rois and "rois" not in self.outputs:
+            raise ValueError("The model was exported without its RoIs; `frugalvit export --output-rois` keeps them.")
+        if pixel_values is not None:
+            inputs["pixel_values"] = pixel_values.to(self.dtype)
+        size = len(next(iter(inputs.values())))
+        if FORMATS[self.format].any_batch or size == 1:
+            return ExportedOutput(**self._run(inputs))
+        singles = [self._run({name: x[index : index + 1] for name, x in inputs.items()}) for index in range(size)]
+        return ExportedOutput(**{name: _join([single[name] for single in singles]) for name in singles[0]})
+
+    def _run(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
+        with torch.no_grad():
+            outputs = self._runner(**inputs)
+        # The runtime's own memory, which its next call writes to.
+        return {
+            name: tuple(x.clone() for x in value) if isinstance(value, tuple | list) else value.clone()
+            for name, value in outputs.items()
+        }
+
+
+def _join(values: list):
+    """Outputs of single images as those of a batch."""
+    if isinstance(values[0], tuple):
+        return tuple(torch.cat(each) for each in zip(*values, strict=True))
+    return torch.cat(values)
+
+
+def openvino_precision(precision: str) -> str:
+    """What OpenVINO is to compute in where numbers are not int8; left to itself, it takes bfloat16 where that is fast,
+    and a model's answers would differ from machine to machine."""
+    return "bf16" if precision == "bfloat16" else "f32"

@@ -1,0 +1,354 @@
+"""`frugalvit export`: a model for runtimes without PyTorch, compared with the original before anything is written."""
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import datasets
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedModel
+
+from .common.classes import match_labels
+from .common.command_line import CommandParser
+from .common.comparison import macs_if_countable
+from .common.data import class_names, label_numbers, load_images, split_names
+from .common.exported import (
+    FORMATS,
+    PRECISIONS,
+    REPORT,
+    ExportedModule,
+    Part,
+    check_format,
+    export_parts,
+    parts_of,
+)
+from .common.files import whole_folder, write_json
+from .common.loading import load_image_processor
+from .common.metrics import check_scores
+from .common.speed import images_per_second
+from .common.tables import format_table
+from .common.views import ImageFormat
+from .compare import sample
+from .configuration.configuration_base import pair
+from .evaluation.images import add_dataset_arguments, image_batches, positive, read_images
+from .export_card import agreement_rows, speed_rows, write_card
+from .export_page import check_page, write_page
+from .info import image_side
+from .predict import has_rois
+from .publish import COMPANIONS
+from .tokens import choose_tokens, probability
+from .validation import load_model
+from .version import __version__
+
+
+# What an exported model has to reach: the mean cosine with the original's outputs, and the share of images with the
+# same label. Numbers of 8 bits are allowed more.
+LEAST = {"float32": 0.99, "bfloat16": 0.99, "int8": 0.97}
+BATCH_SIZE, BATCH_SIZES = 8, (1, 8)
+# Of a comparison of speeds that is no benchmark.
+ROUNDS, SECONDS = 10, 10
+SENTENCE = "a photo of a {}."
+# Texts of random tokens.
+NOISE = 16
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = CommandParser(
+        prog="frugalvit export",
+        description="Write a model for another runtime: a folder with programs, preprocessing, labels and a card "
+        "whose lines run where neither PyTorch nor frugalvit is installed. Before that, its outputs are compared with "
+        "the original's on images that calibration has not seen. predict, evaluate, benchmark, demo take such folders.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="model folder or hub id, owner/name@revision too")
+    parser.add_argument("--output", metavar="OUT", required=True, help="folder to write; must not exist or be empty")
+    parser.add_argument("--format", choices=list(FORMATS), default="onnx", help="runtime (default: %(default)s)")
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="float32",
+        help="of products: int8 is for openvino and onnx, bfloat16 for openvino and torch (default: %(default)s)",
+    )
+    parser.add_argument("--num-tokens", type=positive, metavar="COUNT", help="latent tokens of a SparseFormer")
+    parser.add_argument(
+        "--output-rois", action="store_true", help="with the RoIs and sampling points of a SparseFormer"
+    )
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="write a page into OUT, too, that labels images in the browser (index.html; onnxruntime-web comes from "
+        "npm, once)",
+    )
+    parser.add_argument(
+        "--onnxruntime-web", metavar="FOLDER", help="of --page: the npm package, if it is here already"
+    )
+    images = parser.add_argument_group("images to compare on")
+    add_dataset_arguments(images)
+    images.add_argument("--limit", type=positive, default=300, help="so many, at random (default: %(default)s)")
+    images.add_argument("--calibration-data", nargs="+", metavar="DATA", help="of int8 (default: --dataset's train)")
+    images.add_argument("--calibration-images", type=positive, default=300, help="default: %(default)s")
+    images.add_argument("--seed", type=int, default=0, help="of the choice of images (default: %(default)s)")
+    gate = parser.add_argument_group("what the exported model has to reach")
+    gate.add_argument("--min-cosine", type=probability, help="mean cosine of outputs (default: 0.99; int8 0.97)")
+    gate.add_argument("--min-agreement", type=probability, help="share of same labels (default: 0.99; int8 0.97)")
+    gate.add_argument("--force", action="store_true", help="write it whatever was measured")
+    parser.add_argument("--license", help="of the model, for its card (default: that of the original's card)")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
+
+    # What costs little is checked before the model is loaded.
+    check_format(arguments.format, arguments.precision)
+    if arguments.page:
+        check_page(arguments.format)
+    report = export_model(arguments)
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print(f"{format_table(agreement_rows(report))}\n\n{format_table(speed_rows(report))}")
+        print(f"\nWrote {arguments.output}: {report['bytes'] / 1e6:.1f} MB of programs. Its card tells how to run it.")
+        if arguments.page:
+            print(f"To see its page: python -m http.server --directory {arguments.output}, then http://localhost:8000")
+
+
+def export_model(arguments: argparse.Namespace) -> dict[str, object]:
+    """Export, compare, and write the folder, or none of it.
+
+    Returns:
+        `dict`: What `report.json` has.
+
+    Raises:
+        ValueError: if the exported model does not reach what it has to.
+    """
+    steps = tqdm(desc="loading", total=4, leave=False, disable=None)
+
+    def step(name: str):
+        steps.update()
+        steps.set_description(name)
+
+    model = load_model(arguments.model)
+    image_processor = load_image_processor(arguments.model, False, "a model")
+    image_format = ImageFormat.from_processor(image_processor)
+    if arguments.num_tokens is not None:
+        choose_tokens(model, arguments.num_tokens, None)
+    if arguments.output_rois and not has_rois(model):
+        raise ValueError(f"--output-rois: {type(model).__name__} has no RoIs, expected a SparseFormer.")
+    output_rois = arguments.output_rois or (arguments.page and has_rois(model))
+    images, calibration_images = choose_images(arguments)
+    tokenizer = load_tokenizer(arguments.model) if hasattr(model, "get_text_features") else None
+    parts = parts_of(model, output_rois)
+
+    with whole_folder(arguments.output, arguments.overwrite) as folder:
+        calibration = None
+        if arguments.precision == "int8":
+            step("calibrating")
+            calibration = {
+                name: list(batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1))
+                for name, part in parts.items()
+            }
+        step("exporting")
+        export_parts(parts, model.config, arguments.format, arguments.precision, folder, calibration)
+        image_processor.save_pretrained(folder)
+        copy_companions(arguments.model, folder)
+        report = {
+            "frugalvit": __version__,
+            "format": arguments.format,
+            "precision": arguments.precision,
+            # Where it lay on this machine is nobody's business.
+            "model": Path(arguments.model).name if Path(arguments.model).is_dir() else arguments.model,
+            "architecture": type(model).__name__,
+            "macs": count(model, parts),
+            "bytes": sum(path.stat().st_size for path in programs_in(folder)),
+            "calibration_images": len(calibration_images) if calibration else 0,
+            "parts": {name: {"outputs": list(part(**part.example(1)))} for name, part in parts.items()},
+        }
+        write_json(folder / REPORT, report)
+        step("comparing")
+        for name, part in parts.items():
+            exported = ExportedModule(folder, name)
+            batches = batches_for(part, image_processor, tokenizer, images)
+            right = right_labels(model, images)
+            report["parts"][name] |= asdict(compare_outputs(part, exported, batches, right))
+            report["parts"][name]["images_per_second"] = speeds_of(part, exported)
+        problems = shortcomings(report, arguments.min_cosine, arguments.min_agreement)
+        if problems and not arguments.force:
+            raise ValueError(
+                f"{arguments.format} in {arguments.precision} is not what {arguments.model} is: "
+                f"{'; '.join(problems)}. Nothing was written. Try another --precision, other "
+                "--calibration-data, or --force."
+            )
+        report["shortcomings"] = problems
+        write_json(folder / REPORT, report)
+        write_card(folder, model, image_format, report, arguments.model, arguments.license)
+        if arguments.page:
+            write_page(folder, Path(arguments.output).name, arguments.onnxruntime_web)
+        steps.close()
+    return report
+
+
+def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Images to compare on, and for int8 others to calibrate with, both at random."""
+    images, split = read_images(argparse.Namespace(**vars(arguments) | {"limit": None}))
+    columns = {"image_column": arguments.image_column, "name": arguments.dataset_config}
+    calibrates = arguments.precision == "int8"
+    if calibrates and arguments.calibration_data:
+        source = load_images(arguments.calibration_data, "train", **columns)
+    elif calibrates and split != "train" and "train" in split_names(arguments.dataset, arguments.dataset_config):
+        source = load_images(arguments.dataset, "train", **columns)
+    elif calibrates:
+        # One part for both.
+        parts = images.train_test_split(test_size=min(arguments.limit, len(images) // 2), seed=arguments.seed)
+        source, images = parts["train"], parts["test"]
+    else:
+        source = images.select([])
+    return (
+        sample(images, arguments.limit, arguments.seed),
+        sample(source, arguments.calibration_images, arguments.seed),
+    )
+
+
+def batches_for(
+    part: Part, image_processor, tokenizer, images: datasets.Dataset, batch_size: int = BATCH_SIZE
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Inputs of a program. Of texts, these are sentences about the images' classes, or noise where there are none or
+    no tokenizer."""
+    if part.kind != "text_embeds":
+        for pixel_values, _ in image_batches(image_processor, images, batch_size, skip_corrupt=True):
+            yield {"pixel_values": pixel_values}
+        return
+    inputs, names = part.example(NOISE), class_names(images)
+    if tokenizer is not None and names:
+        texts = [SENTENCE.format(name.replace("_", " ")) for name in names]
+        length = inputs["input_ids"].shape[1]
+        texts = tokenizer(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+        # Some tokenizers mask nothing.
+        inputs = {"attention_mask": torch.ones_like(texts["input_ids"]), **texts}
+    for start in range(0, len(inputs["input_ids"]), batch_size):
+        yield {name: inputs[name][start : start + batch_size] for name in ("input_ids", "attention_mask")}
+
+
+def load_tokenizer(name: str):
+    """A model's tokenizer, or `None` if it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    # As many ways to fail as there are tokenizers.
+    except Exception:
+        return None
+
+
+def copy_companions(model: str, folder: Path):
+    """What goes along with a model: of a CLIP its tokenizer."""
+    for pattern in COMPANIONS:
+        for path in Path(model).expanduser().glob(pattern):
+            if path.suffix not in (".md", ".png") and not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
+
+
+def programs_in(folder: Path) -> list[Path]:
+    """Files with programs and their weights."""
+    return [path for path in folder.iterdir() if path.suffix not in (".json", ".txt")]
+
+
+def count(model: PreTrainedModel, parts: dict[str, Part]) -> int | None:
+    """Multiply-accumulates of one image."""
+    [part] = [part for part in parts.values() if part.kind != "text_embeds"]
+    vision = image_side(model)
+    counted = part if part.kind == "image_features" else vision
+    return macs_if_countable(counted, pair(vision.config.image_size))
+
+
+@dataclass
+class Agreement:
+    """How near an exported model is to the original.
+
+    Args:
+        compared (`int`): Images, or texts.
+        min_cosine, mean_cosine (`float`): Of the first output, of all inputs.
+        agreement (`float`, *optional*): Share of images, or of a segmenter pixels, with the same label.
+        original_accuracy, accuracy (`float`, *optional*): Where the images have labels that the model knows.
+    """
+
+    compared: int
+    min_cosine: float
+    mean_cosine: float
+    agreement: float | None = None
+    original_accuracy: float | None = None
+    accuracy: float | None = None
+
+
+@torch.no_grad()
+def compare_outputs(
+    part: Part, exported: ExportedModule, batches: Iterator[dict[str, torch.Tensor]], right: list[int] | None = None
+) -> Agreement:
+    """Run both on the same inputs; `right` are the labels of all images, if they are known.
+
+    Raises:
+        ValueError: if an output is not finite.
+    """
+    cosines, same, labels = [], [], {"original_accuracy": [], "accuracy": []}
+    for inputs in batches:
+        expected = part(**inputs)
+        name = next(iter(expected))
+        expected, computed = expected[name].float(), exported(**inputs)[name].float()
+        check_scores(computed, name)
+        cosines.append(F.cosine_similarity(expected.flatten(1), computed.flatten(1)))
+        if name == "logits":
+            both = expected.argmax(1), computed.argmax(1)
+            same.append((both[0] == both[1]).float().flatten())
+            for key, found in zip(labels, both if right is not None else (), strict=False):
+                labels[key] += found.tolist()
+    cosines = torch.cat(cosines)
+    result = Agreement(len(cosines), cosines.min().item(), cosines.mean().item())
+    if same:
+        result.agreement = torch.cat(same).mean().item()
+    # Images that cannot be read were left out.
+    if right is not None and len(right) == len(cosines):
+        for key, found in labels.items():
+            hits = [label == answer for label, answer in zip(found, right, strict=True)]
+            setattr(result, key, sum(hits) / len(hits))
+    return result
+
+
+def right_labels(model: PreTrainedModel, images: datasets.Dataset) -> list[int] | None:
+    """A classifier's index of each image's label, or `None` where there are none or it does not know them."""
+    if "label" not in images.features or not type(model).__name__.endswith("ForImageClassification"):
+        return None
+    labels = label_numbers(images)
+    try:
+        known = match_labels(class_names(images), model.config.id2label)
+    except ValueError:
+        return None
+    return None if (labels < 0).any() else [known[label] for label in labels]
+
+
+def speeds_of(part: Part, exported: ExportedModule) -> dict[str, dict[str, float]]:
+    """Images a second of the original in PyTorch and of the program, in turns, by batch size."""
+    if part.kind == "text_embeds":
+        return {}
+    models = {"pytorch float32": part, f"{exported.format} {exported.precision}": exported}
+    return {
+        str(batch_size): images_per_second(models, part.example(batch_size)["pixel_values"], ROUNDS, SECONDS)
+        for batch_size in BATCH_SIZES
+    }
+
+
+def shortcomings(report: dict, min_cosine: float | None, min_agreement: float | None) -> list[str]:
+    """What does not suffice, a line each."""
+    least, problems = LEAST[report["precision"]], []
+    limits = {
+        "mean_cosine": least if min_cosine is None else min_cosine,
+        "agreement": least if min_agreement is None else min_agreement,
+    }
+    for name, part in report["parts"].items():
+        for measure, limit in limits.items():
+            # Not a number is not enough.
+            if part[measure] is not None and not part[measure] >= limit:
+                problems.append(
+                    f"{measure.replace('_', ' ')} {part[measure]:.4f} of {name} on {part['compared']} inputs, "
+                    f"expected at least {limit}"
+                )
+    return problems

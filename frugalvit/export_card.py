@@ -1,0 +1,168 @@
+"""Cards of exported models: what they are, how near they are to the original, and lines that run them."""
+
+from pathlib import Path
+
+from huggingface_hub import ModelCardData
+from transformers import PreTrainedModel
+
+from .common.exported import FORMATS, openvino_precision
+from .common.files import write_text
+from .common.loading import split_revision
+from .common.tables import format_markdown
+from .common.views import ImageFormat
+from .modeling.hub import pipeline_tag
+from .training.components.cards import license_of
+
+
+LIBRARIES = {"openvino": "openvino", "onnx": "onnx", "executorch": "executorch", "torch": "pytorch"}
+FILTERS = {0: "NEAREST", 2: "BILINEAR", 3: "BICUBIC"}
+OUTPUTS = {
+    "logits": "scores of the labels",
+    "image_embeds": "the image's embedding",
+    "text_embeds": "the text's embedding, of norm 1",
+    "pooler_output": "the image's embedding",
+    "last_hidden_state": "tokens",
+    "image_features": "what the language model reads of the image, a row a token",
+    "rois": "left, top, right, bottom of each token's RoI after each adjustment, 0 to 1 across the image",
+    "sampling_points": "where each token samples the image, x and y, 0 to 1",
+}
+
+
+def write_card(
+    folder: Path,
+    model: PreTrainedModel,
+    image_format: ImageFormat,
+    report: dict,
+    name: str,
+    license: str | None = None,
+):
+    """Write the card of an exported model.
+
+    Args:
+        folder (`Path`): Where it goes, as `README.md`.
+        model (`PreTrainedModel`): The original.
+        image_format (`ImageFormat`): The images that it takes.
+        report (`dict`): What `report.json` has.
+        name (`str`): The original's folder or hub id.
+        license (`str`, *optional*): Of the model; what the original's card says if not given.
+    """
+    base = split_revision(name)[0]
+    from_hub = not Path(base).expanduser().is_dir()
+    card = ModelCardData(
+        library_name=LIBRARIES[report["format"]],
+        license=license or license_of(base),
+        tags=["frugalvit", model.config.model_type, report["format"], report["precision"]],
+        pipeline_tag=pipeline_tag(model) or "image-feature-extraction",
+        base_model=base if from_hub else None,
+        base_model_relation="quantized" if from_hub else None,
+    )
+    title = f"{Path(base).name}, {report['format']}, {report['precision']}"
+    outputs = [f"- `{output}`: {OUTPUTS[output]}" for part in report["parts"].values() for output in part["outputs"]]
+    calibrated = report["calibration_images"]
+    ways = f"Activations' ranges are those of {calibrated} images. " if calibrated else ""
+    needs = {
+        "torch": "PyTorch alone, and of frugalvit nothing",
+        "executorch": "ExecuTorch's runtime, and of frugalvit nothing",
+    }.get(report["format"], "neither PyTorch nor frugalvit")
+    warning = f"**It does not reach what it should**: {'; '.join(report['shortcomings'])}.\n\n"
+    write_text(
+        folder / "README.md",
+        f"---\n{card.to_yaml()}\n---\n\n# {title}\n\n"
+        f"{report['architecture']} of frugalvit {report['frugalvit']}, "
+        f"{report['bytes'] / 1e6:.1f} MB. {ways}These lines need {needs}:\n\n"
+        f"```python\n{example(image_format, report)}\n```\n\n"
+        f"It computes\n\n{chr(10).join(outputs)}\n\n"
+        f"{warning if report['shortcomings'] else ''}"
+        f"**Beside the original**, on inputs that calibration did not see:\n\n{format_markdown(agreement_rows(report))}\n\n"
+        f"Both in turns on the machine that exported it:\n\n{format_markdown(speed_rows(report))}\n",
+    )
+
+
+def agreement_rows(report: dict) -> list[dict[str, object]]:
+    """How near each program is to the original, as rows of a table."""
+    return [
+        {
+            "program": FORMATS[report["format"]].program.format(part),
+            "compared": measured["compared"],
+            "smallest cosine": measured["min_cosine"],
+            "mean cosine": measured["mean_cosine"],
+            "same label": measured["agreement"],
+            "accuracy": measured["accuracy"],
+            "original's": measured["original_accuracy"],
+        }
+        for part, measured in report["parts"].items()
+    ]
+
+
+def speed_rows(report: dict) -> list[dict[str, object]]:
+    """Images a second of the program that sees images, as rows of a table."""
+    return [
+        {"images at a time": int(size), **{f"images/s, {name}": speed for name, speed in row.items()}}
+        for measured in report["parts"].values()
+        for size, row in measured["images_per_second"].items()
+    ]
+
+
+def example(image_format: ImageFormat, report: dict) -> str:
+    """Lines of Python that read an image and print what a program makes of it."""
+    height, width = image_format.size
+    box = ""
+    lines = ["import json", "", "import numpy as np", *_imports(report["format"]), "from PIL import Image", "", ""]
+    lines += ['image = Image.open("photo.jpg").convert("RGB")']
+    if image_format.resize:
+        # A center crop of the image that is resized, resized.
+        lines += [
+            f"across, down = (min(image.size) * side / {image_format.resize} for side in ({width}, {height}))",
+            "left, top = (image.width - across) / 2, (image.height - down) / 2",
+        ]
+        box = ", (left, top, left + across, top + down)"
+    mean, std = (tuple(round(value, 6) for value in values) for values in (image_format.mean, image_format.std))
+    part, measured = next(iter(report["parts"].items()))
+    first = measured["outputs"][0]
+    lines += [
+        f"image = image.resize(({width}, {height}), Image.Resampling.{FILTERS[image_format.resample]}{box})",
+        f"pixels = (np.asarray(image, np.float32) / 255 - np.float32({mean})) / np.float32({std})",
+        "pixel_values = pixels.transpose(2, 0, 1)[None]",
+        *_run(report["format"], report["precision"], FORMATS[report["format"]].program.format(part), first),
+    ]
+    if first == "logits" and not report["architecture"].endswith("SemanticSegmentation"):
+        lines += ['labels = json.load(open("config.json"))["id2label"]', f"print(labels[str({first}[0].argmax())])"]
+    else:
+        lines.remove("import json")
+        lines = lines[1:] + [f"print({first}.shape)"]
+    return "\n".join(lines)
+
+
+def _imports(name: str) -> list[str]:
+    modules = {"onnx": "onnxruntime", "openvino": "openvino", "torch": "torch"}
+    return (
+        ["import torch", "from executorch.runtime import Runtime"]
+        if name == "executorch"
+        else [f"import {modules[name]}"]
+    )
+
+
+def _run(name: str, precision: str, program: str, output: str) -> list[str]:
+    """Lines that compute `output` of `pixel_values`."""
+    if name == "openvino":
+        hint = f'{{"INFERENCE_PRECISION_HINT": "{openvino_precision(precision)}"}}'
+        return [
+            f'program = openvino.Core().compile_model("{program}", "CPU", {hint})',
+            f'{output} = program({{"pixel_values": pixel_values}})["{output}"]',
+        ]
+    if name == "onnx":
+        return [
+            f'program = onnxruntime.InferenceSession("{program}")',
+            f'[{output}] = program.run(["{output}"], {{"pixel_values": pixel_values}})',
+        ]
+    if name == "torch":
+        dtype = ".bfloat16()" if precision == "bfloat16" else ""
+        return [
+            f'program = torch.export.load("{program}").module()',
+            "with torch.no_grad():",
+            f'    {output} = program(pixel_values=torch.from_numpy(pixel_values){dtype})["{output}"]',
+        ]
+    return [
+        f'program = Runtime.get().load_program("{program}").load_method("forward")',
+        f"{output} = program.execute([torch.from_numpy(pixel_values).contiguous()])[0]",
+    ]
