@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -159,6 +160,8 @@ def check_format(name: str, precision: str):
     found = FORMATS[name]
     if precision not in found.precisions:
         raise ValueError(f"--precision {precision} is not for {name}, which takes {', '.join(found.precisions)} here.")
+    if importlib.util.find_spec("transformers.exporters") is None:
+        raise ValueError(f"Exported models need Transformers 5.20 or newer, this is {transformers.__version__}.")
     needed = [package for module, package in found.packages.items() if importlib.util.find_spec(module) is None]
     needed = [package for package in needed if package != "nncf" or precision == "int8"]
     if needed:
@@ -330,7 +333,7 @@ class ExportedModule(nn.Module):
         if output_rois and "rois" not in self.outputs:
             raise ValueError("The model was exported without its RoIs; `frugalvit export --output-rois` keeps them.")
         if pixel_values is not None:
-            inputs["pixel_values"] = pixel_values.to(self.dtype)
+            inputs["pixel_values"] = pixel_values.to(self.device, self.dtype)
         size = len(next(iter(inputs.values())))
         if FORMATS[self.format].any_batch or size == 1:
             return ExportedOutput(**self._run(inputs))

@@ -128,17 +128,23 @@ def measure(
         `list[dict]`: For each model `row`, its name, `batch_size`, `images_per_second`, `times_first`, the ratio to
         the first model, `of_matrix_rate`, its multiply-accumulates a second as a share of those of a large product of
         matrices in the same dtype, and `of_own_products`, the same as a share of its own products run alone, most of
-        which are smaller.
+        which are smaller; `None` where they are not known.
     """
     device = pixel_values.device
     # Large enough to take long beside what starting a product on an accelerator takes.
     largest = MatrixProduct(2048 if device.type == "cpu" else 8192, pixel_values.dtype, device)
     # A compiled model is asked as what was compiled.
     originals = {name: getattr(model, "_orig_mod", model) for name, model in models.items()}
-    alone = {f"{name}, products alone": OwnProducts(model, pixel_values) for name, model in originals.items()}
+    products = {f"{name}, products alone": OwnProducts(model, pixel_values) for name, model in originals.items()}
+    # Those of another runtime's programs are not seen.
+    alone = {name: each for name, each in products.items() if each.products}
     speeds = images_per_second({**models, **alone, "": largest}, pixel_values, rounds)
     rate = speeds[""] / len(pixel_values) * largest.macs
     first = speeds[next(iter(models))]
+
+    def seen(name: str) -> bool:
+        return f"{name}, products alone" in alone
+
     return [
         {
             "row": name,
@@ -146,7 +152,7 @@ def measure(
             "images_per_second": speeds[name],
             "times_first": speeds[name] / first,
             "of_matrix_rate": speeds[name] * macs[name] / rate,
-            "of_own_products": speeds[name] / speeds[f"{name}, products alone"],
+            "of_own_products": speeds[name] / speeds[f"{name}, products alone"] if seen(name) else None,
         }
         for name in models
     ]

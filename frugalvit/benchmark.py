@@ -8,6 +8,7 @@ from tqdm import tqdm
 from transformers import ViTConfig, ViTForImageClassification
 
 from .common.command_line import CommandParser
+from .common.exported import ExportedModule, is_exported
 from .common.files import check_file_path, write_json
 from .common.loading import choose_device
 from .common.macs import count_macs
@@ -41,8 +42,9 @@ def main(argv: list[str] | None = None) -> None:
         nargs="*",
         default=["vit-base", "augreg-base-49-224"],
         metavar="NAME|FOLDER",
-        help="names that `frugalvit info` lists, folders, hub ids, vit-base and vit-large of Transformers (patches of "
-        "16, 224 pixels), timm:NAME (default: vit-base augreg-base-49-224); ratios are to the first",
+        help="names that `frugalvit info` lists, folders, exported ones too, hub ids, vit-base and vit-large of "
+        "Transformers (patches of 16, 224 pixels), timm:NAME (default: vit-base augreg-base-49-224); ratios are to "
+        "the first",
     )
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="images at a time (default: 1 8)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
@@ -81,11 +83,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def build_model(name: str) -> nn.Module:
-    """A model by name, with random weights; of a CLIP or a LLaVA, the image side.
+    """A model by name, with random weights, or an exported one; of a CLIP or a LLaVA, the image side.
 
     Raises:
         ValueError: if there is no such model.
     """
+    if is_exported(name):
+        return ExportedModule(name)
     if name in VITS:
         return ViTForImageClassification(ViTConfig(num_labels=1000, **VITS[name])).eval()
     if name.startswith("timm:"):
@@ -125,24 +129,36 @@ def measure_all(
         compiled (`bool`): Each model compiled, too, as another row.
     """
     macs = {
-        name: count_macs(model, image_size[1:], image_size[0]).macs_with_attention for name, model in models.items()
+        name: model.report["macs"]
+        if isinstance(model, ExportedModule)
+        else count_macs(model, image_size[1:], image_size[0]).macs_with_attention
+        for name, model in models.items()
     }
     rows = []
     progress = tqdm(total=len(dtypes) * len(batch_sizes), desc="measuring", leave=False, disable=None)
     for dtype in dtypes:
-        cast = {name: model.to(device, dtype) for name, model in models.items()}
+        # A program computes in what it was exported with.
+        cast = {
+            name: model if isinstance(model, ExportedModule) else model.to(device, dtype)
+            for name, model in models.items()
+            if dtype == dtypes[0] or not isinstance(model, ExportedModule)
+        }
         for batch_size in batch_sizes:
             candidates, costs = dict(cast), dict(macs)
             if compiled:
                 # One program a batch size, as serving compiles it.
                 torch.compiler.reset()
                 for name, model in cast.items():
+                    if isinstance(model, ExportedModule):
+                        continue
                     candidates[f"{name}, compiled"] = torch.compile(model, dynamic=False)
                     costs[f"{name}, compiled"] = macs[name]
             pixel_values = torch.randn(batch_size, *image_size).to(device, dtype)
             more = min(max(batch_sizes) // batch_size, MOST_ROUNDS)
             for row in measure(candidates, costs, pixel_values, rounds * more):
-                rows.append({**row, "dtype": str(dtype).removeprefix("torch."), "macs": costs[row["row"]]})
+                program = models.get(row["row"])
+                name = program.precision if isinstance(program, ExportedModule) else str(dtype).removeprefix("torch.")
+                rows.append({**row, "dtype": name, "macs": costs[row["row"]]})
             progress.update()
     progress.close()
     return rows

@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> None:
         prog="frugalvit export",
         description="Write a model for another runtime: a folder with programs, preprocessing, labels and a card "
         "whose lines run where neither PyTorch nor frugalvit is installed. Before that, its outputs are compared with "
-        "the original's on images that calibration has not seen. predict, evaluate, benchmark, demo take such folders.",
+        "the original's on images that calibration has not seen. predict, evaluate, benchmark and demo take folders "
+        "of this kind.",
     )
     parser.add_argument("model", metavar="MODEL", help="model folder or hub id, owner/name@revision too")
     parser.add_argument("--output", metavar="OUT", required=True, help="folder to write; must not exist or be empty")
@@ -104,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     # What costs little is checked before the model is loaded.
     check_format(arguments.format, arguments.precision)
     if arguments.page:
-        check_page(arguments.format)
+        check_page(arguments.format, arguments.onnxruntime_web)
     report = export_model(arguments)
     if arguments.json:
         print(json.dumps(report, indent=2))

@@ -73,7 +73,8 @@ def write_card(
         f"```python\n{example(image_format, report)}\n```\n\n"
         f"It computes\n\n{chr(10).join(outputs)}\n\n"
         f"{warning if report['shortcomings'] else ''}"
-        f"**Beside the original**, on inputs that calibration did not see:\n\n{format_markdown(agreement_rows(report))}\n\n"
+        "**Beside the original**, on inputs that calibration did not see:\n\n"
+        f"{format_markdown(agreement_rows(report))}\n\n"
         f"Both in turns on the machine that exported it:\n\n{format_markdown(speed_rows(report))}\n",
     )
 

@@ -20,6 +20,7 @@ LONG_MODULES = (
     "tests/training/test_train.py",
     "tests/modeling/test_ecosystem.py",
     "tests/test_compare.py",
+    "tests/test_export.py",
     "tests/test_demo.py",
     "tests/test_package.py",
     "tests/test_quickstart.py",

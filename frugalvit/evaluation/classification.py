@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
+from ..common.exported import ExportedModule
 from ..common.loading import load_image_classifier
 from ..common.metrics import evaluate_classifier
 from ..common.views import ImageFormat
@@ -65,6 +66,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     choose_tokens(model, arguments.num_tokens, arguments.confidence)
     conditions = {"protocol": arguments.protocol}
     if arguments.attack:
+        if isinstance(model, ExportedModule):
+            raise ValueError("--attack needs a gradient, which an exported model has not; give the original.")
         conditions["fgsm_eps"] = arguments.eps
     if arguments.occlude:
         conditions["occluded_share"] = arguments.ratio

@@ -1,0 +1,388 @@
+"""`frugalvit export`: real programs in real runtimes, beside the model that they came from."""
+
+import functools
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from PIL import Image
+
+import frugalvit
+from frugalvit import demo, export
+from frugalvit.cli import main
+from frugalvit.common import exported as programs
+from frugalvit.common.data import SUBSET, class_names, load_images
+from frugalvit.common.exported import ExportedModule, Part, parts_of
+from frugalvit.common.loading import load_image_classifier
+from frugalvit.export_page import RUNTIME_FILES
+from frugalvit.predict import predict
+from tiny import randomize, word_tokenizer
+
+
+pytest.importorskip("transformers.exporters", reason="of Transformers 5.20")
+# Of weights that were never trained, labels are near to each other.
+FEW = ["--limit", "16", "--calibration-images", "8", "--min-agreement", "0.5"]
+# What a card's lines must not need.
+BLOCKED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "frugalvit", "huggingface_hub"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A SparseFormer with few operations, for images that are cut out of larger ones."""
+    config = frugalvit.SparseFormerConfig(
+        **{"image_size": 32, "resize_size": 36, "patch_size": 4, "num_latent_tokens": 4, "hidden_size": 32},
+        **{"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "num_labels": 10},
+    )
+    torch.manual_seed(0)
+    model = frugalvit.SparseFormerForImageClassification(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    model.config.id2label = dict(enumerate(class_names(load_images(SUBSET, "test"))))
+    model.save_pretrained(folder := tmp_path_factory.mktemp("model") / "tiny")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def write(folder, tmp_path_factory):
+    """Function that exports the model, once for the same arguments."""
+
+    @functools.cache
+    def export_it(*arguments: str) -> Path:
+        output = tmp_path_factory.mktemp("exported") / "out"
+        assert main(["export", str(folder), "--output", str(output), *FEW, *arguments]) == 0
+        return output
+
+    return export_it
+
+
+@pytest.fixture(scope="module")
+def photograph(tmp_path_factory) -> Path:
+    """One with colors that change, wider than high."""
+    rows, columns = np.mgrid[:48, :64]
+    pixels = np.stack([rows * 5, columns * 3, (rows + columns) * 2], axis=-1).astype(np.uint8)
+    Image.fromarray(pixels).save(path := tmp_path_factory.mktemp("photo") / "photo.png")
+    return path
+
+
+@pytest.mark.parametrize(
+    "arguments, tolerance",
+    [
+        (("--format", "onnx", "--output-rois"), 1e-4),
+        (("--format", "onnx", "--precision", "int8"), None),
+        (("--format", "openvino"), 1e-4),
+        (("--format", "openvino", "--precision", "bfloat16"), None),
+        (("--format", "openvino", "--precision", "int8"), None),
+        (("--format", "torch"), 1e-4),
+    ],
+)
+def test_a_program_is_the_model(arguments, tolerance, write, folder):
+    """In batches of any size; of fewer bits, nearly; and the report says how near."""
+    output = write(*arguments)
+    model, _ = load_image_classifier(folder)
+    program, _ = load_image_classifier(output)
+    generator = torch.Generator().manual_seed(1)
+    for size in (1, 3):
+        pixel_values = torch.randn(size, 3, 32, 32, generator=generator)
+        with torch.no_grad():
+            expected, computed = model(pixel_values).logits, program(pixel_values).logits.float()
+        if tolerance:
+            torch.testing.assert_close(computed, expected, atol=tolerance, rtol=tolerance)
+        else:
+            assert not torch.equal(computed, expected)
+            assert torch.cosine_similarity(computed, expected).min() > 0.9
+    report = json.loads((output / "report.json").read_text())
+    measured = report["parts"]["model"]
+    assert measured["compared"] == 16
+    assert 0.9 < measured["min_cosine"] <= measured["mean_cosine"] <= 1 + 1e-6
+    assert report["macs"] == frugalvit.count_macs(model, 32).macs_with_attention
+    assert set(measured["images_per_second"]) == {"1", "8"}
+    assert (report["calibration_images"] == 8) == ("int8" in arguments)
+
+
+def test_fewer_bits_are_fewer_bytes(write):
+    """Of weights; the graph of such a small model is larger than they are."""
+    sizes = [
+        (write("--format", "openvino", *precision) / "openvino_model.bin").stat().st_size
+        for precision in ((), ("--precision", "bfloat16"), ("--precision", "int8"))
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 1.9 * sizes[1]
+
+
+@pytest.mark.parametrize("arguments", [("--format", "onnx", "--output-rois"), ("--format", "openvino")])
+def test_the_lines_of_the_card_need_only_the_runtime(arguments, write, photograph, tmp_path):
+    output = write(*arguments)
+    [lines] = re.findall(r"```python\n(.*?)```", (output / "README.md").read_text(), re.DOTALL)
+    script = BLOCKED + lines.replace("photo.jpg", str(photograph))
+    # The folder alone, elsewhere.
+    copied = shutil.copytree(output, tmp_path / "elsewhere")
+    process = subprocess.run([sys.executable, "-c", script], cwd=copied, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    model, image_processor = load_image_classifier(output)
+    [prediction] = predict(model, image_processor, [Image.open(photograph).convert("RGB")])
+    assert process.stdout.strip() == prediction.labels[0][0]
+
+
+def test_a_folder_holds_nothing_of_this_machine(write, folder):
+    output = write("--format", "onnx", "--output-rois")
+    for path in output.iterdir():
+        if path.suffix in (".json", ".md"):
+            assert str(folder.parent) not in path.read_text()
+            assert "auto_map" not in path.read_text()
+    card = ModelCard.load(output / "README.md").data
+    assert card.library_name == "onnx"
+    assert {"frugalvit", "sparseformer", "onnx", "float32"} <= set(card.tags)
+
+
+def test_the_gate(folder, tmp_path, capsys):
+    """What falls short is not written, unless it is asked for; then the card says so."""
+    output = tmp_path / "out"
+    command = ["export", str(folder), "--output", str(output), *FEW, "--precision", "int8", "--min-cosine", "1"]
+    assert main(command) == 1
+    message = capsys.readouterr().err
+    assert re.search(r"mean cosine 0\.9\d+ of model on 16 inputs, expected at least 1", message)
+    assert not list(tmp_path.iterdir())
+    assert main([*command, "--force"]) == 0
+    assert "**It does not reach what it should**: mean cosine" in (output / "README.md").read_text()
+
+
+def test_a_program_that_computes_something_else_is_refused(folder):
+    """The gate sees any other weights."""
+    model, _ = load_image_classifier(folder)
+    part = parts_of(model)["model"]
+    with torch.no_grad():
+        other, _ = load_image_classifier(folder)
+        other.classifier.weight[0] += 1
+    batches = [part.example(4)]
+    same = export.compare_outputs(part, parts_of(model)["model"], iter(batches), [0, 1, 2, 3])
+    changed = export.compare_outputs(part, parts_of(other)["model"], iter(batches))
+    assert (same.agreement, round(same.min_cosine, 5)) == (1, 1)
+    assert same.accuracy == same.original_accuracy
+    assert changed.mean_cosine < 0.99
+    report = {"precision": "float32", "parts": {"model": {"compared": 4, **vars(changed)}}}
+    assert "mean cosine" in export.shortcomings(report, None, None)[0]
+    report["parts"]["model"] |= {"mean_cosine": float("nan"), "agreement": None}
+    assert len(export.shortcomings(report, None, None)) == 1
+
+
+def test_images_to_compare_on_are_not_calibrated_with(folder, tmp_path):
+    """Also where there is one folder of images and no parts."""
+    for index in range(12):
+        Image.new("RGB", (40, 40), (20 * index, 0, 0)).save(tmp_path / f"{index}.png")
+    arguments = ["--dataset", str(tmp_path), "--limit", "5", "--calibration-images", "9", "--precision", "int8"]
+    parsed = {}
+    parse = export.CommandParser.parse_args
+
+    def keep(self, argv=None):
+        parsed["arguments"] = parse(self, argv)
+        return parsed["arguments"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export.CommandParser, "parse_args", keep)
+        patch.setattr(export, "export_model", lambda arguments: sys.exit(0))
+        with pytest.raises(SystemExit):
+            export.main([str(folder), "--output", str(tmp_path / "out"), *arguments])
+    held_back, calibration = export.choose_images(parsed["arguments"])
+    paths = [{image["path"] for image in images["image"]} for images in (held_back, calibration)]
+    assert [len(each) for each in paths] == [5, 7]
+    assert not paths[0] & paths[1]
+
+
+def test_commands_take_exported_folders(write, photograph, tmp_path, capsys, folder):
+    output = str(write("--format", "onnx", "--output-rois"))
+    assert main(["predict", str(photograph), "--model", output, "--rois", str(tmp_path / "rois.png")]) == 0
+    exported = capsys.readouterr().out
+    assert main(["predict", str(photograph), "--model", str(folder), "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == exported
+    assert (tmp_path / "rois.png").stat().st_size > 10_000
+    assert main(["evaluate", "classification", "--model", output, "--limit", "16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["images"] == 16
+    assert main(["benchmark", str(folder), output, "--batch-size", "2", "--rounds", "1", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["macs"] for row in rows] == [rows[0]["macs"]] * 2
+    assert rows[1]["of_own_products"] is None
+    labels, rois, *others = demo.look(*load_image_classifier(output), Image.open(photograph).convert("RGB"))
+    assert len(labels) == 5
+    assert rois is not None
+    assert others == [None, None]
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        (["predict", "PHOTO", "--model", "OUT", "--num-tokens", "2"], "the tokens that it was exported with"),
+        (["predict", "PHOTO", "--model", "OUT", "--rois", "rois.png"], "has no RoIs to draw"),
+        (["predict", "PHOTO", "--model", "OUT", "--device", "meta"], "runs on the CPU here"),
+        (["evaluate", "classification", "--model", "OUT", "--attack", "fgsm"], "needs a gradient"),
+    ],
+)
+def test_what_programs_cannot_do(command, message, write, photograph, capsys):
+    places = {"PHOTO": str(photograph), "OUT": str(write("--format", "openvino"))}
+    assert main([places.get(word, word) for word in command]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--precision", "bfloat16"], "--precision bfloat16 is not for onnx, which takes float32, int8 here"),
+        (["--format", "openvino", "--page"], "--page runs ONNX in the browser; got --format openvino"),
+        (["--page", "--onnxruntime-web", "nowhere"], "expected onnxruntime-web"),
+        (["--num-tokens", "99"], "`num_tokens` is 99, expected 1 to 4"),
+        (["--dataset", "nowhere.parquet"], "nowhere.parquet"),
+    ],
+)
+def test_bad_input(arguments, message, folder, tmp_path, capsys):
+    assert main(["export", str(folder), "--output", str(tmp_path / "out"), *FEW, *arguments]) == 1
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_installed_is_named(monkeypatch, folder, tmp_path, capsys):
+    find = programs.importlib.util.find_spec
+    monkeypatch.setattr(
+        programs.importlib.util, "find_spec", lambda name: None if name in ("openvino", "nncf") else find(name)
+    )
+    command = ["export", str(folder), "--output", str(tmp_path / "out"), "--format", "openvino"]
+    assert main(command) == 1
+    assert "openvino needs openvino: pip install 'frugalvit[export]'" in capsys.readouterr().err
+    assert main([*command, "--precision", "int8"]) == 1
+    assert "openvino needs openvino, nncf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["report.json", "export.json", "model.onnx"])
+def test_a_damaged_folder_is_one_error(name, write, photograph, tmp_path, capsys):
+    damaged = shutil.copytree(write("--format", "onnx", "--output-rois"), tmp_path / "damaged")
+    (damaged / name).write_text("{}")
+    assert main(["predict", str(photograph), "--model", str(damaged)]) == 1
+    assert "Cannot load" in capsys.readouterr().err
+
+
+def test_a_clip_becomes_two_programs(folder, tmp_path, capsys):
+    """Sentences about the classes are what its texts are compared on."""
+    vision = frugalvit.SparseFormerConfig.from_pretrained(folder)
+    words = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", "a", "photo", "of", "airplane", "cat"]
+    text = {"vocab_size": len(words), "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    text |= {"intermediate_size": 32, "max_position_embeddings": 8, "eos_token_id": 3, "projection_dim": 8}
+    config = frugalvit.SparseFormerCLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    source = tmp_path / "clip"
+    randomize(frugalvit.SparseFormerCLIPModel(config)).save_pretrained(source)
+    word_tokenizer(words, model_max_length=8).save_pretrained(source)
+    assert main(["export", str(source), "--output", str(tmp_path / "out"), *FEW, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {name: part["compared"] for name, part in report["parts"].items()} == {"vision_model": 16, "text_model": 10}
+    model = export.load_model(source)
+    for name, part in parts_of(model).items():
+        inputs = part.example(3)
+        with torch.no_grad():
+            [(key, expected)] = part(**inputs).items()
+        torch.testing.assert_close(ExportedModule(tmp_path / "out", name)(**inputs)[key], expected, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="the programs vision_model, text_model"):
+        ExportedModule(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@torch.no_grad()
+def test_what_a_llavas_language_model_reads():
+    model = export.load_model(frugalvit.checkpoint_path("cifar10-sparseformer-llava"))
+    [(name, part)] = parts_of(model).items()
+    inputs = part.example(2)
+    expected = torch.stack(list(model.get_image_features(inputs["pixel_values"]).pooler_output))
+    assert name == "vision_model"
+    assert torch.equal(part(**inputs)["image_features"], expected)
+
+
+@pytest.mark.parametrize("kind", ["SparseFormerForSemanticSegmentation", "SparseFormerVisionModelWithProjection"])
+def test_other_heads(kind, folder, tmp_path):
+    config = frugalvit.SparseFormerConfig.from_pretrained(folder, projection_dim=8)
+    torch.manual_seed(0)
+    model = getattr(frugalvit, kind)(config).eval()
+    parts = parts_of(model)
+    programs.export_parts(parts, model.config, "onnx", "float32", tmp_path)
+    outputs = {"model": {"outputs": list(parts["model"](**parts["model"].example(1)))}}
+    (tmp_path / "report.json").write_text(
+        json.dumps({"format": "onnx", "precision": "float32", "parts": outputs, "macs": 0})
+    )
+    inputs = parts["model"].example(3)
+    with torch.no_grad():
+        expected, computed = parts["model"](**inputs), ExportedModule(tmp_path)(**inputs)
+    assert set(expected) == set(outputs["model"]["outputs"])
+    for name, values in expected.items():
+        torch.testing.assert_close(computed[name], values, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_executorch(folder, tmp_path):
+    for name in ("executorch", "torchao"):
+        pytest.importorskip(name, reason="an extra of its own, for its size")
+    model, _ = load_image_classifier(folder)
+    part = Part(model, "model")
+    programs.export_parts({"model": part}, model.config, "executorch", "float32", tmp_path)
+    report = {"format": "executorch", "precision": "float32", "parts": {"model": {"outputs": ["logits"]}}, "macs": 0}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    # It takes one image; more are given one after the other.
+    inputs = part.example(2)
+    computed = ExportedModule(tmp_path)(**inputs).logits
+    torch.testing.assert_close(computed, model(**inputs).logits, atol=1e-4, rtol=1e-4)
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+def test_the_page_labels_in_a_browser(folder, photograph, tmp_path):
+    """In headless Chromium, from this machine alone."""
+    chromium, npm = shutil.which("chromium"), shutil.which("npm")
+    if not (chromium and npm):
+        pytest.skip("needs Chromium, and npm for the browser's runtime")
+    output = tmp_path / "out"
+    if main(["export", str(folder), "--output", str(output), *FEW, "--page"]):
+        pytest.skip("npm fetched no runtime")
+    assert all((output / name).is_file() for name in RUNTIME_FILES)
+    page = (output / "index.html").read_text()
+    assert "<h1>out</h1>" in page
+    assert "//" not in re.sub(r"^\s*//.*$", "", page, flags=re.MULTILINE).replace("</", "")
+    shutil.copyfile(photograph, output / "photo.png")
+    handler = functools.partial(Quiet, directory=output)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+        options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
+        address = f"http://127.0.0.1:{server.server_port}/?image=photo.png"
+        process = subprocess.run(
+            [chromium, *options, "--virtual-time-budget=30000", "--dump-dom", address],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        server.shutdown()
+        thread.join()
+    model, image_processor = load_image_classifier(output)
+    [prediction] = predict(model, image_processor, [Image.open(photograph).convert("RGB")])
+    found = re.findall(r"<tr><td>(\w+)</td>.*?<td>([\d.]+) %</td></tr>", process.stdout)
+    assert [label for label, _ in found] == [label for label, _ in prediction.labels]
+    for (_, shown), (_, score) in zip(found, prediction.labels, strict=True):
+        # Browsers resize images in their own ways.
+        assert abs(float(shown) / 100 - score) < 0.05
