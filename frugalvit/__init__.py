@@ -105,7 +105,8 @@ def _is_command() -> bool:
     if not 0 < len(sys.argv) <= len(sys.orig_argv):
         return False
     program = sys.orig_argv[-len(sys.argv)]
-    return sys.argv[0] in (program, "-m") and Path(program).stem == "frugalvit"
+    # Not `python -m frugalvit.index`, whose last part is no ending.
+    return sys.argv[0] in (program, "-m") and Path(program).name.lower() in ("frugalvit", "frugalvit.exe")
 
 
 # The command registers before it runs something, so that `frugalvit --help` does not wait for PyTorch.

@@ -34,6 +34,8 @@ COMMANDS = {
     ),
     "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
     "demo": ("frugalvit.demo", "serve a page to look with: labels, tokens, features, attention"),
+    "index": ("frugalvit.index", "embed a folder of images with a CLIP, once"),
+    "search": ("frugalvit.search", "find images of an index by words or by an image"),
     "export": (
         "frugalvit.export",
         "write a model for OpenVINO, ONNX Runtime, ExecuTorch or a browser, compared first",

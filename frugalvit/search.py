@@ -1,0 +1,111 @@
+"""`frugalvit search`: images of an index by words, or by an image that is like them."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from .common.command_line import CommandParser
+from .common.decoding import read_image
+from .evaluation.images import positive
+from .evaluation.two_towers import TwoTowers, load_two_towers
+from .index import Shard, read_about, read_shards
+from .pictures import CAPTION_SIZE, TEXT_COLOR, check_picture_path, save_figure
+
+
+COLUMNS, PANEL = 4, 2.0
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = CommandParser(
+        prog="frugalvit search",
+        description="Find images of an index that `frugalvit index` made. All of them are compared: a million take "
+        "about as long as the words.",
+    )
+    parser.add_argument("index", metavar="INDEX", help="what `frugalvit index` wrote")
+    parser.add_argument("query", metavar="WORDS|IMAGE", help="words, or a file with an image")
+    parser.add_argument("--top", type=positive, default=12, help="images (default: %(default)s)")
+    parser.add_argument("--picture", metavar="FILE", help="draw them into this .png, .pdf or .svg")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    arguments = parser.parse_args(argv)
+    if arguments.picture:
+        check_picture_path(arguments.picture)
+    index = Path(arguments.index).expanduser()
+    about = read_about(index)
+    towers = load_two_towers(about["model"], about.get("vision_model"), arguments.device, arguments.trust_remote_code)
+    found = search(embed_query(towers, arguments.query), read_shards(index), arguments.top)
+    paths = [str(Path(about["folder"]) / each.name) for each in found]
+    if arguments.json:
+        rows = [{"image": path, "cosine": each.cosine} for path, each in zip(paths, found, strict=True)]
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+    else:
+        for path, each in zip(paths, found, strict=True):
+            print(f"{each.cosine:7.4f}  {path}")
+    if arguments.picture:
+        save_figure(draw_found(paths, found, arguments.query), arguments.picture)
+
+
+@dataclass(frozen=True)
+class Found:
+    """An image of an index: its name in the folder, and the cosine of its embedding with the query's."""
+
+    name: str
+    cosine: float
+
+
+@torch.inference_mode()
+def embed_query(towers: TwoTowers, query: str) -> torch.Tensor:
+    """The embedding `(width,)` of words, or of the image in a file of that name."""
+    if Path(query).expanduser().is_file():
+        pixel_values = towers.image_processor([read_image(Path(query).expanduser())], return_tensors="pt")
+        return towers.embed_images(pixel_values["pixel_values"].to(towers.device))[0].cpu()
+    return towers.embed_texts([query])[0].cpu()
+
+
+def search(query: torch.Tensor, shards: list[Shard], top: int) -> list[Found]:
+    """The images that are most like a query, the best first.
+
+    Of an image that changed since it was embedded first, the last embedding counts.
+
+    Args:
+        query (`torch.Tensor`): `(width,)` of norm 1.
+        shards (iterable of `Shard`): The index.
+        top (`int`): Images, at most.
+
+    Raises:
+        ValueError: if the index is empty, or its embeddings have another width.
+    """
+    cosines, latest = {}, {}
+    for shard in shards:
+        if shard.embeddings.shape[1] != len(query):
+            raise ValueError(
+                f"The index has embeddings of {shard.embeddings.shape[1]} numbers, the model makes {len(query)}."
+            )
+        for (name, _, changed), cosine in zip(shard.files, (shard.embeddings @ query).tolist(), strict=True):
+            if changed >= latest.get(name, changed):
+                cosines[name], latest[name] = cosine, changed
+    if not cosines:
+        raise ValueError("The index has no images.")
+    return [Found(name, cosines[name]) for name in sorted(cosines, key=cosines.get, reverse=True)[:top]]
+
+
+def draw_found(paths: list[str], found: list[Found], query: str) -> Figure:
+    """The images in rows, the best first; those that are gone as their names alone."""
+    rows = math.ceil(len(paths) / COLUMNS)
+    figure = Figure(figsize=(COLUMNS * PANEL, rows * (PANEL + 0.3) + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(query, color=TEXT_COLOR, fontsize=CAPTION_SIZE + 2)
+    panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    for axes in panels:
+        axes.set_axis_off()
+    for axes, path, each in zip(panels, paths, found, strict=False):
+        if Path(path).is_file():
+            axes.imshow(read_image(Path(path)))
+        axes.set_title(f"{Path(path).name}, {each.cosine:.3f}", color=TEXT_COLOR, fontsize=CAPTION_SIZE)
+    return figure

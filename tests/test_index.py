@@ -1,0 +1,164 @@
+"""`frugalvit index` and `frugalvit search`: a folder of images, found by words and by images."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import frugalvit
+from frugalvit import index
+from frugalvit.cli import main
+from frugalvit.common.data import SUBSET, decode_image, load_images
+from frugalvit.index import Shard, read_shards
+from frugalvit.search import search
+
+
+MODEL = str(frugalvit.checkpoint_path("cifar10-sparseformer-clip"))
+
+
+@pytest.fixture
+def images(tmp_path) -> Path:
+    """Photographs in folders of folders."""
+    folder = tmp_path / "images"
+    for number, record in enumerate(load_images(SUBSET, "test[:24]")):
+        path = folder / f"{number % 2}" / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        decode_image(record["image"], number).save(path)
+    return folder
+
+
+def build(images: Path, output: Path, *more: str) -> int:
+    return main(["index", str(images), "--model", MODEL, "--output", str(output), "--device", "cpu", *more])
+
+
+def files_in(output: Path) -> list[str]:
+    return sorted(file[0] for shard in read_shards(output) for file in shard.files)
+
+
+def test_an_image_finds_itself_and_words_find_images(images, tmp_path, capsys):
+    output = tmp_path / "index"
+    assert build(images, output) == 0
+    assert "24 images in" in capsys.readouterr().out
+    picture = tmp_path / "found.png"
+    query = str(images / "1" / "07.png")
+    assert main(["search", str(output), query, "--top", "5", "--json", "--picture", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) == 5
+    assert found[0]["image"] == query
+    assert found[0]["cosine"] == pytest.approx(1, abs=1e-4)
+    assert [row["cosine"] for row in found] == sorted((row["cosine"] for row in found), reverse=True)
+    with Image.open(picture) as image:
+        # Most of it is photographs.
+        assert np.asarray(image.convert("L")).std() > 40
+    # By what the model itself makes of words and images.
+    assert main(["search", str(output), "a photo of a ship", "--top", "24", "--json"]) == 0
+    cosines = {row["image"]: row["cosine"] for row in json.loads(capsys.readouterr().out)}
+    towers = index.load_two_towers(MODEL, None, "cpu")
+    path = next(iter(cosines))
+    with torch.inference_mode(), Image.open(path) as image:
+        pixel_values = towers.image_processor([image.convert("RGB")], return_tensors="pt")["pixel_values"]
+        expected = towers.embed_images(pixel_values) @ towers.embed_texts(["a photo of a ship"]).mT
+    assert cosines[path] == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_a_killed_command_goes_on_and_new_images_are_added(images, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "index"
+    monkeypatch.setattr(index, "SHARD", 8)
+    collate = index._Collate.__call__
+
+    def die(self, files):
+        if any(file[0].endswith("20.png") for file in files):
+            raise KeyboardInterrupt
+        return collate(self, files)
+
+    monkeypatch.setattr(index._Collate, "__call__", die)
+    assert build(images, output, "--batch-size", "4") == 130
+    kept = len(files_in(output))
+    assert 0 < kept < 24
+    monkeypatch.setattr(index._Collate, "__call__", collate)
+    capsys.readouterr()
+    assert build(images, output) == 0
+    assert f"24 images in {output}, {24 - kept} of them looked at now." in capsys.readouterr().out
+    shutil.copyfile(images / "0" / "00.png", images / "new.png")
+    # Another image under an old name.
+    changed = images / "0" / "02.png"
+    shutil.copyfile(images / "1" / "03.png", changed)
+    os.utime(changed, ns=(2**62, 2**62))
+    assert build(images, output) == 0
+    assert f"25 images in {output}, 2 of them looked at now." in capsys.readouterr().out
+    assert main(["search", str(output), str(images / "1" / "03.png"), "--top", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {Path(row["image"]).name for row in found} == {"02.png", "03.png"}
+    assert all(row["cosine"] == pytest.approx(1, abs=1e-4) for row in found)
+
+
+def test_two_processes_share_the_work(images, tmp_path):
+    output = tmp_path / "index"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "frugalvit.index"]
+    arguments = [str(images), "--model", MODEL, "--output", str(output), "--device", "cpu"]
+    process = subprocess.run(
+        [sys.executable, *launch, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert len(files_in(output)) == len(set(files_in(output))) == 24
+    assert {path.stem[-1] for path in output.glob("*.safetensors")} == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda images, output: (images / "bad.png").write_bytes(b"none"), "Cannot read 'bad.png'"),
+        (lambda images, output: shutil.rmtree(images), "There is no folder"),
+        (lambda images, output: [path.unlink() for path in images.rglob("*.png")], "There are no images"),
+        (lambda images, output: (output.mkdir(), (output / "note.txt").write_text("mine")), "is no index"),
+        (
+            lambda images, output: (output.mkdir(), (output / "index.json").write_text('{"folder": "", "model": ""}')),
+            "choose another --output",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(change, message, images, tmp_path, capsys):
+    output = tmp_path / "index"
+    change(images, output)
+    assert build(images, output) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_corrupt_images_may_be_left_out(images, tmp_path, capsys):
+    (images / "bad.png").write_bytes(b"none")
+    assert build(images, tmp_path / "index", "--skip-corrupt") == 0
+    assert "Left out: bad.png" in capsys.readouterr().err
+    assert len(files_in(tmp_path / "index")) == 24
+    [path] = (tmp_path / "index").glob("*.safetensors")
+    path.write_bytes(b"{}")
+    assert main(["search", str(tmp_path / "index"), "a photo of a ship"]) == 1
+    assert "is damaged" in capsys.readouterr().err
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 2**16))
+def test_search_is_sorting(count, top, seed):
+    """Also in pieces, with the last embedding of an image that changed."""
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = torch.nn.functional.normalize(torch.randn(count, 4, generator=generator), dim=-1)
+    query = torch.nn.functional.normalize(torch.randn(4, generator=generator), dim=-1)
+    files = [[f"{number}.png", 1, 1] for number in range(count)]
+    half = count // 2
+    old = Shard([[name, size, 0] for name, size, _ in files[:half]], -embeddings[:half])
+    shards = [Shard(files[:half], embeddings[:half]), Shard(files[half:], embeddings[half:]), old]
+    found = search(query, [shard for shard in shards if shard.files], top)
+    order = (embeddings @ query).argsort(descending=True)[:top].tolist()
+    assert [each.name for each in found] == [f"{number}.png" for number in order]
