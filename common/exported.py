@@ -314,6 +314,8 @@ class ExportedModule(nn.Module):
 
             options = onnxruntime.SessionOptions()
             options.intra_op_num_threads = threads
+            # Its threads would go on turning after each call, and take the cores from PyTorch's work around it.
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
             return {"session_options": options}
         return {}
 

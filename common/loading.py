@@ -119,23 +119,25 @@ def load_vision_model(
 
     Args:
         name (`str` or `os.PathLike`): A folder that `save_pretrained` or timm wrote or a hub id, of a vision
-            transformer with or without classifier, a CLIP, a SigLIP or a SparseFormer; or
+            transformer with or without classifier, a CLIP, a SigLIP, a SparseFormer or a LLaVA; or
             `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID`, `open_clip:local-dir:FOLDER`, as open_clip names its
             models.
         device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
 
     Returns:
-        `tuple`: The model, of an open_clip model the whole, and the image processor.
+        `tuple`: The model, of an open_clip model the whole, of a LLaVA the vision tower, and the image processor.
 
     Raises:
         ValueError: if there is no such model, or weights are missing or left over.
     """
     if os.fspath(name).startswith(OPEN_CLIP):
         return _load_open_clip(os.fspath(name).removeprefix(OPEN_CLIP), device)
-    return load_with_image_processor(
+    model, image_processor = load_with_image_processor(
         name, device, trust_remote_code, "a vision transformer", _vision_class, unread=_UNREAD
     )
+    # Of a LLaVA, what sees.
+    return getattr(getattr(model, "model", None), "vision_tower", model), image_processor
 
 
 def _vision_class(config: PreTrainedConfig) -> type:
@@ -277,8 +279,9 @@ def load_pretrained(
     kind: str,
     choose_class: Callable[[PreTrainedConfig], type],
     unread: frozenset[str] = frozenset(),
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Load a model of Transformers or of this package for inference, in float32, whole or not at all.
+    """Load a model of Transformers or of this package for inference, whole or not at all.
 
     Args:
         name (`str` or `os.PathLike`): A folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
@@ -288,6 +291,7 @@ def load_pretrained(
         choose_class (`Callable`): The class to load it with, given its configuration.
         unread (`frozenset[str]`, *optional*): Parts, by name, that are not used: their weights may be missing or left
             over, and a pooler is left out where it can be.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Of the weights.
 
     Raises:
         ValueError: if there is no such model, it is of another kind, or weights are missing or left over.
@@ -319,7 +323,7 @@ def load_pretrained(
         if model_args := getattr(config, "model_args", None):
             # timm notes the number of classes there, too; Transformers' wrapper would pass it twice.
             options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
-        model, report = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **options)
+        model, report = model_class.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
     check_complete(given, model, report, kind, unread)
     return model.eval().to(device)
 

@@ -73,9 +73,9 @@ def image_processor_config(config) -> dict:
 
 
 _LOADING_BY_AUTO_CLASS = """\
-from transformers import AutoImageProcessor, {auto_class}
+from transformers import {names}
 
-processor = AutoImageProcessor.from_pretrained("path/or/id")
+processor = {processor}.from_pretrained("path/or/id"{processor_remote})
 model = {auto_class}.from_pretrained("path/or/id"{remote})"""
 
 _LOADING_BY_CLASS_NAME = """\
@@ -115,7 +115,17 @@ def loading_example(model: PreTrainedModel) -> str:
     """Lines of Python that load a model, or an image classifier or CLIP of Transformers, and its image processor."""
     if (loader := auto_class(model)) is not None:
         remote = ", trust_remote_code=True" if isinstance(model, HubModel) else ""
-        return _LOADING_BY_AUTO_CLASS.format(auto_class=loader, remote=remote)
+        # A LLaVA's processor brings code, too; a CLIP's has a tokenizer.
+        llava = loader == "AutoModelForImageTextToText"
+        both = llava or loader == "AutoModelForZeroShotImageClassification"
+        processor = "AutoProcessor" if both else "AutoImageProcessor"
+        return _LOADING_BY_AUTO_CLASS.format(
+            names=", ".join(sorted([loader, processor])),
+            auto_class=loader,
+            processor=processor,
+            processor_remote=remote if llava else "",
+            remote=remote,
+        )
     module = model.family_class().__module__.rpartition(".")[2]
     return _LOADING_BY_CLASS_NAME.format(module=module, name=type(model).__name__)
 

@@ -15,6 +15,8 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
     LlavaProcessor,
     SiglipVisionConfig,
     Trainer,
@@ -28,6 +30,8 @@ from frugalvit import (
     matching_processor,
     swap_vision_tower,
 )
+from frugalvit.cli import main
+from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.llava_tower import SparseFormerVisionTower
 from frugalvit.modeling.modeling_sparseformer_llava import SparseFormerLlavaProcessor, check_image_tokens
 from tiny import SMALL, randomize, word_tokenizer
@@ -487,3 +491,42 @@ def test_the_original_code_bases_tower_loads_at_once_where_it_is_to_be_tuned(tow
     assert SparseFormerVisionTower(tower_folder, arguments, delay_load=True).is_loaded
     with pytest.raises(ValueError, match="mm_vision_select_feature is 'cls', expected"):
         SparseFormerVisionTower(tower_folder, tower_arguments(mm_vision_select_feature="cls"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_command_swaps_as_the_function_does(dtype, tmp_path, capsys):
+    llava = make_llava()
+    tower = make_tower(llava)
+    llava.save_pretrained(tmp_path / "llava")
+    make_processor(llava).save_pretrained(tmp_path / "llava")
+    tower.save_pretrained(tmp_path / "tower")
+    command = ["swap", "--model", str(tmp_path / "llava"), "--vision-model", str(tmp_path / "tower"), "--dtype", dtype]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    assert f"8 tokens an image, 64 before, in {dtype}" in capsys.readouterr().out
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == getattr(torch, dtype)
+    processor = AutoProcessor.from_pretrained(tmp_path / "out")
+    inputs = processor(images=picture(), text="<image> what is this ?", return_tensors="pt")
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    expected = swap_vision_tower(llava, tower).to(model.dtype)
+    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits)
+    assert "AutoProcessor" in (tmp_path / "out" / "README.md").read_text()
+    # What it is bootstrapped from is found in there.
+    teacher, _ = load_vision_model(tmp_path / "llava")
+    pixel_values = torch.randn(1, 3, 32, 32)
+    states = make_llava().model.vision_tower(pixel_values).last_hidden_state
+    torch.testing.assert_close(teacher(pixel_values).last_hidden_state, states)
+
+
+def test_rows_of_tiles_are_refused(tmp_path, capsys):
+    llava = make_llava()
+    config = LlavaNextConfig(**{name: llava.config.to_dict()[name] for name in ("vision_config", "text_config")})
+    tiled = LlavaNextForConditionalGeneration(config)
+    with pytest.raises(ValueError, match="LlavaNextForConditionalGeneration, whose images are rows of tiles"):
+        swap_vision_tower(tiled, make_tower(llava))
+    tiled.save_pretrained(tmp_path / "llava")
+    make_tower(llava).save_pretrained(tmp_path / "tower")
+    command = ["swap", "--model", str(tmp_path / "llava"), "--vision-model", str(tmp_path / "tower")]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 1
+    assert "it is a llava_next, expected a llava" in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""`frugalvit swap`: a LLaVA with a SparseFormer as its vision tower."""
+
+import torch
+from transformers import AutoProcessor, LlavaForConditionalGeneration, PreTrainedConfig
+
+from .common.command_line import CommandParser
+from .common.files import whole_folder
+from .common.loading import load_pretrained, load_vision_model, split_revision
+from .modeling.modeling_sparseformer_llava import matching_processor, swap_vision_tower
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = CommandParser(
+        prog="frugalvit swap",
+        description="Write a LLaVA whose vision tower is a SparseFormer that was bootstrapped from the tower it "
+        "replaces (`frugalvit bootstrap --teacher LLAVA`), with a processor that inserts as many image tokens. The "
+        "language model stays as it is.",
+    )
+    parser.add_argument("--model", required=True, metavar="LLAVA", help="folder or hub id (@revision, too)")
+    parser.add_argument("--vision-model", required=True, metavar="FOLDER", help="what `frugalvit bootstrap` wrote")
+    parser.add_argument("--output", required=True, metavar="OUT", help="folder to write")
+    parser.add_argument("--num-tokens", type=int, metavar="COUNT", help="latent tokens (default: the tower's own)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of the weights that are written (default: %(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
+    arguments = parser.parse_args(argv)
+
+    name, revision = split_revision(arguments.model)
+    dtype = getattr(torch, arguments.dtype)
+    tower, _ = load_vision_model(arguments.vision_model, "cpu")
+    llava = load_pretrained(arguments.model, "cpu", False, "a LLaVA", llava_class, dtype=dtype)
+    before = llava.config.image_seq_length
+    model = swap_vision_tower(llava, tower)
+    if arguments.num_tokens is not None:
+        model.set_num_tokens(arguments.num_tokens)
+    processor = matching_processor(AutoProcessor.from_pretrained(name, **revision), model)
+    with whole_folder(arguments.output, arguments.overwrite) as folder:
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+    print(
+        f"Wrote {arguments.output}: {model.config.image_seq_length} tokens an image, {before} before, in "
+        f"{arguments.dtype}. The language model has not learned to read them yet."
+    )
+
+
+def llava_class(config: PreTrainedConfig) -> type:
+    """The class of a LLaVA in the style of 1.5.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    if config.model_type != "llava":
+        raise ValueError(f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5")
+    return LlavaForConditionalGeneration
