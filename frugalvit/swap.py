@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     dtype = getattr(torch, arguments.dtype)
     tower, _ = load_vision_model(arguments.vision_model, "cpu")
     llava = load_pretrained(arguments.model, "cpu", False, "a LLaVA", llava_class, dtype=dtype)
-    before = llava.config.image_seq_length
+    vision = llava.config.vision_config
+    before = (vision.image_size // vision.patch_size) ** 2
     model = swap_vision_tower(llava, tower)
     if arguments.num_tokens is not None:
         model.set_num_tokens(arguments.num_tokens)
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
     print(
-        f"Wrote {arguments.output}: {model.config.image_seq_length} tokens an image, {before} before, in "
+        f"Wrote {arguments.output}: {model.config.image_seq_length} tokens an image instead of {before} patches, in "
         f"{arguments.dtype}. The language model has not learned to read them yet."
     )
 

@@ -503,14 +503,16 @@ def test_the_command_swaps_as_the_function_does(dtype, tmp_path, capsys):
     tower.save_pretrained(tmp_path / "tower")
     command = ["swap", "--model", str(tmp_path / "llava"), "--vision-model", str(tmp_path / "tower"), "--dtype", dtype]
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
-    assert f"8 tokens an image, 64 before, in {dtype}" in capsys.readouterr().out
+    assert f"7 tokens an image instead of 64 patches, in {dtype}" in capsys.readouterr().out
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == getattr(torch, dtype)
     processor = AutoProcessor.from_pretrained(tmp_path / "out")
     inputs = processor(images=picture(), text="<image> what is this ?", return_tensors="pt")
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     expected = swap_vision_tower(llava, tower).to(model.dtype)
-    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits)
+    # In half precision, RoIs were rounded at another place.
+    close = {} if dtype == "float32" else {"atol": 0.02, "rtol": 0.1}
+    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, **close)
     assert "AutoProcessor" in (tmp_path / "out" / "README.md").read_text()
     # What it is bootstrapped from is found in there.
     teacher, _ = load_vision_model(tmp_path / "llava")
