@@ -159,7 +159,10 @@ class SparseFormerLlavaForConditionalGeneration(HubModel, LlavaForConditionalGen
     """LLaVA with a SparseFormer as its vision tower; `swap_vision_tower` puts one together."""
 
     config: SparseFormerLlavaConfig
-    auto_classes = {"AutoModelForImageTextToText": "SparseFormerLlavaForConditionalGeneration"}
+    auto_classes = {
+        "AutoModel": "SparseFormerLlavaModel",
+        "AutoModelForImageTextToText": "SparseFormerLlavaForConditionalGeneration",
+    }
     _keep_in_fp32_modules_strict = ["initial_rois"]
 
     def __init__(self, config: SparseFormerLlavaConfig):
@@ -332,6 +335,7 @@ class SparseFormerLlavaProcessor(LlavaProcessor):
         """Does nothing: `save_pretrained` writes the source files itself."""
 
 
+AutoModel.register(SparseFormerLlavaConfig, SparseFormerLlavaModel, exist_ok=True)
 AutoProcessor.register(SparseFormerLlavaConfig, SparseFormerLlavaProcessor, exist_ok=True)
 
 

@@ -8,6 +8,7 @@ from PIL import Image
 from processes import run_without_frugalvit
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModel,
     AutoModelForImageTextToText,
     AutoProcessor,
     CLIPImageProcessor,
@@ -532,3 +533,12 @@ def test_rows_of_tiles_are_refused(tmp_path, capsys):
     command = ["swap", "--model", str(tmp_path / "llava"), "--vision-model", str(tmp_path / "tower")]
     assert main([*command, "--output", str(tmp_path / "out")]) == 1
     assert "it is a llava_next, expected a llava" in capsys.readouterr().err
+
+
+def test_auto_model_is_the_model_without_its_head():
+    folder = frugalvit.checkpoint_path("cifar10-sparseformer-llava")
+    base = AutoModel.from_pretrained(folder)
+    expected = AutoModelForImageTextToText.from_pretrained(folder).model.state_dict()
+    assert type(base).__name__ == "SparseFormerLlavaModel"
+    assert base.state_dict().keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in base.state_dict().items())
