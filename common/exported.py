@@ -267,10 +267,10 @@ class ExportedModule(nn.Module):
 
     Args:
         folder (`str` or `os.PathLike`): What `frugalvit export` wrote.
-        part (`str`, *optional*): The program, of several.
+        part (`str`, *optional*): The program, of several; the one that sees images if not given.
 
     Raises:
-        ValueError: if the folder is damaged, its runtime is not installed, or it has several programs.
+        ValueError: if the folder is damaged, or its runtime is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike, part: str | None = None):
@@ -285,21 +285,18 @@ class ExportedModule(nn.Module):
         if not known:
             raise ValueError(f"Cannot load {str(folder)!r}: {self.format}, {self.precision} is none of its formats.")
         check_format(self.format, self.precision)
-        # `config`, as of models, chooses the labels, and what `image_size` and `num_channels` are.
-        self.config = AutoConfig.from_pretrained(folder)
         try:
             with _quiet():
+                self.config = AutoConfig.from_pretrained(folder)
                 exporters = importlib.import_module("transformers.exporters")
                 program = exporters.ExportedModel.from_pretrained(folder, device="cpu", **self._options())
         # As many ways to fail as there are runtimes.
         except Exception as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(f"Cannot load {str(folder)!r} as a program of {self.format}: {line}") from error
-        names = list(program.components)
-        if part is None and len(names) > 1:
-            raise ValueError(f"{str(folder)!r} has the programs {', '.join(names)}; this needs one that does it all.")
-        self._runner = program.runners[part or names[0]]
-        self.outputs = self.report["parts"][part or names[0]]["outputs"]
+        # As `parts_of` orders them.
+        part = part or next(iter(program.components))
+        self._runner, self.outputs = program.runners[part], self.report["parts"][part]["outputs"]
         self.device = torch.device("cpu")
         self.eval()
 

@@ -122,7 +122,7 @@ def measure(
 
     Args:
         models, pixel_values, rounds: As in `images_per_second`.
-        macs (mapping of `str` to `int`): Multiply-accumulates of each model for one image.
+        macs (mapping of `str` to `int`): Multiply-accumulates of each model for one image, `None` if not known.
 
     Returns:
         `list[dict]`: For each model `row`, its name, `batch_size`, `images_per_second`, `times_first`, the ratio to
@@ -151,7 +151,7 @@ def measure(
             "batch_size": len(pixel_values),
             "images_per_second": speeds[name],
             "times_first": speeds[name] / first,
-            "of_matrix_rate": speeds[name] * macs[name] / rate,
+            "of_matrix_rate": speeds[name] * macs[name] / rate if macs[name] else None,
             "of_own_products": speeds[name] / speeds[f"{name}, products alone"] if seen(name) else None,
         }
         for name in models

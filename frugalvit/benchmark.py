@@ -107,7 +107,8 @@ def image_size_of(model: nn.Module) -> tuple[int, int, int]:
     """Channels, height and width of what a model takes."""
     if hasattr(model, "default_cfg"):
         return tuple(model.default_cfg["input_size"])
-    return (model.config.num_channels, *pair(model.config.image_size))
+    config = getattr(model.config, "vision_config", model.config)
+    return (config.num_channels, *pair(config.image_size))
 
 
 def measure_all(

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +39,6 @@ from .export_card import agreement_rows, speed_rows, write_card
 from .export_page import check_page, write_page
 from .info import image_side
 from .predict import has_rois
-from .publish import COMPANIONS
 from .tokens import choose_tokens, probability
 from .validation import load_model
 from .version import __version__
@@ -125,70 +123,71 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
     Raises:
         ValueError: if the exported model does not reach what it has to.
     """
-    steps = tqdm(desc="loading", total=4, leave=False, disable=None)
-
-    def step(name: str):
-        steps.update()
-        steps.set_description(name)
-
-    model = load_model(arguments.model)
-    image_processor = load_image_processor(arguments.model, False, "a model")
-    image_format = ImageFormat.from_processor(image_processor)
-    if arguments.num_tokens is not None:
-        choose_tokens(model, arguments.num_tokens, None)
-    if arguments.output_rois and not has_rois(model):
-        raise ValueError(f"--output-rois: {type(model).__name__} has no RoIs, expected a SparseFormer.")
-    output_rois = arguments.output_rois or (arguments.page and has_rois(model))
-    images, calibration_images = choose_images(arguments)
-    tokenizer = load_tokenizer(arguments.model) if hasattr(model, "get_text_features") else None
-    parts = parts_of(model, output_rois)
-
-    with whole_folder(arguments.output, arguments.overwrite) as folder:
-        calibration = None
-        if arguments.precision == "int8":
-            step("calibrating")
-            calibration = {
-                name: list(batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1))
-                for name, part in parts.items()
+    with tqdm(desc="loading", total=3, leave=False, disable=None) as progress:
+        model = load_model(arguments.model)
+        image_processor = load_image_processor(arguments.model, False, "a model")
+        image_format = ImageFormat.from_processor(image_processor)
+        check_options(arguments, model)
+        if arguments.num_tokens is not None:
+            choose_tokens(model, arguments.num_tokens, None)
+        parts = parts_of(model, arguments.output_rois or (arguments.page and has_rois(model)))
+        tokenizer = load_tokenizer(arguments.model) if "text_model" in parts else None
+        images, calibration_images = choose_images(arguments)
+        with whole_folder(arguments.output, arguments.overwrite) as folder:
+            progress.update()
+            progress.set_description("exporting")
+            calibration = None
+            if arguments.precision == "int8":
+                calibration = {
+                    name: list(batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1))
+                    for name, part in parts.items()
+                }
+            export_parts(parts, model.config, arguments.format, arguments.precision, folder, calibration)
+            size = sum(path.stat().st_size for path in folder.iterdir() if path.suffix != ".json")
+            for processor in filter(None, (image_processor, tokenizer)):
+                processor.save_pretrained(folder)
+            report = {
+                "frugalvit": __version__,
+                "format": arguments.format,
+                "precision": arguments.precision,
+                # Where it lay on this machine is nobody's business.
+                "model": Path(arguments.model).name if Path(arguments.model).is_dir() else arguments.model,
+                "architecture": type(model).__name__,
+                "macs": count(model, parts),
+                "bytes": size,
+                "calibration_images": len(calibration_images) if calibration else 0,
+                "parts": {name: {"outputs": list(part(**part.example(1)))} for name, part in parts.items()},
             }
-        step("exporting")
-        export_parts(parts, model.config, arguments.format, arguments.precision, folder, calibration)
-        image_processor.save_pretrained(folder)
-        copy_companions(arguments.model, folder)
-        report = {
-            "frugalvit": __version__,
-            "format": arguments.format,
-            "precision": arguments.precision,
-            # Where it lay on this machine is nobody's business.
-            "model": Path(arguments.model).name if Path(arguments.model).is_dir() else arguments.model,
-            "architecture": type(model).__name__,
-            "macs": count(model, parts),
-            "bytes": sum(path.stat().st_size for path in programs_in(folder)),
-            "calibration_images": len(calibration_images) if calibration else 0,
-            "parts": {name: {"outputs": list(part(**part.example(1)))} for name, part in parts.items()},
-        }
-        write_json(folder / REPORT, report)
-        step("comparing")
-        for name, part in parts.items():
-            exported = ExportedModule(folder, name)
-            batches = batches_for(part, image_processor, tokenizer, images)
+            write_json(folder / REPORT, report)
+            progress.update()
+            progress.set_description("comparing")
             right = right_labels(model, images)
-            report["parts"][name] |= asdict(compare_outputs(part, exported, batches, right))
-            report["parts"][name]["images_per_second"] = speeds_of(part, exported)
-        problems = shortcomings(report, arguments.min_cosine, arguments.min_agreement)
-        if problems and not arguments.force:
-            raise ValueError(
-                f"{arguments.format} in {arguments.precision} is not what {arguments.model} is: "
-                f"{'; '.join(problems)}. Nothing was written. Try another --precision, other "
-                "--calibration-data, or --force."
-            )
-        report["shortcomings"] = problems
-        write_json(folder / REPORT, report)
-        write_card(folder, model, image_format, report, arguments.model, arguments.license)
-        if arguments.page:
-            write_page(folder, Path(arguments.output).name, arguments.onnxruntime_web)
-        steps.close()
+            for name, part in parts.items():
+                exported = ExportedModule(folder, name)
+                batches = batches_for(part, image_processor, tokenizer, images)
+                report["parts"][name] |= asdict(compare_outputs(part, exported, batches, right))
+                report["parts"][name]["images_per_second"] = speeds_of(part, exported)
+            report["shortcomings"] = shortcomings(report, arguments.min_cosine, arguments.min_agreement)
+            if report["shortcomings"] and not arguments.force:
+                raise ValueError(
+                    f"{arguments.format} in {arguments.precision} is not what {arguments.model} is: "
+                    f"{'; '.join(report['shortcomings'])}. Nothing was written. Try another --precision, other "
+                    "--calibration-data, or --force."
+                )
+            write_json(folder / REPORT, report)
+            write_card(folder, model, image_format, report, arguments.model, arguments.license)
+            if arguments.page:
+                write_page(folder, Path(arguments.output).name, arguments.onnxruntime_web)
     return report
+
+
+def check_options(arguments: argparse.Namespace, model: PreTrainedModel):
+    """Raise a ValueError if a model has not what is asked for."""
+    name = type(model).__name__
+    if arguments.output_rois and not has_rois(model):
+        raise ValueError(f"--output-rois: {name} has no RoIs, expected a SparseFormer.")
+    if arguments.page and not name.endswith("ForImageClassification"):
+        raise ValueError(f"--page shows labels, which a {name} has not; expected an image classifier.")
 
 
 def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -239,19 +238,6 @@ def load_tokenizer(name: str):
     # As many ways to fail as there are tokenizers.
     except Exception:
         return None
-
-
-def copy_companions(model: str, folder: Path):
-    """What goes along with a model: of a CLIP its tokenizer."""
-    for pattern in COMPANIONS:
-        for path in Path(model).expanduser().glob(pattern):
-            if path.suffix not in (".md", ".png") and not (folder / path.name).exists():
-                shutil.copyfile(path, folder / path.name)
-
-
-def programs_in(folder: Path) -> list[Path]:
-    """Files with programs and their weights."""
-    return [path for path in folder.iterdir() if path.suffix not in (".json", ".txt")]
 
 
 def count(model: PreTrainedModel, parts: dict[str, Part]) -> int | None:

@@ -287,6 +287,8 @@ def test_a_clip_becomes_two_programs(folder, tmp_path, capsys):
     source = tmp_path / "clip"
     randomize(frugalvit.SparseFormerCLIPModel(config)).save_pretrained(source)
     word_tokenizer(words, model_max_length=8).save_pretrained(source)
+    assert main(["export", str(source), "--output", str(tmp_path / "out"), "--page"]) == 1
+    assert "--page shows labels, which a SparseFormerCLIPModel has not" in capsys.readouterr().err
     assert main(["export", str(source), "--output", str(tmp_path / "out"), *FEW, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {name: part["compared"] for name, part in report["parts"].items()} == {"vision_model": 16, "text_model": 10}
@@ -296,8 +298,11 @@ def test_a_clip_becomes_two_programs(folder, tmp_path, capsys):
         with torch.no_grad():
             [(key, expected)] = part(**inputs).items()
         torch.testing.assert_close(ExportedModule(tmp_path / "out", name)(**inputs)[key], expected, atol=1e-4, rtol=0)
-    with pytest.raises(ValueError, match="the programs vision_model, text_model"):
-        ExportedModule(tmp_path / "out")
+    # Without a name, the one that sees.
+    assert ExportedModule(tmp_path / "out").outputs == ["image_embeds"]
+    assert main(["benchmark", str(tmp_path / "out"), "--batch-size", "1", "--rounds", "1"]) == 0
+    with pytest.raises(ValueError, match="as an image classifier: it computes image_embeds"):
+        load_image_classifier(tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
