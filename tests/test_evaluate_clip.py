@@ -303,6 +303,16 @@ def test_a_sparseformer_takes_the_image_side_of_an_open_clip_siglip(siglip_stude
     assert results["accuracy"] == accuracy_of(student(pixels).pooler_output @ classes.T, labels, 1)
 
 
+def test_a_tokenizer_that_knows_no_words_is_refused(tmp_path):
+    """Without its files, Transformers makes one to which all texts are the same."""
+    text = {**TOWER, "vocab_size": 1000, "max_position_embeddings": 16}
+    config = CLIPConfig(text_config=text, vision_config={**TOWER, "image_size": 32, "patch_size": 8})
+    CLIPModel(config).save_pretrained(tmp_path)
+    CLIPImageProcessor(**IMAGES).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="knows 2 tokens and its model 1,000|as a CLIP with a tokenizer"):
+        load_two_towers(str(tmp_path), device="cpu")
+
+
 def test_templates_and_names(tmp_path):
     assert len(read_templates("imagenet")) == 80 and len(read_templates("simple")) == 7
     assert all(template.count("{}") == 1 for template in read_templates("imagenet"))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-from ..common.loading import OPEN_CLIP, load_pretrained, load_vision_model, split_revision
+from ..common.loading import OPEN_CLIP, load_pretrained, load_vision_model, one_error, split_revision
 from ..common.metrics import check_scores
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel
 from ..modeling.open_clip_adapter import OpenClipVisual
@@ -73,7 +73,7 @@ def load_two_towers(
         )
     hub_id, revision = split_revision(name)
     options = {"trust_remote_code": trust_remote_code, **revision}
-    tokenizer = AutoTokenizer.from_pretrained(hub_id, **options)
+    tokenizer = _load_tokenizer(name, hub_id, model.config.text_config.vocab_size, options)
     image_processor = image_processor or AutoImageProcessor.from_pretrained(hub_id, **options)
     lengths = {"padding": True}
     if "siglip" in model.config.model_type:
@@ -90,6 +90,24 @@ def load_two_towers(
         embed_texts=embed_texts,
         device=model.device,
     )
+
+
+def _load_tokenizer(name: str, hub_id: str, vocab_size: int, options: dict):
+    """A CLIP's tokenizer; where its files are missing, Transformers may make one that knows no words, and every text
+    would be the same.
+
+    Raises:
+        ValueError: if there is none for so many words.
+    """
+    with one_error(name, "a CLIP with a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(hub_id, **options)
+    # Models may have room for more.
+    if len(tokenizer) < vocab_size // 10:
+        raise ValueError(
+            f"The tokenizer of {name!r} knows {len(tokenizer):,} tokens and its model {vocab_size:,}; put its files "
+            "(tokenizer.json, or vocab.json and merges.txt) beside it."
+        )
+    return tokenizer
 
 
 def _clip_class(config) -> type:
