@@ -237,7 +237,8 @@ def _quantizer(exporters, name: str, calibration: Iterable[dict[str, torch.Tenso
 @contextlib.contextmanager
 def _quiet():
     """Exporters and what they call tell a story of each step; errors are not touched."""
-    disabled = logging.root.manager.disable
+    # NNCF, when it is imported, puts a class of its own in the place of all loggers to come.
+    disabled, logger_class = logging.root.manager.disable, logging.getLoggerClass()
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -245,6 +246,7 @@ def _quiet():
             yield
     finally:
         logging.disable(disabled)
+        logging.setLoggerClass(logger_class)
 
 
 def _save_config(config: PreTrainedConfig, folder: Path):
