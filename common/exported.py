@@ -6,6 +6,7 @@ the programs and what the exporters need to run them (`export.json`), the model'
 """
 
 import contextlib
+import copy
 import importlib
 import importlib.util
 import io
@@ -199,7 +200,9 @@ def export_parts(
             if precision == "bfloat16" and name == "openvino":
                 # It computes in bfloat16 from weights of either half precision, and keeps float16 more exactly.
                 options["compress_to_fp16"] = True
-            part = part.to(torch.bfloat16) if precision == "bfloat16" and name == "torch" else part
+            if precision == "bfloat16" and name == "torch":
+                # A copy: the original is what it is compared with.
+                part = copy.deepcopy(part).to(torch.bfloat16)
             inputs = part.example(2 if found.any_batch else 1)
             if found.any_batch:
                 batch = torch.export.Dim("batch", min=1, max=MOST_IMAGES)

@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -39,8 +41,9 @@ def main(argv: list[str] | None = None) -> None:
     index = Path(arguments.index).expanduser()
     about = read_about(index)
     towers = load_two_towers(about["model"], about.get("vision_model"), arguments.device, arguments.trust_remote_code)
-    found = search(embed_query(towers, arguments.query), read_shards(index), arguments.top)
-    paths = [str(Path(about["folder"]) / each.name) for each in found]
+    folder = Path(about["folder"])
+    found = search(embed_query(towers, arguments.query), read_shards(index), arguments.top, folder)
+    paths = [str(folder / each.name) for each in found]
     if arguments.json:
         rows = [{"image": path, "cosine": each.cosine} for path, each in zip(paths, found, strict=True)]
         print(json.dumps(rows, indent=2, ensure_ascii=False))
@@ -68,7 +71,7 @@ def embed_query(towers: TwoTowers, query: str) -> torch.Tensor:
     return towers.embed_texts([query])[0].cpu()
 
 
-def search(query: torch.Tensor, shards: list[Shard], top: int) -> list[Found]:
+def search(query: torch.Tensor, shards: Iterable[Shard], top: int, folder: Path | None = None) -> list[Found]:
     """The images that are most like a query, the best first.
 
     Of an image that changed since it was embedded first, the last embedding counts.
@@ -77,9 +80,10 @@ def search(query: torch.Tensor, shards: list[Shard], top: int) -> list[Found]:
         query (`torch.Tensor`): `(width,)` of norm 1.
         shards (iterable of `Shard`): The index.
         top (`int`): Images, at most.
+        folder (`Path`, *optional*): Where they lie; those that are gone are left out.
 
     Raises:
-        ValueError: if the index is empty, or its embeddings have another width.
+        ValueError: if nothing is left to find, or the embeddings have another width.
     """
     cosines, latest = {}, {}
     for shard in shards:
@@ -90,13 +94,16 @@ def search(query: torch.Tensor, shards: list[Shard], top: int) -> list[Found]:
         for (name, _, changed), cosine in zip(shard.files, (shard.embeddings @ query).tolist(), strict=True):
             if changed >= latest.get(name, changed):
                 cosines[name], latest[name] = cosine, changed
-    if not cosines:
-        raise ValueError("The index has no images.")
-    return [Found(name, cosines[name]) for name in sorted(cosines, key=cosines.get, reverse=True)[:top]]
+    ordered = sorted(cosines, key=cosines.get, reverse=True)
+    there = (name for name in ordered if folder is None or (folder / name).is_file())
+    found = [Found(name, cosines[name]) for name in islice(there, top)]
+    if not found:
+        raise ValueError(f"The index has no images, or none of its {len(cosines):,} is there any more.")
+    return found
 
 
 def draw_found(paths: list[str], found: list[Found], query: str) -> Figure:
-    """The images in rows, the best first; those that are gone as their names alone."""
+    """The images in rows, the best first."""
     rows = math.ceil(len(paths) / COLUMNS)
     figure = Figure(figsize=(COLUMNS * PANEL, rows * (PANEL + 0.3) + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -105,7 +112,6 @@ def draw_found(paths: list[str], found: list[Found], query: str) -> Figure:
     for axes in panels:
         axes.set_axis_off()
     for axes, path, each in zip(panels, paths, found, strict=False):
-        if Path(path).is_file():
-            axes.imshow(read_image(Path(path)))
+        axes.imshow(read_image(Path(path)))
         axes.set_title(f"{Path(path).name}, {each.cosine:.3f}", color=TEXT_COLOR, fontsize=CAPTION_SIZE)
     return figure

@@ -99,6 +99,10 @@ def test_a_killed_command_goes_on_and_new_images_are_added(images, tmp_path, cap
     found = json.loads(capsys.readouterr().out)
     assert {Path(row["image"]).name for row in found} == {"02.png", "03.png"}
     assert all(row["cosine"] == pytest.approx(1, abs=1e-4) for row in found)
+    # What is gone is not found.
+    changed.unlink()
+    assert main(["search", str(output), str(images / "1" / "03.png"), "--top", "25", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 24
 
 
 def test_two_processes_share_the_work(images, tmp_path):
