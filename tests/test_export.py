@@ -121,6 +121,13 @@ def test_a_program_is_the_model(arguments, tolerance, write, folder):
     assert (report["calibration_images"] == 8) == ("int8" in arguments)
 
 
+def test_the_original_stays_in_float32(folder, tmp_path):
+    """It is what the program is compared with."""
+    model, _ = load_image_classifier(folder)
+    programs.export_parts(parts_of(model), model.config, "torch", "bfloat16", tmp_path)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_fewer_bits_are_fewer_bytes(write):
     """Of weights; the graph of such a small model is larger than they are."""
     sizes = [
