@@ -19,6 +19,7 @@ from frugalvit.benchmark import ROUNDS, VITS, build_model, image_size_of, measur
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.exported import REPORT, ExportedModule
 from frugalvit.common.tables import format_table
+from frugalvit.resources import shipped_checkpoints
 from shared import add_results_argument, write_table
 
 
@@ -48,11 +49,12 @@ def main():
     add_results_argument(parser)
     arguments = parser.parse_args()
 
+    torch.manual_seed(0)
     rows = []
     for group in arguments.groups:
         models = {}
         for name in GROUPS[group]:
-            models[f"{name}, pytorch"] = model = original(name)
+            models[f"{name}, pytorch"] = model = build_model(name)
             for runtime, precision in RUNTIMES:
                 folder = exported(model, name, runtime, precision, arguments)
                 models[f"{name}, {runtime} {precision}"] = ExportedModule(folder)
@@ -74,17 +76,8 @@ def main():
 
 
 def checkpoint_of(name: str) -> Path | None:
-    """The folder of a shipped model."""
-    try:
-        return checkpoint_path(name)
-    except ValueError:
-        return None
-
-
-def original(name: str):
-    """A shipped model, or one of random weights."""
-    torch.manual_seed(0)
-    return build_model(name)
+    """The folder of a model, if it ships."""
+    return checkpoint_path(name) if name in shipped_checkpoints() else None
 
 
 def exported(model, name: str, runtime: str, precision: str, arguments) -> Path:

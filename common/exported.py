@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
+from .files import forget_code
 
 
 PRECISIONS = ("float32", "bfloat16", "int8")
@@ -110,7 +111,6 @@ class Part(nn.Module):
         if self.kind == "text_embeds":
             text = config.text_config
             shape = (batch_size, text.max_position_embeddings)
-            # Its last token is the one that ends a text, which some pool at.
             ids = torch.randint(text.vocab_size, shape, generator=generator)
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         vision = getattr(config, "vision_config", config)
@@ -176,7 +176,7 @@ def export_parts(
     name: str,
     precision: str,
     folder: Path,
-    calibration: Mapping[str, Iterable[dict[str, torch.Tensor]]] | None = None,
+    calibration: Mapping[str, list[dict[str, torch.Tensor]]] | None = None,
 ):
     """Write parts of a model as programs, with the model's configuration.
 
@@ -185,8 +185,7 @@ def export_parts(
         config (`PreTrainedConfig`): The model's.
         name, precision (`str`): One of `FORMATS` and one of `PRECISIONS`, which `check_format` lets pass.
         folder (`Path`): Where to write.
-        calibration (mapping, *optional*): For int8, by part, inputs of which activations' ranges are measured; a part
-            without any has its ranges measured when it runs, where the runtime can.
+        calibration (mapping, *optional*): For int8, by part, inputs of which activations' ranges are measured.
     """
     found = FORMATS[name]
     with _quiet():
@@ -196,7 +195,7 @@ def export_parts(
         for part_name, part in parts.items():
             options = {}
             if precision == "int8":
-                options["quantizer"] = _quantizer(exporters, name, (calibration or {}).get(part_name))
+                options["quantizer"] = _quantizer(exporters, name, calibration[part_name])
             if precision == "bfloat16" and name == "openvino":
                 # It computes in bfloat16 from weights of either half precision, and keeps float16 more exactly.
                 options["compress_to_fp16"] = True
@@ -213,28 +212,24 @@ def export_parts(
                 exported = exporter.export(part, inputs, getattr(exporters, f"{found.name}Config")(**options))
             components[part_name] = exported.components["model"]
         exporters.ExportedModel(components, exporter.export_format).save_pretrained(folder)
-    _save_config(config, folder)
+    config.save_pretrained(folder)
+    forget_code(folder)
 
 
-def _quantizer(exporters, name: str, calibration: Iterable[dict[str, torch.Tensor]] | None):
-    """Of weights by channel and of activations; with calibration, of ranges that are known before."""
+def _quantizer(exporters, name: str, calibration: list[dict[str, torch.Tensor]]):
+    """Of weights by channel and of activations, whose ranges are those of the calibration's inputs."""
     if name == "openvino":
-        if calibration is None:
-            return exporters.NNCFOpenVINOQuantizer(exporters.NNCFWeightCompressionConfig())
-        calibration = list(calibration)
         # As transformers are quantized: norms, softmax and what adds positions stay in floating point.
         return exporters.NNCFOpenVINOQuantizer(
             exporters.NNCFQuantizationConfig(subset_size=len(calibration)), calibration_dataset=calibration
         )
-    if calibration is None:
-        return exporters.OnnxRuntimeQuantizer(exporters.OnnxRuntimeDynamicConfig(per_channel=True))
     static = exporters.OnnxRuntimeStaticConfig(
         per_channel=True,
         op_types_to_quantize=INTEGER_OPERATORS,
         # Products of activations (attention, mixing) stay in floating point.
         extra_options={"MatMulConstBOnly": True},
     )
-    return exporters.OnnxRuntimeQuantizer(static, calibration_dataset=list(calibration))
+    return exporters.OnnxRuntimeQuantizer(static, calibration_dataset=calibration)
 
 
 @contextlib.contextmanager
@@ -250,16 +245,6 @@ def _quiet():
     finally:
         logging.disable(disabled)
         logging.setLoggerClass(logger_class)
-
-
-def _save_config(config: PreTrainedConfig, folder: Path):
-    config.save_pretrained(folder)
-    file = folder / "config.json"
-    fields = json.loads(file.read_text(encoding="utf-8"))
-    # There is no code beside it.
-    for part in (fields, *(value for value in fields.values() if isinstance(value, dict))):
-        part.pop("auto_map", None)
-    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def is_exported(folder: str | os.PathLike) -> bool:

@@ -124,6 +124,14 @@ def write_json(path: str | os.PathLike, content):
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
+def forget_code(folder: Path):
+    """Let a model folder's configuration point at no source files (`auto_map`): none lie beside it."""
+    configuration = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for part in (configuration, *(part for part in configuration.values() if isinstance(part, dict))):
+        part.pop("auto_map", None)
+    write_json(folder / "config.json", configuration)
+
+
 @contextmanager
 def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
     """Says of what a disk does not take why, and how much room there is: libraries hide that.

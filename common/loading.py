@@ -93,18 +93,20 @@ def load_image_classifier(
         ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
     """
     if is_exported(name):
-        return _load_exported(name, device, "an image classifier"), load_image_processor(name, False, "a model")
+        return _load_exported_classifier(name, device), load_image_processor(name, False, "an image classifier")
     return load_with_image_processor(
         name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification
     )
 
 
-def _load_exported(name: str | os.PathLike, device: str | torch.device | None, kind: str) -> ExportedModule:
+def _load_exported_classifier(name: str | os.PathLike, device: str | torch.device | None) -> ExportedModule:
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"The exported model {os.fspath(name)!r} runs on the CPU here, not on {str(device)!r}.")
     model = ExportedModule(name)
     if "logits" not in model.outputs:
-        raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: it computes {', '.join(model.outputs)}.")
+        raise ValueError(
+            f"Cannot load {os.fspath(name)!r} as an image classifier: it computes {', '.join(model.outputs)}."
+        )
     return model
 
 

@@ -141,10 +141,7 @@ def measure(
     speeds = images_per_second({**models, **alone, "": largest}, pixel_values, rounds)
     rate = speeds[""] / len(pixel_values) * largest.macs
     first = speeds[next(iter(models))]
-
-    def seen(name: str) -> bool:
-        return f"{name}, products alone" in alone
-
+    own = {name: speeds[key] for name in models if (key := f"{name}, products alone") in alone}
     return [
         {
             "row": name,
@@ -152,7 +149,7 @@ def measure(
             "images_per_second": speeds[name],
             "times_first": speeds[name] / first,
             "of_matrix_rate": speeds[name] * macs[name] / rate if macs[name] else None,
-            "of_own_products": speeds[name] / speeds[f"{name}, products alone"] if seen(name) else None,
+            "of_own_products": speeds[name] / own[name] if name in own else None,
         }
         for name in models
     ]

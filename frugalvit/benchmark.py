@@ -140,7 +140,7 @@ def measure_all(
     for dtype in dtypes:
         # A program computes in what it was exported with.
         cast = {
-            name: model if isinstance(model, ExportedModule) else model.to(device, dtype)
+            name: model.to(device, dtype)
             for name, model in models.items()
             if dtype == dtypes[0] or not isinstance(model, ExportedModule)
         }

@@ -10,7 +10,7 @@ import datasets
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .common.classes import match_labels
 from .common.command_line import CommandParser
@@ -35,6 +35,7 @@ from .common.views import ImageFormat
 from .compare import sample
 from .configuration.configuration_base import pair
 from .evaluation.images import add_dataset_arguments, image_batches, positive, read_images
+from .evaluation.two_towers import load_tokenizer
 from .export_card import agreement_rows, speed_rows, write_card
 from .export_page import check_page, write_page
 from .info import image_side
@@ -131,7 +132,7 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         if arguments.num_tokens is not None:
             choose_tokens(model, arguments.num_tokens, None)
         parts = parts_of(model, arguments.output_rois or (arguments.page and has_rois(model)))
-        tokenizer = load_tokenizer(arguments.model) if "text_model" in parts else None
+        tokenizer = tokenizer_of(model, arguments.model) if "text_model" in parts else None
         images, calibration_images = choose_images(arguments)
         with whole_folder(arguments.output, arguments.overwrite) as folder:
             progress.update()
@@ -231,12 +232,11 @@ def batches_for(
         yield {name: inputs[name][start : start + batch_size] for name in ("input_ids", "attention_mask")}
 
 
-def load_tokenizer(name: str):
-    """A model's tokenizer, or `None` if it has none."""
+def tokenizer_of(model: PreTrainedModel, name: str):
+    """The tokenizer of a CLIP, or `None` if it has none."""
     try:
-        return AutoTokenizer.from_pretrained(name)
-    # As many ways to fail as there are tokenizers.
-    except Exception:
+        return load_tokenizer(name, model.config.text_config.vocab_size)
+    except ValueError:
         return None
 
 

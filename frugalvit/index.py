@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from .common.command_line import CommandParser
-from .common.data import image_files
-from .common.decoding import read_image
+from .common.data import CorruptImageError, image_files
 from .common.files import whole_file, write_json
 from .common.metrics import check_scores
 from .evaluation.images import positive
 from .evaluation.two_towers import TwoTowers, add_model_arguments, load_two_towers, name_models
+from .predict import decode_file
 from .training.components.arguments import run_as_program
 
 
@@ -120,9 +120,11 @@ def read_about(output: Path) -> dict:
     """
     try:
         about = json.loads((output / ABOUT).read_text(encoding="utf-8"))
-        about["folder"], about["model"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(output)!r} is no index; `frugalvit index FOLDER --output INDEX` makes one.") from error
+        known = isinstance(about, dict) and {"folder", "model"} <= about.keys()
+    except (OSError, ValueError):
+        known = False
+    if not known:
+        raise ValueError(f"{str(output)!r} is no index; `frugalvit index FOLDER --output INDEX` makes one.")
     return about
 
 
@@ -181,14 +183,11 @@ class _Collate:
         images, readable = [], []
         for file in files:
             try:
-                images.append(read_image(self.folder / file[0]))
-            # Decoders raise whatever a broken file leads them to.
-            except Exception as error:
+                images.append(decode_file(self.folder / file[0], file[0]))
+            except (ValueError, PermissionError) as error:
                 if not self.skip_corrupt:
-                    raise ValueError(
-                        f"Cannot read {file[0]!r}: it is no image that Pillow reads, or is corrupt ({error}). To go "
-                        "on without such images: --skip-corrupt."
-                    ) from error
+                    # In one line also where a worker found it.
+                    raise CorruptImageError(str(error)) from error
                 tqdm.write(f"Left out: {file[0]} ({error})", file=sys.stderr)
                 continue
             readable.append(file)

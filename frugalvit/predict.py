@@ -276,7 +276,7 @@ def read_images(paths: Sequence[Path], skip_corrupt: bool = False) -> Iterator[t
 
     for name, file in files():
         try:
-            image = _decode(file, name)
+            image = decode_file(file, name)
         except (ValueError, PermissionError) as error:
             if not skip_corrupt:
                 raise
@@ -306,7 +306,7 @@ def _read_parquet(path: Path) -> Iterator[bytes | None]:
                 yield value["bytes"] if struct and value else value
 
 
-def _decode(file: Path | io.BytesIO, name: str) -> Image.Image:
+def decode_file(file: Path | io.BytesIO, name: str) -> Image.Image:
     try:
         return read_image(file)
     except PermissionError:

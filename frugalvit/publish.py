@@ -15,7 +15,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import PreTrainedModel
 
 from .common.command_line import CommandParser
-from .common.files import whole_folder, write_json
+from .common.files import forget_code, whole_folder
 from .common.tables import format_table
 from .modeling.hub import upload_folder
 from .validation import load_model, validate_repository
@@ -121,10 +121,7 @@ def remove_code(folder: Path):
     """Leave what is loaded by the registered classes: neither source files nor the `auto_map` that points at them."""
     for path in folder.glob("*.py"):
         path.unlink()
-    configuration = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for part in (configuration, *(part for part in configuration.values() if isinstance(part, dict))):
-        part.pop("auto_map", None)
-    write_json(folder / "config.json", configuration)
+    forget_code(folder)
 
 
 def render_card(template: str | Path, results: str | Path) -> str:

@@ -3,13 +3,11 @@
 import torch
 from transformers import AutoProcessor, LlavaForConditionalGeneration, PreTrainedConfig
 
+from .benchmark import DTYPES
 from .common.command_line import CommandParser
 from .common.files import whole_folder
 from .common.loading import load_pretrained, load_vision_model, split_revision
 from .modeling.modeling_sparseformer_llava import matching_processor, swap_vision_tower
-
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str] | None = None) -> None:

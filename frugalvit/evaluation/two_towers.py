@@ -73,7 +73,7 @@ def load_two_towers(
         )
     hub_id, revision = split_revision(name)
     options = {"trust_remote_code": trust_remote_code, **revision}
-    tokenizer = _load_tokenizer(name, hub_id, model.config.text_config.vocab_size, options)
+    tokenizer = load_tokenizer(name, model.config.text_config.vocab_size, trust_remote_code)
     image_processor = image_processor or AutoImageProcessor.from_pretrained(hub_id, **options)
     lengths = {"padding": True}
     if "siglip" in model.config.model_type:
@@ -92,15 +92,16 @@ def load_two_towers(
     )
 
 
-def _load_tokenizer(name: str, hub_id: str, vocab_size: int, options: dict):
+def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
     """A CLIP's tokenizer; where its files are missing, Transformers may make one that knows no words, and every text
     would be the same.
 
     Raises:
         ValueError: if there is none for so many words.
     """
+    hub_id, revision = split_revision(name)
     with one_error(name, "a CLIP with a tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(hub_id, **options)
+        tokenizer = AutoTokenizer.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
     # Models may have room for more.
     if len(tokenizer) < vocab_size // 10:
         raise ValueError(
