@@ -4,11 +4,11 @@
     python benchmarks/elastic_cifar10.py compare --dataset TRAIN --eval-dataset TEST --tome CHECKOUT
 
 All go on from the shipped student with the same views and so the same passes of the teacher: students that are cut to
-a number of tokens and learn with it alone, and one that learns with all numbers. `students` trains them and writes
-what the last step of each reached on the test images (elastic_cifar10.json); `compare` sets those of the
-first seed beside the teacher with smaller images and fewer patches and beside ToMe as it is off the shelf, in
-accuracy over images/s (compare_cifar10.json and .png). Numbers of tokens leave [CLS] out, as `num_tokens`
-does.
+a number of tokens and learn with it alone, one that learns with all numbers, and one whose smaller numbers learn from
+the tokens of the largest, too. `students` trains them and writes what the last step of each reached on the test images
+(elastic_cifar10.json). `compare` sets those of the first seed, but the last one, beside the teacher with smaller
+images and fewer patches and beside ToMe as it is off the shelf, in accuracy over images/s (compare_cifar10.json and
+.png). Numbers of tokens leave [CLS] out, as `num_tokens` does.
 """
 
 import argparse
@@ -41,6 +41,7 @@ COUNTS = [3, 7, 11, 15]
 STUDENTS = {
     **{f"{count} tokens": ["--num-latent-tokens", str(count)] for count in COUNTS},
     "all numbers": ["--elastic-token-counts", *map(str, COUNTS)],
+    "all numbers, and from the largest": ["--elastic-token-counts", *map(str, COUNTS), "--elastic-loss-weight", "2"],
 }
 RESOLUTIONS = [16, 24]
 MERGED = [4, 8, 12]
@@ -64,8 +65,9 @@ def train_students(arguments):
     rows = []
     for name, extra in STUDENTS.items():
         last = [train_student(arguments, extra, name, seed)["epochs"][-1] for seed in arguments.seeds]
-        for count in COUNTS if name == "all numbers" else [int(extra[-1])]:
-            measure = f"accuracy_{count}" if name == "all numbers" else "accuracy"
+        elastic = "--elastic-token-counts" in extra
+        for count in COUNTS if elastic else [int(extra[-1])]:
+            measure = f"accuracy_{count}" if elastic else "accuracy"
             accuracies = [result[measure] for result in last]
             rows.append(
                 {
@@ -103,7 +105,8 @@ def compare_all(arguments):
     """Students of the first seed beside what their teacher can do for nothing."""
     teacher, seed = str(CHECKPOINTS / "cifar10-vit"), arguments.seeds[0]
     contenders = load_teachers(teacher, "ViT", BASELINES, RESOLUTIONS, seed=seed)
-    for name in STUDENTS:
+    *names, _ = STUDENTS
+    for name in names:
         method = "one student for all numbers" if name == "all numbers" else "one student for each number"
         contenders += load_students(str(arguments.runs_dir / folder_name(name, seed)), method, f"student, {name}")
     if arguments.tome:

@@ -64,7 +64,7 @@ from .components.optimizers import make_optimizer, parameter_groups
 from .components.runs import start_accelerator
 from .components.sharding import prepare
 from .components.teacher_cache import TeacherCache
-from .components.token_alignment import TokenAlignment
+from .components.token_alignment import TokenAlignment, distance_from_largest
 
 
 PROG = "frugalvit bootstrap"
@@ -211,6 +211,11 @@ class AlignmentArguments:
         "Weight of an added distance of each token from the teacher's where it looks.",
         ", 0 with --teacher-cache",
     )
+    elastic_loss_weight: float = argument(
+        0.0,
+        "With --elastic-token-counts, weight of an added distance of each token from those of the largest count where "
+        "it looks.",
+    )
     window_loss_weight: float | None = by_recipe(
         "window_loss_weight",
         "Weight of an added distance of the window that was glanced at from the part of the image that the teacher "
@@ -238,7 +243,8 @@ class AlignmentArguments:
             raise ValueError("--teacher-cache keeps embeddings, not the tokens that --token-loss-weight needs.")
         check(self.temperature, self.temperature > 0, "temperature", "a positive number")
         check_share(self, "flip")
-        check_at_least(self, 0, "label_loss_weight")
+        for name in ("label_loss_weight", "elastic_loss_weight"):
+            check_at_least(self, 0, name)
         check_at_least(self, 1, "zoom_out")
         for name in ("token_loss_weight", "window_loss_weight"):
             if getattr(self, name) is not None:
@@ -381,8 +387,13 @@ def main(argv: list[str] | None = None) -> int:
     model, optimizer, scheduler = prepare(accelerator, student.base_model, optimizer, scheduler)
     project = getattr(student, "visual_projection", nn.Identity())
     uses_labels = alignment.label_loss_weight > 0
+    if alignment.elastic_loss_weight and len(student.config.trained_token_counts) == 1:
+        raise ValueError(
+            "--elastic-loss-weight compares counts of tokens, and the student has one; give --elastic-token-counts."
+        )
     align_tokens = TokenAlignment(student, anatomy) if alignment.token_loss_weight else None
-    outputs_asked_for = align_tokens.arguments if align_tokens else {"output_tokens": False}
+    reads_tokens = align_tokens or alignment.elastic_loss_weight
+    outputs_asked_for = TokenAlignment.arguments if reads_tokens else {"output_tokens": False}
     if glances:
         outputs_asked_for = {**outputs_asked_for, "output_rois": True}
 
@@ -409,10 +420,15 @@ def main(argv: list[str] | None = None) -> int:
         if "target" not in batch:
             # It stays for repeated steps.
             batch["target"] = cache(batch["index"], lambda: ask_teacher(batch)) if cache else ask_teacher(batch)
-        losses = []
-        # The same in all processes, and when a run goes on.
+        losses, largest = [], None
+        # The same in all processes, and when a run goes on; the largest first.
         for count in token_counts_to_train(student.config, f"{run.seed}-{scheduler.scheduler.last_epoch}"):
-            losses.append(compare_to_teacher(model(pixel_values, num_tokens=count, **outputs_asked_for), batch))
+            outputs = model(pixel_values, num_tokens=count, **outputs_asked_for)
+            losses.append(compare_to_teacher(outputs, batch))
+            if alignment.elastic_loss_weight and largest:
+                distance = distance_from_largest(outputs, largest, student.config.num_prefix_tokens)
+                losses[-1] = losses[-1] + alignment.elastic_loss_weight * distance
+            largest = largest or outputs
         return torch.stack(losses).mean()
 
     def compare_to_teacher(outputs, batch):
@@ -513,11 +529,13 @@ def check_teacher(
                 f"--teacher {pair.teacher} does not take what its image processor makes, images of "
                 f"{' x '.join(map(str, teacher.image_size))} pixels: {' '.join(str(error).split())[:200]}"
             ) from error
-    if alignment.token_loss_weight and sharing == DistributedType.FSDP:
-        raise ValueError(
-            "--token-loss-weight needs hidden states, which FSDP's classes do not record; give --token-loss-weight 0, "
-            "or leave FSDP out."
-        )
+    for name in ("token_loss_weight", "elastic_loss_weight"):
+        if getattr(alignment, name) and sharing == DistributedType.FSDP:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option} needs hidden states, which FSDP's classes do not record; give {option} 0, or leave FSDP "
+                "out."
+            )
 
 
 def build_student(

@@ -26,6 +26,7 @@ from frugalvit.common import comparison
 from frugalvit.common.macs import count_macs
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.training import bootstrap
+from frugalvit.training.components.token_alignment import TokenAlignment, distance_from_largest
 
 
 SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
@@ -571,6 +572,25 @@ def test_an_existing_student_learns_other_counts(teacher, tmp_path):
     # Whose counts are kept by what goes on from it.
     again = inherited(teacher, tmp_path / "again", "--student", str(tmp_path / "more"), epochs=1)
     assert {"alignment_4", "alignment_16"} <= again["best"].keys()
+
+
+def test_smaller_counts_may_learn_from_the_tokens_of_the_largest(teacher, tmp_path):
+    """The nearer theirs are then, in every layer."""
+
+    def distance(folder):
+        student = AutoModelForImageClassification.from_pretrained(folder).base_model
+        images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            few, many = (student(images, num_tokens=count, **TokenAlignment.arguments) for count in (4, 16))
+        return distance_from_largest(few, many, student.config.num_prefix_tokens)
+
+    faster = ("--inherited-learning-rate", "1")
+    elastic(teacher, tmp_path / "without", *faster, epochs=2)
+    elastic(teacher, tmp_path / "with", *faster, "--elastic-loss-weight", "10", epochs=2)
+    assert distance(tmp_path / "with") < 0.9 * distance(tmp_path / "without")
+    with pytest.raises(ValueError, match="the student has one; give --elastic-token-counts"):
+        inherited(teacher, tmp_path / "one", "--elastic-loss-weight", "1", epochs=1)
+    AcceleratorState._reset_state(True)
 
 
 def test_counts_are_chosen_by_a_sandwich_rule():

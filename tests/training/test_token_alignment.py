@@ -1,5 +1,7 @@
 """Tokens are compared with what the teacher holds where they look."""
 
+from types import SimpleNamespace
+
 import pytest
 import timm
 import torch
@@ -7,7 +9,7 @@ from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTForImageClassi
 
 from frugalvit import SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.modeling.hosts import read_anatomy
-from frugalvit.training.components.token_alignment import TokenAlignment
+from frugalvit.training.components.token_alignment import TokenAlignment, distance_from_largest
 
 
 SMALL = {
@@ -47,6 +49,24 @@ def test_reads_the_teachers_tokens_within_the_rois(make_teacher):
     read = alignment._shares(rois) @ tokens
     corner = [0.125, 1 / 12]  # of the first patch
     torch.testing.assert_close(read, torch.tensor([[[0.375, 0.5], [0.5, 0.5], corner, [0.5, 0.5]]]))
+
+
+def test_reads_the_tokens_of_the_largest_count_within_the_rois():
+    """By how much of a box each covers; [CLS] takes no part."""
+    quarters = [[0, 0, 0.5, 0.5], [0.5, 0, 1, 0.5], [0, 0.5, 0.5, 1], [0.5, 0.5, 1, 1]]
+    boxes = [[0, 0, 1, 1], [0, 0, 1, 0.5], [0, 0, 0.75, 0.25]]
+    many = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
+    first, second, third, fourth = many[0, 1:]
+    held = [many[0, 1:].mean(0), (first + second) / 2, (2 * first + second) / 3]
+    few = torch.stack([fourth, *(3 * tokens + 1 for tokens in held)])[None].requires_grad_()
+
+    def outputs(rois, states):
+        return SimpleNamespace(rois=[torch.tensor([rois])], hidden_states=[states])
+
+    assert distance_from_largest(outputs(boxes, few), outputs(quarters, many), 1).item() == pytest.approx(0, abs=1e-4)
+    distance = distance_from_largest(outputs(boxes[::-1], few), outputs(quarters, many.requires_grad_()), 1)
+    distance.backward()
+    assert distance > 0.1 and few.grad.any() and many.grad is None
 
 
 @pytest.mark.parametrize("truncate", [0, 1])

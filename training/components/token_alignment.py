@@ -1,4 +1,4 @@
-"""Align a student's tokens with what its teacher holds where they look, block by block."""
+"""Align a student's tokens with what its teacher, or the student with more tokens, holds where they look."""
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,34 @@ class TokenAlignment:
         patches = self.grid[0] * self.grid[1]
         one_hot = torch.eye(patches, device=rois.device).view(1, patches, *self.grid).expand(len(rois), -1, -1, -1)
         return sample_features(one_hot, points, padding_mode="border").mean(2)
+
+
+def distance_from_largest(outputs, largest, num_prefix_tokens: int) -> torch.Tensor:
+    """How far a student's tokens are from its own where it is asked for more of them: the mean squared difference
+    between LayerNorm-ed tokens, averaged over all depths, of each token from the mean of those in its RoI.
+
+    Args:
+        outputs, largest: The student's, with hidden states and RoIs, with few and with many tokens.
+        num_prefix_tokens (`int`): [CLS] and registers, which take no part.
+
+    Returns:
+        `torch.Tensor`: A scalar; `largest` and the RoIs get no gradient from it.
+    """
+    shares = _overlaps(outputs.rois[-1].detach(), largest.rois[-1].detach())
+    losses = []
+    for few, many in zip(outputs.hidden_states, largest.hidden_states, strict=True):
+        tokens, expected = few[:, num_prefix_tokens:].float(), shares @ many[:, num_prefix_tokens:].detach().float()
+        losses.append(F.mse_loss(_normalize(tokens), _normalize(expected)))
+    return torch.stack(losses).mean()
+
+
+def _overlaps(boxes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """What share each of the other boxes has in a box, `(batch, boxes, others)`: of all areas within it, this one.
+    Sums to 1 where any other box touches it, else to 0."""
+    boxes, others = boxes.unsqueeze(2), others.unsqueeze(1)
+    low, high = torch.maximum(boxes[..., :2], others[..., :2]), torch.minimum(boxes[..., 2:], others[..., 2:])
+    areas = (high - low).clamp(min=0).prod(-1)
+    return areas / areas.sum(-1, keepdim=True).clamp(min=1e-8)
 
 
 def _normalize(tokens: torch.Tensor) -> torch.Tensor:
