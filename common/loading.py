@@ -22,6 +22,9 @@ from transformers import (
     AutoImageProcessor,
     AutoModel,
     AutoModelForImageClassification,
+    AutoProcessor,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
     PreTrainedConfig,
     PreTrainedModel,
     TimmWrapperForImageClassification,
@@ -161,6 +164,23 @@ def _vision_class(config: PreTrainedConfig) -> type:
         if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING or "AutoModelForImageClassification" in remote:
             return AutoModelForImageClassification
     return MODEL_MAPPING.get(type(config), AutoModel)
+
+
+def load_llava(
+    name: str | os.PathLike, device: str | torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
+    """Load a LLaVA in the style of 1.5, for inference, and its processor; arguments and errors as in
+    `load_pretrained`."""
+
+    def choose_class(config: PreTrainedConfig) -> type:
+        if config.model_type != "llava":
+            raise ValueError(f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5")
+        return LlavaForConditionalGeneration
+
+    model = load_pretrained(name, device, False, "a LLaVA", choose_class, dtype=dtype)
+    hub_id, revision = split_revision(name)
+    with one_error(name, "a LLaVA"):
+        return model, AutoProcessor.from_pretrained(os.path.expanduser(hub_id), **revision)
 
 
 def load_with_image_processor(

@@ -34,6 +34,7 @@ COMMANDS = {
     ),
     "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
     "demo": ("frugalvit.demo", "serve a page to look with: labels, tokens, features, attention"),
+    "align-llava": ("frugalvit.training.align_llava", "let a LLaVA learn to read a SparseFormer, in minutes"),
     "swap": ("frugalvit.swap", "give a LLaVA a SparseFormer as its vision tower"),
     "index": ("frugalvit.index", "embed a folder of images with a CLIP, once"),
     "search": ("frugalvit.search", "find images of an index by words or by an image"),

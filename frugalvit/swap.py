@@ -1,12 +1,11 @@
 """`frugalvit swap`: a LLaVA with a SparseFormer as its vision tower."""
 
 import torch
-from transformers import AutoProcessor, LlavaForConditionalGeneration, PreTrainedConfig
 
 from .benchmark import DTYPES
 from .common.command_line import CommandParser
 from .common.files import whole_folder
-from .common.loading import load_pretrained, load_vision_model, split_revision
+from .common.loading import load_llava, load_vision_model
 from .modeling.modeling_sparseformer_llava import matching_processor, swap_vision_tower
 
 
@@ -27,16 +26,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     arguments = parser.parse_args(argv)
 
-    name, revision = split_revision(arguments.model)
     dtype = getattr(torch, arguments.dtype)
     tower, _ = load_vision_model(arguments.vision_model, "cpu")
-    llava = load_pretrained(arguments.model, "cpu", False, "a LLaVA", llava_class, dtype=dtype)
+    llava, processor = load_llava(arguments.model, "cpu", dtype)
     vision = llava.config.vision_config
     before = (vision.image_size // vision.patch_size) ** 2
     model = swap_vision_tower(llava, tower)
     if arguments.num_tokens is not None:
         model.set_num_tokens(arguments.num_tokens)
-    processor = matching_processor(AutoProcessor.from_pretrained(name, **revision), model)
+    processor = matching_processor(processor, model)
     with whole_folder(arguments.output, arguments.overwrite) as folder:
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
@@ -44,14 +42,3 @@ def main(argv: list[str] | None = None) -> None:
         f"Wrote {arguments.output}: {model.config.image_seq_length} tokens an image instead of {before} patches, in "
         f"{arguments.dtype}. The language model has not learned to read them yet."
     )
-
-
-def llava_class(config: PreTrainedConfig) -> type:
-    """The class of a LLaVA in the style of 1.5.
-
-    Raises:
-        ValueError: if it is something else.
-    """
-    if config.model_type != "llava":
-        raise ValueError(f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5")
-    return LlavaForConditionalGeneration

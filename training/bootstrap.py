@@ -31,7 +31,7 @@ from ..common.loading import load_vision_model
 from ..common.metrics import TopKAccuracy
 from ..common.precision import hold_teacher
 from ..common.tables import format_markdown, format_table
-from ..common.views import EvalView, ImageFormat, View
+from ..common.views import ImageFormat
 from ..configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
 from ..configuration.configuration_sparseformer import choose_grid
 from ..modeling.hosts import Anatomy, read_anatomy
@@ -54,8 +54,8 @@ from .components.arguments import (
     run_as_program,
 )
 from .components.attended_windows import attended_windows
-from .components.augmentation import BootstrapView
-from .components.cards import add_table, write_card
+from .components.augmentation import BootstrapView, PairedEvalView
+from .components.cards import add_table, name_of, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -297,19 +297,6 @@ class BootstrapRunArguments(RunArguments):
         super().__post_init__()
         for name, value in given.items():
             setattr(self, name, value)
-
-
-class PairedEvalView(View):
-    """What student and teacher see of an image in evaluation; one tensor where both take the same."""
-
-    def __init__(self, student: ImageFormat, teacher: ImageFormat):
-        self.formats = {"pixel_values": student}
-        if student != teacher:
-            self.formats["teacher_pixel_values"] = teacher
-        self.views = {name: EvalView(image_format) for name, image_format in self.formats.items()}
-
-    def __call__(self, image):
-        return {name: view(image)["pixel_values"] for name, view in self.views.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -773,10 +760,9 @@ def describe(pair: StudentArguments, student: SparseFormerPreTrainedModel, label
     config = student.config
     counts = config.trained_token_counts
     tokens = ", ".join(str(count + config.use_cls_token) for count in counts)
-    teacher = Path(pair.teacher).name if Path(pair.teacher).is_dir() else pair.teacher
     choice = "" if len(counts) == 1 else ", of which a call chooses (`num_tokens`, without [CLS])"
     text = (
-        f"A SparseFormer with {tokens} tokens{choice}, bootstrapped from {teacher}"
+        f"A SparseFormer with {tokens} tokens{choice}, bootstrapped from {name_of(pair.teacher)}"
         f"{'' if labels else ' without labels'}"
     )
     if "accuracy" in state.best:

@@ -10,6 +10,7 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from ..common.conversations import check_prompt
 from ..common.data import decode_image, default_split, load_table
 from ..common.loading import load_pretrained, split_revision
 from .images import add_loop_arguments, positive, take_first
@@ -50,15 +51,7 @@ def add_parser(tasks) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     questions, split = read_questions(arguments.dataset, arguments.split)
     questions = take_first(questions, arguments.limit)
-    if "{image}" not in arguments.prompt or "{question}" not in arguments.prompt:
-        raise ValueError(f"--prompt is {arguments.prompt!r}, expected {{image}} and {{question}} in it.")
-    try:
-        arguments.prompt.format(image="", question="")
-    except (ValueError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(
-            f"--prompt is {arguments.prompt!r}, expected no braces but {{image}} and {{question}} "
-            f"({type(error).__name__}: {error})."
-        ) from error
+    check_prompt(arguments.prompt)
     model = load_pretrained(
         *(arguments.model, arguments.device, arguments.trust_remote_code, "a LLaVA"),
         lambda _: AutoModelForImageTextToText,

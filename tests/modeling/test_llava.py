@@ -11,7 +11,6 @@ from transformers import (
     AutoModel,
     AutoModelForImageTextToText,
     AutoProcessor,
-    CLIPImageProcessor,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
@@ -35,41 +34,7 @@ from frugalvit.cli import main
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.llava_tower import SparseFormerVisionTower
 from frugalvit.modeling.modeling_sparseformer_llava import SparseFormerLlavaProcessor, check_image_tokens
-from tiny import SMALL, randomize, word_tokenizer
-
-
-WORDS = ["[PAD]", "[UNK]", "what", "is", "this", "and", "?", "cat", "dog", "ship", "<image>"]
-IMAGE = WORDS.index("<image>")
-VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
-
-
-def make_llava(vision_class=CLIPVisionConfig, **fields) -> LlavaForConditionalGeneration:
-    torch.manual_seed(0)
-    language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlavaConfig(
-        vision_config=vision_class(image_size=32, patch_size=4, **VISION),
-        text_config=LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, eos_token_id=None, **language),
-        image_token_index=IMAGE,
-        **fields,
-    )
-    return randomize(LlavaForConditionalGeneration(config))
-
-
-def make_tower(llava, tokens=7, **fields):
-    tower = llava.model.vision_tower
-    return randomize(frugalvit.SparseFormerVisionModel.from_teacher(tower, tokens, **SMALL, **fields))
-
-
-def make_processor(llava) -> LlavaProcessor:
-    image_processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    strategy = llava.config.vision_feature_select_strategy
-    return LlavaProcessor(
-        image_processor,
-        word_tokenizer(WORDS, padding_side="left", extra_special_tokens={"image_token": "<image>"}),
-        patch_size=4,
-        num_additional_image_tokens=1,
-        vision_feature_select_strategy=strategy,
-    )
+from tiny import IMAGE, WORDS, make_llava, make_processor, make_tower
 
 
 def picture(size=(48, 40), seed=0) -> Image.Image:

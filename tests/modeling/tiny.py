@@ -3,7 +3,17 @@
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+
+from frugalvit import SparseFormerVisionModel
 
 
 # Of a SparseFormer.
@@ -28,3 +38,38 @@ def word_tokenizer(words: list[str], **options) -> PreTrainedTokenizerFast:
         tokenizer.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
         options |= {"bos_token": "[BOS]", "eos_token": "[EOS]"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", **options)
+
+
+# Of a LLaVA.
+WORDS = ["[PAD]", "[UNK]", "what", "is", "this", "and", "?", "cat", "dog", "ship", "<image>"]
+IMAGE = WORDS.index("<image>")
+VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
+
+
+def make_llava(vision_class=CLIPVisionConfig, **fields) -> LlavaForConditionalGeneration:
+    torch.manual_seed(0)
+    language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlavaConfig(
+        vision_config=vision_class(image_size=32, patch_size=4, **VISION),
+        text_config=LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, eos_token_id=None, **language),
+        image_token_index=IMAGE,
+        **fields,
+    )
+    return randomize(LlavaForConditionalGeneration(config))
+
+
+def make_tower(llava, tokens=7, **fields):
+    tower = llava.model.vision_tower
+    return randomize(SparseFormerVisionModel.from_teacher(tower, tokens, **SMALL, **fields))
+
+
+def make_processor(llava) -> LlavaProcessor:
+    image_processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    strategy = llava.config.vision_feature_select_strategy
+    return LlavaProcessor(
+        image_processor,
+        word_tokenizer(WORDS, padding_side="left", extra_special_tokens={"image_token": "<image>"}),
+        patch_size=4,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy=strategy,
+    )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from ...common.views import MIX, ImageFormat, View, random_seed, seeded_by_torch
+from ...common.views import MIX, EvalView, ImageFormat, View, random_seed, seeded_by_torch
 
 
 class SmallDataView(View):
@@ -175,6 +175,19 @@ class BootstrapView(View):
             )
             for name, format_ in self.formats.items()
         }
+
+
+class PairedEvalView(View):
+    """What student and teacher see of an image in evaluation; one tensor where both take the same."""
+
+    def __init__(self, student: ImageFormat, teacher: ImageFormat | None = None):
+        self.formats = {"pixel_values": student}
+        if teacher is not None and student != teacher:
+            self.formats["teacher_pixel_values"] = teacher
+        self.views = {name: EvalView(image_format) for name, image_format in self.formats.items()}
+
+    def __call__(self, image):
+        return {name: view(image)["pixel_values"] for name, view in self.views.items()}
 
 
 @dataclass

@@ -119,6 +119,11 @@ def license_of(model: str | None) -> str | None:
         return None
 
 
+def name_of(model: str) -> str:
+    """A model as a card speaks of it: where a folder is on this machine says nothing to others."""
+    return Path(model).name if Path(model).is_dir() else model
+
+
 def add_table(folder: Path, title: str, rows: list[dict]):
     """Add a table to a model's card, in the place of an earlier one of that title."""
     card = folder / "README.md"

@@ -1,0 +1,146 @@
+"""What is asked about images and answered: prompts as a LLaVA wants them, and LLaVA's own files of conversations."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import datasets
+
+from .data import HELD_BACK_SHARE, MOST_HELD_BACK
+
+
+# That of LLaVA 1.5.
+PROMPT = "USER: {image}{question} ASSISTANT:"
+# What stands for an image in LLaVA's files.
+PLACEHOLDER = "<image>"
+# What labels are where a token is no part of an answer, as in Transformers.
+NO_ANSWER = -100
+
+
+def check_prompt(prompt: str):
+    """Raise a ValueError unless a prompt has places for an image and a question, and no others."""
+    if "{image}" not in prompt or "{question}" not in prompt:
+        raise ValueError(f"--prompt is {prompt!r}, expected {{image}} and {{question}} in it.")
+    try:
+        prompt.format(image="", question="")
+    except (ValueError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"--prompt is {prompt!r}, expected no braces but {{image}} and {{question}} "
+            f"({type(error).__name__}: {error})."
+        ) from error
+
+
+def is_conversations(dataset: Sequence[str]) -> bool:
+    """Whether a data set is a file of conversations."""
+    return len(dataset) == 1 and Path(dataset[0]).suffix.lower() in (".json", ".jsonl")
+
+
+def read_conversations(
+    file: str | Path, image_folder: str | Path | None = None
+) -> tuple[datasets.Dataset, list[list[tuple[str, str]]]]:
+    """Conversations about an image each, in LLaVA's format: a list (or lines) of records with `image`, a path, and
+    `conversations`, whose `value`s are `from` "human" and "gpt" in turns.
+
+    Args:
+        file (`str` or `Path`): JSON or JSON lines.
+        image_folder (`str` or `Path`, *optional*): What paths of images start from; the file's folder if not given.
+
+    Returns:
+        `tuple`: A `datasets.Dataset` with the column `image`, not decoded, and for each image the questions and
+        answers in their order. Records without an image are left out.
+
+    Raises:
+        ValueError: if the file is none, a record is no such conversation, or an image is not there.
+    """
+    file = Path(file).expanduser()
+    folder = file.parent if image_folder is None else Path(image_folder).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+        lines = file.suffix.lower() == ".jsonl"
+        records = [json.loads(line) for line in text.splitlines() if line.strip()] if lines else json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"Cannot read conversations from {str(file)!r} ({error}).") from error
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise ValueError(f"{str(file)!r} holds no list of conversations as LLaVA's files do.")
+    images, conversations = [], []
+    for number, record in enumerate(records):
+        where = f"Record {number} of {str(file)!r}"
+        if record.get("image") is None:
+            continue
+        if not isinstance(record["image"], str) or not (folder / record["image"]).is_file():
+            raise ValueError(f"{where} has the image {record['image']!r}, which is not in {str(folder)!r}.")
+        images.append(str(folder / record["image"]))
+        conversations.append(_turns(record.get("conversations"), where))
+    if not images:
+        raise ValueError(f"{str(file)!r} has no conversation about an image.")
+    table = datasets.Dataset.from_dict({"image": images}).cast_column("image", datasets.Image(decode=False))
+    return table, conversations
+
+
+def _turns(values, where: str) -> list[tuple[str, str]]:
+    """Questions and answers of a record's `conversations`, without the place of the image."""
+    roles = [value.get("from") if isinstance(value, dict) else None for value in values or []]
+    if not roles or len(roles) % 2 or roles != ["human", "gpt"] * (len(roles) // 2):
+        raise ValueError(f'{where} is no conversation: expected values from "human" and "gpt" in turns, got {roles}.')
+    texts = [value.get("value") for value in values]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"{where} says {text!r}, expected a text.")
+    if sum(text.count(PLACEHOLDER) for text in texts) > 1:
+        raise ValueError(f"{where} has several places for images, expected one image a conversation.")
+    texts = [text.replace(PLACEHOLDER, "").strip() for text in texts]
+    return list(zip(texts[::2], texts[1::2], strict=True))
+
+
+def hold_back(images: datasets.Dataset, conversations: list, seed: int) -> tuple[tuple, tuple]:
+    """Images and conversations to train on and, a tenth of them, to evaluate on, which the seed chooses.
+
+    Raises:
+        ValueError: if there is one only.
+    """
+    if len(images) < 2:
+        raise ValueError("There is one conversation; expected more, some to evaluate on, or --eval-dataset.")
+    count = min(max(round(HELD_BACK_SHARE * len(images)), 1), MOST_HELD_BACK)
+    held_back = {*random.Random(seed).sample(range(len(images)), count)}
+    parts = [[index for index in range(len(images)) if (index in held_back) == held] for held in (False, True)]
+    return tuple((images.select(part), [conversations[index] for index in part]) for part in parts)
+
+
+def encode(
+    processor, image_tokens: int, turns: Sequence[tuple[str, str | None]], prompt: str = PROMPT
+) -> tuple[list[int], list[int]]:
+    """Token ids of a conversation, and as labels those of its answers, which end with the end of a text.
+
+    Args:
+        processor: Of a LLaVA; its tokenizer is asked.
+        image_tokens (`int`): Places of the image, before the first question.
+        turns (sequence of pairs of `str`): Questions and answers; the last answer may be None, which is still to be
+            given.
+        prompt (`str`, *optional*): Of each turn, with `{image}` and `{question}`.
+
+    Returns:
+        `tuple`: Two lists of as many `int`, in labels `NO_ANSWER` (-100) where no answer is.
+    """
+    tokenizer = processor.tokenizer
+    front = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+    def tokens(text: str) -> list[int]:
+        return front + tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    text, spans = "", []
+    for number, (question, answer) in enumerate(turns):
+        image = "" if number else f"{processor.image_token * image_tokens}\n"
+        text += prompt.format(image=image, question=question)
+        if answer is None:
+            break
+        asked, text = tokens(text), f"{text} {answer}{tokenizer.eos_token or ''}"
+        answered = tokens(text)
+        # A tokenizer may put the end of the question and the start of the answer into one token.
+        start = next((i for i, pair in enumerate(zip(asked, answered, strict=False)) if len({*pair}) == 2), len(asked))
+        spans.append((start, len(answered)))
+    ids = tokens(text)
+    labels = [NO_ANSWER] * len(ids)
+    for start, end in spans:
+        labels[start:end] = ids[start:end]
+    return ids, labels

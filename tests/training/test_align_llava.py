@@ -1,0 +1,188 @@
+"""A LLaVA learns to read a SparseFormer, from its own answers or from conversations."""
+
+import json
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from frugalvit.cli import main
+from frugalvit.common.loading import load_llava
+from frugalvit.training import align_llava
+from frugalvit.training.components.answers import Answers, answer
+from tiny import make_llava, make_processor, make_tower
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Folders of a LLaVA and of a tower for it."""
+    folder = tmp_path_factory.mktemp("pair")
+    llava = make_llava()
+    llava.save_pretrained(folder / "llava")
+    make_processor(llava).save_pretrained(folder / "llava")
+    make_tower(llava, elastic_token_counts=[4, 7]).save_pretrained(folder / "tower")
+    return folder
+
+
+@pytest.fixture
+def align(pair, tmp_path):
+    def run(*arguments, name="out", train=128):
+        argv = [
+            "--model",
+            str(pair / "llava"),
+            "--vision-model",
+            str(pair / "tower"),
+            "--output",
+            str(tmp_path / name),
+        ]
+        if "--dataset" not in arguments:
+            argv += ["--train-split", f"train[:{train}]", "--eval-split", "test[:32]"]
+        argv += ["--prompt", "{image}{question}", "--questions", "what is this ?", "is dog and cat ?"]
+        align_llava.main([*argv, "--answer-tokens", "2", "--learning-rate", "3e-3", *arguments])
+        return json.loads((tmp_path / name / "results.json").read_text(encoding="utf-8"))
+
+    return run
+
+
+def test_the_projector_alone_learns_to_give_the_same_answers(align, pair, tmp_path, capsys):
+    results = align("--epochs", "3")
+    before = float(capsys.readouterr().out.split("Before: ")[1].split("%")[0]) / 100
+    assert results["best"]["agreement"] > before + 0.1
+    assert results["epochs"][-1]["train_loss"] < 0.6 * results["epochs"][0]["train_loss"]
+    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
+    original, _ = load_llava(pair / "llava", "cpu")
+    old = original.state_dict()
+    for name, value in model.state_dict().items():
+        if "vision_tower" not in name:
+            assert torch.equal(value, old[name]) == ("projector" not in name), name
+    assert AutoProcessor.from_pretrained(tmp_path / "out").num_latent_tokens == 7
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "llava with 7 tokens an image, those of tower; the projector learned from answers" in card.text
+    assert str(pair) not in card.text.partition("Made by")[0]
+    # What is kept is what learns.
+    (newest,) = (tmp_path / "out" / "checkpoints").glob("step-00000012")
+    assert (newest / "model.safetensors").stat().st_size < 20_000
+
+
+def test_a_run_that_was_stopped_goes_on(align, tmp_path):
+    whole = align("--epochs", "2", name="whole")
+    run = align_llava.fit
+
+    def stopped(*arguments, before_step=None, **parts):
+        def stop(step, steps):
+            if step == 6:
+                raise KeyboardInterrupt
+
+        return run(*arguments, before_step=stop, **parts)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(align_llava, "fit", stopped)
+        align("--epochs", "2")
+    again = align("--epochs", "2")
+    assert [epoch["train_loss"] for epoch in again["epochs"]] == [epoch["train_loss"] for epoch in whole["epochs"]]
+    files = [tmp_path / name / "model.safetensors" for name in ("whole", "out")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_language_model_may_learn_too(align, pair, tmp_path):
+    align("--epochs", "2", "--lora-rank", "4", "--num-tokens", "4")
+    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()) and model.config.image_seq_length == 4
+    old = load_llava(pair / "llava", "cpu")[0].state_dict()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, old.get(name, value))}
+    matrices = {name for name in old if "language_model.layers" in name and name.endswith("proj.weight")}
+    assert len(matrices) == 14 and changed == matrices | {name for name in old if "projector" in name}
+
+
+@torch.no_grad()
+def test_what_was_learned_of_the_language_model_is_added_to_it(pair):
+    llava, processor = load_llava(pair / "llava", "cpu")
+    inputs = processor(images=Image.new("RGB", (32, 32), "red"), text="<image> what ?", return_tensors="pt")
+    before = llava(**inputs).logits
+    learner = align_llava.Learner(llava)
+    learner.add_lora(4)
+    for layer in learner.lora_layers.values():
+        layer.lora_B["default"].weight.normal_(std=0.3)
+    learned = llava(**inputs).logits
+    assert (learned - before).abs().max() > 0.1
+    with learner.as_it_was():
+        assert torch.equal(llava(**inputs).logits, before)
+    plain, _ = load_llava(pair / "llava", "cpu")
+    plain.load_state_dict(learner.whole_state())
+    torch.testing.assert_close(plain(**inputs).logits, learned, rtol=1e-4, atol=1e-4)
+
+
+def test_learns_from_conversations(align, tmp_path):
+    """The color of an image, asked for twice."""
+    records = []
+    for number in range(40):
+        color, name = [((250, 10, 10), "cat"), ((10, 10, 250), "ship")][number % 2]
+        Image.new("RGB", (32, 32), color).save(tmp_path / f"{number}.png")
+        said = [("human", "<image>\nwhat is this ?"), ("gpt", name), ("human", "what ?"), ("gpt", "dog")]
+        turns = [{"from": who, "value": text} for who, text in said]
+        records.append({"image": f"{number}.png", "conversations": turns})
+    (tmp_path / "said.json").write_text(json.dumps(records), encoding="utf-8")
+    data = ("--dataset", str(tmp_path / "said.json"))
+    results = align(*data, "--epochs", "20", "--batch-size", "6", "--lora-rank", "8", "--learning-rate", "1e-2")
+    assert results["best"]["agreement"] == 1.0
+    assert "learned from conversations" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    results = align(*data, "--eval-dataset", data[1], name="other")
+    assert results["images"]["evaluation images"] == 40
+
+
+def test_answers_are_those_that_generate_gives(pair):
+    llava, processor = load_llava(pair / "llava", "cpu")
+    llava.generation_config.eos_token_id = end = 9
+    images = [Image.effect_noise((32, 32), 60 + seed).convert("RGB") for seed in range(6)]
+    pixel_values = processor.image_processor(images, return_tensors="pt")["pixel_values"]
+    questions = ["what is this ?", "what ?", "is this cat and dog ?"] * 2
+    answers = answer(llava, processor, pixel_values, questions, "{image}{question}", 4)
+    count = 0
+    for (turn,), question, image in zip(answers.conversations, questions, images, strict=True):
+        inputs = processor(images=image, text=f"<image>{question}", return_tensors="pt")
+        given = llava.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        expected = given[0, inputs["input_ids"].shape[1] :].tolist()
+        assert turn == (question, expected)
+        assert end not in expected[:-1]
+        tokens = answers.logits[count : count + len(expected)].argmax(-1).tolist()
+        assert tokens == expected
+        count += len(expected)
+    assert count == len(answers.logits)
+    # As a student is asked for them: all end together, and labels are the answers alone.
+    inputs, labels = Answers(answers.conversations).inputs(processor, 64, "{image}{question}")
+    assert (inputs["attention_mask"][:, -1] == 1).all() and (inputs["attention_mask"] == 0).any()
+    assert labels[labels != -100].tolist() == answers.logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt", "{question}"), "--prompt is '{question}', expected {image} and {question} in it"),
+        (
+            ("--dtype", "bfloat16", "--mixed-precision", "no"),
+            "--mixed-precision is 'no', expected bf16, as --dtype is",
+        ),
+        (("--lora-rank", "-1"), "--lora-rank is -1, expected 0 or more"),
+        (("--num-tokens", "8"), "8"),
+        (("--dataset", "nothing.json"), "Cannot read conversations from 'nothing.json'"),
+    ],
+)
+def test_bad_arguments_are_one_line(pair, tmp_path, capsys, arguments, message):
+    argv = ["--model", str(pair / "llava"), "--vision-model", str(pair / "tower"), "--output", str(tmp_path / "out")]
+    try:
+        code = main(["align-llava", *argv, *arguments])
+    except SystemExit as end:
+        code = end.code
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code in (1, 2) and message in error and error.startswith("frugalvit align-llava: error: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_precision(align, tmp_path):
+    align("--dtype", "bfloat16", train=32)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    kept = {name for name, value in model.state_dict().items() if value.dtype != torch.bfloat16}
+    assert kept == {"model.vision_tower.latents.initial_rois"}

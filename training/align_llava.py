@@ -1,0 +1,313 @@
+"""Let a LLaVA learn to read a SparseFormer: the projector alone, without labels or with conversations.
+
+    accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision-model TOWER --dataset IMAGES \\
+        --output OUT
+
+The tower takes the place of the LLaVA's own, as in `frugalvit swap`; tower and language model stay as they are.
+Without text, the LLaVA as it was is the teacher: it answers a question about each image, and the new one learns to
+give its answers, token by token with its distribution, from projected tokens whose mean is that of the old ones. With
+LLaVA's files of conversations (`--dataset FILE.json`), it learns their answers. `--lora-rank` tunes the language
+model, too (Hu et al. 2022), which is written with what was learned added to its weights.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import DistributedType
+from PIL import Image
+
+from ..common.conversations import (
+    NO_ANSWER,
+    PROMPT,
+    check_prompt,
+    hold_back,
+    is_conversations,
+    read_conversations,
+)
+from ..common.data import load_splits
+from ..common.loading import load_llava, load_vision_model
+from ..common.views import CAPTION, ImageFormat, random_seed
+from ..modeling.layers import divergence
+from ..modeling.modeling_sparseformer_llava import matching_processor, swap_vision_tower
+from .components.answers import Answers, answer
+from .components.arguments import (
+    DataArguments,
+    OptimizerArguments,
+    RunArguments,
+    argument,
+    check,
+    check_at_least,
+    check_share,
+    parse_arguments,
+    run_as_program,
+)
+from .components.augmentation import BootstrapView, PairedEvalView
+from .components.cards import name_of, write_card
+from .components.checkpoints import TrainingState
+from .components.loaders import make_loaders
+from .components.loop import fit
+from .components.optimizers import optimizer_with_schedule
+from .components.partly_trained import Learner
+from .components.runs import start_accelerator
+from .components.sharding import prepare
+
+
+PROG = "frugalvit align-llava"
+PRECISIONS = {"float32": None, "bfloat16": "bf16", "float16": "fp16"}
+QUESTIONS = ["What is in the image?", "Describe the image.", "What is this?"]
+# Of the learning rate: weights of the language model are moved less than those of the projector (LLaVA 1.5 takes 2e-4
+# beside 1e-3).
+LORA_RATE = 0.2
+
+
+@dataclass
+class LlavaArguments:
+    """Which LLaVA reads which tower, and what of it learns."""
+
+    model: str = argument(help="Folder or hub id (@revision, too) of a LLaVA in the style of 1.5.")
+    vision_model: str = argument(help="Folder or hub id of a SparseFormer that was bootstrapped from its tower.")
+    num_tokens: int | None = argument(None, "Latent tokens of the tower. Default: its own.")
+    lora_rank: int = argument(
+        0, "Rank of what is learned of the language model's matrices; 0 leaves them as they are."
+    )
+    dtype: str = argument(
+        "float32",
+        "Of the weights that stay as they are, and of those that are written. The ones that learn are float32.",
+        choices=[*PRECISIONS],
+    )
+
+    def __post_init__(self):
+        check_at_least(self, 0, "lora_rank")
+        if self.num_tokens is not None:
+            check_at_least(self, 1, "num_tokens")
+
+
+@dataclass
+class AnswerArguments:
+    """What is asked about the images, and answered."""
+
+    questions: list[str] = argument(QUESTIONS, "Questions, one of which is asked about each view of an image.")
+    prompt: str = argument(PROMPT, "What a question is put into, with {image} and {question}.")
+    answer_tokens: int = argument(16, "Most tokens of an answer that the LLaVA gives.")
+    feature_loss_weight: float = argument(
+        1.0, "Weight of an added distance of the projected tokens' mean from that of the LLaVA as it was."
+    )
+    crop_scale: list[float] = argument([0.5, 1.0], "Lowest and highest share of the area that a crop shows.")
+    flip: float = argument(0.5, "Probability of a horizontal flip.")
+    image_folder: str | None = argument(
+        None, "Where images of conversations are. Default: the folder of the conversations."
+    )
+
+    def __post_init__(self):
+        check(self.questions, all(self.questions) and bool(self.questions), "questions", "one text or more")
+        check_prompt(self.prompt)
+        check_at_least(self, 1, "answer_tokens")
+        check_at_least(self, 0, "feature_loss_weight")
+        check_share(self, "flip")
+        fits = len(self.crop_scale) == 2 and 0 < self.crop_scale[0] <= self.crop_scale[1]
+        check(self.crop_scale, fits, "crop_scale", "two positive numbers, lower first")
+
+
+@dataclass
+class AlignmentOptimizerArguments(OptimizerArguments):
+    """An optimizer with a warm-up and a schedule."""
+
+    weight_decay: float = argument(0.0, "Weight decay; none on biases.")
+    warmup_epochs: float = argument(0.03, "Epochs of linear warm-up from 0.")
+
+
+@dataclass
+class AlignmentRunArguments(RunArguments):
+    """How long, how and where to train."""
+
+    epochs: int = argument(1, "Epochs.")
+    batch_size: int = argument(32, "Images of one optimizer step, over all processes and accumulation steps.")
+    eval_batch_size: int = argument(32, "Images of one evaluation step, over all processes.")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe with a command line's arguments."""
+    groups = [LlavaArguments, AnswerArguments, DataArguments, AlignmentOptimizerArguments, AlignmentRunArguments]
+    arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
+    parts, asking, data, optimization, run = arguments
+    choose_precision(parts.dtype, run)
+    accelerator = start_accelerator(run, PROG, argv, list(arguments))
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        raise ValueError("What learns is small and the rest stays as it is: leave FSDP and DeepSpeed out.")
+
+    train, evaluation = load_questions(data, asking, run.seed)
+    dtype = getattr(torch, parts.dtype)
+    original, processor = load_llava(parts.model, "cpu", dtype)
+    original.requires_grad_(False).to(accelerator.device)
+    tower, _ = load_vision_model(parts.vision_model, "cpu")
+    llava = swap_vision_tower(original, tower)
+    if parts.num_tokens is not None:
+        llava.set_num_tokens(parts.num_tokens)
+    new_processor = matching_processor(processor, llava)
+    learner = Learner(llava)
+    if parts.lora_rank:
+        learner.add_lora(parts.lora_rank)
+
+    student_format = ImageFormat.from_processor(new_processor.image_processor)
+    learns_from_original = train.conversations is None
+    teacher_format = ImageFormat.from_processor(processor.image_processor) if learns_from_original else None
+    eval_view = PairedEvalView(student_format, teacher_format)
+    view = BootstrapView(student_format, teacher_format, asking.crop_scale, flip=asking.flip)
+    loader, eval_loader = make_loaders(
+        accelerator,
+        data,
+        run,
+        # What is said of a part of an image may be about another one.
+        (train.images, view if learns_from_original else eval_view),
+        (evaluation.images, eval_view),
+    )
+
+    learned = [parameter for parameter in learner.parameters() if parameter.requires_grad]
+    in_projector = {*llava.model.multi_modal_projector.parameters()}
+    rates = {parameter: 1.0 if parameter in in_projector else LORA_RATE for parameter in learned}
+    optimizer, scheduler = optimizer_with_schedule(
+        learner, optimization, run.epochs, loader.steps_per_epoch, rates=rates
+    )
+    accelerator.print(
+        f"{llava.config.image_seq_length} tokens an image instead of {count_image_tokens(original, processor)}; "
+        f"{sum(parameter.numel() for parameter in learned):,} of "
+        f"{sum(parameter.numel() for parameter in learner.parameters()):,} parameters learn."
+    )
+    model, optimizer, scheduler = prepare(accelerator, learner, optimizer, scheduler)
+
+    def ask(batch: dict, part: Questions) -> Answers:
+        """What is to be answered about a batch of images, and what the LLaVA as it was says to that."""
+        keys = list(zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True))
+        if part.conversations is not None:
+            return Answers([part.conversations[index] for _, index in keys])
+        chosen = [random_seed(run.seed, *key, CAPTION) % len(asking.questions) for key in keys]
+        pixel_values = batch.get("teacher_pixel_values", batch["pixel_values"])
+        with accelerator.autocast(), learner.as_it_was():
+            return answer(
+                *(original, processor, pixel_values.to(dtype), [asking.questions[number] for number in chosen]),
+                *(asking.prompt, asking.answer_tokens),
+            )
+
+    def read(model, batch: dict, answers: Answers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the new LLaVA says in the place of each token of the answers, the tokens, and the mean of what it reads
+        of each image."""
+        inputs, labels = answers.inputs(new_processor, llava.config.image_seq_length, asking.prompt)
+        inputs = {name: value.to(accelerator.device) for name, value in inputs.items()}
+        # Nothing is asked about what stands before the answers; the token before them is asked for the first.
+        asked = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
+        outputs = model(pixel_values=batch["pixel_values"].to(dtype), logits_to_keep=asked + 1, **inputs)
+        labels = labels[:, -asked:].to(accelerator.device)
+        answered = labels != NO_ANSWER
+        seen = outputs.image_hidden_states.unflatten(0, (len(labels), -1)).float().mean(1)
+        return outputs.logits[:, :-1][answered].float(), labels[answered], seen
+
+    def compute_loss(model, batch):
+        answers = ask(batch, train)
+        said, tokens, seen = read(model, batch, answers)
+        if answers.logits is None:
+            return F.cross_entropy(said, tokens)
+        loss = divergence(said, answers.logits, 1.0)
+        distance = (seen - answers.seen).square().sum(1) / answers.seen.square().sum(1)
+        return loss + asking.feature_loss_weight * distance.mean()
+
+    # What there is to say about each batch of evaluation images, which are the same in every epoch.
+    found: dict[int, Answers] = {}
+
+    @torch.inference_mode()
+    def evaluate(model) -> dict[str, float]:
+        model.eval()
+        shares = []
+        for number, batch in enumerate(eval_loader):
+            if number not in found:
+                # Distributions of all answers would fill the memory.
+                found[number] = Answers(ask(batch, evaluation).conversations)
+            answers = found[number]
+            with accelerator.autocast():
+                said, tokens, _ = read(model, batch, answers)
+            right = (said.argmax(-1) == tokens).float().split(answers.lengths(new_processor, asking.prompt))
+            shares.append(accelerator.gather_for_metrics(torch.stack([values.mean() for values in right])))
+        return {"agreement": torch.cat(shares).mean().item()}
+
+    before = None
+    if eval_loader:
+        before = evaluate(model)["agreement"]
+        accelerator.print(f"Before: {before:.2%} of the answers' tokens are right.")
+
+    def describe(state: TrainingState) -> str:
+        language_model = f" and the language model (LoRA of rank {parts.lora_rank})" if parts.lora_rank else ""
+        source = "answers of the LLaVA as it was" if learns_from_original else "conversations"
+        text = (
+            f"{name_of(parts.model)} with {llava.config.image_seq_length} tokens an image, those of "
+            f"{name_of(parts.vision_model)}; the projector{language_model} learned from {source}"
+        )
+        if before is None:
+            return f"{text}, not evaluated."
+        return f"{text}: {state.best['agreement']:.2%} of the answers' tokens are right, {before:.2%} before."
+
+    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
+        llava.save_pretrained(folder, state_dict=learner.whole_state())
+        new_processor.save_pretrained(folder)
+        write_card(folder, llava, describe(state), data, run, state, parts.model, "agreement")
+
+    state = fit(
+        accelerator,
+        run,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        compute_loss=compute_loss,
+        evaluate=eval_loader and evaluate,
+        save=save,
+        saved=learner,
+        metric="agreement",
+    )
+    accelerator.print(describe(state))
+    accelerator.print(f"See {run.output_dir}.")
+    return 0
+
+
+def choose_precision(dtype: str, run: RunArguments):
+    """Let what learns compute in the precision of the weights that stay as they are."""
+    if (needed := PRECISIONS[dtype]) and run.mixed_precision == "auto":
+        run.mixed_precision = needed
+    fits = needed in (None, run.mixed_precision)
+    check(run.mixed_precision, fits, "mixed_precision", f"{needed}, as --dtype is {dtype}")
+
+
+@dataclass
+class Questions:
+    """Images to ask about, None for none, and what is said about each, None where the LLaVA as it was is asked."""
+
+    images: object
+    conversations: list[list[tuple[str, str]]] | None = None
+
+
+def load_questions(data: DataArguments, asking: AnswerArguments, seed: int) -> tuple[Questions, Questions]:
+    """What to train and to evaluate on."""
+    if not is_conversations(data.dataset):
+        return tuple(Questions(images) for images in load_splits(data))
+    train = read_conversations(data.dataset[0], asking.image_folder)
+    data.evaluated = "all"
+    if data.eval_split == "none":
+        data.evaluated = None
+        return Questions(*train), Questions(None)
+    if data.eval_dataset:
+        check(data.eval_dataset, is_conversations(data.eval_dataset), "eval_dataset", "a file of conversations, too")
+        return Questions(*train), Questions(*read_conversations(data.eval_dataset[0], asking.image_folder))
+    data.evaluated = "a tenth, held back"
+    train, held_back = hold_back(*train, seed)
+    return Questions(*train), Questions(*held_back)
+
+
+@torch.no_grad()
+def count_image_tokens(llava, processor) -> int:
+    """What a LLaVA makes of an image."""
+    pixel_values = processor.image_processor(Image.new("RGB", (8, 8)), return_tensors="pt")["pixel_values"]
+    return len(llava.get_image_features(pixel_values.to(llava.device, llava.dtype)).pooler_output[0])
+
+
+if __name__ == "__main__":
+    run_as_program(main, PROG)

@@ -1,0 +1,94 @@
+"""What a LLaVA is asked about images and answers, as tokens."""
+
+import torch
+
+from ...common.conversations import NO_ANSWER, encode
+
+
+class Answers:
+    """What there is to say about the images of a batch.
+
+    Args:
+        conversations (`list`): Of each image, questions and answers; of an answer that was given, its tokens.
+        logits (`torch.Tensor`, *optional*): `(tokens of all answers, vocabulary)`, what gave them.
+        seen (`torch.Tensor`, *optional*): `(images, channels)`, the mean of what the language model read of each.
+    """
+
+    def __init__(self, conversations: list, logits: torch.Tensor | None = None, seen: torch.Tensor | None = None):
+        self.conversations, self.logits, self.seen = conversations, logits, seen
+
+    def encoded(self, processor, image_tokens: int, prompt: str) -> list[tuple[list[int], list[int]]]:
+        """Token ids and labels of each conversation."""
+        found = []
+        for turns in self.conversations:
+            if isinstance(turns[-1][1], list):
+                ((question, tokens),) = turns
+                ids, labels = encode(processor, image_tokens, [(question, None)], prompt)
+                found.append((ids + tokens, labels + tokens))
+            else:
+                found.append(encode(processor, image_tokens, turns, prompt))
+        return found
+
+    def lengths(self, processor, prompt: str) -> list[int]:
+        """Tokens of the answers about each image."""
+        return [sum(label != NO_ANSWER for label in labels) for _, labels in self.encoded(processor, 1, prompt)]
+
+    def inputs(self, processor, image_tokens: int, prompt: str) -> tuple[dict, torch.Tensor]:
+        """What a model is called with besides the images, all texts ending together, and the labels, `(images,
+        length)`."""
+        rows = self.encoded(processor, image_tokens, prompt)
+        labels = pad_left([labels for _, labels in rows], NO_ANSWER)
+        return text_inputs([ids for ids, _ in rows], processor.tokenizer), labels
+
+
+def text_inputs(rows: list[list[int]], tokenizer) -> dict[str, torch.Tensor]:
+    """Token ids, padded at their left, and where they are."""
+    padding = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    mask = pad_left([[1] * len(ids) for ids in rows], 0)
+    return {"input_ids": pad_left(rows, padding), "attention_mask": mask}
+
+
+def pad_left(rows: list[list[int]], value: int) -> torch.Tensor:
+    length = max(map(len, rows))
+    return torch.tensor([[value] * (length - len(row)) + row for row in rows])
+
+
+@torch.no_grad()
+def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], prompt: str, length: int) -> Answers:
+    """The likeliest answers of a LLaVA, to a question about each image.
+
+    Args:
+        llava (`LlavaForConditionalGeneration`): Answers.
+        processor (`LlavaProcessor`): Its own.
+        pixel_values (`torch.Tensor`): `(images, 3, height, width)`.
+        questions (`list[str]`): As many.
+        prompt (`str`): What questions are put into.
+        length (`int`): Most tokens of an answer.
+    """
+    features = llava.get_image_features(pixel_values).pooler_output
+    rows = [encode(processor, len(features[0]), [(question, None)], prompt)[0] for question in questions]
+    inputs = {name: value.to(pixel_values.device) for name, value in text_inputs(rows, processor.tokenizer).items()}
+    given = llava.generate(
+        **inputs,
+        pixel_values=pixel_values,
+        max_new_tokens=length,
+        do_sample=False,
+        pad_token_id=int(processor.tokenizer.pad_token_id or 0),
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = given.sequences[:, inputs["input_ids"].shape[1] :]
+    # Up to the end of a text, which is a part of the answer.
+    ends = torch.zeros_like(tokens, dtype=torch.bool)
+    for end in _ids(llava.generation_config.eos_token_id):
+        ends |= tokens == end
+    kept = ends.cumsum(1) - ends.int() == 0
+    conversations = [
+        [(question, row[mask].tolist())] for question, row, mask in zip(questions, tokens, kept, strict=True)
+    ]
+    seen = torch.stack([tokens.float().mean(0) for tokens in features])
+    return Answers(conversations, torch.stack(given.logits, dim=1)[kept].float(), seen)
+
+
+def _ids(eos_token_id: int | list[int] | None) -> list[int]:
+    return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())

@@ -1,0 +1,95 @@
+"""A LLaVA of which a part learns."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ...modeling.modeling_sparseformer_llava import SparseFormerLlavaForConditionalGeneration
+
+
+class Learner(nn.Module):
+    """A LLaVA whose projector learns, a copy in float32, and whose states, and so checkpoints, hold what learns: the
+    rest is where it came from.
+
+    Args:
+        llava (`SparseFormerLlavaForConditionalGeneration`): May share its language model with another one.
+    """
+
+    def __init__(self, llava: SparseFormerLlavaForConditionalGeneration):
+        super().__init__()
+        self.dtype = llava.dtype
+        llava.requires_grad_(False)
+        llava.model.multi_modal_projector = copy.deepcopy(llava.model.multi_modal_projector).float().requires_grad_()
+        self.llava = llava
+        self.register_state_dict_post_hook(_drop_frozen)
+        self.register_load_state_dict_post_hook(_forgive_frozen)
+
+    def train(self, mode: bool = True):
+        """Nothing in it behaves otherwise in training."""
+        return super().train(False)
+
+    def forward(self, **inputs):
+        return self.llava(**inputs)
+
+    def add_lora(self, rank: int):
+        """Let the language model learn, by matrices of a low rank that are added to its own.
+
+        Raises:
+            ValueError: if peft is not installed.
+        """
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError:
+            raise ValueError("--lora-rank is peft's: pip install frugalvit[finetune].") from None
+        language_model = self.llava.model.language_model
+        linear = {name for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear), language_model)
+        for parameter in language_model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
+    @property
+    def lora_layers(self) -> dict[str, nn.Module]:
+        return {name: module for name, module in self.llava.named_modules() if hasattr(module, "lora_A")}
+
+    @contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Within it, the language model computes without what was learned of it."""
+        layers = self.lora_layers.values()
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """The LLaVA's weights, in the precision that it had, what was learned of the language model added to them."""
+        layers, state = self.lora_layers, {}
+        for name, value in self.llava.state_dict().items():
+            owner, is_base, rest = name.partition(".base_layer.")
+            if is_base:
+                name = f"{owner}.{rest}"
+                if rest == "weight":
+                    value = (value.float() + layers[owner].get_delta_weight("default")).to(value.dtype)
+            elif "multi_modal_projector." in name:
+                value = value.to(self.dtype)
+            if ".lora_" not in name:
+                state[name] = value
+        return state
+
+
+def _drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
+    frozen = {f"{prefix}{name}" for name, parameter in learner.named_parameters() if not parameter.requires_grad}
+    buffers = {f"{prefix}{name}" for name, _ in learner.named_buffers()}
+    for name in (frozen | buffers) & state.keys():
+        del state[name]
+
+
+def _forgive_frozen(learner: Learner, keys):
+    learned = tuple(name for name, parameter in learner.named_parameters() if parameter.requires_grad)
+    keys.missing_keys[:] = [key for key in keys.missing_keys if key.endswith(learned)]
