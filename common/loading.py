@@ -23,6 +23,7 @@ from transformers import (
     AutoModel,
     AutoModelForImageClassification,
     AutoProcessor,
+    BitsAndBytesConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
     PreTrainedConfig,
@@ -30,7 +31,7 @@ from transformers import (
     TimmWrapperForImageClassification,
     TimmWrapperModel,
 )
-from transformers.utils import logging
+from transformers.utils import is_bitsandbytes_available, logging
 
 from ..modeling import modeling_sparseformer
 from ..modeling.open_clip_adapter import open_clip_image_processor
@@ -38,6 +39,9 @@ from .exported import ExportedModule, is_exported
 
 
 OPEN_CLIP = "open_clip:"
+# Of weights, and how bitsandbytes may hold those of a language model.
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("4bit", "8bit")
 # A side of an image, or of what an image processor makes.
 MOST_PIXELS = 16_384
 # Parts that no embedding of images reads: what pretraining needs, and an extra layer after [CLS].
@@ -167,7 +171,10 @@ def _vision_class(config: PreTrainedConfig) -> type:
 
 
 def load_llava(
-    name: str | os.PathLike, device: str | torch.device | None = None, dtype: torch.dtype = torch.float32
+    name: str | os.PathLike,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    quantize: str | None = None,
 ) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
     """Load a LLaVA in the style of 1.5, for inference, and its processor; arguments and errors as in
     `load_pretrained`."""
@@ -177,7 +184,7 @@ def load_llava(
             raise ValueError(f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5")
         return LlavaForConditionalGeneration
 
-    model = load_pretrained(name, device, False, "a LLaVA", choose_class, dtype=dtype)
+    model = load_pretrained(name, device, False, "a LLaVA", choose_class, dtype=dtype, quantize=quantize)
     hub_id, revision = split_revision(name)
     with one_error(name, "a LLaVA"):
         return model, AutoProcessor.from_pretrained(os.path.expanduser(hub_id), **revision)
@@ -302,6 +309,8 @@ def load_pretrained(
     choose_class: Callable[[PreTrainedConfig], type],
     unread: frozenset[str] = frozenset(),
     dtype: torch.dtype = torch.float32,
+    quantize: str | None = None,
+    device_map: str | None = None,
 ) -> PreTrainedModel:
     """Load a model of Transformers or of this package for inference, whole or not at all.
 
@@ -314,9 +323,13 @@ def load_pretrained(
         unread (`frozenset[str]`, *optional*): Parts, by name, that are not used: their weights may be missing or left
             over, and a pooler is left out where it can be.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Of the weights.
+        quantize (`str`, *optional*): `"4bit"` or `"8bit"`, the weights of a language model by bitsandbytes.
+        device_map (`str`, *optional*): How Accelerate shares a model out among devices, for example `"auto"`, instead
+            of `device`.
 
     Raises:
-        ValueError: if there is no such model, it is of another kind, or weights are missing or left over.
+        ValueError: if there is no such model, it is of another kind, weights are missing or left over, or bitsandbytes
+            is not installed.
     """
     given, (name, revision) = os.fspath(name), split_revision(name)
     folder = Path(name).expanduser()
@@ -333,13 +346,16 @@ def load_pretrained(
 
     device = choose_device(None if device is None else str(device))
     check_sizes(folder, kind)
+    placement = {"device_map": device_map} if device_map else {}
+    if quantize:
+        placement = {"device_map": device_map or {"": device}, "quantization_config": _quantization(quantize, dtype)}
     with one_error(given, kind):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
         model_class = choose_class(config)
         # Classes of Transformers and of this package take no code from elsewhere.
         remote = {"trust_remote_code": trust_remote_code} if model_class.__name__.startswith("Auto") else {}
         # Other shapes are refused below, by name.
-        options = {"ignore_mismatched_sizes": True, **remote, **revision}
+        options = {"ignore_mismatched_sizes": True, **remote, **revision, **placement}
         if "pooler" in unread and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
             options["add_pooling_layer"] = False
         if model_args := getattr(config, "model_args", None):
@@ -347,7 +363,20 @@ def load_pretrained(
             options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
         model, report = model_class.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
     check_complete(given, model, report, kind, unread)
-    return model.eval().to(device)
+    return model.eval() if placement else model.eval().to(device)
+
+
+def _quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """How bitsandbytes is to hold a language model; what sees, and what both share, stays as it is."""
+    if not is_bitsandbytes_available():
+        raise ValueError("--quantize is bitsandbytes', which is not installed: pip install bitsandbytes.")
+    return BitsAndBytesConfig(
+        load_in_4bit=bits == "4bit",
+        load_in_8bit=bits == "8bit",
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_type="nf4",
+        llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
+    )
 
 
 def check_complete(

@@ -10,7 +10,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from .common.command_line import CommandParser
 from .common.exported import ExportedModule, is_exported
 from .common.files import check_file_path, write_json
-from .common.loading import choose_device
+from .common.loading import DTYPES, choose_device
 from .common.macs import count_macs
 from .common.speed import measure
 from .common.tables import format_table
@@ -24,7 +24,6 @@ VITS = {
     "vit-base": {},
     "vit-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
-DTYPES = ("float32", "bfloat16", "float16")
 # Passes of small batches are short: up to so many times as many as of the largest.
 MOST_ROUNDS = 10
 ROUNDS = "timed passes of each model, of smaller batches in proportion more (default: %(default)s)"

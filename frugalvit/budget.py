@@ -16,11 +16,11 @@ import torch
 from huggingface_hub import ModelCard, snapshot_download, try_to_load_from_cache
 from transformers import AutoProcessor, PreTrainedModel
 
-from .benchmark import DTYPES, image_size_of
+from .benchmark import image_size_of
 from .common.command_line import CommandParser
 from .common.comparison import ImageSide, macs_if_countable, using_tokens
 from .common.files import whole_folder
-from .common.loading import choose_device, load_pretrained, split_revision
+from .common.loading import DTYPES, choose_device, load_pretrained, split_revision
 from .common.macs import count_macs
 from .common.speed import images_per_second
 from .common.tables import format_table

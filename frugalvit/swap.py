@@ -2,10 +2,9 @@
 
 import torch
 
-from .benchmark import DTYPES
 from .common.command_line import CommandParser
 from .common.files import whole_folder
-from .common.loading import load_llava, load_vision_model
+from .common.loading import DTYPES, load_llava, load_vision_model
 from .modeling.modeling_sparseformer_llava import matching_processor, swap_vision_tower
 
 

@@ -27,7 +27,7 @@ from ..common.conversations import (
     read_conversations,
 )
 from ..common.data import load_splits
-from ..common.loading import load_llava, load_vision_model
+from ..common.loading import QUANTIZATIONS, load_llava, load_vision_model
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.layers import divergence
 from ..modeling.modeling_sparseformer_llava import matching_processor, swap_vision_tower
@@ -76,6 +76,12 @@ class LlavaArguments:
         "float32",
         "Of the weights that stay as they are, and of those that are written. The ones that learn are float32.",
         choices=[*PRECISIONS],
+    )
+
+    quantize: str | None = argument(
+        None,
+        "Hold the language model's weights so (pip install bitsandbytes). They are written as they were.",
+        choices=[*QUANTIZATIONS],
     )
 
     def __post_init__(self):
@@ -139,8 +145,7 @@ def main(argv: list[str] | None = None) -> int:
 
     train, evaluation = load_questions(data, asking, run.seed)
     dtype = getattr(torch, parts.dtype)
-    original, processor = load_llava(parts.model, "cpu", dtype)
-    original.requires_grad_(False).to(accelerator.device)
+    original, processor = load_llava(parts.model, accelerator.device, dtype, parts.quantize)
     tower, _ = load_vision_model(parts.vision_model, "cpu")
     llava = swap_vision_tower(original, tower)
     if parts.num_tokens is not None:
@@ -247,7 +252,8 @@ def main(argv: list[str] | None = None) -> int:
         return f"{text}: {state.best['agreement']:.2%} of the answers' tokens are right, {before:.2%} before."
 
     def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
-        llava.save_pretrained(folder, state_dict=learner.whole_state())
+        plain = load_llava(parts.model, "cpu", dtype)[0].model.language_model if parts.quantize else None
+        llava.save_pretrained(folder, state_dict=learner.whole_state(plain))
         new_processor.save_pretrained(folder)
         write_card(folder, llava, describe(state), data, run, state, parts.model, "agreement")
 

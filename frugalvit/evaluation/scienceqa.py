@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from ..common.conversations import check_prompt
 from ..common.data import decode_image, default_split, load_table
-from ..common.loading import load_pretrained, split_revision
+from ..common.loading import DTYPES, QUANTIZATIONS, load_pretrained, split_revision
 from .images import add_loop_arguments, positive, take_first
 
 
@@ -44,6 +44,11 @@ def add_parser(tasks) -> None:
     )
     parser.add_argument("--max-new-tokens", type=positive, default=8, help="default: 8")
     parser.add_argument("--limit", type=positive, help="take only the first questions")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
+    parser.add_argument(
+        "--quantize", choices=QUANTIZATIONS, help="hold the language model's weights so (pip install bitsandbytes)"
+    )
+    parser.add_argument("--device-map", metavar="MAP", help="share the model out among devices, for example auto")
     add_loop_arguments(parser, batch_size=8)
     parser.set_defaults(evaluate=run)
 
@@ -55,6 +60,9 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     model = load_pretrained(
         *(arguments.model, arguments.device, arguments.trust_remote_code, "a LLaVA"),
         lambda _: AutoModelForImageTextToText,
+        dtype=getattr(torch, arguments.dtype),
+        quantize=arguments.quantize,
+        device_map=arguments.device_map,
     )
     name, revision = split_revision(arguments.model)
     processor = AutoProcessor.from_pretrained(name, trust_remote_code=arguments.trust_remote_code, **revision)

@@ -186,3 +186,20 @@ def test_half_precision(align, tmp_path):
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     kept = {name for name, value in model.state_dict().items() if value.dtype != torch.bfloat16}
     assert kept == {"model.vision_tower.latents.initial_rois"}
+
+
+def test_a_quantized_language_model_is_written_as_it_was(align, pair, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    align("--quantize", "8bit", train=32)
+    old = load_llava(pair / "llava", "cpu")[0].state_dict()
+    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
+    for name, value in model.state_dict().items():
+        if "language_model" in name or "lm_head" in name:
+            assert torch.equal(value, old[name])
+
+
+def test_quantizing_needs_a_library(align, monkeypatch):
+    monkeypatch.setattr("frugalvit.common.loading.is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ValueError, match="--quantize is bitsandbytes', which is not installed: pip install bitsandb"):
+        align("--quantize", "4bit")

@@ -53,7 +53,9 @@ class Learner(nn.Module):
 
     @property
     def lora_layers(self) -> dict[str, nn.Module]:
-        return {name: module for name, module in self.llava.named_modules() if hasattr(module, "lora_A")}
+        """Of the language model, by their names in it."""
+        modules = self.llava.model.language_model.named_modules()
+        return {name: module for name, module in modules if hasattr(module, "lora_A")}
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
@@ -67,19 +69,23 @@ class Learner(nn.Module):
             for layer in layers:
                 layer.enable_adapters(True)
 
-    def whole_state(self) -> dict[str, torch.Tensor]:
-        """The LLaVA's weights, in the precision that it had, what was learned of the language model added to them."""
-        layers, state = self.lora_layers, {}
+    def whole_state(self, language_model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        """The LLaVA's weights, in the precision that it had, what was learned of the language model added to them.
+
+        Args:
+            language_model (`nn.Module`, *optional*): The language model as it was, if this one's is quantized.
+        """
+        where, state = "model.language_model", {}
         for name, value in self.llava.state_dict().items():
-            owner, is_base, rest = name.partition(".base_layer.")
-            if is_base:
-                name = f"{owner}.{rest}"
-                if rest == "weight":
-                    value = (value.float() + layers[owner].get_delta_weight("default")).to(value.dtype)
-            elif "multi_modal_projector." in name:
-                value = value.to(self.dtype)
+            if not name.startswith(f"{where}."):
+                state[name] = value.to(self.dtype) if "multi_modal_projector." in name else value
+        layers = self.lora_layers
+        for name, value in (language_model or self.llava.model.language_model).state_dict().items():
+            owner, _, rest = name.replace(".base_layer.", ".").rpartition(".")
+            if owner in layers and rest == "weight":
+                value = (value.float() + layers[owner].get_delta_weight("default").to(value.device)).to(value.dtype)
             if ".lora_" not in name:
-                state[name] = value
+                state[f"{where}.{owner}.{rest}"] = value
         return state
 
 
