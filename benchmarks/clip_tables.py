@@ -1,12 +1,13 @@
 """A small CLIP, and a tiny LLaVA on it, before and after a SparseFormer takes the place of their image side.
 
-    python benchmarks/clip_tables.py clip     # table 6's question: zero-shot accuracy and retrieval
-    python benchmarks/clip_tables.py llava    # table 7's: answers before the swap, after it, after more bootstrapping
+    python benchmarks/clip_tables.py clip     # zero-shot accuracy, retrieval, what tokens tell of patches
+    python benchmarks/clip_tables.py llava    # answers before the swap, after it, after `frugalvit align-llava`
 
 Both train the CLIP first: images of CIFAR-10 and sentences about their classes. SparseFormers are bootstrapped from
-its image side with images alone. The language model is trained on questions about the images and never again. Runs are
-kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side before all
-of them are put together. Writes clip_TABLE.json.
+its image side with images alone. The LLaVA is trained on questions about the images; after the swap its projector, and
+in one row its language model, learn from its own answers or from the true ones. Runs are kept under --runs-dir and
+found again, so that a killed command goes on, and seeds can be run side by side before all of them are put together.
+Writes clip_TABLE.json.
 """
 
 import argparse
@@ -27,17 +28,23 @@ from transformers import (
     set_seed,
 )
 
-from frugalvit import SparseFormerVisionModelWithProjection, count_macs, matching_processor, swap_vision_tower
+from frugalvit import (
+    SparseFormerLlavaForConditionalGeneration,
+    SparseFormerVisionModelWithProjection,
+    count_macs,
+    matching_processor,
+    swap_vision_tower,
+)
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import class_names, default_split, load_images
-from frugalvit.common.files import whole_folder
+from frugalvit.common.data import class_names, decode_image, default_split, load_images
+from frugalvit.common.files import whole_folder, write_json
 from frugalvit.common.tables import format_table
 from frugalvit.evaluation.images import image_batches
 from frugalvit.evaluation.retrieval import embed_all_images, retrieval_recall
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
 from frugalvit.modeling.modeling_sparseformer_llava import check_image_tokens
-from frugalvit.training import bootstrap, contrastive
+from frugalvit.training import align_llava, bootstrap, contrastive
 from frugalvit.training.contrastive import word_tokenizer
 from shared import (
     STUDENT,
@@ -54,17 +61,28 @@ from shared import (
 VISION = "image_size=32,patch_size=4,hidden_size=128,intermediate_size=512,num_hidden_layers=6,num_attention_heads=4"
 TEXT = "hidden_size=128,intermediate_size=512,num_hidden_layers=2,num_attention_heads=4"
 LANGUAGE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
+# Of the regression of patches, relative to the variance of a channel.
+RIDGE = 0.1
 VEHICLES = {"airplane", "automobile", "ship", "truck"}
 # Questions, and what answers them given the name of the class.
 QUESTIONS = {
     "what is this ?": lambda name: name,
     "is this an animal or a vehicle ?": lambda name: "vehicle" if name in VEHICLES else "animal",
 }
-# Rows of both tables: latent tokens, and what bootstrapping adds. 64 patches and [CLS] are the CLIP's.
+# Rows of both tables: latent tokens, and how they are bootstrapped. 64 patches and [CLS] are the CLIP's.
+PAPER = ["--recipe", "paper", "--config-overrides", STUDENT, "--learning-rate", "4e-3"]
+INHERITED = ["--focusing", "inherited", "--learning-rate", "1e-3", "--inherited-learning-rate", "0.5"]
 STUDENTS = {
-    "SparseFormer, 16 tokens": (15, []),
-    "SparseFormer, 32 tokens": (31, []),
-    "SparseFormer, 16 tokens, aligned": (15, ["--token-loss-weight", "4"]),  # ours
+    "SparseFormer, 16 tokens": (15, PAPER),
+    "SparseFormer, 32 tokens": (31, PAPER),
+    "SparseFormer, inherited start, 16 tokens": (16, INHERITED),
+    "SparseFormer, inherited start, 36 tokens": (36, INHERITED),
+}
+# Which students a LLaVA learns to read, and by what besides the shared arguments of `frugalvit align-llava`.
+ALIGNED = {
+    "own answers": (list(STUDENTS), []),
+    "own answers, LoRA": (["SparseFormer, 16 tokens"], ["--lora-rank", "8"]),
+    "conversations": (["SparseFormer, 16 tokens"], ["--dataset"]),
 }
 
 
@@ -77,7 +95,7 @@ def main():
     parser.add_argument("--clip-epochs", type=int, default=10, help="default: %(default)s")
     parser.add_argument("--epochs", type=int, default=4, help="of bootstrapping (default: %(default)s)")
     parser.add_argument("--llava-steps", type=int, default=1000, help="default: %(default)s")
-    parser.add_argument("--continued-steps", type=int, default=1000, help="default: %(default)s")
+    parser.add_argument("--align-epochs", type=int, default=1, help="of align-llava (default: %(default)s)")
     add_run_arguments(parser, "runs/clip_tables")
     arguments = parser.parse_args()
 
@@ -94,7 +112,7 @@ def main():
         rows.append(row)
     print(format_table(rows))
     settings = ("images", "test_images", "clip_epochs", "epochs", "seeds")
-    settings += ("llava_steps", "continued_steps") if arguments.table == "llava" else ()
+    settings += ("llava_steps", "align_epochs") if arguments.table == "llava" else ()
     write_table(
         arguments.results_dir / f"clip_{arguments.table}.json",
         {name: getattr(arguments, name) for name in settings},
@@ -116,7 +134,12 @@ def test_split(arguments) -> str:
 
 def test_images(arguments) -> datasets.Dataset:
     dataset = arguments.eval_dataset or arguments.dataset
-    return load_images(dataset, test_split(arguments), class_names=arguments.class_names)
+    names = class_names(train_images(arguments))
+    return load_images(dataset, test_split(arguments), class_names=arguments.class_names, default_names=names)
+
+
+def train_images(arguments) -> datasets.Dataset:
+    return load_images(arguments.dataset, f"train[:{arguments.images}]", class_names=arguments.class_names)
 
 
 def train_clip(arguments, seed: int) -> Path:
@@ -141,9 +164,8 @@ def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
         bootstrap,
         folder,
         [
-            *("--teacher", str(clip), *shared_arguments(arguments, seed), "--crop-scale", "0.8", "1"),
-            *("--recipe", "paper", "--num-latent-tokens", str(tokens), "--config-overrides", STUDENT),
-            *("--epochs", str(arguments.epochs), "--learning-rate", "4e-3", "--batch-size", "64", *extra),
+            *("--teacher", str(clip), *shared_arguments(arguments, seed), "--crop-scale", "0.8", "1", "--no-compare"),
+            *("--num-latent-tokens", str(tokens), "--epochs", str(arguments.epochs), "--batch-size", "64", *extra),
         ],
     )
     return folder
@@ -153,13 +175,13 @@ def measure_clips(arguments, seed: int) -> dict[str, dict[str, float | int]]:
     """Zero-shot accuracy and retrieval of the CLIP and with each SparseFormer."""
     clip = train_clip(arguments, seed)
     images = test_images(arguments)
-    rows = {"CLIP, 64 tokens": measure_clip(clip, None, images)}
+    rows = {"CLIP, 64 tokens": measure_clip(arguments, clip, None, images)}
     for name in STUDENTS:
-        rows[name] = measure_clip(clip, bootstrap_student(arguments, clip, name, seed), images)
+        rows[name] = measure_clip(arguments, clip, bootstrap_student(arguments, clip, name, seed), images)
     return rows
 
 
-def measure_clip(clip: Path, student: Path | None, images: datasets.Dataset) -> dict[str, float | int]:
+def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.Dataset) -> dict[str, float | int]:
     towers = load_two_towers(str(clip), student and str(student), "cpu")
     names = class_names(images)
     classifier = zero_shot_classifier(towers, names, contrastive.SENTENCES)
@@ -179,8 +201,35 @@ def measure_clip(clip: Path, student: Path | None, images: datasets.Dataset) -> 
             f"{direction}@1 of 10": statistics.mean(recall[f"{direction}@1"] for recall in recalls)
             for direction in ("image_to_text", "text_to_image")
         },
+        "patches told": patches_told(arguments, clip, student),
         "macs_with_attention": count_macs(vision, 32).macs_with_attention,
     }
+
+
+@torch.no_grad()
+def patches_told(arguments, clip: Path, student: Path | None) -> float:
+    """How much of the variance of the CLIP's 64 patch states, in the layer that a LLaVA reads, a linear regression
+    explains by a student's tokens there, on test images."""
+    teacher = CLIPModel.from_pretrained(clip).vision_model.eval()
+    if student is None:
+        return 1.0
+    model = SparseFormerVisionModelWithProjection.from_pretrained(student).base_model.eval()
+    processor = AutoProcessor.from_pretrained(clip).image_processor
+
+    def states(images: datasets.Dataset) -> list[torch.Tensor]:
+        found = [], []
+        for pixel_values, _ in image_batches(processor, images, 256):
+            for rows, tower in zip(found, (model, teacher), strict=True):
+                rows.append(tower(pixel_values, output_hidden_states=True).hidden_states[-2][:, 1:].flatten(1))
+        return [torch.cat(rows).double() for rows in found]
+
+    tokens, patches = states(train_images(arguments))
+    centers = tokens.mean(0), patches.mean(0)
+    tokens, patches = tokens - centers[0], patches - centers[1]
+    ridge = RIDGE * tokens.square().sum(0).mean() * torch.eye(tokens.shape[1], dtype=tokens.dtype)
+    weight = torch.linalg.solve(tokens.mT @ tokens + ridge, tokens.mT @ patches)
+    tokens, patches = (rows - center for rows, center in zip(states(test_images(arguments)), centers, strict=True))
+    return (1 - (patches - tokens @ weight).square().sum() / patches.square().sum()).item()
 
 
 def measure_llavas(arguments, seed: int) -> dict[str, dict[str, float | int]]:
@@ -193,9 +242,15 @@ def measure_llavas(arguments, seed: int) -> dict[str, dict[str, float | int]]:
     rows = {"LLaVA with CLIP, 64 tokens": answer_accuracy(llava, processor, images)}
     for name in STUDENTS:
         student = bootstrap_student(arguments, clip, name, seed)
-        rows[name] = swapped_accuracy(folder, student, images)
-        more = continue_bootstrapping(arguments, clip, student, name, seed)
-        rows[f"{name}, {arguments.continued_steps} more iterations"] = swapped_accuracy(folder, more, images)
+        rows[f"{name}, swapped"] = swapped_accuracy(folder, student, images)
+        for recipe, (names, extra) in ALIGNED.items():
+            if name in names:
+                aligned = align(arguments, folder, student, f"{name}, {recipe}", extra, seed)
+                rows[f"{name}, {recipe}"] = answer_accuracy(
+                    SparseFormerLlavaForConditionalGeneration.from_pretrained(aligned),
+                    AutoProcessor.from_pretrained(aligned),
+                    images,
+                )
     return rows
 
 
@@ -205,7 +260,7 @@ def train_llava(arguments, clip: Path, seed: int) -> Path:
     if folder.exists():
         return folder
     set_seed(seed)
-    images = load_images(arguments.dataset, f"train[:{arguments.images}]", class_names=arguments.class_names)
+    images = train_images(arguments)
     names = class_names(images)
     texts = [f"<image> {question} {answer(name)}" for question, answer in QUESTIONS.items() for name in names]
     tokenizer = word_tokenizer([text.replace("<image>", "") for text in texts])
@@ -284,21 +339,39 @@ def question_ids(tokenizer, question: str, image_tokens: int = 64) -> list[int]:
     return [tokenizer.bos_token_id, *[image] * image_tokens, *words]
 
 
-def continue_bootstrapping(arguments, clip: Path, student: Path, name: str, seed: int) -> Path:
-    """The folder of a student that was bootstrapped for more iterations, now or before."""
-    folder, steps, batch_size = student.with_name(f"{student.name}-more"), arguments.continued_steps, 32
-    # An epoch shows no image twice.
-    epochs = next(n for n in range(1, steps + 1) if steps % n == 0 and steps // n <= arguments.images // batch_size)
+def align(arguments, llava: Path, student: Path, name: str, extra: list[str], seed: int) -> Path:
+    """The folder of a LLaVA that learned to read a student, now or before."""
+    folder, data = arguments.runs_dir / folder_name(name, seed), shared_arguments(arguments, seed)
+    if extra == ["--dataset"]:
+        data = ["--dataset", str(write_conversations(arguments)), "--eval-split", "none", "--seed", str(seed)]
+        extra = []
     run_recipe(
-        bootstrap,
+        align_llava,
         folder,
         [
-            *("--teacher", str(clip), "--student", str(student), *shared_arguments(arguments, seed)),
-            *("--crop-scale", "0.8", "1", "--learning-rate", "1e-3", "--batch-size", str(batch_size)),
-            *("--epochs", str(epochs), "--steps-per-epoch", str(steps // epochs), *STUDENTS[name][1]),
+            *("--model", str(llava), "--vision-model", str(student), *data, "--crop-scale", "0.8", "1"),
+            *("--prompt", "{image} {question}", "--questions", *QUESTIONS, "--answer-tokens", "1"),
+            *("--epochs", str(arguments.align_epochs), "--eval-batch-size", "128", *extra),
         ],
     )
     return folder
+
+
+def write_conversations(arguments) -> Path:
+    """The training images, and for each one of the questions with its true answer, as LLaVA's files have them."""
+    folder = arguments.runs_dir / f"conversations-{arguments.images}"
+    if not folder.exists():
+        images = train_images(arguments)
+        names, questions, records = class_names(images), list(QUESTIONS.items()), []
+        with whole_folder(folder) as aside:
+            for index, record in enumerate(images):
+                decode_image(record["image"], index).save(aside / f"{index}.png")
+                question, answer = questions[index % len(questions)]
+                turns = [("human", f"<image>\n{question}"), ("gpt", answer(names[record["label"]]))]
+                said = [{"from": role, "value": text} for role, text in turns]
+                records.append({"id": str(index), "image": f"{index}.png", "conversations": said})
+            write_json(aside / "conversations.json", records)
+    return folder / "conversations.json"
 
 
 def swapped_accuracy(llava_folder: Path, student: Path, images: datasets.Dataset) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPVisionConfig
 
 import frugalvit
-from frugalvit import index
+from frugalvit import SparseFormerVisionModelWithProjection, index
 from frugalvit.cli import main
 from frugalvit.common.data import SUBSET, decode_image, load_images
 from frugalvit.index import Shard, read_shards
@@ -103,6 +105,28 @@ def test_a_killed_command_goes_on_and_new_images_are_added(images, tmp_path, cap
     changed.unlink()
     assert main(["search", str(output), str(images / "1" / "03.png"), "--top", "25", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 24
+
+
+def test_a_swapped_image_side_is_compared_with_the_clips_own(images, tmp_path, capsys):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**sizes, image_size=64, patch_size=4, projection_dim=16)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    text = {**sizes, "vocab_size": len(tokenizer)}
+    clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+    student = SparseFormerVisionModelWithProjection.from_teacher(clip, 4, truncate=1, stem_channels=8)
+    clip.save_pretrained(tmp_path / "clip")
+    CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}).save_pretrained(
+        tmp_path / "clip"
+    )
+    tokenizer.save_pretrained(tmp_path / "clip")
+    student.save_pretrained(tmp_path / "student")
+    models = ["--model", str(tmp_path / "clip"), "--vision-model", str(tmp_path / "student")]
+    assert main(["index", str(images), *models, "--output", str(tmp_path / "index"), "--device", "cpu"]) == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    found = re.fullmatch(r".* of 24: (.*) images/s, (.*) with the CLIP's own image side\.", line)
+    new, own = map(float, found.groups())
+    assert new > own
 
 
 def test_two_processes_share_the_work(images, tmp_path):
