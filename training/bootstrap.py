@@ -211,6 +211,14 @@ class AlignmentArguments:
         "Weight of an added distance of each token from the teacher's where it looks.",
         ", 0 with --teacher-cache",
     )
+    token_layers: list[int] | None = argument(
+        None, "Layers of these tokens, -1 for the last; a LLaVA reads -2. Default: all, the first one's inputs, too."
+    )
+    token_distance: str = argument(
+        "normalized",
+        "normalized: of LayerNorm-ed tokens. raw: of tokens as they are, which a LLaVA reads.",
+        choices=["normalized", "raw"],
+    )
     elastic_loss_weight: float = argument(
         0.0,
         "With --elastic-token-counts, weight of an added distance of each token from those of the largest count where "
@@ -378,7 +386,9 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(
             "--elastic-loss-weight compares counts of tokens, and the student has one; give --elastic-token-counts."
         )
-    align_tokens = TokenAlignment(student, anatomy) if alignment.token_loss_weight else None
+    align_tokens = None
+    if alignment.token_loss_weight:
+        align_tokens = TokenAlignment(student, anatomy, alignment.token_layers, alignment.token_distance)
     reads_tokens = align_tokens or alignment.elastic_loss_weight
     outputs_asked_for = TokenAlignment.arguments if reads_tokens else {"output_tokens": False}
     if glances:

@@ -91,6 +91,25 @@ def test_compares_every_depth_with_the_teachers(make_teacher, truncate):
     assert alignment(outputs, held).item() == pytest.approx(0, abs=1e-4)
 
 
+def test_a_layer_as_it_is():
+    """Of the states that a LLaVA reads, scale and mean count, too."""
+    student, teacher = make_pair(transformers_vit)
+    anatomy = read_anatomy(teacher)
+    alignment = TokenAlignment(student, anatomy, layers=[-2], distance="raw")
+    images = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
+    outputs, held = student.base_model(images, **alignment.arguments), anatomy.states(images)
+    shares, states = alignment._shares(outputs.rois[-1]), outputs.hidden_states[-2]
+    patches = held[-2][:, -shares.shape[-1] :]
+    expected = (states[:, alignment.skipped :] - shares @ patches).square().mean() / patches.var((0, 1)).mean()
+    torch.testing.assert_close(alignment(outputs, held), expected)
+    for scale, shift, far in ((1, 0, False), (3, 0, True), (1, 1, True)):
+        tokens = scale * shares @ patches + shift
+        outputs.hidden_states = [*outputs.hidden_states[:-2], torch.cat([states[:, :1], tokens], 1), None]
+        assert (alignment(outputs, held) > 0.1) == far
+    with pytest.raises(ValueError, match="--token-layers has 3, the student's layers are -3 to 2"):
+        TokenAlignment(student, anatomy, layers=[3])
+
+
 def test_a_student_deeper_than_its_teacher():
     student, _ = make_pair(transformers_vit, truncate=0)
     shallow = ViTForImageClassification(

@@ -16,21 +16,27 @@ class TokenAlignment:
     """Hints (Romero et al. 2015) for the tokens of a SparseFormer, not part of the paper's recipe.
 
     A token should hold what the teacher's tokens within its RoI hold on average, before the first inherited block and
-    after each. The distance is the mean squared one between LayerNorm-ed tokens, averaged over these depths; [CLS] and
+    after each, or at some of these depths. The distance is the mean squared one, averaged over depths, between
+    LayerNorm-ed tokens, or between tokens as they are, relative to the variance of the teacher's patches. [CLS] and
     registers take no part. RoIs get no gradient from it.
 
     Args:
         student (`SparseFormerForImageClassification`): Has the teacher's blocks but the leading ones.
         teacher (`Anatomy`): Of the teacher, read for the images that it sees.
+        layers (`list[int]`, *optional*): Depths as places among the student's hidden states, -1 for the last; all by
+            default. A LLaVA reads -2.
+        distance (`str`, *optional*, defaults to `"normalized"`): Or `"raw"`, which a projector behind it needs.
 
     Raises:
-        ValueError: if the student has more blocks than the teacher.
+        ValueError: if the student has more blocks than the teacher, or not such a layer.
     """
 
     # What the student is to be called with.
     arguments = {"output_hidden_states": True, "output_rois": True}
 
-    def __init__(self, student: nn.Module, teacher: Anatomy):
+    def __init__(
+        self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None, distance: str = "normalized"
+    ):
         self.grid, self.skipped = teacher.grid, student.config.num_prefix_tokens
         self.depths = len(student.base_model.layers) + 1
         if self.depths - 1 > len(teacher.blocks):
@@ -38,14 +44,25 @@ class TokenAlignment:
                 f"The student has {self.depths - 1} blocks and the teacher {len(teacher.blocks)}; their tokens cannot "
                 "be aligned. Leave --token-loss-weight at 0."
             )
+        for layer in layers or ():
+            if not -self.depths <= layer < self.depths:
+                raise ValueError(
+                    f"--token-layers has {layer}, the student's layers are {-self.depths} to {self.depths - 1}."
+                )
+        self.layers, self.distance = layers or range(self.depths), distance
 
     def __call__(self, outputs, teacher_tokens: list[torch.Tensor]) -> torch.Tensor:
         """The loss of the student's `outputs`; `teacher_tokens` are the teacher's `states` of the same images."""
         shares = self._shares(outputs.rois[-1].detach())
+        held_by_depth = teacher_tokens[-self.depths :]
         losses = []
-        for state, held in zip(outputs.hidden_states, teacher_tokens[-self.depths :], strict=True):
-            tokens, expected = state[:, self.skipped :].float(), shares @ held[:, -shares.shape[-1] :].float()
-            losses.append(F.mse_loss(_normalize(tokens), _normalize(expected)))
+        for layer in self.layers:
+            patches = held_by_depth[layer][:, -shares.shape[-1] :].float()
+            tokens, expected = outputs.hidden_states[layer][:, self.skipped :].float(), shares @ patches
+            if self.distance == "normalized":
+                losses.append(F.mse_loss(_normalize(tokens), _normalize(expected)))
+            else:
+                losses.append(F.mse_loss(tokens, expected) / patches.var((0, 1)).mean())
         return torch.stack(losses).mean()
 
     def _shares(self, rois: torch.Tensor) -> torch.Tensor:
