@@ -111,5 +111,6 @@ def main(argv: list[str] | None = None) -> int:
 
         if debug or not (message := reason(error)):
             raise
-        print(f"frugalvit {command}: error: {message}", file=sys.stderr)
-        return 1
+    # After the handler nothing holds progress bars, and the message has a line of its own.
+    print(f"frugalvit {command}: error: {message}", file=sys.stderr)
+    return 1

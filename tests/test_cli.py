@@ -6,10 +6,11 @@ import sys
 import types
 
 import pytest
+from tqdm import tqdm
 
 from frugalvit import cli
 from frugalvit.common import command_line
-from frugalvit.training.components.arguments import RunArguments, parse_arguments
+from frugalvit.training.components.arguments import RunArguments, parse_arguments, run_as_program
 from frugalvit.version import __version__
 
 
@@ -208,3 +209,17 @@ def test_bad_input_of_info(arguments, capsys, monkeypatch):
     assert output == ""
     assert error.startswith("frugalvit info: error: ")
     assert error.count("\n") == 1
+
+
+def test_an_error_has_a_line_of_its_own_beside_a_progress_bar(monkeypatch, capsys):
+    def fail(argv):
+        progress = tqdm(total=4, mininterval=0)
+        progress.update(2)
+        raise ValueError("boom")
+
+    monkeypatch.setattr("frugalvit.info.main", fail)
+    assert cli.main(["info"]) == 1
+    assert re.search(r"\| 2/4 [^\n]*\nfrugalvit info: error: boom\n$", capsys.readouterr().err)
+    with pytest.raises(SystemExit, match="^info: error: boom$"):
+        run_as_program(lambda: fail([]), "info")
+    assert re.search(r"\| 2/4 [^\n]*\n$", capsys.readouterr().err)

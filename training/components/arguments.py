@@ -287,4 +287,5 @@ def run_as_program(main: Callable, prog: str):
     except Exception as error:
         if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not (message := reason(error)):
             raise
-        sys.exit(f"{prog}: error: {message}")
+    # After the handler nothing holds progress bars, and the message has a line of its own.
+    sys.exit(f"{prog}: error: {message}")
