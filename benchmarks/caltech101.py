@@ -5,6 +5,7 @@
     python benchmarks/caltech101.py table
     python benchmarks/caltech101.py picture --test TEST --student RUN
     python benchmarks/caltech101.py compare --test TEST --tome CHECKOUT
+    python benchmarks/caltech101.py tome --train TRAIN --test TEST --tome CHECKOUT --merged 40
     python benchmarks/caltech101.py features --model FOLDER --train TRAIN --test TEST
 
 `teacher` fine-tunes a pretrained ViT, first on small images. `students` bootstraps from it, without labels: students
@@ -14,9 +15,10 @@ the paper's (paper), students with all of the teacher's tokens and its last bloc
 counts of tokens (elastic), also asked with few first and with more where it is not sure. Test images choose nothing:
 the last step of each run is what counts. Runs are kept under --runs-dir and found again; `table` puts all that are
 there into caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png, `picture` draws where
-a student that glances looks on photographs and on the same as small objects (caltech101_windows.png).
-`compare` is `frugalvit compare` with ToMe
-(github.com/facebookresearch/ToMe) besides, as it is off the shelf (compare_caltech101.json and .png).
+a student that glances looks on photographs and on the same as small objects (caltech101_windows.png). `compare` is
+`frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is off the shelf
+(compare_caltech101.json and .png). `tome` tunes it, too, on the views and by the loss of the students
+(caltech101_tome.json).
 `features` bootstraps from the pretrained ViT itself on the images of 81 classes, and judges the embeddings of teacher
 and student by the 20 others (caltech101_features.json).
 """
@@ -36,6 +38,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import frugalvit
+import token_merging
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.comparison import using_tokens
 from frugalvit.common.data import class_names, decode_image, label_numbers, load_images
@@ -51,7 +54,7 @@ from frugalvit.pictures import save_figure
 from frugalvit.predict import draw_predictions, format_labels, predict
 from frugalvit.training import bootstrap, train
 from shared import add_run_arguments, run_recipe, spread, write_comparison, write_table
-from token_merging import merging
+from token_merging import merging, tome
 
 
 # Arguments of `frugalvit bootstrap` besides the shared ones.
@@ -83,7 +86,7 @@ LEFT_OUT = range(0, 100, 5)
 
 def main():
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["teacher", "students", "table", "picture", "compare", "features"])
+    parser.add_argument("what", choices=["teacher", "students", "table", "picture", "compare", "tome", "features"])
     parser.add_argument("--model", help="pretrained ViT to fine-tune")
     parser.add_argument("--train", help="parquet file or folder of training images")
     parser.add_argument("--test", help="of test images")
@@ -105,6 +108,7 @@ def main():
         "students": ("train", "test"),
         "picture": ("test", "student"),
         "compare": ("test",),
+        "tome": ("train", "test", "tome"),
         "features": ("model", "train", "test"),
     }
     if missing := [name for name in needed.get(arguments.what, ()) if getattr(arguments, name) is None]:
@@ -115,6 +119,7 @@ def main():
         "table": make_table,
         "picture": draw_windows,
         "compare": compare_all,
+        "tome": tune_tome,
         "features": compare_features,
     }
     commands[arguments.what](arguments)
@@ -297,6 +302,41 @@ def compare_all(arguments):
     rows = compare(contenders, images, batch_size=32, rounds=arguments.rounds, memory=False)
     write_comparison(
         arguments, "compare_caltech101", len(images), rows, data="Caltech-101, test images chosen at random, 224 px"
+    )
+
+
+def tune_tome(arguments):
+    """ToMe off the shelf, and after one epoch of the students' views, loss and rate of inherited weights."""
+    folder = arguments.runs_dir / "teacher"
+    teacher, processor = load_teacher(str(folder))
+    runs = {}
+    for merged, seed in itertools.product(arguments.merged, arguments.seeds):
+        argv = [
+            *shared_arguments(arguments, folder, arguments.train, seed)[:4],
+            *("--eval-split", "none", "--batch-size", str(BATCH_SIZE), "--seed", str(seed)),
+            *("--mixed-precision", arguments.mixed_precision, "--loss", "cosine", "--crop-scale", "0.5", "1"),
+            *("--epochs", "1", "--learning-rate", "2e-5", "--warmup-epochs", "0.1", "--weight-decay", "0.05"),
+            *("--tome", arguments.tome, "--merged", str(merged)),
+        ]
+        runs[merged, seed] = arguments.runs_dir / f"tome{merged}-seed{seed}"
+        run_recipe(token_merging, runs[merged, seed], argv)
+    rows = []
+    for merged in arguments.merged:
+        for tuned in (None, *arguments.seeds):
+            model = tome(teacher, arguments.tome, merged, tuned if tuned is None else runs[merged, tuned])
+            with torch.inference_mode():
+                embeddings, labels = embed(
+                    arguments, lambda pixels, model=model: model(pixels).embedding, processor, "test"
+                )
+                right = teacher.classifier(embeddings).argmax(1) == labels
+            row = {"merged": merged, "seed": tuned, "accuracy": right.float().mean().item()}
+            rows.append(row | {"macs": frugalvit.count_macs(model, teacher.image_size).macs_with_attention})
+    print(format_table(rows))
+    write_table(
+        arguments.results_dir / "caltech101_tome.json",
+        {"merged": arguments.merged, "seeds": arguments.seeds, "images": len(labels)},
+        rows,
+        data="Caltech-101, test images, 224 px; seed null: off the shelf",
     )
 
 

@@ -90,6 +90,8 @@ def _turns(values, where: str) -> list[tuple[str, str]]:
     if sum(text.count(PLACEHOLDER) for text in texts) > 1:
         raise ValueError(f"{where} has several places for images, expected one image a conversation.")
     texts = [text.replace(PLACEHOLDER, "").strip() for text in texts]
+    if not all(texts[1::2]):
+        raise ValueError(f"{where} has an answer without words.")
     return list(zip(texts[::2], texts[1::2], strict=True))
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import DistributedType
 from PIL import Image
+from tqdm import tqdm
 
 from ..common.conversations import (
     NO_ANSWER,
@@ -224,7 +225,11 @@ def main(argv: list[str] | None = None) -> int:
     def evaluate(model) -> dict[str, float]:
         model.eval()
         shares = []
-        for number, batch in enumerate(eval_loader):
+        # Until answers are known, it takes long.
+        progress = tqdm(
+            eval_loader, desc="answers", leave=False, disable=None if accelerator.is_main_process else True
+        )
+        for number, batch in enumerate(progress):
             if number not in found:
                 # Distributions of all answers would fill the memory.
                 found[number] = Answers(ask(batch, evaluation).conversations)

@@ -57,6 +57,7 @@ def test_reads_what_is_said_about_images(write, name):
         ([{"image": "a.png", "conversations": said("a", "b")[::-1]}], r"in turns, got \['gpt', 'human'\]"),
         ([{"image": "a.png", "conversations": ["a", "b"]}], r"in turns, got \[None, None\]"),
         ([{"image": "a.png", "conversations": said("a", None)}], "says None, expected a text"),
+        ([{"image": "a.png", "conversations": said("a", " ")}], "Record 0 .* has an answer without words"),
         ([{"image": "a.png", "conversations": said("<image> <image>", "a")}], "expected one image a conversation"),
     ],
 )
