@@ -69,20 +69,18 @@ QUESTIONS = {
     "what is this ?": lambda name: name,
     "is this an animal or a vehicle ?": lambda name: "vehicle" if name in VEHICLES else "animal",
 }
-# Rows of both tables: latent tokens, and how they are bootstrapped. 64 patches and [CLS] are the CLIP's.
-PAPER = ["--recipe", "paper", "--config-overrides", STUDENT, "--learning-rate", "4e-3"]
-INHERITED = ["--focusing", "inherited", "--learning-rate", "1e-3", "--inherited-learning-rate", "0.5"]
+# Rows of both tables: latent tokens, and what bootstrapping adds. 64 patches and [CLS] are the CLIP's.
+READABLE = ["--token-loss-weight", "1", "--token-layers", "-2", "--token-distance", "raw"]
 STUDENTS = {
-    "SparseFormer, 16 tokens": (15, PAPER),
-    "SparseFormer, 32 tokens": (31, PAPER),
-    "SparseFormer, inherited start, 16 tokens": (16, INHERITED),
-    "SparseFormer, inherited start, 36 tokens": (36, INHERITED),
+    "SparseFormer, 16 tokens": (15, []),
+    "SparseFormer, 16 readable tokens": (15, READABLE),
+    "SparseFormer, 32 readable tokens": (31, READABLE),
 }
 # Which students a LLaVA learns to read, and by what besides the shared arguments of `frugalvit align-llava`.
 ALIGNED = {
     "own answers": (list(STUDENTS), []),
-    "own answers, LoRA": (["SparseFormer, 16 tokens"], ["--lora-rank", "8"]),
-    "conversations": (["SparseFormer, 16 tokens"], ["--dataset"]),
+    "own answers, LoRA": (["SparseFormer, 16 readable tokens"], ["--lora-rank", "8"]),
+    "conversations": (["SparseFormer, 16 readable tokens"], ["--dataset"]),
 }
 
 
@@ -93,7 +91,7 @@ def main():
     parser.add_argument("--images", type=int, default=8000, help="training images (default: %(default)s)")
     parser.add_argument("--test-images", type=int, default=2000, help="default: %(default)s")
     parser.add_argument("--clip-epochs", type=int, default=10, help="default: %(default)s")
-    parser.add_argument("--epochs", type=int, default=4, help="of bootstrapping (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=8, help="of bootstrapping (default: %(default)s)")
     parser.add_argument("--llava-steps", type=int, default=1000, help="default: %(default)s")
     parser.add_argument("--align-epochs", type=int, default=1, help="of align-llava (default: %(default)s)")
     add_run_arguments(parser, "runs/clip_tables")
@@ -165,7 +163,8 @@ def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
         folder,
         [
             *("--teacher", str(clip), *shared_arguments(arguments, seed), "--crop-scale", "0.8", "1", "--no-compare"),
-            *("--num-latent-tokens", str(tokens), "--epochs", str(arguments.epochs), "--batch-size", "64", *extra),
+            *("--recipe", "paper", "--num-latent-tokens", str(tokens), "--config-overrides", STUDENT),
+            *("--epochs", str(arguments.epochs), "--learning-rate", "4e-3", "--batch-size", "64", *extra),
         ],
     )
     return folder
