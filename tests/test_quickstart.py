@@ -28,7 +28,8 @@ def few_images(monkeypatch):
 
 def test_makes_a_repository_a_picture_and_results(tmp_path, capsys):
     out = tmp_path / "out"
-    quickstart.main(["--output", str(out), "--images", "128", "--epochs", "1", "--seed", "3"])
+    counts = ["--elastic-token-counts", "7", "15"]
+    quickstart.main(["--output", str(out), "--images", "128", "--epochs", "1", "--seed", "3", *counts])
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert results.keys() == {
         "teacher_accuracy",
@@ -52,7 +53,11 @@ def test_makes_a_repository_a_picture_and_results(tmp_path, capsys):
     with Image.open(out / "rois.png") as picture:
         assert picture.width > 500 and len(picture.convert("L").getcolors(256)) > 20
     printed = capsys.readouterr().out
-    assert "teacher" in printed and "student" in printed and "images/s" in printed
+    # A row for each count.
+    table = printed[printed.index("both models in this run") :]
+    rows = [line.split() for line in table.splitlines() if line.startswith(("teacher", "student"))]
+    assert [row[0] for row in rows] == ["teacher", "student", "student"] and "images/s" in table
+    assert [row[2] for row in rows] == ["65", "8", "16"]
 
     with pytest.raises(ValueError, match="finished quickstart"):
         quickstart.main(["--output", str(out)])
