@@ -111,7 +111,11 @@ class BootstrappedViTForImageClassification(HubModel):
     base_model_prefix = "model"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    auto_classes = {"AutoModelForImageClassification": "BootstrappedViTForImageClassification"}
+    # There is no model without a head: `vit.base_model` and `agent.base_model` are these.
+    auto_classes = {
+        "AutoModel": "BootstrappedViTForImageClassification",
+        "AutoModelForImageClassification": "BootstrappedViTForImageClassification",
+    }
     supports_gradient_checkpointing = True
     # The loss is a mean over the batch.
     accepts_loss_kwargs = False

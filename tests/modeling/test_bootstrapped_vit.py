@@ -11,6 +11,7 @@ from processes import run_without_frugalvit
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModel,
     AutoModelForImageClassification,
     Trainer,
     TrainingArguments,
@@ -18,6 +19,7 @@ from transformers import (
     pipeline,
 )
 
+import frugalvit
 from frugalvit import (
     AgentCNNForImageClassification,
     BootstrappedViTConfig,
@@ -363,3 +365,15 @@ class TestConfiguration:
     def test_bad_configurations(self, fields, message):
         with pytest.raises(Exception, match=message):
             make_config(**fields)
+
+
+@torch.no_grad()
+def test_the_one_that_ships_loads_by_both_auto_classes():
+    folder = frugalvit.checkpoint_path("cifar10-vit-bootstrapped")
+    models = [kind.from_pretrained(folder) for kind in (AutoModel, AutoModelForImageClassification)]
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    logits = [model(images).logits for model in models]
+    assert torch.equal(*logits)
+    # What classifies is the transformer; without a classifier it gives features.
+    assert torch.equal(models[0].vit(images).logits, logits[0])
+    assert models[0].vit.base_model(images).last_hidden_state.shape == (2, 65, models[0].config.vit_config.hidden_size)
