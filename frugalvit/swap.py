@@ -39,5 +39,5 @@ def main(argv: list[str] | None = None) -> None:
         processor.save_pretrained(folder)
     print(
         f"Wrote {arguments.output}: {model.config.image_seq_length} tokens an image instead of {before} patches, in "
-        f"{arguments.dtype}. The language model has not learned to read them yet."
+        f"{arguments.dtype}. `frugalvit align-llava` lets the projector learn to read them."
     )
