@@ -314,7 +314,7 @@ def default_split(dataset: str | list[str], name: str | None = None) -> str:
 
 
 def evaluation_splits(splits: list[str]) -> list[str]:
-    """Those of a data set's splits that are there to evaluate on, the first choice first."""
+    """Which of a data set's splits are there to evaluate on, the first choice first."""
     return [split for split in EVALUATION_SPLITS if split in splits]
 
 

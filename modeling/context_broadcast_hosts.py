@@ -193,7 +193,7 @@ def _find_in_blocks(model: nn.Module, anatomy, positions: Sequence[str]) -> list
 
 
 def _find_matches(model: nn.Module, positions: Sequence[str], pattern: str) -> list[Place]:
-    """The same for modules with matching names."""
+    """The places at all modules whose names match `pattern`."""
     if len(positions) > 1:
         raise ValueError(f"With `pattern`, give one position; got {list(positions)}.")
     side = "input" if positions[0] in ("mlp_front", "mlp_mid") else "output"

@@ -348,7 +348,7 @@ def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[
 
 
 def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: list[str]):
-    """The same before Context Broadcasting is inserted."""
+    """A pretrained or a new model, its image processor with it, before Context Broadcasting is inserted."""
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
     if arguments.model:

@@ -508,7 +508,7 @@ class Anatomy:
         return _normalize(self.pre_norm, torch.cat([front, patches], dim=1))
 
     def resized(self, image_size: tuple[int, int]) -> "ResizedAnatomy":
-        """The same weights seeing images of another size, whatever size the model itself insists on.
+        """What the same weights make of images of another size, also if the model itself insists on its own.
 
         All is computed from what was read, with positions for the new grid (`positions_of`). Rotary angles belong to
         places in the image: those of a patch's center stay as they are.

@@ -23,12 +23,12 @@ from .anatomy import (
 
 
 def is_open_clip(model: nn.Module) -> bool:
-    """Whether it is a visual tower of open_clip."""
+    """Whether a module is a visual tower of open_clip."""
     return has_trunk(model) or all(hasattr(model, name) for name in ("transformer", "class_embedding", "ln_post"))
 
 
 def has_trunk(model: nn.Module) -> bool:
-    """Whether it is open_clip's adapter of a model of timm."""
+    """Whether a module is open_clip's adapter of a model of timm."""
     return timm.is_timm(getattr(model, "trunk", None)) and isinstance(getattr(model, "head", None), nn.Sequential)
 
 

@@ -30,7 +30,7 @@ _AFTER_ATTENTION = {"SwinTransformerBlock": "drop_path1", "SwinTransformerV2Bloc
 
 
 def is_timm(model: nn.Module) -> bool:
-    """Whether it has the interface of timm's models."""
+    """Whether a module has the interface of timm's models."""
     return all(hasattr(model, name) for name in ("forward_features", "forward_head", "reset_classifier"))
 
 

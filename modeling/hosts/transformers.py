@@ -70,7 +70,7 @@ _HIERARCHICAL = {
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether it has the interface of Transformers' models."""
+    """Whether a module has the interface of Transformers' models."""
     return hasattr(model, "config") and hasattr(model, "base_model")
 
 

@@ -95,7 +95,7 @@ def write_card(
 
 
 def hub_ids(datasets: list[str]) -> list[str]:
-    """Those of data sets that the hub has; files and folders of this machine have no id."""
+    """The ids of those data sets that are on the hub; files and folders of this machine have none."""
     ids = [EMBEDDED if name == SUBSET else split_revision(name)[0] for name in datasets]
     return [name for name in ids if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists()]
 
