@@ -61,6 +61,12 @@ QUESTIONS = ["What is in the image?", "Describe the image.", "What is this?"]
 # Of the learning rate: weights of the language model are moved less than those of the projector (LLaVA 1.5 takes 2e-4
 # beside 1e-3).
 LORA_RATE = 0.2
+# In the card.
+USE = """
+
+inputs = processor(images=image, text={prompt!r}, return_tensors="pt")
+answer = model.generate(**inputs, max_new_tokens=20)
+print(processor.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 
 @dataclass
@@ -258,9 +264,17 @@ def main(argv: list[str] | None = None) -> int:
 
     def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         plain = load_llava(parts.model, "cpu", dtype)[0].model.language_model if parts.quantize else None
-        llava.save_pretrained(folder, state_dict=learner.whole_state(plain))
+        weights = learner.whole_state(plain)
+        # Saving takes them out of it.
+        num_parameters = sum(weight.numel() for weight in weights.values())
+        llava.save_pretrained(folder, state_dict=weights)
         new_processor.save_pretrained(folder)
-        write_card(folder, llava, describe(state), data, run, state, parts.model, "agreement")
+        prompt = asking.prompt.format(image=f"{processor.image_token}\n", question=asking.questions[0])
+        write_card(
+            *(folder, llava, describe(state), data, run, state, parts.model, "agreement"),
+            use=USE.format(prompt=prompt),
+            num_parameters=num_parameters,
+        )
 
     state = fit(
         accelerator,

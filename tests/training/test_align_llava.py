@@ -1,6 +1,7 @@
 """A LLaVA learns to read a SparseFormer, from its own answers or from conversations."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -62,6 +63,11 @@ def test_the_projector_alone_learns_to_give_the_same_answers(align, pair, tmp_pa
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "llava with 7 tokens an image, those of tower; the projector learned from answers" in card.text
     assert str(pair) not in card.text.partition("Made by")[0]
+    assert f"\n{model.num_parameters():,} parameters" in card.text
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    image = Image.effect_noise((48, 40), 90).convert("RGB")
+    exec(code.replace("path/or/id", str(tmp_path / "out")), {"image": image})
+    assert capsys.readouterr().out.strip()
     # What is kept is what learns.
     (newest,) = (tmp_path / "out" / "checkpoints").glob("step-00000012")
     assert (newest / "model.safetensors").stat().st_size < 20_000
@@ -89,8 +95,10 @@ def test_a_run_that_was_stopped_goes_on(align, tmp_path):
 
 def test_the_language_model_may_learn_too(align, pair, tmp_path):
     align("--epochs", "2", "--lora-rank", "4", "--num-tokens", "4")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values()) and model.config.image_seq_length == 4
+    assert f"\n{model.num_parameters():,} parameters" in card
     old = load_llava(pair / "llava", "cpu")[0].state_dict()
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, old.get(name, value))}
     matrices = {name for name in old if "language_model.layers" in name and name.endswith("proj.weight")}

@@ -43,6 +43,8 @@ def write_card(
     state: TrainingState,
     base_model: str | None = None,
     metric: str = "accuracy",
+    use: str | None = None,
+    num_parameters: int | None = None,
 ):
     """Write the card of a trained model.
 
@@ -53,6 +55,8 @@ def write_card(
         data, run, state: The recipe's data, arguments and the state it is in.
         base_model (`str`, *optional*): The model that it came from.
         metric (`str`, *optional*, defaults to `"accuracy"`): What the hub is to list, if it was measured.
+        use (`str`, *optional*): Code that uses `model` and `processor`, where those of the task do not fit.
+        num_parameters (`int`, *optional*): Where those in memory are others than those that are saved.
     """
     name = Path(run.output_dir).name
     # Projections of embeddings have no pipeline of their own.
@@ -83,13 +87,14 @@ def write_card(
         eval_results=results,
     )
     command = json.loads((Path(run.output_dir) / "run.json").read_text(encoding="utf-8"))["command"]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = num_parameters or sum(parameter.numel() for parameter in model.parameters())
+    use = USES.get(pipeline_tag(model), "") if use is None else use
     evaluated = f"the best on the split {data.evaluated} of {' '.join(data.eval_dataset or data.dataset)}"
     ModelCard(
         f"---\n{card.to_yaml()}\n---\n\n# {name}\n\n{summary}\n\n"
-        f"{parameters:,} parameters; epoch {state.epoch} of {run.epochs}, "
+        f"{num_parameters:,} parameters; epoch {state.epoch} of {run.epochs}, "
         f"{'none was evaluated' if data.evaluated is None else evaluated}; seed {run.seed}.\n\n"
-        f"```python\n{loading_example(model)}{USES.get(pipeline_tag(model), '')}\n```\n\n"
+        f"```python\n{loading_example(model)}{use}\n```\n\n"
         f"Made by\n\n```\n{command}\n```\n"
     ).save(folder / "README.md")
 
