@@ -1,26 +1,67 @@
 """Processes that tests start."""
 
+import atexit
+import functools
+import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 
-def run_without_frugalvit(home: Path, *arguments):
-    """Run without_frugalvit.py, with an own home of the hub's caches and without a network."""
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))},
-        "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": "1",
-    }
-    script = Path(__file__).with_name("without_frugalvit.py")
-    process = subprocess.run(
-        [sys.executable, str(script), *map(str, arguments)],
+SCRIPT = Path(__file__).with_name("without_frugalvit.py")
+
+
+def run_without_frugalvit(directory: Path, *arguments, own_cache: bool = False):
+    """Run without_frugalvit.py, without a network.
+
+    Args:
+        directory (`Path`): Where it runs.
+        arguments: Its own.
+        own_cache (`bool`, *optional*, defaults to `False`): Whether `directory` has the hub's caches, for which it
+            takes a process of its own.
+    """
+    arguments = [str(argument) for argument in arguments]
+    if own_cache:
+        command = [sys.executable, str(SCRIPT), *arguments]
+        options = {"cwd": directory, "env": environment(directory), "capture_output": True, "text": True}
+        process = subprocess.run(command, **options, check=False, timeout=280)
+        assert process.returncode == 0, process.stderr[-4000:]
+        return
+    server = serving()
+    server.stdin.write(json.dumps({"directory": str(directory), "arguments": arguments}) + "\n")
+    server.stdin.flush()
+    log = json.loads(server.stdout.readline())
+    assert log is None, Path(log).read_text(encoding="utf-8")[-4000:]
+
+
+@functools.cache
+def serving() -> subprocess.Popen:
+    """The server of this process' tests; it ends with them."""
+    home = tempfile.mkdtemp(prefix="without-frugalvit-")
+    server = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "serve"],
         cwd=home,
-        env=environment,
-        capture_output=True,
+        env=environment(home),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
-        check=False,
-        timeout=280,
     )
-    assert process.returncode == 0, process.stderr[-4000:]
+
+    def end():
+        server.stdin.close()
+        server.wait()
+        server.stdout.close()
+        shutil.rmtree(home)
+
+    atexit.register(end)
+    return server
+
+
+def environment(home: str | Path) -> dict[str, str]:
+    """What a process with such a home of the hub's caches is given."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))}
+    return others | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}

@@ -494,7 +494,8 @@ def test_altered_models_load_without_frugalvit(tmp_path):
     with torch.no_grad():
         expected = model(pixel_values).logits
     files = (tmp_path / "inputs.safetensors", tmp_path / "outputs.safetensors")
-    run_without_frugalvit(tmp_path, "compute", "tests/altered", "AutoModelForImageClassification", *files)
+    loader = "AutoModelForImageClassification"
+    run_without_frugalvit(tmp_path, "compute", "tests/altered", loader, *files, own_cache=True)
     outputs = load_file(files[1])
     assert torch.equal(outputs["loaded"], expected) and torch.equal(outputs["saved again"], expected)
 

@@ -112,7 +112,7 @@ def loaded(tmp_path_factory, saved, pixel_values):
                 "inputs": str(home / "inputs.safetensors"),
             }
     (home / "jobs.json").write_text(json.dumps(jobs))
-    run_without_frugalvit(home, "load", home / "jobs.json", home / "results")
+    run_without_frugalvit(home, "load", home / "jobs.json", home / "results", own_cache=True)
     report = json.loads((home / "results" / "report.json").read_text())
     return report, load_file(home / "results" / "outputs.safetensors")
 

@@ -4,12 +4,15 @@
 them, and does so again with what it saved; `compute FOLDER LOADER INPUTS OUTPUTS` loads one model, computes what it
 gives for a file of inputs, saves it beside and computes again with what it saved; `process FOLDER
 OUTPUTS` prepares a prompt with an image: by the processor's own class, its call choosing 4 tokens, and by
-`LlavaProcessor`.
+`LlavaProcessor`. `serve` does what is asked for on standard input, each request in a fork, as imports take longer than
+most of what they are for.
 """
 
 import importlib.abc
 import json
+import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -211,7 +214,37 @@ def process(folder: str, outputs: str):
     )
 
 
-if __name__ == "__main__":
-    {"load": load, "fine_tune": fine_tune, "compute": compute, "process": process}[sys.argv[1]](*sys.argv[2:])
+def serve():
+    """A request is a line of JSON, `directory` and `arguments`; so is the reply, the path of a file with what went
+    wrong, or null."""
+    from transformers import LlavaProcessor, Trainer, pipeline  # noqa: F401 (once, rather than in every fork)
+
+    for number, line in enumerate(sys.stdin):
+        log = Path(f"{number}.log").absolute()
+        if not (child := os.fork()):
+            request = json.loads(line)
+            os.chdir(request["directory"])
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
+            code = 1
+            try:
+                main(*request["arguments"])
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        print(json.dumps(str(log) if status else None), flush=True)
+
+
+def main(action: str, *arguments: str):
+    actions = {"load": load, "fine_tune": fine_tune, "compute": compute, "process": process, "serve": serve}
+    actions[action](*arguments)
     if any(name.partition(".")[0] == "frugalvit" for name in sys.modules):
         sys.exit("frugalvit was imported")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
