@@ -75,10 +75,13 @@ STUDENTS = {
     "SparseFormer, 16 tokens": (15, []),
     "SparseFormer, 16 readable tokens": (15, READABLE),
     "SparseFormer, 32 readable tokens": (31, READABLE),
+    # What of that makes them readable.
+    "SparseFormer, 16 tokens, normalized": (15, ["--token-loss-weight", "1", "--token-layers", "-2"]),
+    "SparseFormer, 16 tokens, all layers": (15, ["--token-loss-weight", "1", "--token-distance", "raw"]),
 }
 # Which students a LLaVA learns to read, and by what besides the shared arguments of `frugalvit align-llava`.
 ALIGNED = {
-    "own answers": (list(STUDENTS), []),
+    "own answers": (list(STUDENTS)[:3], []),
     "own answers, LoRA": (["SparseFormer, 16 readable tokens"], ["--lora-rank", "8"]),
     "conversations": (["SparseFormer, 16 readable tokens"], ["--dataset"]),
 }
