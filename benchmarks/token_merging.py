@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=evaluate,
+        evaluate=eval_loader and evaluate,
         # The model that counts is that of the last checkpoint, see `load_last`.
         save=lambda folder, state, weights: None,
         before_epoch=lambda epoch: cache.open(loader.sampler.views_of(epoch)) if cache else None,

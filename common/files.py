@@ -125,11 +125,15 @@ def write_json(path: str | os.PathLike, content):
 
 
 def forget_code(folder: Path):
-    """Let a model folder's configuration point at no source files (`auto_map`): none lie beside it."""
-    configuration = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for part in (configuration, *(part for part in configuration.values() if isinstance(part, dict))):
-        part.pop("auto_map", None)
-    write_json(folder / "config.json", configuration)
+    """Let the configuration of a model folder, and of its processor, point at no source files (`auto_map`): none lie
+    beside it."""
+    for name in ("config.json", "processor_config.json"):
+        if not (folder / name).exists():
+            continue
+        configuration = json.loads((folder / name).read_text(encoding="utf-8"))
+        for part in (configuration, *(part for part in configuration.values() if isinstance(part, dict))):
+            part.pop("auto_map", None)
+        write_json(folder / name, configuration)
 
 
 @contextmanager

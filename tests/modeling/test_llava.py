@@ -1,5 +1,6 @@
 """LLaVA with a SparseFormer as its vision tower, of Transformers and of the original code base."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -381,13 +382,17 @@ def test_the_processor_loads_without_the_package(tmp_path):
 
 
 @torch.no_grad()
-def test_the_model_that_ships_has_a_plain_processor():
+def test_the_model_that_ships_has_a_processor_that_fits():
     folder = frugalvit.checkpoint_path("cifar10-sparseformer-llava")
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-    assert type(processor) is LlavaProcessor
+    assert type(processor) is SparseFormerLlavaProcessor
+    # There is no code beside it that could be asked for.
+    assert "auto_map" not in json.loads((folder / "processor_config.json").read_text(encoding="utf-8"))
     prompt = {"images": picture(), "text": "<image>", "return_tensors": "pt"}
     inputs = processor(**prompt)
-    assert torch.equal(matching_processor(processor, model)(**prompt)["input_ids"], inputs["input_ids"])
+    plain = LlavaProcessor.from_pretrained(folder)
+    for made in (plain, matching_processor(processor, model), matching_processor(plain, model)):
+        assert torch.equal(made(**prompt)["input_ids"], inputs["input_ids"])
     assert model(**inputs).logits.isfinite().all()
 
 
