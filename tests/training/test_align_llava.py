@@ -74,20 +74,21 @@ def test_the_projector_alone_learns_to_give_the_same_answers(align, pair, tmp_pa
 
 
 def test_a_run_that_was_stopped_goes_on(align, tmp_path):
-    whole = align("--epochs", "2", name="whole")
+    arguments = ("--epochs", "2", "--batch-size", "16", "--train-split", "train[:64]")
+    whole = align(*arguments, name="whole")
     run = align_llava.fit
 
-    def stopped(*arguments, before_step=None, **parts):
+    def stopped(*given, before_step=None, **parts):
         def stop(step, steps):
             if step == 6:
                 raise KeyboardInterrupt
 
-        return run(*arguments, before_step=stop, **parts)
+        return run(*given, before_step=stop, **parts)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(align_llava, "fit", stopped)
-        align("--epochs", "2")
-    again = align("--epochs", "2")
+        align(*arguments)
+    again = align(*arguments)
     assert [epoch["train_loss"] for epoch in again["epochs"]] == [epoch["train_loss"] for epoch in whole["epochs"]]
     files = [tmp_path / name / "model.safetensors" for name in ("whole", "out")]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -126,7 +127,7 @@ def test_what_was_learned_of_the_language_model_is_added_to_it(pair):
 def test_learns_from_conversations(align, tmp_path):
     """The color of an image, asked for twice."""
     records = []
-    for number in range(40):
+    for number in range(20):
         color, name = [((250, 10, 10), "cat"), ((10, 10, 250), "ship")][number % 2]
         Image.new("RGB", (32, 32), color).save(tmp_path / f"{number}.png")
         said = [("human", "<image>\nwhat is this ?"), ("gpt", name), ("human", "what ?"), ("gpt", "dog")]
@@ -134,11 +135,11 @@ def test_learns_from_conversations(align, tmp_path):
         records.append({"image": f"{number}.png", "conversations": turns})
     (tmp_path / "said.json").write_text(json.dumps(records), encoding="utf-8")
     data = ("--dataset", str(tmp_path / "said.json"))
-    results = align(*data, "--epochs", "20", "--batch-size", "6", "--lora-rank", "8", "--learning-rate", "1e-2")
+    results = align(*data, "--epochs", "8", "--batch-size", "3", "--lora-rank", "8", "--learning-rate", "1e-2")
     assert results["best"]["agreement"] == 1.0
     assert "learned from conversations" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    results = align(*data, "--eval-dataset", data[1], name="other")
-    assert results["images"]["evaluation images"] == 40
+    results = align(*data, "--eval-dataset", data[1], "--batch-size", "4", name="other")
+    assert results["images"]["evaluation images"] == 20
 
 
 def test_answers_are_those_that_generate_gives(pair):
@@ -190,7 +191,7 @@ def test_bad_arguments_are_one_line(pair, tmp_path, capsys, arguments, message):
 
 
 def test_half_precision(align, tmp_path):
-    align("--dtype", "bfloat16", train=32)
+    align("--dtype", "bfloat16", "--eval-split", "none", train=32)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     kept = {name for name, value in model.state_dict().items() if value.dtype != torch.bfloat16}
     assert kept == {"model.vision_tower.latents.initial_rois"}
