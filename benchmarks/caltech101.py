@@ -18,9 +18,8 @@ there into caltech101_students.json, caltech101_adaptive.json and caltech101_ela
 a student that glances looks on photographs and on the same as small objects (caltech101_windows.png). `compare` is
 `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is off the shelf
 (compare_caltech101.json and .png). `tome` tunes it, too, on the views and by the loss of the students
-(caltech101_tome.json).
-`features` bootstraps from the pretrained ViT itself on the images of 81 classes, and judges the embeddings of teacher
-and student by the 20 others (caltech101_features.json).
+(caltech101_tome.json). `features` bootstraps from the pretrained ViT itself on the images of 81 classes, and judges
+the embeddings of teacher and student by the 20 others (caltech101_features.json).
 """
 
 import argparse

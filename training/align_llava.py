@@ -27,7 +27,7 @@ from ..common.conversations import (
     is_conversations,
     read_conversations,
 )
-from ..common.data import load_splits
+from ..common.data import NO_EVALUATION, load_splits
 from ..common.loading import QUANTIZATIONS, load_llava, load_vision_model
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.layers import divergence
@@ -202,9 +202,9 @@ def main(argv: list[str] | None = None) -> int:
                 *(asking.prompt, asking.answer_tokens),
             )
 
-    def read(model, batch: dict, answers: Answers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the new LLaVA says in the place of each token of the answers, the tokens, and the mean of what it reads
-        of each image."""
+    def read(model, batch: dict, answers: Answers) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
+        """What the new LLaVA says in the place of each token of the answers, the tokens, how many are about each
+        image, and the mean of what it reads of each."""
         inputs, labels = answers.inputs(new_processor, llava.config.image_seq_length, asking.prompt)
         inputs = {name: value.to(accelerator.device) for name, value in inputs.items()}
         # Nothing is asked about what stands before the answers; the token before them is asked for the first.
@@ -213,11 +213,11 @@ def main(argv: list[str] | None = None) -> int:
         labels = labels[:, -asked:].to(accelerator.device)
         answered = labels != NO_ANSWER
         seen = outputs.image_hidden_states.unflatten(0, (len(labels), -1)).float().mean(1)
-        return outputs.logits[:, :-1][answered].float(), labels[answered], seen
+        return outputs.logits[:, :-1][answered].float(), labels[answered], answered.sum(1).tolist(), seen
 
     def compute_loss(model, batch):
         answers = ask(batch, train)
-        said, tokens, seen = read(model, batch, answers)
+        said, tokens, _, seen = read(model, batch, answers)
         if answers.logits is None:
             return F.cross_entropy(said, tokens)
         loss = divergence(said, answers.logits, 1.0)
@@ -241,8 +241,8 @@ def main(argv: list[str] | None = None) -> int:
                 found[number] = Answers(ask(batch, evaluation).conversations)
             answers = found[number]
             with accelerator.autocast():
-                said, tokens, _ = read(model, batch, answers)
-            right = (said.argmax(-1) == tokens).float().split(answers.lengths(new_processor, asking.prompt))
+                said, tokens, lengths, _ = read(model, batch, answers)
+            right = (said.argmax(-1) == tokens).float().split(lengths)
             shares.append(accelerator.gather_for_metrics(torch.stack([values.mean() for values in right])))
         return {"agreement": torch.cat(shares).mean().item()}
 
@@ -316,7 +316,7 @@ def load_questions(data: DataArguments, asking: AnswerArguments, seed: int) -> t
         return tuple(Questions(images) for images in load_splits(data))
     train = read_conversations(data.dataset[0], asking.image_folder)
     data.evaluated = "all"
-    if data.eval_split == "none":
+    if data.eval_split == NO_EVALUATION:
         data.evaluated = None
         return Questions(*train), Questions(None)
     if data.eval_dataset:

@@ -29,10 +29,6 @@ class Answers:
                 found.append(encode(processor, image_tokens, turns, prompt))
         return found
 
-    def lengths(self, processor, prompt: str) -> list[int]:
-        """Tokens of the answers about each image."""
-        return [sum(label != NO_ANSWER for label in labels) for _, labels in self.encoded(processor, 1, prompt)]
-
     def inputs(self, processor, image_tokens: int, prompt: str) -> tuple[dict, torch.Tensor]:
         """What a model is called with besides the images, all texts ending together, and the labels, `(images,
         length)`."""
