@@ -144,11 +144,14 @@ def test_learns_from_conversations(align, tmp_path):
 
 def test_answers_are_those_that_generate_gives(pair):
     llava, processor = load_llava(pair / "llava", "cpu")
-    llava.generation_config.eos_token_id = end = 9
     images = [Image.effect_noise((32, 32), 60 + seed).convert("RGB") for seed in range(6)]
     pixel_values = processor.image_processor(images, return_tensors="pt")["pixel_values"]
     questions = ["what is this ?", "what ?", "is this cat and dog ?"] * 2
+    unended = answer(llava, processor, pixel_values, questions, "{image}{question}", 4)
+    # What ends one of them before its last token.
+    llava.generation_config.eos_token_id = end = unended.conversations[0][0][1][1]
     answers = answer(llava, processor, pixel_values, questions, "{image}{question}", 4)
+    assert len(answers.logits) < len(unended.logits)
     count = 0
     for (turn,), question, image in zip(answers.conversations, questions, images, strict=True):
         inputs = processor(images=image, text=f"<image>{question}", return_tensors="pt")
