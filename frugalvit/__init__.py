@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig
     from .evaluation.embeddings import extract_features as extract_features
     from .modeling.context_broadcast import ContextBroadcast as ContextBroadcast
-    from .modeling.context_broadcast_hosts import insert_context_broadcast as insert_context_broadcast
-    from .modeling.context_broadcast_hosts import remove_context_broadcast as remove_context_broadcast
+    from .modeling.context_broadcast_insertion import insert_context_broadcast as insert_context_broadcast
+    from .modeling.context_broadcast_insertion import remove_context_broadcast as remove_context_broadcast
     from .modeling.generalized_convolution import GeneralizedConv2d as GeneralizedConv2d
     from .modeling.hosts import read_anatomy as read_anatomy
     from .modeling.hosts.anatomy import Anatomy as Anatomy

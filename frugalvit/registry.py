@@ -54,14 +54,14 @@ FUNCTIONS = {
     "from_open_clip": "frugalvit.modeling.open_clip_adapter",
     "GeneralizedConv2d": "frugalvit.modeling.generalized_convolution",
     "impulse_init_": "frugalvit.modeling.initialization",
-    "insert_context_broadcast": "frugalvit.modeling.context_broadcast_hosts",
+    "insert_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
     "initialize_attention_": "frugalvit.modeling.initialization",
     "matching_processor": "frugalvit.modeling.modeling_sparseformer_llava",
     "measure_attention": "frugalvit.attention",
     "mimetic_init_": "frugalvit.modeling.initialization",
     "OpenClipVisual": "frugalvit.modeling.open_clip_adapter",
     "read_anatomy": "frugalvit.modeling.hosts",
-    "remove_context_broadcast": "frugalvit.modeling.context_broadcast_hosts",
+    "remove_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
     "SparseFormerLlavaProcessor": "frugalvit.modeling.modeling_sparseformer_llava",
     "SparseFormerVisionTower": "frugalvit.modeling.llava_tower",
     "swap_vision_tower": "frugalvit.modeling.modeling_sparseformer_llava",
@@ -114,6 +114,6 @@ def register() -> None:
                             model_class.config_class, model_class, exist_ok=True
                         )
     if is_torch_available():
-        altered = importlib.import_module("frugalvit.modeling.context_broadcast_hosts")
+        altered = importlib.import_module("frugalvit.modeling.context_broadcast_classes")
         for config_class in (getattr(altered, f"ContextBroadcast{name}") for name in altered.CONFIGURATIONS):
             transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)

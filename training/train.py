@@ -25,7 +25,7 @@ from ..common.precision import hold_teacher
 from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_base import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, pair
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
-from ..modeling.context_broadcast_hosts import insert_context_broadcast
+from ..modeling.context_broadcast_insertion import insert_context_broadcast
 from ..modeling.hosts.transformers import resize_positions_
 from ..modeling.hub import image_processor_config
 from ..modeling.initialization import INITIALIZATIONS

@@ -34,7 +34,7 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
     elif timm.is_timm(part):
         anatomy = timm.read(part)
         if anatomy.classifier is not None and hasattr(model, "config"):
-            anatomy.labels = {"id2label": dict(model.config.id2label), "label2id": dict(model.config.label2id)}
+            anatomy.take_labels(model.config)
     elif transformers.is_transformers(part):
         anatomy = transformers.read(part)
     else:

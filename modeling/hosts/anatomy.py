@@ -415,6 +415,13 @@ class Anatomy:
     def name(self) -> str:
         return type(self.model).__name__
 
+    def take_labels(self, config):
+        """The names of classes that a Transformers configuration has; `label2id` is None where it was given the
+        other alone."""
+        names = dict(config.id2label)
+        label2id = config.label2id or {name: index for index, name in names.items()}
+        self.labels = {"id2label": names, "label2id": dict(label2id)}
+
     def require_plain(self, purpose: str, embeds: bool = False):
         """Raise a ValueError that says why this model is not for that, unless it is a plain vision transformer, and,
         with `embeds`, one that has an embedding."""

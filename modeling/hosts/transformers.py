@@ -166,7 +166,7 @@ def _read_plain(model: nn.Module, tower: nn.Module, embeddings: nn.Module | None
     classifier = getattr(model, "classifier", None)
     if isinstance(classifier, nn.Linear):
         anatomy.classifier = classifier
-        anatomy.labels = {"id2label": dict(model.config.id2label), "label2id": dict(model.config.label2id)}
+        anatomy.take_labels(model.config)
     if (projection := getattr(model, "visual_projection", None)) is not None:
         anatomy.projection = Projection.of(projection)
     try:
