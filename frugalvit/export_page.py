@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from importlib.resources import files
 from pathlib import Path
 
 from .common.files import write_text
@@ -41,7 +40,7 @@ def write_page(folder: Path, title: str, package: str | Path | None = None):
     Raises:
         ValueError: if npm cannot fetch it.
     """
-    page = (files("frugalvit") / "page" / "index.html").read_text(encoding="utf-8")
+    page = Path(__file__).with_name("page").joinpath("index.html").read_text(encoding="utf-8")
     write_text(folder / "index.html", page.replace("TITLE", html.escape(title)))
     with tempfile.TemporaryDirectory() as aside:
         package = _fetch(Path(aside)) if package is None else Path(package).expanduser()

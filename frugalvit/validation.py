@@ -1,6 +1,5 @@
 """Whether a folder is a repository to share: everything is looked at before a byte leaves this machine."""
 
-import importlib.resources
 import json
 import os
 import subprocess
@@ -184,7 +183,7 @@ def check_predictions(folder: Path, model: PreTrainedModel) -> list[str]:
     with tempfile.TemporaryDirectory() as home:
         files = [str(Path(home) / name) for name in ("inputs.safetensors", "outputs.safetensors")]
         save_file(inputs, files[0])
-        source = (importlib.resources.files("frugalvit") / "without_package.py").read_text(encoding="utf-8")
+        source = Path(__file__).with_name("without_package.py").read_text(encoding="utf-8")
         process = subprocess.run(
             [sys.executable, "-c", source, str(folder.absolute()), loader, *files],
             cwd=home,

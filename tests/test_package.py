@@ -193,3 +193,19 @@ def test_wheel_works_when_installed(wheel, tmp_path):
         str(tmp_path / "frugalvit" / "__init__.py"),
         str(tmp_path / "frugalvit" / "checkpoints" / "cifar10-vit"),
     ], result.stderr
+
+
+def test_a_clone_beside_does_not_hide_the_package(tmp_path):
+    """A folder named `frugalvit` comes before what is installed in place."""
+    (tmp_path / "frugalvit").symlink_to(ROOT)
+    code = """
+import frugalvit.common, frugalvit.evaluation, frugalvit.modeling.hosts, frugalvit.training.components
+from frugalvit import SparseFormerConfig, checkpoint_path
+from transformers import AutoConfig
+assert type(AutoConfig.from_pretrained(checkpoint_path("cifar10-sparseformer"))) is SparseFormerConfig
+"""
+    ran = python(code, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    command = [sys.executable, "-m", "frugalvit", "--version"]
+    version = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path).stdout
+    assert version == f"frugalvit {frugalvit.__version__}\n"
