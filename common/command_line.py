@@ -35,6 +35,30 @@ class CommandParser(OneSpelling, argparse.ArgumentParser):
     """Of commands that are no recipes."""
 
 
+def positive(text: str) -> int:
+    """A whole number from 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
+    return value
+
+
+def add_device_argument(parser: argparse.ArgumentParser):
+    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
+
+
+def add_trust_argument(parser: argparse.ArgumentParser):
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
+
+
+def add_skip_argument(parser: argparse.ArgumentParser):
+    parser.add_argument("--skip-corrupt", action="store_true", help="leave out what cannot be read, and say so")
+
+
+def add_worker_argument(parser: argparse.ArgumentParser):
+    parser.add_argument("--num-workers", type=int, default=0, help="processes that decode images")
+
+
 def _respelled(text: str, following: str) -> str:
     name, equals, value = str(text).partition("=")
     if not _OPTION.fullmatch(name):

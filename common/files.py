@@ -83,9 +83,22 @@ def is_stream(path: str | os.PathLike) -> bool:
     return path.exists() and (opened or not path.is_file())
 
 
+def resolved(path: Path) -> Path:
+    """Where a path leads to, through symbolic links.
+
+    Raises:
+        OSError: if a link leads to itself.
+    """
+    try:
+        return path.resolve()
+    except RuntimeError as error:
+        # Python 3.13 raises what an open file would.
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+
+
 def _beside(path: Path) -> tuple[Path, Path]:
     """The file that a path leads to, through symbolic links, and one beside it with its ending."""
-    target = path.resolve()
+    target = resolved(path)
     return target, target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
 
 
@@ -209,7 +222,7 @@ def whole_folder(output: str | Path, overwrite: bool = False):
             is what a model folder consists of.
     """
     # A symbolic link stays.
-    output = Path(output).resolve()
+    output = resolved(Path(output))
     partial, replaced = (output.with_name(f".{output.name}.{state}") for state in ("partial", "replaced"))
     _give_back(replaced, output)
     if output.exists() and not output.is_dir():

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
-from .common.command_line import CommandParser
+from .common.command_line import CommandParser, add_device_argument, add_trust_argument
 from .common.data import SUBSET, decode_image, load_images
 from .common.files import check_file_path, write_json
 from .common.loading import load_image_classifier
@@ -99,8 +99,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--split", default="train", help="default: train")
     parser.add_argument("--images", type=int, default=64, help="images to average over (default: 64)")
     parser.add_argument("--seed", type=int, default=0, help="of the initializations (default: 0)")
-    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the models")
+    add_device_argument(parser)
+    add_trust_argument(parser)
     arguments = parser.parse_args(argv)
     names = arguments.names or [Path(model).name for model in arguments.models]
     if len(names) != len(arguments.models) or len(set(names)) != len(names):

@@ -7,7 +7,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import ViTConfig, ViTForImageClassification
 
-from .common.command_line import CommandParser
+from .common.command_line import CommandParser, add_device_argument
 from .common.exported import ExportedModule, is_exported
 from .common.files import check_file_path, write_json
 from .common.loading import DTYPES, choose_device
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
     parser.add_argument("--compile", action="store_true", help="measure each model compiled by torch.compile, too")
     parser.add_argument("--rounds", type=int, default=10, help=ROUNDS)
-    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
+    add_device_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", metavar="FILE", help="write the rows, with versions and device, into this .json")
     arguments = parser.parse_args(argv)

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard, snapshot_download, try_to_load_from_cache
 from transformers import AutoProcessor, PreTrainedModel
 
 from .benchmark import image_size_of
-from .common.command_line import CommandParser
+from .common.command_line import CommandParser, add_device_argument, positive
 from .common.comparison import ImageSide, macs_if_countable, using_tokens
 from .common.files import whole_folder
 from .common.loading import DTYPES, choose_device, load_pretrained, split_revision
@@ -25,7 +25,6 @@ from .common.macs import count_macs
 from .common.speed import images_per_second
 from .common.tables import format_table
 from .contenders import load_teacher
-from .evaluation.images import positive
 from .info import image_side
 from .modeling.hosts import Anatomy
 from .modeling.modeling_sparseformer_llava import matching_processor
@@ -110,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--batch-size", type=positive, default=1, help="images at a time (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
+    add_device_argument(parser)
     parser.add_argument(
         "--rounds", type=positive, default=20, help="timed passes with each number of tokens (default: %(default)s)"
     )

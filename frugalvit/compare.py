@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from .common.command_line import CommandParser
+from .common.command_line import CommandParser, add_device_argument, add_trust_argument, positive
 from .common.data import check_labels, class_names, label_numbers
 from .common.files import whole_folder, write_json, write_text
 from .common.loading import choose_device
@@ -43,7 +43,7 @@ from .evaluation.embeddings import (
     read_labeled_parts,
 )
 from .evaluation.imagenet import match_labels
-from .evaluation.images import add_dataset_arguments, add_reading_arguments, image_batches, positive
+from .evaluation.images import add_dataset_arguments, add_reading_arguments, image_batches
 from .evaluation.knn import neighbor_scores
 from .evaluation.linear import fit_probe
 from .pictures import LEGEND_COLOR, LINE_COLORS, OUTLINE_COLOR, TEXT_COLOR, save_figure
@@ -117,8 +117,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
     add_reading_arguments(parser)
-    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the models")
+    add_device_argument(parser)
+    add_trust_argument(parser)
     arguments = parser.parse_args(argv)
     named = [split_name(text) for text in arguments.model]
     if "none" in arguments.baselines and len(arguments.baselines) > 1:

@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from .attention import measure_attention, patch_grid
-from .common.command_line import CommandParser
+from .common.command_line import CommandParser, add_device_argument, add_trust_argument
 from .common.comparison import using_tokens
 from .common.data import SUBSET, decode_image, load_images
 from .common.decoding import read_image
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: this machine alone)")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
-    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the models")
+    add_device_argument(parser)
+    add_trust_argument(parser)
     arguments = parser.parse_args(argv)
     check_port(arguments.port)
     choose_device(arguments.device)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .common.classes import match_labels
-from .common.command_line import CommandParser
+from .common.command_line import CommandParser, positive
 from .common.comparison import macs_if_countable
 from .common.data import class_names, label_numbers, load_images, split_names
 from .common.exported import (
@@ -34,7 +34,7 @@ from .common.tables import format_table
 from .common.views import ImageFormat
 from .compare import sample
 from .configuration.configuration_base import pair
-from .evaluation.images import add_dataset_arguments, image_batches, positive, read_images
+from .evaluation.images import add_dataset_arguments, image_batches, read_images
 from .evaluation.two_towers import load_tokenizer
 from .export_card import agreement_rows, speed_rows, write_card
 from .export_page import check_page, write_page

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from .attention import patch_grid
-from .common.command_line import CommandParser
+from .common.command_line import CommandParser, add_device_argument, add_trust_argument
 from .common.loading import load_image_classifier
 from .pictures import check_picture_path, denormalize, draw_maps, save_figure
 from .predict import find_images, read_images
@@ -28,8 +28,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=4, help="draw the first so many images (default: 4)")
     parser.add_argument("--layers", nargs="+", type=int, help="from 1 (default: all)")
     parser.add_argument("--picture", required=True, metavar="FILE", help="draw into this .png, .pdf or .svg")
-    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the models")
+    add_device_argument(parser)
+    add_trust_argument(parser)
     arguments = parser.parse_args(argv)
     names = arguments.names or [Path(model).name for model in arguments.models]
     if len(names) != len(arguments.models) or len(set(names)) != len(names):

@@ -18,13 +18,19 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from .common.command_line import CommandParser
+from .common.command_line import (
+    CommandParser,
+    add_device_argument,
+    add_skip_argument,
+    add_trust_argument,
+    add_worker_argument,
+    positive,
+)
 from .common.comparison import LIMIT
 from .common.data import CorruptImageError, image_files
 from .common.files import whole_file, write_json
 from .common.metrics import check_scores
 from .common.speed import images_per_second
-from .evaluation.images import positive
 from .evaluation.two_towers import TwoTowers, add_model_arguments, load_two_towers, name_models
 from .predict import decode_file
 from .training.components.arguments import run_as_program
@@ -45,10 +51,10 @@ def main(argv: list[str] | None = None) -> None:
     add_model_arguments(parser)
     parser.add_argument("--output", metavar="INDEX", required=True, help="folder of embeddings and file names")
     parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
-    parser.add_argument("--num-workers", type=int, default=0, help="processes that decode images")
-    parser.add_argument("--skip-corrupt", action="store_true", help="leave out what cannot be read, and say so")
-    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add_worker_argument(parser)
+    add_skip_argument(parser)
+    add_device_argument(parser)
+    add_trust_argument(parser)
     arguments = parser.parse_args(argv)
 
     folder, output = Path(arguments.folder).expanduser(), Path(arguments.output)

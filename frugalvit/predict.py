@@ -17,7 +17,7 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .common.command_line import CommandParser
+from .common.command_line import CommandParser, add_device_argument, add_skip_argument, add_trust_argument
 from .common.data import image_files
 from .common.decoding import read_image
 from .common.exported import ExportedModule
@@ -57,11 +57,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
     parser.add_argument("--json", action="store_true", help="print JSON, an image after the other")
-    parser.add_argument("--skip-corrupt", action="store_true", help="leave out what cannot be read, and say so")
+    add_skip_argument(parser)
     add_token_arguments(parser)
     parser.add_argument("--batch-size", type=int, default=32, help="images at a time (default: 32)")
-    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add_device_argument(parser)
+    add_trust_argument(parser)
     arguments = parser.parse_args(argv)
     for name in ("top", "limit", "batch_size"):
         value = getattr(arguments, name)

@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("--results has numbers for a template; name it with --card.")
     if arguments.card and not Path(arguments.card).is_file():
         raise ValueError(f"--card: there is no file {arguments.card!r}; expected a model card in Markdown.")
+    if arguments.license and not (arguments.card or (Path(arguments.model) / "README.md").is_file()):
+        raise ValueError(f"{arguments.model!r} has no model card (README.md) to write --license into; give a --card.")
     if not (arguments.repo_id or arguments.output or arguments.dry_run):
         raise ValueError(
             "Give a REPO_ID to upload to, --output to write a folder, or --dry-run to look at everything."

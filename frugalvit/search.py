@@ -11,9 +11,8 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .common.command_line import CommandParser
+from .common.command_line import CommandParser, add_device_argument, add_trust_argument, positive
 from .common.decoding import read_image
-from .evaluation.images import positive
 from .evaluation.two_towers import TwoTowers, load_two_towers
 from .index import Shard, read_about, read_shards
 from .pictures import CAPTION_SIZE, TEXT_COLOR, check_picture_path, save_figure
@@ -33,8 +32,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--top", type=positive, default=12, help="images (default: %(default)s)")
     parser.add_argument("--picture", metavar="FILE", help="draw them into this .png, .pdf or .svg")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add_device_argument(parser)
+    add_trust_argument(parser)
     arguments = parser.parse_args(argv)
     if arguments.picture:
         check_picture_path(arguments.picture)

@@ -8,6 +8,13 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from ..common.command_line import (
+    add_device_argument,
+    add_skip_argument,
+    add_trust_argument,
+    add_worker_argument,
+    positive,
+)
 from ..common.data import (
     SUBSET,
     CorruptImageError,
@@ -19,18 +26,10 @@ from ..common.data import (
 )
 
 
-def positive(text: str) -> int:
-    """A whole number from 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
-    return value
-
-
 def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments for `read_images`, and how to go through the images."""
     add_dataset_arguments(parser)
-    parser.add_argument("--limit", type=positive, help="take only the first images")
+    add_limit_argument(parser)
     add_reading_arguments(parser)
     add_loop_arguments(parser)
 
@@ -43,20 +42,25 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
         default=[SUBSET],
         help=f"datasets hub id, image folder, parquet files or folder of them, or {SUBSET} (default)",
     )
+    add_part_arguments(parser)
+    parser.add_argument("--label-column", help="where types do not tell")
+
+
+def add_part_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments that name a part of a data set and the images in it."""
     parser.add_argument("--dataset-config", help="configuration of a hub data set with several")
     parser.add_argument("--split", help="default: test, else validation, else all, train")
-    parser.add_argument("--image-column", help="where types do not tell")
-    parser.add_argument("--label-column", help="where types do not tell")
+    parser.add_argument("--image-column", help="where names and types do not tell")
+
+
+def add_limit_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--limit", type=positive, help="take only the first images")
 
 
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of how to go through the images."""
-    parser.add_argument("--skip-corrupt", action="store_true", help="leave out unreadable images")
+    add_skip_argument(parser)
     add_worker_argument(parser)
-
-
-def add_worker_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-workers", type=int, default=0, help="processes that decode images")
 
 
 def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) -> None:
@@ -64,8 +68,8 @@ def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) ->
     parser.add_argument("--batch-size", type=positive, default=batch_size, help="default: %(default)s")
     parser.add_argument("--output", metavar="FILE", help="write the results into this .json, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add_device_argument(parser)
+    add_trust_argument(parser)
 
 
 def read_images(arguments: argparse.Namespace, default_names: list[str] | None = None) -> tuple[datasets.Dataset, str]:

@@ -6,8 +6,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from ..common.command_line import positive
 from .embeddings import LabeledFeatures, add_feature_arguments, evaluate_features
-from .images import positive
 
 
 # Of the weights of neighbors, as DINO has it.

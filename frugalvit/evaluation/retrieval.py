@@ -7,9 +7,10 @@ from pathlib import Path
 import datasets
 import torch
 
+from ..common.command_line import add_worker_argument
 from ..common.data import load_images, load_table
 from ..common.metrics import check_scores
-from .images import add_loop_arguments, add_worker_argument, image_batches, positive, take_first
+from .images import add_limit_argument, add_loop_arguments, image_batches, take_first
 from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers, name_models
 
 
@@ -36,7 +37,7 @@ def add_parser(tasks) -> None:
     parser.add_argument("--image-folder", type=Path, help="where the images of a .json lie")
     parser.add_argument("--split", default="test", help="of a .json (default: test)")
     parser.add_argument("--caption-column", default="captions", help="default: captions")
-    parser.add_argument("--limit", type=positive, help="take only the first images")
+    add_limit_argument(parser)
     add_worker_argument(parser)
     add_loop_arguments(parser)
     parser.set_defaults(evaluate=run)

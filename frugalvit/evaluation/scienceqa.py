@@ -10,10 +10,11 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from ..common.command_line import positive
 from ..common.conversations import check_prompt
 from ..common.data import decode_image, default_split, load_table
 from ..common.loading import DTYPES, QUANTIZATIONS, load_pretrained, split_revision
-from .images import add_loop_arguments, positive, take_first
+from .images import add_loop_arguments, take_first
 
 
 LETTERS = "ABCDEFGH"

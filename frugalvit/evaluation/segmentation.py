@@ -11,13 +11,14 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
 
+from ..common.command_line import add_skip_argument, positive
 from ..common.data import CorruptImageError, decode_image, evaluation_splits
 from ..common.loading import load_with_image_processor
 from ..common.masks import MaskReader, load_masked_images, masked_split_names
 from ..common.metrics import SegmentationScores, check_scores
 from ..common.views import ImageFormat
 from ..pictures import check_picture_path, draw_segmentation, save_figure
-from .images import add_loop_arguments, positive, take_first
+from .images import add_limit_argument, add_loop_arguments, add_part_arguments, take_first
 
 
 def add_parser(tasks) -> None:
@@ -34,9 +35,7 @@ def add_parser(tasks) -> None:
         required=True,
         help="datasets hub id, parquet files or folder of them, or a folder with images/ and annotations/",
     )
-    parser.add_argument("--dataset-config", help="configuration of a hub data set with several")
-    parser.add_argument("--split", help="default: test, else validation, else all, train")
-    parser.add_argument("--image-column", help="where names and types do not tell")
+    add_part_arguments(parser)
     parser.add_argument("--mask-column", help="where there are several")
     parser.add_argument("--ignored-labels", type=int, nargs="+", default=[], help="that do not count, besides 255")
     parser.add_argument(
@@ -50,7 +49,7 @@ def add_parser(tasks) -> None:
     parser.add_argument("--stride", type=positive, help="of the window (default: two thirds of its shorter side)")
     parser.add_argument("--shorter-side", type=positive, help="of images under the window (default: the window's)")
     parser.add_argument("--flip", action="store_true", help="average with what the mirrored image gives")
-    parser.add_argument("--limit", type=positive, help="take only the first images")
+    add_limit_argument(parser)
     parser.add_argument(
         "--picture",
         metavar="FILE",
@@ -58,7 +57,7 @@ def add_parser(tasks) -> None:
         "or .svg",
     )
     parser.add_argument("--drawn", type=positive, nargs="+", default=[1, 2, 3], help="which, from 1 (default: 1 2 3)")
-    parser.add_argument("--skip-corrupt", action="store_true", help="leave out unreadable images")
+    add_skip_argument(parser)
     add_loop_arguments(parser, batch_size=16)
     parser.set_defaults(evaluate=run)
 

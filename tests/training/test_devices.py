@@ -125,16 +125,17 @@ def test_distilling(options, run, teacher):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("new", "options"),
     [
-        {},
-        {"optimizer": "muon", "mixed_precision": "no"},
-        {"loss": "kl", "label_loss_weight": 0.5, "token_loss_weight": 1},
+        (True, {"compare": True}),
+        (False, {}),
+        (True, {"optimizer": "muon", "mixed_precision": "no"}),
+        (False, {"loss": "kl", "label_loss_weight": 0.5, "token_loss_weight": 1}),
     ],
 )
-@pytest.mark.parametrize("new", [False, True])
 def test_bootstrap(new, options, run, teacher, student):
-    options = ({"config_overrides": SMALL, "recipe": "paper"} if new else {"student": student}) | options
+    options = {"compare": False} | options
+    options |= {"config_overrides": SMALL, "recipe": "paper"} if new else {"student": student}
     steps = run("bootstrap", {"teacher": teacher} | options)
     assert len(steps) == 1 and not any(steps), steps
 
@@ -142,6 +143,7 @@ def test_bootstrap(new, options, run, teacher, student):
 def test_a_teacher_that_is_known(run, teacher, student, tmp_path):
     """Where the first epoch has noted what the teacher makes of views, the second does not wait for it."""
     options = {"teacher": teacher, "student": student, "teacher_cache": tmp_path / "cache", "view_epochs": 1}
+    options["compare"] = False
     steps = run("bootstrap", options | {"epochs": 2, "logging_steps": 4})
     assert [bool(waits) for waits in steps] == [True, True, False], steps
 

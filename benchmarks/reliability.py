@@ -1,0 +1,90 @@
+"""Odd commands, killed processes, corrupted files and the whole suite, more of each than the tests try every time.
+
+    python benchmarks/reliability.py commands    # models, data, outputs and numbers that are odd, given to commands
+    python benchmarks/reliability.py kills       # 50 trainings and 50 publishings are killed at random moments
+    python benchmarks/reliability.py fuzz        # 500 configurations of each family, checkpoints and images of chance
+    python benchmarks/reliability.py processes   # two and four processes, some of which are killed
+    python benchmarks/reliability.py suite       # every test, and why those that were skipped were skipped
+
+They run with the packages of this environment; run `suite` in several to try several versions. Each writes its row of
+reliability.json, beside those that are there.
+"""
+
+import argparse
+import collections
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.files import write_json
+from frugalvit.common.versions import versions
+from shared import ROOT, add_results_argument, machine
+
+
+KILLS, FUZZ = 50, 500
+# What pytest runs, and what the tests read from the environment.
+ROWS = {
+    "commands": (["tests/test_odd_commands.py", "--timeout=7200"], {"FRUGALVIT_ODD_COMMANDS": "all"}),
+    "kills": (["tests/training/test_loop.py", "-k", "killed", "--timeout=7200"], {"FRUGALVIT_KILLS": str(KILLS)}),
+    "fuzz": (["tests/test_fuzz.py", "--timeout=7200"], {"FRUGALVIT_FUZZ_CASES": str(FUZZ)}),
+    "processes": (["tests/training/test_processes.py"], {}),
+    "suite": (["--numprocesses=auto"], {}),
+}
+
+
+def main():
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("row", choices=list(ROWS))
+    add_results_argument(parser)
+    arguments = parser.parse_args()
+
+    words, environment = ROWS[arguments.row]
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "--numprocesses=0", "-q", f"--junitxml={folder}/report.xml"]
+            + [f"--basetemp={folder}/temporary", *words],
+            cwd=ROOT,
+            env=os.environ | environment,
+            check=False,
+        )
+        row = {"row": arguments.row, **environment, **read_report(Path(folder) / "report.xml")}
+        row["minutes"] = round((time.monotonic() - started) / 60, 1)
+        if arguments.row == "commands":
+            [report] = Path(folder).glob("temporary/*/report.json")
+            row |= json.loads(report.read_text(encoding="utf-8"))
+    row |= {"versions": versions(), "machine": machine()}
+
+    path = arguments.results_dir / "reliability.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    kept = [other for other in rows if key(other) != key(row)]
+    write_json(path, {"command": "python benchmarks/reliability.py ROW", "rows": [*kept, row]})
+    print({name: value for name, value in row.items() if not isinstance(value, dict)})
+
+
+def read_report(path: Path) -> dict:
+    """How many tests passed and failed, and how many were skipped for each reason."""
+    results = {"passed": 0, "failed": [], "skipped": collections.Counter()}
+    for case in ElementTree.parse(path).iter("testcase"):
+        name = f"{case.get('classname')}.{case.get('name')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            results["failed"].append(name)
+        elif (skipped := case.find("skipped")) is not None:
+            results["skipped"][skipped.get("message")] += 1
+        else:
+            results["passed"] += 1
+    return results
+
+
+def key(row: dict) -> tuple:
+    return row["row"], row["versions"]["torch"], row["versions"]["transformers"]
+
+
+if __name__ == "__main__":
+    main()
