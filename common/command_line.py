@@ -32,7 +32,7 @@ class OneSpelling:
 
 
 class CommandParser(OneSpelling, argparse.ArgumentParser):
-    """Of commands that are no recipes."""
+    """The parser of commands that are no recipes."""
 
 
 def positive(text: str) -> int:
@@ -63,7 +63,7 @@ def _respelled(text: str, following: str) -> str:
     name, equals, value = str(text).partition("=")
     if not _OPTION.fullmatch(name):
         return text
-    # Once it named a file.
+    # `--json` once took a file name.
     if name == "--json" and (value or following).endswith(".json"):
         name = "--output"
     return f"{spelled(name)}{equals}{value}"

@@ -10,11 +10,11 @@ import datasets
 from .data import HELD_BACK_SHARE, MOST_HELD_BACK
 
 
-# That of LLaVA 1.5.
+# The prompt of LLaVA 1.5.
 PROMPT = "USER: {image}{question} ASSISTANT:"
 # What stands for an image in LLaVA's files.
 PLACEHOLDER = "<image>"
-# What labels are where a token is no part of an answer, as in Transformers.
+# The label of tokens that are no part of an answer, as in Transformers.
 NO_ANSWER = -100
 
 

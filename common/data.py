@@ -96,7 +96,7 @@ def load_images(
     label = _find_column(
         features, label_column, lambda feature: isinstance(feature, datasets.ClassLabel), "label", dataset
     )
-    # Which texts there are, a stream does not tell.
+    # A stream does not tell which texts there are.
     numbered = ("int",) if streaming and not class_names else ("int", "string")
     if label is None and "label" in features and _holds(features["label"], *numbered):
         label = "label"
@@ -107,7 +107,7 @@ def load_images(
     ):
         raise ValueError(f"The column {label!r} of {dataset!r} holds {features[label]}, expected class numbers.")
     columns = {image: "image"} | ({label: "label"} if label else {})
-    # First of all, as renaming the columns of a stream reads it.
+    # This comes first: renaming the columns of a stream would read from it.
     loaded = loaded.cast_column(image, datasets.Image(decode=False)).select_columns(list(columns))
     loaded = loaded.rename_columns({old: new for old, new in columns.items() if old != new})
     return _name_labels(loaded, class_names, default_names) if label else loaded
@@ -136,7 +136,7 @@ def load_splits(
         "label_column": data.label_column,
         "class_names": data.class_names,
     }
-    # What the training images' classes are called, for others that have numbers or texts alone.
+    # Class names of the training images, for images whose labels are numbers or texts.
     names = None
 
     def load(dataset: list[str], split: str, streaming: bool = False):
@@ -474,7 +474,7 @@ def _read_parts(
     classes = {name: {inside.partition("/")[0] for inside, _ in found[name] if "/" in inside} for name in found}
     if len({bool(classes[name]) for name in named}) > 1:
         raise ValueError(f"Cannot load {split!r} of {dataset!r}: only some of these parts have classes.")
-    # Of all parts, as some may lack a class.
+    # Names are those of all parts: one part may lack a class.
     names = sorted(set().union(*classes.values())) if classes[named[0]] else []
     number_of = {name: number for number, name in enumerate(names)}
     try:

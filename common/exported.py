@@ -33,7 +33,7 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 MANIFEST, REPORT = "export.json", "report.json"
 # Sizes of batches that a program takes.
 MOST_IMAGES = 4_096
-# ONNX Runtime's integer products; the others stay in floating point.
+# Operators that ONNX Runtime computes in integers. All others stay in floating point.
 INTEGER_OPERATORS = ["MatMul", "Gemm", "Conv"]
 
 
@@ -217,7 +217,7 @@ def export_parts(
 
 
 def _quantizer(exporters, name: str, calibration: list[dict[str, torch.Tensor]]):
-    """Of weights by channel and of activations, whose ranges are those of the calibration's inputs."""
+    """The exporter's quantizer: of weights by channel, of activations by their ranges for the calibration's inputs."""
     if name == "openvino":
         # As transformers are quantized: norms, softmax and what adds positions stay in floating point.
         return exporters.NNCFOpenVINOQuantizer(
@@ -284,14 +284,14 @@ class ExportedModule(nn.Module):
         except Exception as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(f"Cannot load {str(folder)!r} as a program of {self.format}: {line}") from error
-        # As `parts_of` orders them.
+        # In the order of `parts_of`.
         part = part or next(iter(program.components))
         self._runner, self.outputs = program.runners[part], self.report["parts"][part]["outputs"]
         self.device = torch.device("cpu")
         self.eval()
 
     def _options(self) -> dict:
-        """Of the runtime: as many threads as PyTorch takes, and the precision that was asked for."""
+        """Options of the runtime: as many threads as PyTorch takes, and the precision that was asked for."""
         threads = torch.get_num_threads()
         if self.format == "openvino":
             hint = openvino_precision(self.precision)

@@ -25,11 +25,11 @@ MODEL_FILES = (
     *("config.json", "generation_config.json", "README.md", "model*.safetensors", "model.safetensors.index.json"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.*"),
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    # Of exported models, and the page of one.
+    # Files of exported models and of their page.
     *("export.json", "report.json", "*.onnx", "*.onnx.data", "openvino_*.xml", "openvino_*.bin", "*.pte", "*.pt2"),
     *("index.html", "ort*.mjs", "ort*.wasm"),
 )
-# Why a disk takes no more.
+# Reasons for which nothing more can be written to a disk.
 DISK_ERRORS = {
     getattr(errno, name): text
     for name, text in {
@@ -163,7 +163,7 @@ def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
             reason = DISK_ERRORS.get(error.errno)
         else:
             reason = next((text for code, text in DISK_ERRORS.items() if f"(os error {code})" in str(error)), None)
-            # torch.save tells neither.
+            # torch.save reports neither the number nor the text.
             if "inline_container" in str(error) or "PytorchStreamWriter" in str(error):
                 reason = "the disk takes no more"
         if reason is None:
@@ -195,7 +195,7 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
                     "another folder."
                 ) from None
             except OSError:
-                # A disk without locks.
+                # This disk does not support locks.
                 pass
             # The process that left may have removed the file meanwhile.
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):

@@ -39,7 +39,7 @@ from .exported import ExportedModule, is_exported
 
 
 OPEN_CLIP = "open_clip:"
-# Of weights, and how bitsandbytes may hold those of a language model.
+# Types of weights, and ways in which bitsandbytes can store those of a language model.
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("4bit", "8bit")
 # A side of an image, or of what an image processor makes.
@@ -145,7 +145,7 @@ def load_vision_model(
     model, image_processor = load_with_image_processor(
         name, device, trust_remote_code, "a vision transformer", _vision_class, unread=_UNREAD
     )
-    # Of a LLaVA, what sees.
+    # A LLaVA's vision tower.
     return getattr(getattr(model, "model", None), "vision_tower", model), image_processor
 
 

@@ -91,7 +91,7 @@ def load_masked_images(
             f"{dataset!r} has the columns of images {', '.join(found) or '(none)'}; expected one of images and one of "
             "masks. Name them with --image-column and --mask-column."
         )
-    # First of all, as renaming the columns of a stream reads it.
+    # This comes first: renaming the columns of a stream would read from it.
     for column in (image_column, mask_column):
         table = table.cast_column(column, datasets.Image(decode=False))
     table = table.select_columns([image_column, mask_column])

@@ -35,8 +35,8 @@ def bfloat16_is_fast() -> bool:
 
 
 def _speed_of_bfloat16(size: int, rounds: int = 6) -> float:
-    """Of a product of two square matrices, relative to float32, in one thread's own time: others may use the machine,
-    too."""
+    """How many times as fast as in float32 a product of two square matrices is, in the time of its own thread: others
+    may use the machine, too."""
     seconds = {torch.float32: [], torch.bfloat16: []}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

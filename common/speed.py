@@ -84,7 +84,7 @@ class OwnProducts(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor):
         for left, right in self.products:
-            # Of a linear layer, as the layer does it.
+            # The product of a linear layer, computed as the layer computes it.
             F.linear(left[0], right[0]) if len(left) == 1 else torch.bmm(left, right.mT)
 
 
@@ -133,10 +133,10 @@ def measure(
     device = pixel_values.device
     # Large enough to take long beside what starting a product on an accelerator takes.
     largest = MatrixProduct(2048 if device.type == "cpu" else 8192, pixel_values.dtype, device)
-    # A compiled model is asked as what was compiled.
+    # Layers are looked up in the model that was compiled.
     originals = {name: getattr(model, "_orig_mod", model) for name, model in models.items()}
     products = {f"{name}, products alone": OwnProducts(model, pixel_values) for name, model in originals.items()}
-    # Those of another runtime's programs are not seen.
+    # Products inside another runtime's programs cannot be seen.
     alone = {name: each for name, each in products.items() if each.products}
     speeds = images_per_second({**models, **alone, "": largest}, pixel_values, rounds)
     rate = speeds[""] / len(pixel_values) * largest.macs

@@ -170,7 +170,7 @@ def _of_channels(values: float | Sequence[float]) -> tuple[float, ...]:
     return (values,) * 3 if isinstance(values, int | float) else tuple(values)
 
 
-# Kept, as copying numbers to an accelerator waits for it.
+# Kept: copying numbers to an accelerator waits for it.
 @functools.cache
 @torch.inference_mode(False)
 def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:

@@ -278,7 +278,7 @@ class SparseFormerConfig(FrugalViTConfig):
             self.stem_channels = 16 * self.num_channels
             self.num_focusing_iterations, self.final_focusing_steps = 0, ("sampling",)
             self.shared_token_embedding = False
-            # What makes no sense is left to the validation.
+            # `validate` refuses values that make no sense.
             with contextlib.suppress(TypeError, ValueError, IndexError, ZeroDivisionError):
                 self.num_sampling_points = math.prod(self.patch_size)
                 self.token_grid = pair(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))

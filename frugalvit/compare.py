@@ -439,7 +439,7 @@ def peak_memory(load: Callable[[], Contender], batch_size: int = BATCH_SIZES[-1]
     """
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     if sys.platform == "linux":
-        # Imported once for all.
+        # Imported once for all processes.
         context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(_peak_memory, load, batch_size).result()
@@ -463,7 +463,7 @@ def _largest_resident() -> int:
         return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
     import resource
 
-    # In bytes on macOS.
+    # macOS counts bytes, Linux kilobytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

@@ -24,7 +24,7 @@ from .modeling.layers import rotary_table, rotate_half
 LOWER_RESOLUTION = "teacher at lower resolution"
 RANDOM_PATCHES = "teacher with random patches"
 BASELINES = ("lower-resolution", "random-patches")
-# Patches of these as shares of the teacher's.
+# Numbers of patches, as shares of the teacher's.
 SHARES = (1 / 4, 2 / 5, 9 / 16)
 
 
@@ -200,7 +200,7 @@ class RandomPatches:
             self.anatomy, self.dtype = self.anatomy.read(self.anatomy.source), dtype
         anatomy, front = self.anatomy, self.anatomy.num_prefix_tokens
         tokens = anatomy.tokens(pixel_values)
-        # No order, and without replacement.
+        # Without replacement. The order does not matter.
         noise = torch.rand(len(tokens), anatomy.num_patches, generator=self.generator)
         kept = noise.topk(self.patches).indices.to(tokens.device)
         patches = tokens[:, front:].gather(1, kept[..., None].expand(-1, -1, tokens.shape[-1]))
@@ -218,7 +218,7 @@ class RandomPatches:
         order = rotary.channels.to(kept.device)
         centers = self.anatomy.patch_centers()[kept]
         table = rotary_table(centers, rotary.theta, rotary.scale, rotary.shift, len(order))
-        # One for all heads.
+        # One tensor for all heads.
         cos, sin = (values[:, None].to(dtype) for values in table)
 
         def rotate(states: torch.Tensor) -> torch.Tensor:

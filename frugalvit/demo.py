@@ -37,7 +37,7 @@ INTRODUCTION = (
 EXAMPLES = 8
 # What can be uploaded, and shown: the largest photographs of cameras; and how long gradio keeps it.
 MAX_UPLOAD, MAX_PIXELS, CACHE_SECONDS = "20mb", 50_000_000, 3_600
-# Of the slider, until it is known how many a model has.
+# Range of the slider until the number of a model's tokens is known.
 MAX_TOKENS = 1_024
 # The page asks no other machine for its fonts.
 FONTS = ["system-ui", "sans-serif"]
@@ -181,7 +181,7 @@ def build_page(
             for label in ("Where the tokens look", "What the layers make of it", "Attention")
         ]
         gr.on([page.load, model.change], offer, model, tokens, api_visibility="private")
-        # By hand alone: an offer is shown with its model.
+        # `release` is the user's own hand: a number that the page offers is drawn with its model.
         shown = [model.change, image.change, tokens.release]
         gr.on(shown, show, [model, image, tokens], [labels, *figures], api_name="look")
     return page

@@ -49,7 +49,7 @@ from .version import __version__
 # same label. Numbers of 8 bits are allowed more.
 LEAST = {"float32": 0.99, "bfloat16": 0.99, "int8": 0.97}
 BATCH_SIZE, BATCH_SIZES = 8, (1, 8)
-# Of a comparison of speeds that is no benchmark.
+# Passes of a comparison of speeds that is no benchmark.
 ROUNDS, SECONDS = 10, 10
 SENTENCE = "a photo of a {}."
 # Texts of random tokens.
@@ -151,7 +151,7 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
                 "frugalvit": __version__,
                 "format": arguments.format,
                 "precision": arguments.precision,
-                # Where it lay on this machine is nobody's business.
+                # Paths of this machine do not belong into a published folder.
                 "model": Path(arguments.model).name if Path(arguments.model).is_dir() else arguments.model,
                 "architecture": type(model).__name__,
                 "macs": count(model, parts),
@@ -201,7 +201,7 @@ def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, data
     elif calibrates and split != "train" and "train" in split_names(arguments.dataset, arguments.dataset_config):
         source = load_images(arguments.dataset, "train", **columns)
     elif calibrates:
-        # One part for both.
+        # The images are split for calibration and comparison.
         parts = images.train_test_split(test_size=min(arguments.limit, len(images) // 2), seed=arguments.seed)
         source, images = parts["train"], parts["test"]
     else:
@@ -332,7 +332,7 @@ def shortcomings(report: dict, min_cosine: float | None, min_agreement: float | 
     }
     for name, part in report["parts"].items():
         for measure, limit in limits.items():
-            # Not a number is not enough.
+            # NaN is not enough, either.
             if part[measure] is not None and not part[measure] >= limit:
                 problems.append(
                     f"{measure.replace('_', ' ')} {part[measure]:.4f} of {name} on {part['compared']} inputs, "

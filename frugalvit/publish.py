@@ -33,7 +33,7 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
 )
-# What cards call a model that has no name on the hub yet.
+# The name that cards give to a model without a name on the hub.
 UNNAMED = "path/or/id"
 
 

@@ -73,7 +73,7 @@ class ContextBroadcast(nn.Module):
         self.kind, self.data_format, self.scale_init = kind, data_format, scale_init
         self.scale = nn.Parameter(torch.full((hidden_size,), float(scale_init))) if kind == "cb_s" else None
         self.blend = nn.Parameter(torch.zeros(1)) if blend else None
-        # Of the block that this stands in, noted whenever the block runs.
+        # The attention mask of the block around this module, noted whenever the block runs.
         self.mask: torch.Tensor | None = None
 
     def reset_parameters(self):

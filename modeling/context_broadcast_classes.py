@@ -22,7 +22,7 @@ _AUTO_CLASSES = (
     "AutoModelForZeroShotImageClassification",
     "AutoBackbone",
 )
-# Whose configurations are registered when frugalvit is imported; that of timm's wrapper would import timm.
+# Configurations that are registered when frugalvit is imported. That of timm's wrapper would import timm.
 CONFIGURATIONS = (
     "CLIPConfig",
     "CLIPVisionConfig",
@@ -37,7 +37,7 @@ CONFIGURATIONS = (
     "SwinConfig",
     "ViTConfig",
 )
-# What a configuration has more.
+# Fields that a configuration has in addition to those of its host.
 FIELDS = (
     "context_broadcast",
     "context_broadcast_position",
@@ -71,13 +71,13 @@ class ContextBroadcastMixin(HubModel):
             getattr(config, name, None) for name in FIELDS
         )
         if listed is None:
-            # Saved before places were listed.
+            # Earlier versions did not list the places.
             places = find_places(self, kind, check_positions(positions), pattern, data_format)
         else:
             places = [
                 Place(_locate(self, name), side, width, _locate(self, block)) for name, side, width, block in listed
             ]
-        # The last two came later.
+        # Earlier versions did not have the last two fields.
         place_modules(places, kind, data_format, scale_init or 0.0, bool(blend))
 
     @torch.no_grad()

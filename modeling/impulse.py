@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 
-# Singular values of the pseudo input below this share of the largest are taken for zero by `solve_closed_form`. Those
+# `solve_closed_form` takes singular values of the pseudo input below this share of the largest for zero. Those
 # of the sinusoidal encoding fall by 5 orders of magnitude. Inverting the small ones as well multiplies the norms by up
 # to 50, and attention to real tokens loses its peaks; between 3e-3 and 3e-2 little changes.
 RELATIVE_TOLERANCE = 1e-2

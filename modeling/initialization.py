@@ -146,7 +146,7 @@ def read_vision_transformer(model: nn.Module | VisionTransformer) -> VisionTrans
     ):
         if applies:
             raise anatomy.refusal("initialize", reason)
-    # Context Broadcasting comes on top of a block.
+    # A block with Context Broadcasting computes more than what was read of it, so it cannot be compared.
     if not any("ContextBroadcast" in type(module).__name__ for module in anatomy.model.modules()):
         anatomy.check("initialize")
     anatomy.check_attention("initialize")
@@ -456,7 +456,7 @@ def _normalized(inputs: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
 
 
 def _zero_biases(layer: AttentionLayer):
-    """Of queries and keys."""
+    """Set the biases of queries and keys to zero."""
     for projection in (layer.query, layer.key):
         if projection.bias is not None:
             projection.bias.zero_()

@@ -59,7 +59,7 @@ class SharedConvolution(nn.Module):
 
     def __init__(self, attention: nn.Module, num_heads: int):
         super().__init__()
-        # In a list it is no submodule: its weights are saved once, where they belong.
+        # A list hides it from PyTorch, which would save the weights of a submodule twice.
         self.attention, self.num_heads = [attention], num_heads
 
     def forward(self, feature_map: torch.Tensor) -> torch.Tensor:

@@ -183,7 +183,7 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
     """
     rois, offsets = rois.float(), offsets.float()
     left_top, right_bottom = rois.unsqueeze(2).chunk(2, dim=-1)
-    # Not `var_mean`, which ExecuTorch has not.
+    # ExecuTorch has no `var_mean`.
     variance, mean = offsets.var(dim=2, keepdim=True), offsets.mean(dim=2, keepdim=True)
     # The square root has no finite gradient at 0, where all points of a token coincide.
     offsets = (offsets - mean) / (3 * (variance.clamp(min=1e-12).sqrt() + 1e-5))
@@ -396,7 +396,7 @@ class SparseFormerSampling(nn.Module):
         """The residual branch `(batch, tokens, hidden_size)` and the points `(batch, tokens, points, 2)`."""
         offsets = self.offset_proj(self.offset_layernorm(tokens)).float() + self.offset_bias.float()
         points = locate_sampling_points(rois, offsets.unflatten(-1, (self.num_points, 2)))
-        # Before gradients are clipped, which is done for each image.
+        # Gradients are clipped for each image after this.
         points = points.expand(features.shape[0], -1, -1, -1)
         if self.clip_gradients and self.training:
             points = ClipGradient.apply(points, 1 / features.shape[2])
@@ -664,7 +664,7 @@ class SparseFormerPreTrainedModel(HubModel):
                     module.initial_rois, initial_rois(module.num_latent_tokens, self.config.trained_token_counts[:-1])
                 )
             else:
-                # In the place of a teacher's positions.
+                # Takes the place of a teacher's position embeddings.
                 init.trunc_normal_(module.token_embedding, std=std)
                 init.copy_(module.initial_rois, grid_rois(module.grid))
             for token in (module.cls_token, module.register_tokens):
@@ -802,7 +802,7 @@ class SparseFormerPreTrainedModel(HubModel):
                 do not fit.
             ImportError: in a model's own code, where frugalvit is not installed.
         """
-        # What reads teachers is no part of a saved model's code.
+        # The code that reads teachers is not saved with a model.
         inheritance = import_from_package("inheritance", "Inheriting from a teacher")
         return inheritance.inherit(
             cls, teacher, num_latent_tokens, truncate, inherit_blocks, focusing, check, **fields
@@ -905,7 +905,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
 
         def run(layer, hidden_states, rois, iteration=0, leading=None):
             hidden_states, rois, points = layer(hidden_states, rois, features, iteration, leading, **kwargs)
-            # What the first execution makes of learned tokens and RoIs alone, it makes once for all images.
+            # Before the first sampling, all images have the same tokens and RoIs: compute them once.
             hidden_states, rois = (states.expand(batch_size, -1, -1) for states in (hidden_states, rois))
             if "roi_adjustment" in layer.steps or layer is self.final_focusing_layer and self.config.patch_size:
                 all_rois.append(rois)

@@ -207,7 +207,7 @@ class SparseFormerLlavaForConditionalGeneration(HubModel, LlavaForConditionalGen
         Raises:
             ValueError: if the prompts have more or fewer image tokens than the model makes of the images.
         """
-        # Of newer versions of Transformers.
+        # An argument that older versions of Transformers do not have.
         encoded = {} if mm_encoder_outputs is None else {"mm_encoder_outputs": mm_encoder_outputs}
         return super().forward(
             input_ids=input_ids,
@@ -265,7 +265,7 @@ class SparseFormerLlavaProcessor(LlavaProcessor):
         self.num_latent_tokens, self.num_prefix_tokens = num_latent_tokens, num_prefix_tokens
         module = SparseFormerLlavaProcessor.__module__.rpartition(".")[2]
         self.auto_map = {"AutoProcessor": f"{module}.{SparseFormerLlavaProcessor.__name__}"}
-        # Of the images of a call, where it chooses.
+        # The numbers of tokens of a call's images, where the call chooses them.
         self._counts: list[int] | None = None
 
     def __call__(self, images=None, text=None, *args, num_image_tokens: int | Sequence[int] | None = None, **kwargs):

@@ -62,7 +62,7 @@ def sample_maps(maps: list[torch.Tensor], points: torch.Tensor, padding_mode: st
     points = points.float().clamp(-2, 3)
     # It lets NaN pass, which on CPUs addresses memory outside the map, and the backward pass writes there.
     grid = (points.nan_to_num() * 2 - 1).expand(maps[0].shape[0], -1, -1, -1)
-    # 0, or NaN where a coordinate is: a model that diverged must not look sound.
+    # Adds 0, or NaN where a coordinate is NaN, so that a model that diverged does not look sound.
     sound = 0 * points.detach().sum(-1, keepdim=True)
     return [
         F.grid_sample(features.float(), grid, padding_mode=padding_mode, align_corners=False).permute(0, 2, 3, 1)

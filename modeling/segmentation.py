@@ -91,7 +91,7 @@ class SegmentationHead(nn.Module):
         queries = self.query(features.to(tokens.dtype))
         size = queries.shape[-2:]
         keys = self.key(tokens) * tokens.shape[-1] ** -0.5
-        # The largest tensors have a value for each token and cell, none for channels besides.
+        # The largest tensors have one value for each token and cell, not one for each channel as well.
         scores = (keys @ queries.flatten(2) + self.importance(tokens)).float()
         shares = (scores + geometric_bias(rois, *size).flatten(2)).softmax(1).to(tokens.dtype)
         logits = self.classifier(tokens).mT @ shares

@@ -61,7 +61,7 @@ QUESTIONS = ["What is in the image?", "Describe the image.", "What is this?"]
 # Of the learning rate: weights of the language model are moved less than those of the projector (LLaVA 1.5 takes 2e-4
 # beside 1e-3).
 LORA_RATE = 0.2
-# In the card.
+# Code in the model card.
 USE = """
 
 inputs = processor(images=image, text={prompt!r}, return_tensors="pt")
@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     def evaluate(model) -> dict[str, float]:
         model.eval()
         shares = []
-        # Until answers are known, it takes long.
+        # Finding the answers takes long.
         progress = tqdm(
             eval_loader, desc="answers", leave=False, disable=None if accelerator.is_main_process else True
         )

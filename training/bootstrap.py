@@ -394,7 +394,7 @@ def main(argv: list[str] | None = None) -> int:
     if glances:
         outputs_asked_for = {**outputs_asked_for, "output_rois": True}
 
-    # Throughout, so that a compiled teacher is watched, too.
+    # Watched before it is compiled, so that a compiled teacher gives its states, too.
     watching = ExitStack()
     states = watching.enter_context(anatomy.watch()) if align_tokens or uses_windows else []
     hold_teacher(accelerator, teacher, classify_teacher)
@@ -406,7 +406,7 @@ def main(argv: list[str] | None = None) -> int:
         with torch.inference_mode(), accelerator.autocast():
             target = embed_in_training(images).float()
             if uses_windows:
-                # One tensor, as the cache keeps it.
+                # The cache keeps one tensor for each view.
                 target = torch.cat([target, attended_windows(anatomy, states)], dim=1)
         batch["teacher_tokens"] = list(states)
         # Out of inference mode, so that the loss may keep it for its gradient.
@@ -488,7 +488,7 @@ def apply_recipe(arguments: Sequence, size: tuple[int, int]):
         size (pair of `int`): Height and width of the teacher's images in pixels.
     """
     pair = arguments[0]
-    # What goes on loses by large steps.
+    # A student that was trained before would lose by large steps.
     small = "paper" if pair.student or max(size) > LARGEST_SMALL else "small"
     pair.recipe = pair.recipe or ("inherited" if pair.focusing == "inherited" else small)
     values = RECIPES[pair.recipe] | {"epochs": 20}

@@ -300,7 +300,7 @@ def choose_variant(arguments: ModelArguments, pixels: int) -> str:
     names = ("image_size", "patch_size", "hidden_size", "num_attention_heads")
     fields = {name: getattr(config, name) for name in names}
     if small:
-        # As many patches, of more pixels.
+        # The number of patches stays; each has more pixels.
         factor = max(round(pixels / config.image_size), 1)
         fields |= {"image_size": factor * config.image_size, "patch_size": factor * config.patch_size}
     if arguments.initialization in ("default", REFERENCE):

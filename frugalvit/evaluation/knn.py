@@ -10,7 +10,7 @@ from ..common.command_line import positive
 from .embeddings import LabeledFeatures, add_feature_arguments, evaluate_features
 
 
-# Of the weights of neighbors, as DINO has it.
+# Temperature of the neighbors' weights, as in DINO.
 TEMPERATURE = 0.07
 # Similarities that are in memory at a time.
 MOST_SIMILARITIES = 2**24

@@ -12,7 +12,7 @@ from .embeddings import LabeledFeatures, add_feature_arguments, evaluate_feature
 
 # Weights of the penalty among which images that are held back choose, the strongest first.
 PENALTIES = (10.0, 1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
-# One in so many images of each class is held back for that.
+# One image in so many of each class is held back for that choice.
 HELD_BACK = 5
 STEPS = 200
 

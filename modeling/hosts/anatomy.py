@@ -36,7 +36,7 @@ _ACTIVATIONS = {
     "SiLUActivation": "silu",
 }
 _RMS_NORMS = ("RMSNorm", "RmsNorm", "Aimv2RMSNorm")
-# What parameters that no plain block has stand for.
+# Names of parameters that no plain block has, and what they are for.
 _FOREIGN = {
     "proj_l": "it mixes attention heads with each other (talking heads)",
     "proj_w": "it mixes attention heads with each other (talking heads)",
@@ -217,7 +217,7 @@ class Attention:
     def queries_and_keys(
         self, tokens: torch.Tensor, queries: torch.Tensor | None = None, rotate: Callable | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the same, `(batch, heads, tokens, head_dim)` each."""
+        """Queries and keys of tokens, `(batch, heads, tokens, head_dim)` each."""
         query = _normalize(self.query_norm, self._heads(self.query, tokens if queries is None else queries))
         key = _normalize(self.key_norm, self._heads(self.key, tokens))
         return (query, key) if rotate is None else (rotate(query), rotate(key))
@@ -319,7 +319,7 @@ class Rotary:
 
     @property
     def fields(self) -> dict:
-        """As fields of a `SparseFormerConfig`."""
+        """The rotation as fields of a `SparseFormerConfig`."""
         return {"rope_theta": self.theta, "rope_scale": list(self.scale), "rope_shift": list(self.shift)}
 
 
@@ -679,7 +679,7 @@ class Anatomy:
         handles = [
             modules[block.module].register_forward_hook(
                 functools.partial(compare, name=f"its block {index}", attention=block.attention),
-                # Before Context Broadcasting, which may stand there.
+                # Context Broadcasting may stand behind it.
                 prepend=True,
                 with_kwargs=True,
             )

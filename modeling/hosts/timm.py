@@ -25,7 +25,7 @@ from .anatomy import (
 )
 
 
-# Blocks by class whose attention does not return what is added to the tokens: windows are put together after it.
+# Blocks whose attention returns windows. What is added to the tokens is put together from them afterwards.
 _AFTER_ATTENTION = {"SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 
@@ -85,7 +85,7 @@ def _read_plain(model: nn.Module, anatomy: Anatomy):
 
     def run(images: torch.Tensor) -> torch.Tensor:
         features = model.forward_features(images)
-        # Without pooling of its own, what the anatomy says.
+        # Without a pooling of its own, it pools as the anatomy says.
         return model.forward_head(features, pre_logits=True) if model.global_pool else pool_features(features)
 
     def pool_features(features: torch.Tensor) -> torch.Tensor:

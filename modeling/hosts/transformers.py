@@ -51,7 +51,7 @@ _INTERPOLATIONS = {
     "siglip2_vision_model": {"mode": "bilinear", "antialias": True},
     "radio": {"mode": "bilinear", "crops": True},
 }
-# Blocks by class whose attention does not return what is added to the tokens: windows are put together after it.
+# Blocks whose attention returns windows. What is added to the tokens is put together from them afterwards.
 _AFTER_ATTENTION = {"SwinLayer": "drop_path"}
 # Towers for images in models of several, and what wrappers call the model within.
 _TOWERS = ("vision_model", "vision_tower", "visual")
@@ -359,7 +359,7 @@ def _read_pooling_head(head: nn.Module) -> AttentionPooling:
         return AttentionPooling(head.probe[0], multihead_attention(head.attention), norm, mlp)
     if not hasattr(head, "cls_token"):
         raise Obstacle(f"it pools by a {type(head).__name__}, which is neither SigLIP's nor AIMv2's")
-    # AIMv2's query is learned as it is.
+    # AIMv2 learns the query itself, without a projection.
     width = head.cls_token.shape[-1]
     query = Projection(torch.eye(width, dtype=head.cls_token.dtype, device=head.cls_token.device))
     projections = [query, *(Projection.of(linear) for linear in (head.k_proj, head.v_proj, head.output_proj))]

@@ -130,9 +130,9 @@ class RunArguments:
     )
     report_to: list[str] = argument([], "Trackers, for example tensorboard or wandb.")
     overwrite: bool = argument(False, "Start anew in an output folder that is not empty.")
-    # What `run.json` holds, noted when the run starts.
+    # The content of `run.json` for this run, noted when it starts.
     record: dict = field(default_factory=dict, init=False, repr=False)
-    # What `run.json` held then.
+    # The content of the `run.json` that was in the folder, if there was one.
     found: dict | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
@@ -170,7 +170,7 @@ def schedules() -> list[str]:
             schedule = transformers.get_scheduler(kind, optimizer, num_warmup_steps=1, num_training_steps=2)
         except (TypeError, ValueError, AttributeError):
             continue
-        # Others ask for what was measured.
+        # The other schedules need a measured value.
         if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
             found.append(kind.value)
     return found

@@ -80,7 +80,7 @@ class Checkpoints:
             write_json(self.folder / f"step-{state.step:08d}" / "state.json", dataclasses.asdict(state))
 
     def remove(self, checkpoint: Path):
-        # One that is half gone must not look like a checkpoint.
+        # A folder that is half deleted must not look like a checkpoint.
         removed = self.folder / ".removed"
         shutil.rmtree(removed, ignore_errors=True)
         os.rename(checkpoint, removed)

@@ -204,7 +204,7 @@ def fit(
             progress.update(loader.batch_size)
 
             logs, saves = state.step % run.logging_steps == 0, state.step % run.checkpointing_steps == 0
-            # A CPU has its numbers anyway.
+            # On a CPU, reading a number waits for nothing.
             if reads(state.step) or accelerator.device.type == "cpu":
                 state.losses += read_losses(accelerator, unread, state.step, checkpoints)
             if logs:
@@ -287,7 +287,7 @@ def read_losses(
 
 def check_weights(accelerator: Accelerator, model: torch.nn.Module, step: int, checkpoints: Checkpoints):
     """Raise a ValueError if a weight is not finite."""
-    # Of a weight that FSDP shares out, this process' part.
+    # The part of a weight that this process holds, where FSDP shares it out.
     parts = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in model.parameters())
     lost = sum((~part.detach().isfinite()).sum() for part in parts)
     if lost := int(accelerator.reduce(lost, reduction="sum")):

@@ -14,7 +14,7 @@ from .optimizers import classifiers_inside
 
 # Transformers' model type for timm's models.
 TIMM = "timm_wrapper"
-# Of a new model.
+# Bounds of what a new model is configured with.
 LARGEST_SIZE, MOST_LAYERS = 1_000_000, 1_000
 
 

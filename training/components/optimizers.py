@@ -43,7 +43,7 @@ def learning_rate_factors(
             f"--head-multiplier is {head_multiplier}, but a {type(model).__name__} does not say what its head is; "
             "expected 1."
         )
-    # timm's blocks are a sequence.
+    # timm keeps its blocks in an `nn.Sequential`.
     kinds = (torch.nn.ModuleList, torch.nn.Sequential) if is_timm(base) else torch.nn.ModuleList
     lists = [(name, module) for name, module in base.named_modules() if isinstance(module, kinds)]
     name, blocks = max(lists, key=lambda item: len(item[1]), default=("", ()))

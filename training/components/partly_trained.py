@@ -53,7 +53,7 @@ class Learner(nn.Module):
 
     @property
     def lora_layers(self) -> dict[str, nn.Module]:
-        """Of the language model, by their names in it."""
+        """The language model's layers that have LoRA, by their names in it."""
         modules = self.llava.model.language_model.named_modules()
         return {name: module for name, module in modules if hasattr(module, "lora_A")}
 
