@@ -34,7 +34,7 @@ from .common.tables import format_table
 from .common.views import ImageFormat
 from .compare import sample
 from .configuration.configuration_base import pair
-from .evaluation.images import add_dataset_arguments, image_batches, read_images
+from .evaluation.images import add_dataset_arguments, image_batches, images_to_evaluate
 from .evaluation.two_towers import load_tokenizer
 from .export_card import agreement_rows, speed_rows, write_card
 from .export_page import check_page, write_page
@@ -193,7 +193,7 @@ def check_options(arguments: argparse.Namespace, model: PreTrainedModel):
 
 def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Images to compare on, and for int8 others to calibrate with, both at random."""
-    images, split = read_images(argparse.Namespace(**vars(arguments) | {"limit": None}))
+    images, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | {"limit": None}))
     columns = {"image_column": arguments.image_column, "name": arguments.dataset_config}
     calibrates = arguments.precision == "int8"
     if calibrates and arguments.calibration_data:

@@ -15,7 +15,7 @@ from ..common.metrics import evaluate_classifier
 from ..common.views import ImageFormat
 from ..tokens import Adaptive, add_token_arguments, choose_tokens
 from .imagenet import PROTOCOLS, right_answers
-from .images import add_image_arguments, image_batches, read_images
+from .images import add_image_arguments, image_batches, images_to_evaluate
 from .robustness import fgsm, occlude_center
 
 
@@ -61,7 +61,7 @@ def share(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    images, split = read_images(arguments)
+    images, split = images_to_evaluate(arguments)
     model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
     choose_tokens(model, arguments.num_tokens, arguments.confidence)
     conditions = {"protocol": arguments.protocol}

@@ -17,7 +17,7 @@ from ..common.loading import load_vision_model
 from ..common.metrics import check_scores
 from ..common.views import EvalView, ImageFormat
 from ..modeling.hosts import read_anatomy
-from .images import add_image_arguments, image_batches, read_images, take_first
+from .images import add_image_arguments, image_batches, images_to_evaluate, take_first
 
 
 @dataclass
@@ -206,10 +206,10 @@ def add_training_images_arguments(parser: argparse.ArgumentParser):
 def read_evaluated(
     arguments: argparse.Namespace, default_names: list[str] | None = None
 ) -> tuple[datasets.Dataset, str]:
-    """`read_images` of --eval-dataset, if it is given, else of --dataset, whatever --limit says."""
+    """`images_to_evaluate` of --eval-dataset, if it is given, else of --dataset, whatever --limit says."""
     evaluated = copy.copy(arguments)
     evaluated.dataset, evaluated.limit = arguments.eval_dataset or arguments.dataset, None
-    return read_images(evaluated, default_names)
+    return images_to_evaluate(evaluated, default_names)
 
 
 def read_labeled_parts(arguments: argparse.Namespace) -> LabeledParts:

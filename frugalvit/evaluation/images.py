@@ -27,7 +27,7 @@ from ..common.data import (
 
 
 def add_image_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments for `read_images`, and how to go through the images."""
+    """Arguments for `images_to_evaluate`, and how to go through the images."""
     add_dataset_arguments(parser)
     add_limit_argument(parser)
     add_reading_arguments(parser)
@@ -72,7 +72,9 @@ def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) ->
     add_trust_argument(parser)
 
 
-def read_images(arguments: argparse.Namespace, default_names: list[str] | None = None) -> tuple[datasets.Dataset, str]:
+def images_to_evaluate(
+    arguments: argparse.Namespace, default_names: list[str] | None = None
+) -> tuple[datasets.Dataset, str]:
     """The images that the arguments name, and their split; `default_names` as in `load_images`."""
     options = {
         "name": arguments.dataset_config,

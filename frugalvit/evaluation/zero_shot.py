@@ -9,7 +9,7 @@ import torch
 
 from ..common.data import class_names
 from ..common.metrics import TopKAccuracy
-from .images import add_image_arguments, image_batches, read_images
+from .images import add_image_arguments, image_batches, images_to_evaluate
 from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers, name_models
 
 
@@ -39,7 +39,7 @@ def add_parser(tasks) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    images, split = read_images(arguments)
+    images, split = images_to_evaluate(arguments)
     names = read_names(arguments.classes, images)
     templates = read_templates(arguments.templates)
     towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)

@@ -27,7 +27,7 @@ from frugalvit.common.data import (
     split_names,
 )
 from frugalvit.common.masks import load_masked_splits
-from frugalvit.evaluation.images import read_images
+from frugalvit.evaluation.images import images_to_evaluate
 from frugalvit.training import bootstrap, joint
 from frugalvit.training.components.arguments import DataArguments
 from frugalvit.training.segment import MaskedImageArguments
@@ -278,7 +278,7 @@ def test_labels_of_minus_one_are_none(tmp_path, write_parquet, tiny_run, capsys)
     assert data.evaluated == "validation"
     arguments = {"dataset": [str(tmp_path / "unlabeled")], "split": None, "limit": None}
     options = dict.fromkeys(("dataset_config", "image_column", "label_column"))
-    assert read_images(argparse.Namespace(**arguments, **options))[1] == "validation"
+    assert images_to_evaluate(argparse.Namespace(**arguments, **options))[1] == "validation"
 
 
 @LEFT_OPEN
