@@ -1,5 +1,5 @@
-"""Run by test_processes.py as a program: `several_processes.py JOBS` runs recipes in forked processes, as torchrun
-does, but imports once for all of them.
+"""Run by tests as a program: `several_processes.py JOBS` runs recipes in forked processes, as torchrun does, but
+imports once for all of them.
 
 JOBS is a JSON file with a list of jobs: `recipe`, `arguments`, how many `processes` run it, and the exit codes `ends`
 that they should have. `environment` is theirs; with FSDP in it, the model is sharded. What process RANK says on

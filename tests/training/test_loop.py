@@ -80,7 +80,7 @@ def test_runs_killed_at_random_leave_nothing_broken(tmp_path):
         *("--config-overrides", vit, "--train-split", "train[:64]", "--eval-split", "test[:50]"),
         *("--epochs", "3", "--batch-size", "16", "--warmup-epochs", "1", "--checkpointing-steps", "1"),
     ]
-    program, kills = Path(__file__).with_name("killed_at_random.py"), os.environ.get("FRUGALVIT_KILLS", "5")
+    program, kills = Path(__file__).with_name("killed_at_random.py"), os.environ.get("FRUGALVIT_KILLS", "3")
     process = subprocess.run(
         [sys.executable, program, tmp_path, kills, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -408,14 +409,12 @@ class TestRecipe:
         SparseFormerForImageClassification(tiny_config(pooling="attention")).save_pretrained(tmp_path / "start")
         arguments = self.arguments(tmp_path / "start", parquet, tmp_path / "one", "--epochs", "2", "--drop-path", "0")
         segment.main(arguments)
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-        subprocess.run(
-            [sys.executable, "-m", *torchrun, "frugalvit.training.segment", *arguments]
-            + ["--output", str(tmp_path / "two")],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-            check=True,
-            timeout=250,
-        )
+        job = {"recipe": "segment", "processes": 2, "ends": [0, 0], "log": str(tmp_path / "log")}
+        job["arguments"] = [*arguments, "--output", str(tmp_path / "two")]
+        (tmp_path / "jobs.json").write_text(json.dumps([job]))
+        program = Path(__file__).with_name("several_processes.py")
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, program, tmp_path / "jobs.json"], env=environment, check=True, timeout=250)
         results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
         losses = [[epoch["train_loss"] for epoch in each["epochs"]] for each in results]
         # Each process divides by the pixels that count in its own share.
