@@ -8,6 +8,7 @@ from pathlib import Path
 import datasets
 
 from .data import HELD_BACK_SHARE, MOST_HELD_BACK
+from .files import read_text
 
 
 # The prompt of LLaVA 1.5.
@@ -56,7 +57,7 @@ def read_conversations(
     file = Path(file).expanduser()
     folder = file.parent if image_folder is None else Path(image_folder).expanduser()
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
         lines = file.suffix.lower() == ".jsonl"
         records = [json.loads(line) for line in text.splitlines() if line.strip()] if lines else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:

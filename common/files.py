@@ -128,6 +128,18 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
+def read_text(path: str | os.PathLike) -> str:
+    """The text of a file.
+
+    Raises:
+        OSError: if it is none: a pipe that nobody writes to would be waited for.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise OSError(f"{str(path)!r} is no file, expected one with text.")
+    return path.read_text(encoding="utf-8")
+
+
 def write_text(path: str | os.PathLike, text: str):
     with whole_file(path) as aside:
         aside.write_text(text, encoding="utf-8")

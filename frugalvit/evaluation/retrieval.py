@@ -9,6 +9,7 @@ import torch
 
 from ..common.command_line import add_worker_argument
 from ..common.data import load_images, load_table
+from ..common.files import read_text
 from ..common.metrics import check_scores
 from .images import add_limit_argument, add_loop_arguments, image_batches, take_first
 from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers, name_models
@@ -72,12 +73,12 @@ def read_karpathy(path: str, folder: Path | None, split: str) -> tuple[datasets.
     if folder is None or not folder.is_dir():
         raise ValueError(f"--image-folder is {folder}, expected the folder with the images that {path} names.")
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))["images"]
+        entries = json.loads(read_text(path))["images"]
         entries = [entry for entry in entries if entry["split"] == split]
         captions = [[sentence["raw"] for sentence in entry["sentences"]] for entry in entries]
         # Karpathy's COCO lies in a folder for each year.
         names = [Path(entry.get("filepath", "")) / entry["filename"] for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is no list of images as Karpathy's splits have it ({type(error).__name__}: {error}); expected "
             '{"images": [{"filename": …, "split": …, "sentences": [{"raw": …}]}]}.'

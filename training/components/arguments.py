@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from ...common.command_line import OneSpelling, spelled
 from ...common.data import NO_EVALUATION, SUBSET
+from ...common.files import read_text
 
 
 # What may change when a run is resumed: these alter nothing that was done. A run that met an image that cannot be read
@@ -251,7 +252,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("true|True|TR
 def _read_arguments(file: Path) -> list[str]:
     """A file's arguments as on a command line."""
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # JSON is YAML
+        content = yaml.load(read_text(file), _Loader)  # JSON is YAML
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"--config {file} is neither YAML nor JSON ({error}).") from error
     if isinstance(content, dict):
