@@ -100,8 +100,7 @@ def load_images(
     numbered = ("int",) if streaming and not class_names else ("int", "string")
     if label is None and "label" in features and _holds(features["label"], *numbered):
         label = "label"
-    if not (is_image(features[image]) or _holds(features[image], "binary", "string")):
-        raise ValueError(f"The column {image!r} of {dataset!r} holds {features[image]}, expected images.")
+    check_image_column(features, image, dataset)
     if label and not (
         isinstance(features[label], datasets.ClassLabel) or _holds(features[label], "int", "uint", "string")
     ):
@@ -558,6 +557,12 @@ def _short(names: list[str]) -> str:
 def is_image(feature) -> bool:
     # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
     return isinstance(feature, datasets.Image) or (isinstance(feature, dict) and feature.keys() == {"bytes", "path"})
+
+
+def check_image_column(features: datasets.Features, column: str, dataset):
+    """Raise a ValueError if a column holds neither images nor what they could be read from: bytes, or paths."""
+    if not (is_image(features[column]) or _holds(features[column], "binary", "string", "null")):
+        raise ValueError(f"The column {column!r} of {dataset!r} holds {features[column]}, expected images.")
 
 
 def _holds(feature, *types: str) -> bool:

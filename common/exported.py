@@ -27,6 +27,7 @@ from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
 from .files import forget_code
+from .views import vision_config_of
 
 
 PRECISIONS = ("float32", "bfloat16", "int8")
@@ -113,7 +114,7 @@ class Part(nn.Module):
             shape = (batch_size, text.max_position_embeddings)
             ids = torch.randint(text.vocab_size, shape, generator=generator)
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        vision = getattr(config, "vision_config", config)
+        vision = vision_config_of(config)
         size = pair(vision.image_size)
         return {"pixel_values": torch.randn(batch_size, vision.num_channels, *size, generator=generator)}
 

@@ -99,7 +99,7 @@ def resolved(path: Path) -> Path:
 def _beside(path: Path) -> tuple[Path, Path]:
     """The file that a path leads to, through symbolic links, and one beside it with its ending."""
     target = resolved(path)
-    return target, target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    return target, target.with_name(f".{target.stem}.{os.getpid()}{path.suffix}")
 
 
 @contextmanager

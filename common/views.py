@@ -16,10 +16,18 @@ import numpy as np
 import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
+from transformers import PreTrainedConfig
 
 
 # What a random number is for: uses that share (seed, epoch, index) must not share numbers.
 VIEW, MIX, ORDER, SHUFFLE, CAPTION = range(5)
+
+
+def vision_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of a configuration that says which images a model takes: of a CLIP or a LLaVA that of its tower, of
+    others all."""
+    vision = getattr(config, "vision_config", None)
+    return vision if isinstance(vision, PreTrainedConfig) else config
 
 
 def random_seed(*keys: int) -> int:

@@ -224,7 +224,7 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
         `list[LayerStatistics]`: One a layer.
 
     Raises:
-        ValueError: if there are no images, or the model returns no hidden states.
+        ValueError: if there are no images, the model returns no hidden states, or some are not finite.
     """
     implementation = getattr(model.config, "_attn_implementation", None)
     attends = hasattr(model.config, "num_attention_heads")
@@ -239,6 +239,11 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
             for layer, states in enumerate(outputs.hidden_states[1:]):
                 # A feature map's positions are its tokens.
                 tokens = states.flatten(2).mT if states.ndim == 4 else states
+                if not tokens.isfinite().all():
+                    raise ValueError(
+                        f"Layer {layer} of this {type(model).__name__} returns NaN or infinite values: it diverged, "
+                        "or its weights are damaged."
+                    )
                 _add(sums, (layer, "rank"), stable_rank(tokens).sum())
             for layer, weights in enumerate((attends and outputs.attentions) or ()):
                 # Windows of an image count as one.

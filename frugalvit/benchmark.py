@@ -10,11 +10,12 @@ from transformers import ViTConfig, ViTForImageClassification
 from .common.command_line import CommandParser, add_device_argument
 from .common.exported import ExportedModule, is_exported
 from .common.files import check_file_path, write_json
-from .common.loading import DTYPES, choose_device
+from .common.loading import DTYPES, choose_device, one_error
 from .common.macs import count_macs
 from .common.speed import measure
 from .common.tables import format_table
 from .common.versions import versions
+from .common.views import vision_config_of
 from .configuration.configuration_base import pair
 from .info import architecture_of, image_side
 
@@ -99,14 +100,19 @@ def build_model(name: str) -> nn.Module:
         except RuntimeError as error:
             raise ValueError(f"{name!r} is no model of timm: {error}") from error
     architecture, config = architecture_of(name)
-    return image_side(architecture._from_config(config)).eval()
+    with one_error(name, "a model to measure"):
+        model = image_side(architecture._from_config(config)).eval()
+        # A model that cannot compute fails here.
+        channels, *size = image_size_of(model)
+        count_macs(model, tuple(size), channels)
+    return model
 
 
 def image_size_of(model: nn.Module) -> tuple[int, int, int]:
     """Channels, height and width of what a model takes."""
     if hasattr(model, "default_cfg"):
         return tuple(model.default_cfg["input_size"])
-    config = getattr(model.config, "vision_config", model.config)
+    config = vision_config_of(model.config)
     return (config.num_channels, *pair(config.image_size))
 
 

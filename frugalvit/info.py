@@ -13,6 +13,7 @@ from .common.command_line import CommandParser
 from .common.loading import check_complete, check_sizes, one_error, split_revision
 from .common.macs import count_macs
 from .common.tables import format_table
+from .common.views import vision_config_of
 from .configuration.configuration_base import pair
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .registry import configuration_classes
@@ -120,7 +121,7 @@ def _saved_architecture(config: PreTrainedConfig, name: str) -> type[PreTrainedM
     except ValueError as error:
         raise ValueError(f"{name!r} cannot be counted: {error}.") from error
     architecture = found.__name__
-    vision = getattr(config, "vision_config", config)
+    vision = vision_config_of(config)
     if not hasattr(vision, "image_size") or not hasattr(vision, "num_channels"):
         raise ValueError(
             f"{name!r} is a {architecture}, expected a vision model with `image_size` and `num_channels`."
@@ -130,7 +131,7 @@ def _saved_architecture(config: PreTrainedConfig, name: str) -> type[PreTrainedM
 
 def image_side(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a CLIP or a LLaVA that sees images; of other models, all."""
-    if hasattr(model.config, "text_config"):
+    if vision_config_of(model.config) is not model.config:
         return model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
     return model
 

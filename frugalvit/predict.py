@@ -306,7 +306,12 @@ def _read_parquet(path: Path) -> Iterator[bytes | None]:
                 yield value["bytes"] if struct and value else value
 
 
-def decode_file(file: Path | io.BytesIO, name: str) -> Image.Image:
+def decode_file(file: Path | io.BytesIO, name: str, hint: str = " To go on without such images: --skip-corrupt."):
+    """The RGB image in a file.
+
+    Raises:
+        ValueError: if it is no image or is corrupt, with a hint what to do.
+    """
     try:
         return read_image(file)
     except PermissionError:
@@ -314,6 +319,5 @@ def decode_file(file: Path | io.BytesIO, name: str) -> Image.Image:
     # Decoders raise whatever a broken file leads them to.
     except Exception as error:
         raise ValueError(
-            f"Cannot read {name!r}: it is no image that Pillow reads, or is corrupt ({error}). To go on without such "
-            "images: --skip-corrupt."
+            f"Cannot read {name!r}: it is no image that Pillow reads, or is corrupt ({error}).{hint}"
         ) from error

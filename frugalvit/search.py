@@ -12,10 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from .common.command_line import CommandParser, add_device_argument, add_trust_argument, positive
-from .common.decoding import read_image
 from .evaluation.two_towers import TwoTowers, load_two_towers
 from .index import Shard, read_about, read_shards
 from .pictures import CAPTION_SIZE, TEXT_COLOR, check_picture_path, save_figure
+from .predict import decode_file
 
 
 COLUMNS, PANEL = 4, 2.0
@@ -64,8 +64,9 @@ class Found:
 @torch.inference_mode()
 def embed_query(towers: TwoTowers, query: str) -> torch.Tensor:
     """The embedding `(width,)` of words, or of the image in a file of that name."""
-    if Path(query).expanduser().is_file():
-        pixel_values = towers.image_processor([read_image(Path(query).expanduser())], return_tensors="pt")
+    file = Path(query).expanduser()
+    if file.is_file():
+        pixel_values = towers.image_processor([decode_file(file, query, hint="")], return_tensors="pt")
         return towers.embed_images(pixel_values["pixel_values"].to(towers.device))[0].cpu()
     return towers.embed_texts([query])[0].cpu()
 
@@ -111,6 +112,6 @@ def draw_found(paths: list[str], found: list[Found], query: str) -> Figure:
     for axes in panels:
         axes.set_axis_off()
     for axes, path, each in zip(panels, paths, found, strict=False):
-        axes.imshow(read_image(Path(path)))
+        axes.imshow(decode_file(Path(path), path, hint=""))
         axes.set_title(f"{Path(path).name}, {each.cosine:.3f}", color=TEXT_COLOR, fontsize=CAPTION_SIZE)
     return figure

@@ -13,11 +13,12 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import frugalvit
 
 from .common.loading import load_image_processor, load_pretrained
+from .common.views import vision_config_of
 from .configuration.configuration_base import pair
 from .modeling.hub import HubModel, auto_class, flatten_imports, pipeline_tag
 from .without_package import outputs_of
@@ -26,6 +27,8 @@ from .without_package import outputs_of
 # What belongs into a repository. Pickles, which run code when they are read, do not.
 ENDINGS = (".json", ".md", ".png", ".py", ".safetensors", ".txt")
 # Metadata without which the hub finds and lists no model as it should. Data sets are left out where they are private.
+# Problems in a message.
+MOST_LISTED = 6
 METADATA = ("library_name", "license", "pipeline_tag", "tags")
 
 
@@ -59,7 +62,7 @@ def validate_repository(folder: str | os.PathLike) -> list[str]:
         `list[str]`: What was found right, a line each.
 
     Raises:
-        ValueError: if something is wrong; the message lists all of it.
+        ValueError: if something is wrong; the message lists it.
     """
     folder = Path(folder)
     found = {check: check(folder) for check in (check_files, check_card, check_weights)}
@@ -70,7 +73,8 @@ def validate_repository(folder: str | os.PathLike) -> list[str]:
     if not any(found.values()):
         found[check_predictions] = check_predictions(folder, model)
     if problems := [problem for problems in found.values() for problem in problems]:
-        raise ValueError(f"The model is not ready to be published: {'; '.join(problems)}.")
+        more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
+        raise ValueError(f"The model is not ready to be published: {'; '.join(problems[:MOST_LISTED])}{more}.")
     return [check.__doc__.rstrip(".") for check in found]
 
 
@@ -162,7 +166,7 @@ def check_preprocessing(folder: Path, model: PreTrainedModel) -> list[str]:
 
 def check_image_processor(image_processor, config) -> list[str]:
     """What an image processor makes of an image has the shape that the model takes."""
-    vision = getattr(config, "vision_config", config)
+    vision = vision_config_of(config)
     image = Image.new("RGB", (61, 61))
     pixel_values = image_processor(image, return_tensors="pt")["pixel_values"]
     size = getattr(vision, "image_size", None)
@@ -208,11 +212,11 @@ def check_predictions(folder: Path, model: PreTrainedModel) -> list[str]:
 
 def example_inputs(config) -> dict[str, torch.Tensor]:
     """Two images of noise, and texts where a model reads these."""
-    vision, text = getattr(config, "vision_config", config), getattr(config, "text_config", None)
+    vision, text = vision_config_of(config), getattr(config, "text_config", None)
     height, width = pair(getattr(vision, "image_size", None) or 224)
     generator = torch.Generator().manual_seed(0)
     channels = getattr(vision, "num_channels", 3)
     inputs = {"pixel_values": torch.randn(2, channels, height, width, generator=generator)}
-    if text is not None:
+    if isinstance(text, PreTrainedConfig):
         inputs["input_ids"] = torch.randint(text.vocab_size, (2, 4), generator=generator)
     return inputs

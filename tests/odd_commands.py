@@ -49,10 +49,29 @@ IMAGES = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32
 WORDS = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", "a", "photo", "of", "cat", "dog"]
 RUN = "--epochs 1 --batch-size 4 --num-workers 0 --mixed-precision no --output {output}"
 TINY = ",".join(f"{name}={value}" for name, value in TOWER.items())
+JOINT = "hidden_size=36,num_hidden_layers=2,intermediate_size=48,patch_size=8"
 
 TRAIN = f"train --model {{vit}} --dataset {{photos}} {RUN}"
 SEGMENT = f"segment --model {{sparseformer}} --dataset {{masks}} --num-labels 2 --warmup-steps 0 {RUN}"
 INDEX = "index {photos} --model {clip} --output {output}"
+
+CARD = """---
+license: mit
+library_name: transformers
+pipeline_tag: image-classification
+tags: [vision]
+datasets: [uoft-cs/cifar10]
+model-index:
+- name: odd
+  results:
+  - task: {type: image-classification}
+    dataset: {name: CIFAR-10, type: uoft-cs/cifar10}
+    metrics:
+    - {type: accuracy, value: 0.5}
+---
+
+Made to be odd.
+"""
 
 # They work. Each word in braces is given odd values in turn, and so is each of their options.
 COMMANDS = [
@@ -70,16 +89,16 @@ COMMANDS = [
     "evaluate linear --model {vit} --dataset {photos} --output {output}.json",
     "evaluate segmentation --model {segmenter} --dataset {masks} --split val --output {output}.json",
     "evaluate zero-shot --model {clip} --vision-model {student} --dataset {photos} --output {output}.json",
-    "evaluate retrieval --model {clip} --dataset {captions} --output {output}.json",
+    "evaluate retrieval --model {clip} --dataset {captions} --image-folder {photos} --output {output}.json",
     "evaluate scienceqa --model {llava} --dataset {questions} --output {output}.json",
     INDEX,
     "search {index} {image} --picture {output}.png",
-    "export {vit} --format onnx --dataset {photos} --force --output {output}",
+    "export {vit} --format onnx --dataset {photos} --limit 4 --force --output {output}",
     "publish {vit} --license mit --output {output}",
     "swap --model {llava} --vision-model {tower} --output {output}",
     TRAIN,
     f"bootstrap --teacher {{vit}} --dataset {{photos}} --no-compare {RUN}",
-    f"joint --vit {TINY},patch_size=8 --dataset {{photos}} {RUN}",
+    f"joint --vit {JOINT},image_size=32 --agent {JOINT} --dataset {{photos}} {RUN}",
     SEGMENT,
     f"contrastive --dataset {{photos}} --vision {TINY},image_size=32,patch_size=8 --text {TINY} {RUN}",
     f"align-llava --model {{llava}} --vision-model {{tower}} --dataset {{conversations}} {RUN}",
@@ -101,6 +120,7 @@ def make_inputs(folder: Path):
     for name, model in {"vit": vit, "sparseformer": sparseformer}.items():
         model.save_pretrained(folder / name)
         processor.save_pretrained(folder / name)
+        (folder / name / "README.md").write_text(CARD)
     text = {**TOWER, "vocab_size": len(WORDS), "max_position_embeddings": 16, "eos_token_id": WORDS.index("[EOS]")}
     vision = {**TOWER, "image_size": 32, "patch_size": 8}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
@@ -550,7 +570,8 @@ def try_case(case: Case, given: Path, folder: Path) -> tuple[int | None, str | N
         return code, f"ends with {code}"
     if code in (1, 2) and not re.fullmatch(r"frugalvit [\w -]+: error: .{15,1500}", last):
         return code, "no clear last line"
-    if code == 1 and RUN not in case.command:
+    # Trainings and indexes keep what was done, and go on.
+    if code == 1 and RUN not in case.command and not case.command.startswith("index"):
         left = {*files_in(folder)} - {*json.loads((folder / "before").read_text()), "before"}
         if left:
             return code, f"leaves {', '.join(sorted(left))}"

@@ -193,7 +193,7 @@ class StudentArguments:
             self.num_latent_tokens = counts[-1]
         for name in ("truncate", "tune"):
             if (value := getattr(self, name)) is not None:
-                fits = 0 <= value < 1 or value == int(value) > 0
+                fits = 0 <= value < 1 or (value >= 1 and float(value).is_integer())
                 check(value, fits, name, "a share from 0 to below 1, or a count")
 
 
@@ -253,7 +253,7 @@ class AlignmentArguments:
         check_share(self, "flip")
         for name in ("label_loss_weight", "elastic_loss_weight"):
             check_at_least(self, 0, name)
-        check_at_least(self, 1, "zoom_out")
+        check(self.zoom_out, 1 <= self.zoom_out <= 100, "zoom_out", "1 to 100")
         for name in ("token_loss_weight", "window_loss_weight"):
             if getattr(self, name) is not None:
                 check_at_least(self, 0, name)

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from ..common.command_line import positive
 from ..common.conversations import check_prompt
-from ..common.data import decode_image, default_split, load_table
+from ..common.data import check_image_column, decode_image, default_split, load_table
 from ..common.loading import DTYPES, QUANTIZATIONS, load_pretrained, split_revision
 from .images import add_loop_arguments, take_first
 
@@ -85,6 +85,7 @@ def read_questions(dataset: list[str], split: str | None) -> tuple[datasets.Data
         raise ValueError(
             f"{' '.join(dataset)} has no columns {missing}, it has {questions.column_names}; expected ScienceQA's."
         )
+    check_image_column(questions.features, "image", " ".join(dataset))
     questions = questions.cast_column("image", datasets.Image(decode=False))
     for index, record in enumerate(questions.select_columns(["question", "choices", "answer"])):
         check_question(index, **record)
