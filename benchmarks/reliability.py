@@ -23,8 +23,8 @@ from xml.etree import ElementTree
 
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.files import write_json
-from frugalvit.common.versions import versions
-from shared import ROOT, add_results_argument, machine
+from frugalvit.common.versions import origin
+from shared import ROOT, add_results_argument
 
 
 KILLS, FUZZ = 50, 500
@@ -59,7 +59,7 @@ def main():
         if arguments.row == "commands":
             [report] = Path(folder).glob("temporary/*/report.json")
             row |= json.loads(report.read_text(encoding="utf-8"))
-    row |= {"versions": versions(), "machine": machine()}
+    row |= origin()
 
     path = arguments.results_dir / "reliability.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []

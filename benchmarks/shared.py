@@ -3,8 +3,6 @@ that say how they were made."""
 
 import argparse
 import json
-import platform
-import re
 import shlex
 import statistics
 import sys
@@ -17,12 +15,11 @@ from accelerate.state import AcceleratorState
 from frugalvit.common.data import SUBSET
 from frugalvit.common.files import write_json
 from frugalvit.common.tables import format_table
-from frugalvit.common.versions import versions
+from frugalvit.common.versions import origin
 from frugalvit.compare import draw_comparison, table_rows
 from frugalvit.pictures import save_figure
 
 
-CPU_INFO = Path("/proc/cpuinfo")
 ROOT = Path(__file__).resolve().parents[1]
 # A SparseFormer's focusing stage for images of 32 pixels, small enough for many runs.
 STUDENT = "stem_channels=32,num_mixed_points=16,mixing_hidden_size=64,num_focusing_iterations=2"
@@ -111,15 +108,6 @@ def write_comparison(arguments, name: str, images: int, rows: list[dict], data: 
     save_figure(draw_comparison(rows), arguments.results_dir / f"{name}.png")
 
 
-def machine() -> dict[str, object]:
-    """What it is measured on."""
-    names = (
-        re.findall(r"^model name\s*: (.*)$", CPU_INFO.read_text("utf-8"), re.MULTILINE) if CPU_INFO.exists() else []
-    )
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"cpu": names[0] if names else platform.processor(), "threads": torch.get_num_threads(), "gpus": gpus}
-
-
 def write_table(path: Path, settings: dict, rows: list[dict], **more):
     """Write a table's rows with the command that made them."""
     write_json(
@@ -128,8 +116,7 @@ def write_table(path: Path, settings: dict, rows: list[dict], **more):
             "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
             "settings": settings,
             **({"spread": "standard deviation over seeds"} if "seeds" in settings else {}),
-            "versions": versions(),
-            "machine": machine(),
+            **origin(),
             **more,
             "rows": rows,
         },

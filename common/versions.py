@@ -1,10 +1,21 @@
-"""Versions of what a result depends on."""
+"""What a result depends on: versions of packages, and the machine."""
 
 import functools
 import importlib.metadata
 import platform
+import re
 import subprocess
 from pathlib import Path
+
+import torch
+
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def origin() -> dict[str, dict]:
+    """What every file of results says of how it came about: `versions` and `machine`."""
+    return {"versions": versions(), "machine": machine()}
 
 
 def versions() -> dict[str, str]:
@@ -25,3 +36,12 @@ def commit() -> str | None:
         return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def machine() -> dict[str, object]:
+    """Processor, threads and accelerators of this process."""
+    names = (
+        re.findall(r"^model name\s*: (.*)$", CPU_INFO.read_text("utf-8"), re.MULTILINE) if CPU_INFO.exists() else []
+    )
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"cpu": names[0] if names else platform.processor(), "threads": torch.get_num_threads(), "gpus": gpus}

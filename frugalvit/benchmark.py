@@ -14,7 +14,7 @@ from .common.loading import DTYPES, choose_device, one_error
 from .common.macs import count_macs
 from .common.speed import measure
 from .common.tables import format_table
-from .common.versions import versions
+from .common.versions import origin
 from .common.views import vision_config_of
 from .configuration.configuration_base import pair
 from .info import architecture_of, image_side
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     print(json.dumps(rows, indent=2) if arguments.json else format_table(rows))
     if arguments.output:
         settings = {"device": device, "threads": torch.get_num_threads(), "rounds": arguments.rounds}
-        write_json(arguments.output, {"settings": settings, "versions": versions(), "rows": rows})
+        write_json(arguments.output, {"settings": settings, **origin(), "rows": rows})
 
 
 def build_model(name: str) -> nn.Module:

@@ -32,7 +32,7 @@ from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
 from .common.speed import images_per_second
 from .common.tables import format_markdown, format_table
-from .common.versions import versions
+from .common.versions import origin
 from .contenders import BASELINES, Contender, load_students, load_teachers
 from .evaluation.embeddings import (
     LabeledFeatures,
@@ -166,9 +166,7 @@ def main(argv: list[str] | None = None) -> None:
             "batch_sizes": BATCH_SIZES,
         }
         command = shlex.join(["frugalvit", "compare", *(sys.argv[2:] if argv is None else argv)])
-        write_json(
-            folder / "compare.json", {"command": command, "settings": settings, "versions": versions(), "rows": rows}
-        )
+        write_json(folder / "compare.json", {"command": command, "settings": settings, **origin(), "rows": rows})
         table = table_rows(rows)
         write_text(folder / "compare.md", f"{format_markdown(table)}\n\n{describe(settings)}\n")
         save_figure(draw_comparison(rows), folder / "compare.png")

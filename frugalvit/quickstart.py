@@ -11,7 +11,7 @@ from .common.files import whole_folder, write_json
 from .common.loading import choose_device, load_image_classifier
 from .common.precision import choose_mixed_precision
 from .common.tables import format_table
-from .common.versions import versions
+from .common.versions import origin
 from .evaluation.classification import classification_accuracy
 from .modeling.hosts import read_anatomy
 from .pictures import save_figure
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         "teacher_images_per_second": rows[0][measured],
         "student_images_per_second": largest[measured],
         "seconds": round(time.perf_counter() - started),
-        "versions": versions(),
+        **origin(),
     }
 
     shown = [decode_image(images[index]["image"], index) for index in range(0, 60, 10)]

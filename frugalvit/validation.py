@@ -27,9 +27,9 @@ from .without_package import outputs_of
 # What belongs into a repository. Pickles, which run code when they are read, do not.
 ENDINGS = (".json", ".md", ".png", ".py", ".safetensors", ".txt")
 # Metadata without which the hub finds and lists no model as it should. Data sets are left out where they are private.
+METADATA = ("library_name", "license", "pipeline_tag", "tags")
 # Problems in a message.
 MOST_LISTED = 6
-METADATA = ("library_name", "license", "pipeline_tag", "tags")
 
 
 def model_class(config) -> type[PreTrainedModel]:

@@ -42,6 +42,7 @@ def test_makes_a_repository_a_picture_and_results(tmp_path, capsys):
         "student_images_per_second",
         "seconds",
         "versions",
+        "machine",
     }
     assert results.keys() == json.loads(RESULTS.read_text(encoding="utf-8")).keys()
     assert results["teacher_tokens"] == 65 and results["student_tokens"] == 16

@@ -185,6 +185,19 @@ def test_numbers_are_those_of_the_results(page, files, table):
                 assert any(found), (row, number)
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "results").glob("*.json")), ids=lambda file: file.name)
+def test_results_say_by_what_they_were_measured(file):
+    """The commit and the machine; what was measured before these were noted says that."""
+
+    def find(content, name: str) -> list:
+        values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else []
+        own = [content[name]] if isinstance(content, dict) and name in content else []
+        return own + [found for value in values for found in find(value, name)]
+
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert all(find(content, name) for name in ("commit", "machine"))
+
+
 def test_names_and_commands_exist():
     text = "\n".join(PAGES.values())
     families = r"\b(?:SparseFormer|ViTImpulseInit|ViTContextBroadcast|ConvMixer|AgentCNN|BootstrappedViT)[A-Z]\w+"

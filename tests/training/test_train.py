@@ -46,6 +46,7 @@ def test_learns_and_saves_a_complete_model(tiny_run, tmp_path):
     assert losses[-1] < losses[0] - 0.2 and losses[0] < 2.5
     assert results["best"]["accuracy"] == max(record["accuracy"] for record in results["epochs"]) > 0.15
     assert results["command"].startswith("frugalvit train --output") and "torch" in results["versions"]
+    assert results["machine"]["threads"] >= 1
 
     names = class_names(load_images("cifar10-subset"))
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")

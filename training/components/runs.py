@@ -21,7 +21,7 @@ from accelerate.utils import (
 
 from ...common.files import LOCK
 from ...common.precision import choose_mixed_precision, describe_device
-from ...common.versions import versions
+from ...common.versions import origin
 from .arguments import RESUMABLE, RunArguments
 
 
@@ -57,7 +57,7 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
         "processes": accelerator.num_processes,
         "device": accelerator.device.type,
         "arguments": _fixed_values(arguments),
-        "versions": versions(),
+        **origin(),
     }
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if started > accelerator.num_processes and "RANK" in os.environ:
