@@ -165,12 +165,13 @@ def main(argv: list[str] | None = None) -> None:
             "rounds": arguments.rounds,
             "batch_sizes": BATCH_SIZES,
         }
+        table = table_rows(rows)
+        # A disk that takes no more loses nothing that was measured.
+        print(f"{format_table(table)}\n\n{describe(settings)}")
         command = shlex.join(["frugalvit", "compare", *(sys.argv[2:] if argv is None else argv)])
         write_json(folder / "compare.json", {"command": command, "settings": settings, **origin(), "rows": rows})
-        table = table_rows(rows)
         write_text(folder / "compare.md", f"{format_markdown(table)}\n\n{describe(settings)}\n")
         save_figure(draw_comparison(rows), folder / "compare.png")
-    print(f"{format_table(table)}\n\n{describe(settings)}")
     print(f"Table: {output / 'compare.md'}   Picture: {output / 'compare.png'}")
 
 

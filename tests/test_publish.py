@@ -122,6 +122,15 @@ def test_a_dry_run_writes_what_would_be_uploaded_with_the_name_in_its_card(train
     assert not hub.created and not hub.commits
 
 
+def test_publishing_without_a_network_is_said(trained, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert main(["publish", str(trained), "someone/model"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("frugalvit publish: error: Cannot upload to someone/model: ")
+    assert error.endswith("Is there a network, and HF_HUB_OFFLINE unset?")
+
+
 def test_a_folder_without_code_loads_with_the_package(trained, tmp_path):
     assert main(["publish", str(trained), "--output", str(tmp_path / "out"), "--no-code"]) == 0
     assert not [*(tmp_path / "out").glob("*.py")]

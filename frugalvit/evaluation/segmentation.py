@@ -90,9 +90,9 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     if arguments.picture:
         if max(arguments.drawn) > len(images):
             raise ValueError(f"--drawn has {max(arguments.drawn)}, there are {len(images)} images.")
-        # First, as an image that cannot be read would end it.
+        # Before anything is measured: an image that cannot be read, or a disk that takes no more, would end it.
         shown = images.select([number - 1 for number in arguments.drawn])
-        figure = picture_of(model, image_format, shown, read_mask)
+        save_figure(picture_of(model, image_format, shown, read_mask), arguments.picture)
     results = segmentation_scores(
         model,
         image_format,
@@ -105,8 +105,6 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         flip=arguments.flip,
         skip_corrupt=arguments.skip_corrupt,
     )
-    if arguments.picture:
-        save_figure(figure, arguments.picture)
     names, iou = model.config.id2label, results.pop("iou")
     results |= {f"iou {names[label]}": value for label, value in enumerate(iou)}
     return {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split, **results}
