@@ -370,6 +370,11 @@ def swap_vision_tower(llava: nn.Module, vision_model: nn.Module) -> SparseFormer
             f"Got a {type(llava).__name__}, whose images are rows of tiles with a token that ends each row; a "
             "SparseFormer's tokens have no rows. Expected a LLaVA in the style of 1.5."
         )
+    if llava.config.model_type not in ("llava", SparseFormerLlavaConfig.model_type):
+        raise ValueError(
+            f"Got a {type(llava).__name__}, whose projector or configuration counts on a grid of patches; a "
+            "SparseFormer's tokens have none. Expected a LLaVA in the style of 1.5."
+        )
     tower = vision_model.base_model
     if getattr(tower.config, "model_type", None) != SparseFormerConfig.model_type:
         raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")

@@ -13,12 +13,15 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     CLIPVisionConfig,
+    GemmaConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
     LlavaProcessor,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
     SiglipVisionConfig,
     Trainer,
     TrainingArguments,
@@ -512,3 +515,16 @@ def test_auto_model_is_the_model_without_its_head():
     assert type(base).__name__ == "SparseFormerLlavaModel"
     assert base.state_dict().keys() == expected.keys()
     assert all(torch.equal(weight, expected[name]) for name, weight in base.state_dict().items())
+
+
+def test_grids_of_patches_are_refused():
+    """Before its fields are asked for, which others do not have."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = PaliGemmaConfig(
+        vision_config=SiglipVisionConfig(image_size=32, patch_size=8, **sizes),
+        text_config=GemmaConfig(vocab_size=20, head_dim=16, num_key_value_heads=1, **sizes),
+        projection_dim=32,
+        image_token_index=19,
+    )
+    with pytest.raises(ValueError, match="PaliGemmaForConditionalGeneration, whose projector or configuration counts"):
+        swap_vision_tower(PaliGemmaForConditionalGeneration(config), make_tower(make_llava()))
