@@ -108,15 +108,7 @@ class Part(nn.Module):
 
     def example(self, batch_size: int) -> dict[str, torch.Tensor]:
         """Inputs of noise."""
-        config, generator = self.model.config, torch.Generator().manual_seed(0)
-        if self.kind == "text_embeds":
-            text = config.text_config
-            shape = (batch_size, text.max_position_embeddings)
-            ids = torch.randint(text.vocab_size, shape, generator=generator)
-            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        vision = vision_config_of(config)
-        size = pair(vision.image_size)
-        return {"pixel_values": torch.randn(batch_size, vision.num_channels, *size, generator=generator)}
+        return example_of(self.model.config, self.kind == "text_embeds", batch_size)
 
     def forward(
         self,
@@ -246,6 +238,18 @@ def _quiet():
     finally:
         logging.disable(disabled)
         logging.setLoggerClass(logger_class)
+
+
+def example_of(config: PreTrainedConfig, reads_texts: bool, batch_size: int) -> dict[str, torch.Tensor]:
+    """Inputs of noise: images, or of a CLIP's other program texts."""
+    generator = torch.Generator().manual_seed(0)
+    if reads_texts:
+        text = config.text_config
+        ids = torch.randint(text.vocab_size, (batch_size, text.max_position_embeddings), generator=generator)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    vision = vision_config_of(config)
+    size = pair(vision.image_size)
+    return {"pixel_values": torch.randn(batch_size, vision.num_channels, *size, generator=generator)}
 
 
 def is_exported(folder: str | os.PathLike) -> bool:

@@ -15,10 +15,11 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import PreTrainedModel
 
 from .common.command_line import CommandParser
-from .common.files import forget_code, whole_folder
+from .common.exported import is_exported
+from .common.files import forget_code, strangers, whole_folder
 from .common.tables import format_table
 from .modeling.hub import upload_folder
-from .validation import load_model, validate_repository
+from .validation import load_model, validate_exported, validate_repository
 
 
 # What goes along as it is, besides weights, configuration and code: cards, pictures in them, processors, tokenizers.
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.no_code and arguments.repo_id:
         raise ValueError("--no-code is for folders: models of a hub repository load where frugalvit is not installed.")
     with prepared(arguments) as folder:
-        checked = validate_repository(folder)
+        checked = validate_exported(folder) if is_exported(folder) else validate_repository(folder)
         if arguments.no_code:
             remove_code(folder)
         files = sorted(folder.iterdir(), key=lambda path: -path.stat().st_size)
@@ -97,12 +98,16 @@ def main(argv: list[str] | None = None) -> None:
 @contextmanager
 def prepared(arguments: argparse.Namespace):
     """The folder to upload, which stays if it has a name and all goes well."""
-    model = load_model(arguments.model)
+    exported = is_exported(arguments.model)
+    if exported and (others := strangers(Path(arguments.model))):
+        raise ValueError(f"{arguments.model!r} holds {', '.join(others[:3])} besides an exported model; move it away.")
+    model = None if exported else load_model(arguments.model)
     with tempfile.TemporaryDirectory() as aside:
         folder = whole_folder(arguments.output or Path(aside) / "model", arguments.overwrite)
         with folder as folder:
-            save_compact(model, folder)
-            for pattern in COMPANIONS:
+            if not exported:
+                save_compact(model, folder)
+            for pattern in ["*"] if exported else COMPANIONS:
                 for path in Path(arguments.model).glob(pattern):
                     shutil.copyfile(path, folder / path.name)
             if arguments.card and arguments.results:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,10 +14,12 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import frugalvit
 
+from .common.exported import REPORT, ExportedModule, example_of
 from .common.loading import load_image_processor, load_pretrained
 from .common.views import vision_config_of
 from .configuration.configuration_base import pair
@@ -65,13 +68,25 @@ def validate_repository(folder: str | os.PathLike) -> list[str]:
         ValueError: if something is wrong; the message lists it.
     """
     folder = Path(folder)
-    found = {check: check(folder) for check in (check_files, check_card, check_weights)}
+    found = {check: check(folder) for check in (check_files, check_card, check_results, check_weights)}
     if not any(found.values()):
         model = load_model(folder)
         found |= {check: check(folder, model) for check in (check_code, check_preprocessing)}
     # Last, as it starts a process.
     if not any(found.values()):
         found[check_predictions] = check_predictions(folder, model)
+    return _ready(found)
+
+
+def validate_exported(folder: str | os.PathLike) -> list[str]:
+    """As `validate_repository`, of what `frugalvit export` wrote: its card has measured what it is to be beside the
+    original, and its programs run."""
+    folder = Path(folder)
+    return _ready({check: check(folder) for check in (check_card, check_programs)})
+
+
+def _ready(found: dict[Callable, list[str]]) -> list[str]:
+    """What each check is about, if none has found a problem."""
     if problems := [problem for problems in found.values() for problem in problems]:
         more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
         raise ValueError(f"The model is not ready to be published: {'; '.join(problems[:MOST_LISTED])}{more}.")
@@ -92,28 +107,56 @@ def check_files(folder: Path) -> list[str]:
 
 
 def check_card(folder: Path) -> list[str]:
-    """The card names library, license, task, tags and measured results."""
+    """The card names library, license, task and tags."""
     try:
         data = ModelCard.load(folder / "README.md").data
     # As many ways to fail as YAML has.
     except Exception as error:
         return [f"README.md has no metadata that can be read ({type(error).__name__}: {error})"]
-    problems, results = [], data.eval_results or []
-    missing = [name for name in METADATA if not data.get(name)] + ["model-index, measured results"] * (not results)
-    if missing:
+    problems = []
+    if missing := [name for name in METADATA if not data.get(name)]:
         problems.append(
             f"the metadata of README.md lack {', '.join(missing)}: add them there, or give a complete card by --card"
             f"{', or a license by --license' * ('license' in missing)}"
         )
-    problems += [
-        f"the result {result.metric_type!r} of README.md is {result.metric_value!r}, expected a number"
-        for result in results
-        if isinstance(result.metric_value, bool) or not isinstance(result.metric_value, int | float)
-    ]
     base = data.base_model or []
     for name in [base] if isinstance(base, str) else base:
         if name.count("/") != 1:
             problems.append(f"base_model is {name!r} in README.md, expected an id of the hub like owner/name")
+    return problems
+
+
+def check_results(folder: Path) -> list[str]:
+    """The card has measured results."""
+    try:
+        results = ModelCard.load(folder / "README.md").data.eval_results or []
+    # `check_card` says why.
+    except Exception:
+        return []
+    if not results:
+        return [
+            "the metadata of README.md lack model-index, measured results: add them there, or give a complete card by "
+            "--card"
+        ]
+    return [
+        f"the result {result.metric_type!r} of README.md is {result.metric_value!r}, expected a number"
+        for result in results
+        if isinstance(result.metric_value, bool) or not isinstance(result.metric_value, int | float)
+    ]
+
+
+def check_programs(folder: Path) -> list[str]:
+    """Its programs run, and what they compute is finite."""
+    problems = []
+    for name, part in json.loads((folder / REPORT).read_text(encoding="utf-8"))["parts"].items():
+        try:
+            program = ExportedModule(folder, name)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        outputs = program(**example_of(program.config, "text_embeds" in part["outputs"], 2))
+        if not all(tensor.isfinite().all() for tensor in tree_leaves(dict(outputs))):
+            problems.append(f"the program {name!r} computes values that are not finite")
     return problems
 
 

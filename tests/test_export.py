@@ -217,6 +217,26 @@ def test_images_to_compare_on_are_not_calibrated_with(folder, tmp_path):
     assert not paths[0] & paths[1]
 
 
+def test_exported_folders_are_published(write, tmp_path, hub, capsys):
+    """As they are, with a license in the card, if their programs run."""
+    given = shutil.copytree(write("--format", "onnx"), tmp_path / "given")
+    command = ["publish", str(given), "someone/model", "--license", "mit"]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    assert "ok: Its programs run, and what they compute is finite." in capsys.readouterr().out
+    [(_, _, files)] = hub.commits
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    for name in ("model.onnx", "report.json", "config.json"):
+        assert files[name] == (given / name).read_bytes()
+    assert ModelCard(files["README.md"].decode()).data.license == "mit"
+    (given / "model.onnx").write_bytes(b"no program")
+    assert main([*command, "--dry-run"]) == 1
+    assert "is not ready to be published: Cannot load" in capsys.readouterr().err
+    (given / "notes.txt").write_text("mine")
+    assert main([*command, "--dry-run"]) == 1
+    assert "holds notes.txt besides an exported model" in capsys.readouterr().err
+    assert len(hub.commits) == 1
+
+
 def test_commands_take_exported_folders(write, photograph, tmp_path, capsys, folder):
     output = str(write("--format", "onnx", "--output-rois"))
     assert main(["predict", str(photograph), "--model", output, "--rois", str(tmp_path / "rois.png")]) == 0
