@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+from packaging.version import parse
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -154,7 +155,8 @@ def check_format(name: str, precision: str):
     found = FORMATS[name]
     if precision not in found.precisions:
         raise ValueError(f"--precision {precision} is not for {name}, which takes {', '.join(found.precisions)} here.")
-    if importlib.util.find_spec("transformers.exporters") is None:
+    # Before, there were exporters to fewer formats, without quantization.
+    if parse(transformers.__version__).release < (5, 20):
         raise ValueError(f"Exported models need Transformers 5.20 or newer, this is {transformers.__version__}.")
     needed = [package for module, package in found.packages.items() if importlib.util.find_spec(module) is None]
     needed = [package for package in needed if package != "nncf" or precision == "int8"]

@@ -254,7 +254,8 @@ class TestTrainer:
         tuned.eval().save_pretrained(tmp_path / "adapter")
         base = KINDS[kind].classifier.from_pretrained(tmp_path / "base")
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-        assert torch.equal(loaded(pixel_values).logits, tuned(pixel_values).logits)
+        # Sums of weights that lie elsewhere in memory differ by a rounding.
+        torch.testing.assert_close(loaded(pixel_values).logits, tuned(pixel_values).logits, rtol=0, atol=1e-6)
         frozen = {
             name.replace(".base_layer", "").removeprefix("base_model.model."): parameter
             for name, parameter in tuned.named_parameters()

@@ -328,8 +328,9 @@ class TestAdapters:
         assert "adapter_model.safetensors" in os.listdir(tmp_path)
         loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
         output = main_output(model, pixel_values)
-        assert not torch.equal(output, saved[1][folder.name])
-        assert torch.equal(main_output(loaded, pixel_values), output)
+        assert not torch.allclose(output, saved[1][folder.name])
+        # Sums of weights that lie elsewhere in memory differ by a rounding.
+        torch.testing.assert_close(main_output(loaded, pixel_values), output, rtol=0, atol=1e-6)
 
     def test_merge_and_unload_then_save(self, kind, saved, pixel_values, tmp_path):
         folder = saved[0] / folder_name(kind)
@@ -339,8 +340,9 @@ class TestAdapters:
         merged.save_pretrained(tmp_path)
         assert code_of(tmp_path) == code_of(folder)
         loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
-        assert torch.equal(main_output(loaded, pixel_values), main_output(merged, pixel_values))
-        assert not torch.equal(main_output(merged, pixel_values), saved[1][folder.name])
+        output = main_output(merged, pixel_values)
+        torch.testing.assert_close(main_output(loaded, pixel_values), output, rtol=0, atol=1e-6)
+        assert not torch.allclose(main_output(merged, pixel_values), saved[1][folder.name])
 
 
 class TestUpload:
