@@ -293,6 +293,8 @@ class ExportedModule(nn.Module):
             raise ValueError(f"Cannot load {str(folder)!r} as a program of {self.format}: {line}") from error
         # In the order of `parts_of`.
         part = part or next(iter(program.components))
+        if part not in program.components:
+            raise ValueError(f"{str(folder)!r} has no program {part!r}, it has {', '.join(program.components)}.")
         self._runner, self.outputs = program.runners[part], self.report["parts"][part]["outputs"]
         self.device = torch.device("cpu")
         self.eval()

@@ -100,20 +100,33 @@ def load_image_classifier(
         ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
     """
     if is_exported(name):
-        return _load_exported_classifier(name, device), load_image_processor(name, False, "an image classifier")
+        model = load_exported(name, device, "an image classifier", ["logits"])
+        return model, load_image_processor(name, False, "an image classifier")
     return load_with_image_processor(
         name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification
     )
 
 
-def _load_exported_classifier(name: str | os.PathLike, device: str | torch.device | None) -> ExportedModule:
+def load_exported(
+    name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str], part: str | None = None
+) -> ExportedModule:
+    """A program that `frugalvit export` wrote.
+
+    Args:
+        name (`str` or `os.PathLike`): Its folder.
+        device (`str` or `torch.device`, *optional*): The CPU, where it runs here.
+        kind (`str`): What it is loaded as, for messages.
+        outputs (`list[str]`): Some of what it is to compute.
+        part (`str`, *optional*): The program, of several; the one that sees images if not given.
+
+    Raises:
+        ValueError: if it computes none of these, is asked to another device, or is damaged.
+    """
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"The exported model {os.fspath(name)!r} runs on the CPU here, not on {str(device)!r}.")
-    model = ExportedModule(name)
-    if "logits" not in model.outputs:
-        raise ValueError(
-            f"Cannot load {os.fspath(name)!r} as an image classifier: it computes {', '.join(model.outputs)}."
-        )
+    model = ExportedModule(name, part)
+    if not {*outputs} & {*model.outputs}:
+        raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: it computes {', '.join(model.outputs)}.")
     return model
 
 

@@ -337,6 +337,33 @@ def test_a_clip_becomes_two_programs(folder, tmp_path, capsys):
     with pytest.raises(ValueError, match="as an image classifier: it computes image_embeds"):
         load_image_classifier(tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+    capsys.readouterr()
+    measured = []
+    for name in ("clip", "out"):
+        assert main(["evaluate", "zero-shot", "--model", str(tmp_path / name), "--limit", "60", "--json"]) == 0
+        measured.append(json.loads(capsys.readouterr().out))
+    assert measured[0].pop("model") != measured[1].pop("model")
+    assert measured[0] == measured[1]
+
+
+def test_embeddings_of_exported_models_are_judged(folder, write, tmp_path, capsys):
+    config = frugalvit.SparseFormerConfig.from_pretrained(folder, projection_dim=8)
+    torch.manual_seed(0)
+    frugalvit.SparseFormerVisionModelWithProjection(config).save_pretrained(tmp_path / "model")
+    assert main(["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *FEW, "--format", "onnx"]) == 0
+    capsys.readouterr()
+    few = ["--train-split", "train[:100]", "--limit", "60", "--json"]
+    measured = []
+    for name in ("model", "out"):
+        assert main(["evaluate", "knn", "--model", str(tmp_path / name), *few]) == 0
+        measured.append(json.loads(capsys.readouterr().out))
+    assert measured[0].pop("model") != measured[1].pop("model")
+    assert measured[0] == measured[1]
+    classifier = str(write("--format", "onnx"))
+    assert main(["evaluate", "knn", "--model", classifier, *few]) == 1
+    assert "as a model with an embedding: it computes logits" in capsys.readouterr().err
+    assert main(["evaluate", "zero-shot", "--model", str(tmp_path / "out"), "--limit", "9"]) == 1
+    assert "has no program 'text_model', it has model" in capsys.readouterr().err
 
 
 @torch.no_grad()

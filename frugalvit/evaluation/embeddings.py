@@ -13,11 +13,16 @@ from PIL import Image
 from torch import nn
 
 from ..common.data import check_labels, class_names, hold_back, label_numbers, load_images
-from ..common.loading import load_vision_model
+from ..common.exported import ExportedModule, is_exported
+from ..common.loading import load_exported, load_image_processor, load_vision_model
 from ..common.metrics import check_scores
 from ..common.views import EvalView, ImageFormat
 from ..modeling.hosts import read_anatomy
 from .images import add_image_arguments, image_batches, images_to_evaluate, take_first
+
+
+# Outputs of exported models that are an image's embedding.
+EMBEDDINGS = ["image_embeds", "pooler_output"]
 
 
 @dataclass
@@ -67,12 +72,15 @@ def image_embedder(
     projected, not normalized; of a convolutional network its pooled feature map.
 
     Args:
-        model (`nn.Module`): What `load_vision_model` returns.
+        model (`nn.Module`): What `load_vision_model` or `load_exported` returns.
         image_size (pair of `int`, *optional*): Height and width of the images, see `read_anatomy`.
 
     Raises:
         ValueError: if the model has no such embedding.
     """
+    if isinstance(model, ExportedModule):
+        [name] = {*EMBEDDINGS} & {*model.outputs}
+        return lambda images: model(images)[name]
     model = without_agent(model)
     family = getattr(getattr(model, "config", None), "model_type", "")
     if hasattr(model, "get_image_features") and family.startswith("sparseformer"):
@@ -287,11 +295,17 @@ def evaluate_features(
     """
     parts = read_labeled_parts(arguments)
     parts.test = take_first(parts.test, arguments.limit)
-    model, image_processor = load_vision_model(arguments.model, arguments.device, arguments.trust_remote_code)
+    if is_exported(arguments.model):
+        kind = "a model with an embedding"
+        model = load_exported(arguments.model, arguments.device, kind, EMBEDDINGS)
+        image_processor, device = load_image_processor(arguments.model, False, kind), model.device
+    else:
+        model, image_processor = load_vision_model(arguments.model, arguments.device, arguments.trust_remote_code)
+        device = next(model.parameters()).device
     embed = image_embedder(model, ImageFormat.from_processor(image_processor).size)
     options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "skip_corrupt")}
     train, test = (
-        embed_images(embed, image_maker(image_processor), images, next(model.parameters()).device, **options)
+        embed_images(embed, image_maker(image_processor), images, device, **options)
         for images in (parts.train, parts.test)
     )
     for part in (train, test):

@@ -9,7 +9,16 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-from ..common.loading import OPEN_CLIP, load_pretrained, load_vision_model, one_error, split_revision
+from ..common.exported import is_exported
+from ..common.loading import (
+    OPEN_CLIP,
+    load_exported,
+    load_image_processor,
+    load_pretrained,
+    load_vision_model,
+    one_error,
+    split_revision,
+)
 from ..common.metrics import check_scores
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel
 from ..modeling.open_clip_adapter import OpenClipVisual
@@ -37,7 +46,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         metavar="FOLDER",
-        help=f"folder or hub id (@revision, too) of a CLIP or SigLIP, or {OPEN_CLIP}MODEL:PRETRAINED",
+        help=f"folder or hub id (@revision, too) of a CLIP or SigLIP, {OPEN_CLIP}MODEL:PRETRAINED, or exported CLIP",
     )
     parser.add_argument(
         "--vision-model",
@@ -60,6 +69,10 @@ def load_two_towers(
         ValueError: if there is no such model, it does not compare images with texts or takes no images but patches,
             or the two do not fit.
     """
+    if is_exported(name):
+        if vision_model:
+            raise ValueError(f"The exported {name!r} keeps its image side; export the CLIP with the other one.")
+        return _exported(name, device)
     student, image_processor = load_vision_model(vision_model, device) if vision_model else (None, None)
     if name.startswith(OPEN_CLIP):
         return _open_clip(name, student, image_processor, device)
@@ -115,6 +128,28 @@ def _clip_class(config) -> type:
     if not hasattr(config, "text_config") or not hasattr(config, "vision_config"):
         raise ValueError(f"it is a {config.model_type}, expected a CLIP or SigLIP, with both sides")
     return AutoModel
+
+
+def _exported(name: str, device: str | None) -> TwoTowers:
+    """The two programs of a CLIP."""
+    vision = load_exported(name, device, "a CLIP", ["image_embeds"])
+    text = load_exported(name, device, "a CLIP", ["text_embeds"], part="text_model")
+    config = text.config.text_config
+    tokenizer = load_tokenizer(name, config.vocab_size)
+    length = config.max_position_embeddings
+
+    def embed_texts(texts: Sequence[str]) -> torch.Tensor:
+        inputs = tokenizer(list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+        # Some tokenizers mask nothing.
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+        return F.normalize(text(input_ids=inputs["input_ids"], attention_mask=mask).text_embeds.float(), dim=-1)
+
+    return TwoTowers(
+        image_processor=load_image_processor(name, False, "a CLIP"),
+        embed_images=lambda pixels: F.normalize(vision(pixels).image_embeds.float(), dim=-1),
+        embed_texts=embed_texts,
+        device=vision.device,
+    )
 
 
 def _open_clip(name: str, student, image_processor, device: str | None) -> TwoTowers:
