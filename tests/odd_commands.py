@@ -166,15 +166,13 @@ def make_data(folder: Path):
     )
 
 
-def write_table(path: Path, images=None, **columns):
-    """A parquet file of images, four small ones if none are given, and of other columns."""
-    if images is None:
-        buffer = io.BytesIO()
-        Image.new("RGB", (32, 32)).save(buffer, "PNG")
-        images = [{"bytes": buffer.getvalue(), "path": None}] * 4
+def write_table(path: Path, **columns):
+    """A parquet file of columns, the first of four small images unless `image` is given, or None for none."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(buffer, "PNG")
+    columns = {"image": [{"bytes": buffer.getvalue(), "path": None}] * 4} | columns
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = {"image": pa.array(images)} if images else {}
-    pq.write_table(pa.table(table | {name: pa.array(values) for name, values in columns.items()}), path)
+    pq.write_table(pa.table({name: values for name, values in columns.items() if values is not None}), path)
 
 
 def text(content: str, name: str = ""):
@@ -368,13 +366,13 @@ FOLDER_CHANGES = {
     "a line break in a name": renamed("cat", "a\nb"),
     "a bracket in a name": renamed("0.png", "0 [1].png"),
     **{f"an image: {name}": first_image(change) for name, change in IMAGE_CHANGES.items()},
-    "table: of no columns": table(images=[], x=[1]),
-    "table: of no rows": table(images=pa.array([], pa.struct({"bytes": pa.binary(), "path": pa.string()}))),
+    "table: of no columns": table(image=None, x=[1]),
+    "table: of no rows": table(image=pa.array([], pa.struct({"bytes": pa.binary(), "path": pa.string()}))),
     "table: no labels": table(),
-    "table: null images": table(images=[None] * 4, label=[0, 1, 0, 1]),
-    "table: numbers for images": table(images=[1, 2, 3, 4], label=[0, 1, 0, 1]),
-    "table: words for images": table(images=["a", "b", "c", "d"], label=[0, 1, 0, 1]),
-    "table: images of no bytes": table(images=[{"bytes": b"", "path": None}] * 4, label=[0, 1, 0, 1]),
+    "table: null images": table(image=[None] * 4, label=[0, 1, 0, 1]),
+    "table: numbers for images": table(image=[1, 2, 3, 4], label=[0, 1, 0, 1]),
+    "table: words for images": table(image=["a", "b", "c", "d"], label=[0, 1, 0, 1]),
+    "table: images of no bytes": table(image=[{"bytes": b"", "path": None}] * 4, label=[0, 1, 0, 1]),
     **{
         f"table: labels {str(labels)[:20]}": table(label=labels)
         for labels in ([None] * 4, [0, None, 1, 0], [-1, 0, 1, 0], [0.5] * 4, ["a", "b", "a", None], [0, 10**9, 1, 0])
@@ -412,7 +410,7 @@ QUESTION_CHANGES = {
         for value in values
     },
     "images: numbers": lambda path: write_table(
-        path, images=[5] * 4, **{key: [value] * 4 for key, value in ROW.items()}
+        path, image=[5] * 4, **{key: [value] * 4 for key, value in ROW.items()}
     ),
 }
 CHANGES = {
@@ -431,13 +429,13 @@ def occupied(path: Path):
     (path / "notes.txt").write_text("mine")
 
 
-# What is at the place of an output before, and where that is.
+# What is made at the place of an output, or elsewhere, and where the output is to go.
 OUTPUTS = {
     "a file": (text("mine"), "out"),
     "a folder": (occupied, "out"),
     "a link to itself": (ring, "out"),
     "a link to nothing": (to_nothing, "out"),
-    "below a file": (gone, "odd/photos/train/cat/0.png/out"),
+    "below a file": (lambda path: Path("file").write_text("mine"), "file/out"),
     "below nothing": (gone, "no/such/out"),
     "in /proc": (gone, "/proc/out"),
     "a long name": (gone, "x" * 300),
