@@ -569,7 +569,7 @@ def is_image(feature) -> bool:
 
 def check_image_column(features: datasets.Features, column: str, dataset):
     """Raise a ValueError if a column holds neither images nor what they could be read from: bytes, or paths."""
-    if not (is_image(features[column]) or _holds(features[column], "binary", "string", "null")):
+    if not (is_image(features[column]) or _holds(features[column], "binary", "string")):
         raise ValueError(f"The column {column!r} of {dataset!r} holds {features[column]}, expected images.")
 
 

@@ -306,7 +306,9 @@ def _read_parquet(path: Path) -> Iterator[bytes | None]:
                 yield value["bytes"] if struct and value else value
 
 
-def decode_file(file: Path | io.BytesIO, name: str, hint: str = " To go on without such images: --skip-corrupt."):
+def decode_file(
+    file: Path | io.BytesIO, name: str, hint: str = " To go on without such images: --skip-corrupt."
+) -> Image.Image:
     """The RGB image in a file.
 
     Raises:

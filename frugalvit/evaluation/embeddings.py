@@ -79,7 +79,7 @@ def image_embedder(
         ValueError: if the model has no such embedding.
     """
     if isinstance(model, ExportedModule):
-        [name] = {*EMBEDDINGS} & {*model.outputs}
+        name = next(name for name in EMBEDDINGS if name in model.outputs)
         return lambda images: model(images)[name]
     model = without_agent(model)
     family = getattr(getattr(model, "config", None), "model_type", "")
