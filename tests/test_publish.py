@@ -313,10 +313,11 @@ class TestShippedModels:
             problems += check_predictions(folder, model)
         assert not problems
         publish.remove_code(folder)
-        # They were written by one version of Transformers.
-        written = json.loads((source / "config.json").read_text(encoding="utf-8"))["transformers_version"]
         ours, theirs = ({path.name: path.read_bytes() for path in each.iterdir()} for each in (folder, source))
-        ours["config.json"] = ours["config.json"].replace(transformers.__version__.encode(), written.encode())
+        assert ours.keys() == theirs.keys()
+        # Each version of Transformers has fields of its own.
+        if json.loads(theirs["config.json"])["transformers_version"] != transformers.__version__:
+            del ours["config.json"], theirs["config.json"]
         assert ours == theirs
 
     def test_carry_cards_with_the_numbers_of_the_results(self, card):
