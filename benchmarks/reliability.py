@@ -3,8 +3,7 @@
     python benchmarks/reliability.py commands    # models, data, outputs and numbers that are odd, given to commands
     python benchmarks/reliability.py kills       # 50 trainings and 50 publishings are killed at random moments
     python benchmarks/reliability.py fuzz        # 500 configurations of each family, checkpoints and images of chance
-    python benchmarks/reliability.py processes   # two and four processes, some of which are killed
-    python benchmarks/reliability.py suite       # every test, and why those that were skipped were skipped
+    python benchmarks/reliability.py suite       # every test, in two and four processes too, and why some were skipped
 
 They run with the packages of this environment; run `suite` in several to try several versions. Each writes its row of
 reliability.json, beside those that are there.
@@ -33,7 +32,6 @@ ROWS = {
     "commands": (["tests/test_odd_commands.py", "--timeout=7200"], {"FRUGALVIT_ODD_COMMANDS": "all"}),
     "kills": (["tests/training/test_loop.py", "-k", "killed", "--timeout=7200"], {"FRUGALVIT_KILLS": str(KILLS)}),
     "fuzz": (["tests/test_fuzz.py", "--timeout=7200"], {"FRUGALVIT_FUZZ_CASES": str(FUZZ)}),
-    "processes": (["tests/training/test_processes.py"], {}),
     "suite": (["--numprocesses=auto"], {}),
 }
 
