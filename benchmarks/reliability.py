@@ -1,6 +1,6 @@
 """Odd commands, killed processes, corrupted files and the whole suite, more of each than the tests try every time.
 
-    python benchmarks/reliability.py commands    # models, data, outputs and numbers that are odd, given to commands
+    python benchmarks/reliability.py commands    # 1,500 odd models, data, outputs and numbers, given to commands
     python benchmarks/reliability.py kills       # 50 trainings and 50 publishings are killed at random moments
     python benchmarks/reliability.py fuzz        # 500 configurations of each family, checkpoints and images of chance
     python benchmarks/reliability.py suite       # every test, in two and four processes too, and why some were skipped
@@ -26,10 +26,10 @@ from frugalvit.common.versions import origin
 from shared import ROOT, add_results_argument
 
 
-KILLS, FUZZ = 50, 500
+COMMANDS, KILLS, FUZZ = 1500, 50, 500
 # What pytest runs, and what the tests read from the environment.
 ROWS = {
-    "commands": (["tests/test_odd_commands.py", "--timeout=7200"], {"FRUGALVIT_ODD_COMMANDS": "all"}),
+    "commands": (["tests/test_odd_commands.py", "--timeout=7200"], {"FRUGALVIT_ODD_COMMANDS": str(COMMANDS)}),
     "kills": (["tests/training/test_loop.py", "-k", "killed", "--timeout=7200"], {"FRUGALVIT_KILLS": str(KILLS)}),
     "fuzz": (["tests/test_fuzz.py", "--timeout=7200"], {"FRUGALVIT_FUZZ_CASES": str(FUZZ)}),
     "suite": (["--numprocesses=auto"], {}),
@@ -55,7 +55,8 @@ def main():
         row = {"row": arguments.row, **environment, **read_report(Path(folder) / "report.xml")}
         row["minutes"] = round((time.monotonic() - started) / 60, 1)
         if arguments.row == "commands":
-            [report] = Path(folder).glob("temporary/*/report.json")
+            # Not through pytest's link to the last folder.
+            [report] = Path(folder).glob("temporary/*0/report.json")
             row |= json.loads(report.read_text(encoding="utf-8"))
     row |= origin()
 
