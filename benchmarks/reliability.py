@@ -69,16 +69,17 @@ def main():
 
 def read_report(path: Path) -> dict:
     """How many tests passed and failed, and how many were skipped for each reason."""
-    results = {"passed": 0, "failed": [], "skipped": collections.Counter()}
+    passed, failed, reasons = 0, [], collections.Counter()
     for case in ElementTree.parse(path).iter("testcase"):
         name = f"{case.get('classname')}.{case.get('name')}"
         if case.find("failure") is not None or case.find("error") is not None:
-            results["failed"].append(name)
+            failed.append(name)
         elif (skipped := case.find("skipped")) is not None:
-            results["skipped"][skipped.get("message")] += 1
+            reasons[skipped.get("message")] += 1
         else:
-            results["passed"] += 1
-    return results
+            passed += 1
+    counts = {"passed": passed, "failed": len(failed), "skipped": reasons.total()}
+    return counts | {"failed tests": failed, "reasons of skips": reasons}
 
 
 def key(row: dict) -> tuple:
