@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -106,14 +106,20 @@ def check_files(folder: Path) -> list[str]:
     return problems
 
 
-def check_card(folder: Path) -> list[str]:
-    """The card names library, license, task and tags."""
+def _metadata(folder: Path) -> ModelCardData | str:
+    """What the card's metadata are, or why they cannot be read."""
     try:
-        data = ModelCard.load(folder / "README.md").data
+        return ModelCard.load(folder / "README.md").data
     # As many ways to fail as YAML has.
     except Exception as error:
-        return [f"README.md has no metadata that can be read ({type(error).__name__}: {error})"]
-    problems = []
+        return f"README.md has no metadata that can be read ({type(error).__name__}: {error})"
+
+
+def check_card(folder: Path) -> list[str]:
+    """The card names library, license, task and tags."""
+    data, problems = _metadata(folder), []
+    if isinstance(data, str):
+        return [data]
     if missing := [name for name in METADATA if not data.get(name)]:
         problems.append(
             f"the metadata of README.md lack {', '.join(missing)}: add them there, or give a complete card by --card"
@@ -128,11 +134,11 @@ def check_card(folder: Path) -> list[str]:
 
 def check_results(folder: Path) -> list[str]:
     """The card has measured results."""
-    try:
-        results = ModelCard.load(folder / "README.md").data.eval_results or []
-    # `check_card` says why.
-    except Exception:
+    data = _metadata(folder)
+    if isinstance(data, str):
+        # `check_card` says so.
         return []
+    results = data.eval_results or []
     if not results:
         return [
             "the metadata of README.md lack model-index, measured results: add them there, or give a complete card by "

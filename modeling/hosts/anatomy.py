@@ -679,7 +679,7 @@ class Anatomy:
         handles = [
             modules[block.module].register_forward_hook(
                 functools.partial(compare, name=f"its block {index}", attention=block.attention),
-                # Context Broadcasting may stand behind it.
+                # Before the hook of Context Broadcasting, if there is one.
                 prepend=True,
                 with_kwargs=True,
             )

@@ -28,6 +28,15 @@ def timm_vit(**arguments) -> nn.Module:
     return of_timm(**arguments)()
 
 
+def test_names_of_classes_go_one_way_or_both():
+    """A configuration that is given `id2label` alone has no `label2id`."""
+    teacher = transformers_vit()
+    teacher.config.id2label, teacher.config.label2id = {0: "cat", 1: "dog"}, None
+    teacher.classifier = nn.Linear(teacher.config.hidden_size, 2)
+    config = SparseFormerForImageClassification.from_teacher(teacher).config
+    assert config.id2label == {0: "cat", 1: "dog"} and config.label2id == {"cat": 0, "dog": 1}
+
+
 def test_defaults_are_the_papers():
     teacher = transformers_vit(num_hidden_layers=6, hidden_size=128, num_attention_heads=2)
     student = SparseFormerForImageClassification.from_teacher(teacher)
