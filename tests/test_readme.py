@@ -1,10 +1,8 @@
-"""README and docs: the Python runs as it stands there, commands take their options, links lead somewhere, and numbers
-are those of `results/`."""
+"""README and docs: the Python runs as it stands there, commands take their options, and links lead somewhere."""
 
 import contextlib
 import importlib
 import io
-import json
 import re
 import shlex
 from pathlib import Path
@@ -58,7 +56,6 @@ COMMAND_LINES = [
     for line in block.replace("\\\n", " ").replace("&&", "\n").splitlines()
     if line.strip().startswith("frugalvit ")
 ]
-SCALES = {"%": 1e2, "GB": 1e-9, "MB": 1e-6, "ms": 1e3, "G": 1e-9, "M": 1e-6, "T": 1e-12}
 
 
 def test_examples_are_short():
@@ -143,59 +140,6 @@ def test_every_page_is_in_the_readme():
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 200
-
-
-def numbers(content) -> list[float]:
-    """All numbers in a results file."""
-    if isinstance(content, bool) or content is None:
-        return []
-    if isinstance(content, int | float):
-        return [content]
-    if isinstance(content, str):
-        return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", content)]
-    values = content.values() if isinstance(content, dict) else content
-    return [number for value in values for number in numbers(value)]
-
-
-def tables() -> list[tuple[str, str, str]]:
-    """Page, results files and rows of every table whose numbers a comment before it says to be measured."""
-    pattern = r"^<!-- (results/.*?) -->\n(\|.*?)(?:\n\n|\Z)"
-    return [
-        (name, *match.groups())
-        for name, text in sorted(PAGES.items())
-        for match in re.finditer(pattern, text, re.MULTILINE | re.DOTALL)
-    ]
-
-
-@pytest.mark.parametrize(("page", "files", "table"), tables(), ids=[f"{page} {files}" for page, files, _ in tables()])
-def test_numbers_are_those_of_the_results(page, files, table):
-    known = [n for file in files.split() for n in numbers(json.loads((ROOT / file).read_text(encoding="utf-8")))]
-    header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
-    for row in rows:
-        for title, cell in zip(header[1:], row[1:], strict=True):
-            # What is in brackets follows from others. A number has the unit after it, or that of its column.
-            units = re.search(rf"(?:^|\W)({'|'.join(SCALES)}) ", title)
-            for number, rest in re.findall(r"(\d+(?:\.\d+)?)(?=(.*))", re.sub(r"\(.*?\)", "", cell)):
-                unit = re.search(rf" ({'|'.join(SCALES)})(?!\w)", rest) or units
-                # Some files have the unit in the name of a field.
-                scales = {SCALES[unit[1]], 1.0} if unit else {1.0}
-                # Half a digit more: what is printed may have been rounded twice.
-                within = 0.51 * 10 ** -len(number.partition(".")[2])
-                found = (abs(abs(value) * scale - float(number)) <= within for value in known for scale in scales)
-                assert any(found), (row, number)
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "results").glob("*.json")), ids=lambda file: file.name)
-def test_results_say_by_what_they_were_measured(file):
-    """The commit and the machine; what was measured before these were noted says that."""
-
-    def find(content, name: str) -> list:
-        values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else []
-        own = [content[name]] if isinstance(content, dict) and name in content else []
-        return own + [found for value in values for found in find(value, name)]
-
-    content = json.loads(file.read_text(encoding="utf-8"))
-    assert all(find(content, name) for name in ("commit", "machine"))
 
 
 def test_names_and_commands_exist():

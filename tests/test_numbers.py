@@ -1,0 +1,150 @@
+"""Numbers in README, docs and cards of shipped models are those of `results/`, which say how they were measured."""
+
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def texts(*patterns: str) -> dict[str, str]:
+    files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
+    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
+
+
+PAGES = texts("README.md", "docs/*.md")
+CARDS = texts("checkpoints/*/README.md")
+SCALES = {"%": 1e2, "GB": 1e-9, "MB": 1e-6, "ms": 1e3, "G": 1e-9, "M": 1e-6, "T": 1e-12}
+
+
+def numbers(content) -> list[float]:
+    """All numbers in a results file."""
+    if isinstance(content, bool) or content is None:
+        return []
+    if isinstance(content, int | float):
+        return [content]
+    if isinstance(content, str):
+        return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", content)]
+    values = content.values() if isinstance(content, dict) else content
+    return [number for value in values for number in numbers(value)]
+
+
+def tables() -> list[tuple[str, str, str]]:
+    """Page, results files and rows of every table whose numbers a comment before it says to be measured."""
+    pattern = r"^<!-- (results/.*?) -->\n(\|.*?)(?:\n\n|\Z)"
+    return [
+        (name, *match.groups())
+        for name, text in sorted(PAGES.items())
+        for match in re.finditer(pattern, text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+@pytest.mark.parametrize(("page", "files", "table"), tables(), ids=[f"{page} {files}" for page, files, _ in tables()])
+def test_numbers_are_those_of_the_results(page, files, table):
+    known = [n for file in files.split() for n in numbers(json.loads((ROOT / file).read_text(encoding="utf-8")))]
+    header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
+    for row in rows:
+        for title, cell in zip(header[1:], row[1:], strict=True):
+            # What is in brackets follows from others. A number has the unit after it, or that of its column.
+            units = re.search(rf"(?:^|\W)({'|'.join(SCALES)}) ", title)
+            for number, rest in re.findall(r"(\d+(?:\.\d+)?)(?=(.*))", re.sub(r"\(.*?\)", "", cell)):
+                unit = re.search(rf" ({'|'.join(SCALES)})(?!\w)", rest) or units
+                # Some files have the unit in the name of a field.
+                scales = {SCALES[unit[1]], 1.0} if unit else {1.0}
+                # Half a digit more: what is printed may have been rounded twice.
+                within = 0.51 * 10 ** -len(number.partition(".")[2])
+                found = (abs(abs(value) * scale - float(number)) <= within for value in known for scale in scales)
+                assert any(found), (row, number)
+
+
+class Section:
+    """What stands below a heading: its running text, the numbers of its tables, and the results that it names."""
+
+    def __init__(self, text: str, page: str):
+        names = re.findall(r"results/[\w*-]+\.json", text) or re.findall(r"results/[\w*-]+\.json", page)
+        files = {file for name in names for file in ROOT.glob(name)}
+        self.known = [n for file in sorted(files) for n in numbers(json.loads(file.read_text(encoding="utf-8")))]
+        paragraphs = re.split(r"\n\s*\n", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL))
+        tables = [paragraph for paragraph in paragraphs if re.search(r"^\|", paragraph, re.MULTILINE)]
+        running = "\n".join(paragraph for paragraph in paragraphs if paragraph not in tables)
+        running = re.sub(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->|^#.*$", "", running, flags=re.MULTILINE)
+        running = re.sub(r"\s+", " ", running)
+        self.sentences = re.split(r"(?<=[.:;]) (?=[\"A-Z(*])", running)
+        self.tests = [number(n) for n in re.findall(r"(\d[\d,]*) (?:\w+ )?(?:test|held-back) (?:images|ph)", running)]
+        said = [measure for sentence in self.sentences for measure in measures(sentence)]
+        # What may be compared: what is said with all that is printed, and the cells of a row or a column.
+        lines = [said]
+        for table in tables:
+            header, _, *rows = [line[1:-1].split("|") for line in table.splitlines() if line.startswith("|")]
+            cells = [[printed(*pair) for pair in zip(header, row, strict=True)] for row in rows]
+            lines += [[*itertools.chain(*line), *said] for line in [*cells, *zip(*cells, strict=True)]]
+        self.printed = {measure for line in lines for measure in line}
+        self.pairs = {pair for line in lines for pair in itertools.product({*line}, repeat=2)}
+
+    def has(self, said: str, unit: str, sentence: str) -> bool:
+        """Whether a number is one of the results or follows from what is printed beside it."""
+        value, digit = number(said), 10 ** -len(said.partition(".")[2])
+        pairs = [(number(a), number(b)) for (a, of_a), (b, of_b) in self.pairs if of_a == of_b]
+        if unit.startswith("point") and re.search(r"\berrors?\b", sentence):
+            shares = [number(share) for share, of in self.printed if of == "%" and number(share) < 100]
+            found = [math.sqrt(share * (100 - share) / images) for share in shares for images in self.tests]
+        elif unit.startswith("point"):
+            pairs = [(number(a), number(b)) for (a, of_a), (b, of_b) in self.pairs if of_a == of_b == "%"]
+            # Both were rounded.
+            found, digit = [abs(a - b) for a, b in pairs], 2 * digit
+        elif unit == "%" and f"{said} % of the" in sentence:
+            found = self.known + [100 * a / b for a, b in pairs if b]
+        elif unit == "times":
+            found = self.known + [a / b for a, b in pairs if b]
+        else:
+            found = [abs(known) * scale for known in self.known for scale in (1, SCALES.get(unit, 1))]
+        return any(abs(other - value) <= 0.51 * digit for other in found)
+
+
+def number(said: str) -> float:
+    return float(said.replace(",", ""))
+
+
+def measures(sentence: str) -> list[tuple[str, str]]:
+    """Numbers and units; in "2 and 3 %", both are percentages."""
+    pattern = r"(?<![\w.-])(\d[\d,]*(?:\.\d+)?)(?=(?:(?: ?%)?(?:,| and| to| or|, and) [\d.,]*\d)* (\S+))"
+    units = {*SCALES, "point", "points", "times", "s", "images/s", "minutes", "hours"}
+    found = [(said.rstrip(","), unit.rstrip(".,:;)")) for said, unit in re.findall(pattern, sentence)]
+    return [(said, unit) for said, unit in found if unit in units]
+
+
+def printed(title: str, cell: str) -> list[tuple[str, str]]:
+    """Numbers and units of a cell, without the errors of others."""
+    units = re.search(rf"(?:{'|'.join(SCALES)}|images/s)(?!\w)", f"{cell} {title}")
+    unit = units[0] if units else "%" if "accuracy" in title else title
+    return [(said, unit) for said in re.findall(r"\d[\d,]*(?:\.\d+)?", re.sub(r"± [\d.]+|\(.*?\)", "", cell))]
+
+
+@pytest.mark.parametrize(("name", "page"), [*PAGES.items(), *CARDS.items()], ids=[*PAGES, *CARDS])
+def test_numbers_in_running_text_follow_from_the_results(name, page):
+    """Where a sentence does not say that they are a paper's."""
+    page = re.sub(r"\A---\n.*?^---$", "", page, flags=re.MULTILINE | re.DOTALL)
+    # A card's section is all of it.
+    for text in re.split(r"^(?=#)", page, flags=re.MULTILINE) if name in PAGES else [page]:
+        section = Section(text, page)
+        for sentence in section.sentences:
+            for said, unit in measures(sentence):
+                assert re.search("[Pp]aper", sentence) or section.has(said, unit, sentence), (said, unit, sentence)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "results").glob("*.json")), ids=lambda file: file.name)
+def test_results_say_by_what_they_were_measured(file):
+    """The commit and the machine; what was measured before these were noted says that."""
+
+    def find(content, name: str) -> list:
+        values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else []
+        own = [content[name]] if isinstance(content, dict) and name in content else []
+        return own + [found for value in values for found in find(value, name)]
+
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert all(find(content, name) for name in ("commit", "machine"))
