@@ -43,7 +43,7 @@ from frugalvit.evaluation.images import image_batches
 from frugalvit.evaluation.retrieval import embed_all_images, retrieval_recall
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
-from frugalvit.modeling.modeling_sparseformer_llava import check_image_tokens
+from frugalvit.modeling.swap import check_image_tokens
 from frugalvit.training import align_llava, bootstrap, contrastive
 from frugalvit.training.contrastive import word_tokenizer
 from shared import (

@@ -1,4 +1,5 @@
-"""What is asked about images and answered: prompts as a LLaVA wants them, and LLaVA's own files of conversations."""
+"""What is asked about images and answered: prompts as a LLaVA or a PaliGemma wants them, and LLaVA's own files of
+conversations."""
 
 import json
 import random
@@ -6,13 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
+from transformers import PaliGemmaProcessor
 
 from .data import HELD_BACK_SHARE, MOST_HELD_BACK
 from .files import read_text
 
 
-# The prompt of LLaVA 1.5.
+# The prompts of LLaVA 1.5 and of PaliGemma.
 PROMPT = "USER: {image}{question} ASSISTANT:"
+PALIGEMMA_PROMPT = "{image}{question}\n"
 # What stands for an image in LLaVA's files.
 PLACEHOLDER = "<image>"
 # The label of tokens that are no part of an answer, as in Transformers.
@@ -30,6 +33,11 @@ def check_prompt(prompt: str):
             f"--prompt is {prompt!r}, expected no braces but {{image}} and {{question}} "
             f"({type(error).__name__}: {error})."
         ) from error
+
+
+def default_prompt(processor) -> str:
+    """What a processor's model is asked by."""
+    return PALIGEMMA_PROMPT if isinstance(processor, PaliGemmaProcessor) else PROMPT
 
 
 def is_conversations(dataset: Sequence[str]) -> bool:
@@ -116,7 +124,7 @@ def encode(
     """Token ids of a conversation, and as labels those of its answers, which end with the end of a text.
 
     Args:
-        processor: Of a LLaVA; its tokenizer is asked.
+        processor: Of a LLaVA or a PaliGemma; its tokenizer is asked.
         image_tokens (`int`): Places of the image, before the first question.
         turns (sequence of pairs of `str`): Questions and answers; the last answer may be None, which is still to be
             given.
@@ -126,18 +134,21 @@ def encode(
         `tuple`: Two lists of as many `int`, in labels `NO_ANSWER` (-100) where no answer is.
     """
     tokenizer = processor.tokenizer
-    front = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    # A PaliGemma's text starts after its image, and its answers on a line of their own.
+    starts_after_image = isinstance(processor, PaliGemmaProcessor)
+    behind, space = (tokenizer.bos_token or "", "") if starts_after_image else ("\n", " ")
+    front = [] if starts_after_image or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
     def tokens(text: str) -> list[int]:
         return front + tokenizer(text, add_special_tokens=False)["input_ids"]
 
     text, spans = "", []
     for number, (question, answer) in enumerate(turns):
-        image = "" if number else f"{processor.image_token * image_tokens}\n"
+        image = "" if number else f"{processor.image_token * image_tokens}{behind}"
         text += prompt.format(image=image, question=question)
         if answer is None:
             break
-        asked, text = tokens(text), f"{text} {answer}{tokenizer.eos_token or ''}"
+        asked, text = tokens(text), f"{text}{space}{answer}{tokenizer.eos_token or ''}"
         answered = tokens(text)
         # A tokenizer may put the end of the question and the start of the answer into one token.
         start = next((i for i, pair in enumerate(zip(asked, answered, strict=False)) if len({*pair}) == 2), len(asked))

@@ -26,6 +26,8 @@ from transformers import (
     BitsAndBytesConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PaliGemmaForConditionalGeneration,
+    PaliGemmaProcessor,
     PreTrainedConfig,
     PreTrainedModel,
     TimmWrapperForImageClassification,
@@ -188,14 +190,17 @@ def load_llava(
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     quantize: str | None = None,
-) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
-    """Load a LLaVA in the style of 1.5, for inference, and its processor; arguments and errors as in
+) -> tuple[LlavaForConditionalGeneration | PaliGemmaForConditionalGeneration, LlavaProcessor | PaliGemmaProcessor]:
+    """Load a LLaVA in the style of 1.5 or a PaliGemma, for inference, and its processor; arguments and errors as in
     `load_pretrained`."""
+    classes = {"llava": LlavaForConditionalGeneration, "paligemma": PaliGemmaForConditionalGeneration}
 
     def choose_class(config: PreTrainedConfig) -> type:
-        if config.model_type != "llava":
-            raise ValueError(f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5")
-        return LlavaForConditionalGeneration
+        if config.model_type not in classes:
+            raise ValueError(
+                f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5, or a paligemma"
+            )
+        return classes[config.model_type]
 
     model = load_pretrained(name, device, False, "a LLaVA", choose_class, dtype=dtype, quantize=quantize)
     hub_id, revision = split_revision(name)

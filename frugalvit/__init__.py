@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .configuration.configuration_sparseformer_clip import SparseFormerCLIPConfig as SparseFormerCLIPConfig
     from .configuration.configuration_sparseformer_clip import SparseFormerSiglipConfig as SparseFormerSiglipConfig
     from .configuration.configuration_sparseformer_llava import SparseFormerLlavaConfig as SparseFormerLlavaConfig
+    from .configuration.configuration_sparseformer_paligemma import (
+        SparseFormerPaliGemmaConfig as SparseFormerPaliGemmaConfig,
+    )
     from .configuration.configuration_vit_context_broadcast import (
         ViTContextBroadcastConfig as ViTContextBroadcastConfig,
     )
@@ -65,8 +68,9 @@ if TYPE_CHECKING:
         SparseFormerLlavaForConditionalGeneration as SparseFormerLlavaForConditionalGeneration,
     )
     from .modeling.modeling_sparseformer_llava import SparseFormerLlavaProcessor as SparseFormerLlavaProcessor
-    from .modeling.modeling_sparseformer_llava import matching_processor as matching_processor
-    from .modeling.modeling_sparseformer_llava import swap_vision_tower as swap_vision_tower
+    from .modeling.modeling_sparseformer_paligemma import (
+        SparseFormerPaliGemmaForConditionalGeneration as SparseFormerPaliGemmaForConditionalGeneration,
+    )
     from .modeling.modeling_vit_context_broadcast import (
         ViTContextBroadcastForImageClassification as ViTContextBroadcastForImageClassification,
     )
@@ -82,6 +86,8 @@ if TYPE_CHECKING:
     from .modeling.open_clip_adapter import OpenClipVisual as OpenClipVisual
     from .modeling.open_clip_adapter import from_open_clip as from_open_clip
     from .modeling.open_clip_adapter import to_open_clip as to_open_clip
+    from .modeling.swap import matching_processor as matching_processor
+    from .modeling.swap import swap_vision_tower as swap_vision_tower
     from .resources import checkpoint_path as checkpoint_path
 
 _NAMES = public_names()

@@ -27,7 +27,7 @@ from .common.tables import format_table
 from .contenders import load_teacher
 from .info import image_side
 from .modeling.hosts import Anatomy
-from .modeling.modeling_sparseformer_llava import matching_processor
+from .modeling.swap import matching_processor
 from .quickstart import NOT_IN_REPOSITORY
 from .resources import checkpoint_path, shipped_checkpoints
 from .validation import model_class
@@ -337,6 +337,6 @@ def save(model: PreTrainedModel, num_tokens: int, source: Path, folder: Path):
     # That of an older version would not know of the choice.
     model.write_code(folder)
     model.config.save_pretrained(folder)
-    if model.config.model_type == "sparseformer_llava":
+    if model.config.model_type in ("sparseformer_llava", "sparseformer_paligemma"):
         # It inserts as many tokens for an image. The image side may have been cast.
         matching_processor(AutoProcessor.from_pretrained(source), model.float()).save_pretrained(folder)

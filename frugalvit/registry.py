@@ -30,6 +30,10 @@ FAMILIES = {
         ["SparseFormerCLIPModel", "SparseFormerSiglipModel"],
     ),
     "sparseformer_llava": (["SparseFormerLlavaConfig"], ["SparseFormerLlavaForConditionalGeneration"]),
+    "sparseformer_paligemma": (
+        ["SparseFormerPaliGemmaConfig"],
+        ["SparseFormerPaliGemmaForConditionalGeneration"],
+    ),
     "vit_context_broadcast": (
         ["ViTContextBroadcastConfig"],
         [
@@ -56,7 +60,7 @@ FUNCTIONS = {
     "impulse_init_": "frugalvit.modeling.initialization",
     "insert_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
     "initialize_attention_": "frugalvit.modeling.initialization",
-    "matching_processor": "frugalvit.modeling.modeling_sparseformer_llava",
+    "matching_processor": "frugalvit.modeling.swap",
     "measure_attention": "frugalvit.attention",
     "mimetic_init_": "frugalvit.modeling.initialization",
     "OpenClipVisual": "frugalvit.modeling.open_clip_adapter",
@@ -64,7 +68,7 @@ FUNCTIONS = {
     "remove_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
     "SparseFormerLlavaProcessor": "frugalvit.modeling.modeling_sparseformer_llava",
     "SparseFormerVisionTower": "frugalvit.modeling.llava_tower",
-    "swap_vision_tower": "frugalvit.modeling.modeling_sparseformer_llava",
+    "swap_vision_tower": "frugalvit.modeling.swap",
     "to_open_clip": "frugalvit.modeling.open_clip_adapter",
 }
 

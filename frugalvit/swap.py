@@ -1,19 +1,19 @@
-"""`frugalvit swap`: a LLaVA with a SparseFormer as its vision tower."""
+"""`frugalvit swap`: a LLaVA or a PaliGemma with a SparseFormer as its vision tower."""
 
 import torch
 
 from .common.command_line import CommandParser
 from .common.files import whole_folder
 from .common.loading import DTYPES, load_llava, load_vision_model
-from .modeling.modeling_sparseformer_llava import matching_processor, swap_vision_tower
+from .modeling.swap import matching_processor, swap_vision_tower
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="frugalvit swap",
-        description="Write a LLaVA whose vision tower is a SparseFormer that was bootstrapped from the tower it "
-        "replaces (`frugalvit bootstrap --teacher LLAVA`), with a processor that inserts as many image tokens. The "
-        "language model stays as it is.",
+        description="Write a LLaVA or a PaliGemma whose vision tower is a SparseFormer that was bootstrapped from the "
+        "tower it replaces (`frugalvit bootstrap --teacher LLAVA`), with a processor that inserts as many image "
+        "tokens. The language model stays as it is.",
     )
     parser.add_argument("--model", required=True, metavar="LLAVA", help="folder or hub id (@revision, too)")
     parser.add_argument("--vision-model", required=True, metavar="FOLDER", help="what `frugalvit bootstrap` wrote")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -30,6 +29,7 @@ from ..configuration.configuration_base import pair
 from ..configuration.configuration_sparseformer import SparseFormerConfig
 from ..configuration.configuration_sparseformer_llava import SparseFormerLlavaConfig
 from .hub import HubModel, image_processor_config
+from .image_tokens import CheckedImageTokens
 from .modeling_sparseformer import SparseFormerModel
 
 
@@ -39,7 +39,7 @@ if SparseFormerConfig.model_type not in CONFIG_MAPPING:
 AutoModel.register(SparseFormerConfig, SparseFormerModel, exist_ok=True)
 
 
-class SparseFormerLlavaModel(LlavaModel):
+class SparseFormerLlavaModel(CheckedImageTokens, LlavaModel):
     """`LlavaModel` whose images may have different numbers of tokens."""
 
     config: SparseFormerLlavaConfig
@@ -97,26 +97,6 @@ class SparseFormerLlavaModel(LlavaModel):
             for index, feature in zip(indices, outputs.pooler_output, strict=True):
                 features[index] = feature
         return BaseModelOutputWithPooling(pooler_output=features)
-
-    def get_placeholder_mask(
-        self, input_ids: torch.LongTensor | None, inputs_embeds: torch.Tensor, image_features: torch.Tensor
-    ) -> torch.Tensor:
-        """Where the features of images belong, `(batch, tokens, 1)`.
-
-        Raises:
-            ValueError: if there are more or fewer places than features.
-        """
-        try:
-            return super().get_placeholder_mask(input_ids, inputs_embeds, image_features)
-        except ValueError as error:
-            if input_ids is None:
-                raise
-            inserted, given = int((input_ids == self.config.image_token_id).sum()), len(image_features)
-            raise ValueError(
-                f"The prompts have {inserted} image tokens (id {self.config.image_token_id}), the model makes {given} "
-                "of their images. `matching_processor(processor, model)` makes a processor that fits; where its call "
-                "chooses `num_image_tokens`, pass on to the model what it returns under that name."
-            ) from error
 
     @can_return_tuple
     def forward(
@@ -339,82 +319,6 @@ AutoModel.register(SparseFormerLlavaConfig, SparseFormerLlavaModel, exist_ok=Tru
 AutoProcessor.register(SparseFormerLlavaConfig, SparseFormerLlavaProcessor, exist_ok=True)
 
 
-@torch.no_grad()
-def swap_vision_tower(llava: nn.Module, vision_model: nn.Module) -> SparseFormerLlavaForConditionalGeneration:
-    """A LLaVA with its vision tower replaced by a SparseFormer.
-
-    Layers of the tower are counted from its end, where both towers have the same blocks: `vision_feature_layer=22` of
-    a tower with 24 blocks becomes -3.
-
-    Args:
-        llava (`LlavaForConditionalGeneration`): Of Transformers, in the style of LLaVA 1.5. Its language model and
-            projector become part of the new model; they are not copied.
-        vision_model (`SparseFormerVisionModel`, `...WithProjection` or `SparseFormerModel`):
-            Bootstrapped from the tower that it replaces. It is moved to that one's precision and device.
-
-    Returns:
-        The model, in the mode, training or evaluation, of `llava`.
-
-    Raises:
-        ValueError: if `llava` is no such model, or the vision model has another width, no [CLS] where the strategy
-            leaves it out, or too few blocks.
-    """
-    parts = getattr(llava, "model", None)
-    if not all(hasattr(parts, name) for name in ("vision_tower", "multi_modal_projector", "language_model")):
-        raise ValueError(
-            f"Got a {type(llava).__name__}, expected a LlavaForConditionalGeneration of Transformers. For the "
-            "original code base there is `SparseFormerVisionTower`."
-        )
-    if hasattr(parts, "image_newline"):
-        raise ValueError(
-            f"Got a {type(llava).__name__}, whose images are rows of tiles with a token that ends each row; a "
-            "SparseFormer's tokens have no rows. Expected a LLaVA in the style of 1.5."
-        )
-    if llava.config.model_type not in ("llava", SparseFormerLlavaConfig.model_type):
-        raise ValueError(
-            f"Got a {type(llava).__name__}, whose projector or configuration counts on a grid of patches; a "
-            "SparseFormer's tokens have none. Expected a LLaVA in the style of 1.5."
-        )
-    tower = vision_model.base_model
-    if getattr(tower.config, "model_type", None) != SparseFormerConfig.model_type:
-        raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
-    config = llava.config
-    layers, blocks = config.vision_feature_layer, config.vision_config.num_hidden_layers
-
-    def from_end(layer: int) -> int:
-        return layer if layer < 0 else layer - blocks - 1
-
-    count = 1 if isinstance(layers, int) else len(layers)
-    expected, given = parts.multi_modal_projector.linear_1.in_features, tower.config.hidden_size * count
-    if expected != given:
-        raise ValueError(
-            f"The projector takes {expected} channels, the vision model gives {given} ({count} x "
-            f"{tower.config.hidden_size}); bootstrap it from the tower that it is to replace."
-        )
-    fields = {
-        name: getattr(config, name)
-        for name in ("image_token_index", "projector_hidden_act", "multimodal_projector_bias", "tie_word_embeddings")
-    }
-    new_config = SparseFormerLlavaConfig(
-        text_config=config.text_config,
-        vision_config=tower.config.to_dict(),
-        vision_feature_layer=from_end(layers) if isinstance(layers, int) else [from_end(layer) for layer in layers],
-        vision_feature_select_strategy=config.vision_feature_select_strategy,
-        **fields,
-    )
-    with torch.device("meta"):
-        model = SparseFormerLlavaForConditionalGeneration(new_config)
-    old = next(parts.vision_tower.parameters())
-    new_tower = SparseFormerModel(new_config.vision_config).to(old)
-    new_tower.load_state_dict(tower.state_dict())
-    model.model.vision_tower = new_tower
-    model.model.multi_modal_projector = parts.multi_modal_projector
-    model.model.language_model = parts.language_model
-    model.lm_head = llava.lm_head
-    model.generation_config = llava.generation_config
-    return model.train(llava.training)
-
-
 def clip_image_processor(config: SparseFormerConfig) -> CLIPImageProcessor:
     """The image processor that a SparseFormer wants, as the class that LLaVA expects: it says its crop in any case."""
     fields = image_processor_config(config)
@@ -422,58 +326,6 @@ def clip_image_processor(config: SparseFormerConfig) -> CLIPImageProcessor:
     height, width = pair(config.image_size)
     fields |= {"crop_size": {"height": height, "width": width}, "do_center_crop": fields.get("do_center_crop", False)}
     return CLIPImageProcessor(**fields)
-
-
-def matching_processor(
-    processor: LlavaProcessor, model: SparseFormerLlavaForConditionalGeneration
-) -> SparseFormerLlavaProcessor:
-    """The processor for a LLaVA with a SparseFormer: it inserts as many image tokens as the tower gives, whatever
-    their number and the size of the images, or as its call chooses (`num_image_tokens`).
-
-    Args:
-        processor (`LlavaProcessor`): That of the LLaVA whose tower was replaced; its tokenizer and chat template stay.
-        model (`SparseFormerLlavaForConditionalGeneration`): The model it is for.
-
-    Returns:
-        A `SparseFormerLlavaProcessor`; save it beside the model.
-
-    Raises:
-        ValueError: if the number of tokens that it inserts is not the number that the model gives.
-    """
-    vision = model.config.vision_config
-    new = SparseFormerLlavaProcessor(
-        clip_image_processor(vision),
-        processor.tokenizer,
-        # No image is a million pixels high: all tokens are "additional" ones.
-        patch_size=10**6,
-        # LLaVA takes one away for the [CLS] that the strategy "default" leaves out.
-        num_additional_image_tokens=vision.default_num_tokens + vision.num_prefix_tokens,
-        vision_feature_select_strategy=model.config.vision_feature_select_strategy,
-        chat_template=processor.chat_template,
-        image_token=processor.image_token,
-        num_latent_tokens=vision.num_latent_tokens,
-        num_prefix_tokens=vision.num_prefix_tokens,
-    )
-    check_image_tokens(new, model)
-    return new
-
-
-@torch.no_grad()
-def check_image_tokens(processor: LlavaProcessor, model: LlavaForConditionalGeneration):
-    """Raise unless a processor inserts as many image tokens for an image as the model makes of it.
-
-    Raises:
-        ValueError: with both numbers.
-    """
-    inputs = processor(images=Image.new("RGB", (37, 23)), text=processor.image_token, return_tensors="pt")
-    inserted = int((inputs["input_ids"] == model.config.image_token_index).sum())
-    pixel_values = inputs["pixel_values"].to(next(model.model.vision_tower.parameters()))
-    given = model.get_image_features(pixel_values).pooler_output[0].shape[0]
-    if inserted != given:
-        raise ValueError(
-            f"The processor inserts {inserted} tokens (id {model.config.image_token_index}) for an image, the model "
-            f"makes {given} of it. `matching_processor` makes one that fits."
-        )
 
 
 __all__ = [

@@ -3,7 +3,8 @@
     accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision-model TOWER --dataset IMAGES \\
         --output OUT
 
-The tower takes the place of the LLaVA's own, as in `frugalvit swap`; tower and language model stay as they are.
+The tower takes the place of the LLaVA's own, as in `frugalvit swap`; tower and language model stay as they are. A
+PaliGemma is such a LLaVA, too.
 Without text, the LLaVA as it was is the teacher: it answers a question about each image, and the new one learns to
 give its answers, token by token with its distribution, from projected tokens whose mean is that of the old ones. With
 LLaVA's files of conversations (`--dataset FILE.json`), it learns their answers. `--lora-rank` tunes the language
@@ -21,8 +22,10 @@ from tqdm import tqdm
 
 from ..common.conversations import (
     NO_ANSWER,
+    PALIGEMMA_PROMPT,
     PROMPT,
     check_prompt,
+    default_prompt,
     hold_back,
     is_conversations,
     read_conversations,
@@ -31,7 +34,7 @@ from ..common.data import NO_EVALUATION, load_splits
 from ..common.loading import QUANTIZATIONS, load_llava, load_vision_model
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.layers import divergence
-from ..modeling.modeling_sparseformer_llava import matching_processor, swap_vision_tower
+from ..modeling.swap import matching_processor, swap_vision_tower
 from .components.answers import Answers, answer
 from .components.arguments import (
     DataArguments,
@@ -73,7 +76,7 @@ print(processor.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_t
 class LlavaArguments:
     """Which LLaVA reads which tower, and what of it learns."""
 
-    model: str = argument(help="Folder or hub id (@revision, too) of a LLaVA in the style of 1.5.")
+    model: str = argument(help="Folder or hub id (@revision, too) of a LLaVA in the style of 1.5 or a PaliGemma.")
     vision_model: str = argument(help="Folder or hub id of a SparseFormer that was bootstrapped from its tower.")
     num_tokens: int | None = argument(None, "Latent tokens of the tower. Default: its own.")
     lora_rank: int = argument(
@@ -102,7 +105,11 @@ class AnswerArguments:
     """What is asked about the images, and answered."""
 
     questions: list[str] = argument(QUESTIONS, "Questions, one of which is asked about each view of an image.")
-    prompt: str = argument(PROMPT, "What a question is put into, with {image} and {question}.")
+    prompt: str | None = argument(
+        None,
+        "What a question is put into, with {image} and {question}. "
+        f"Default: {PROMPT!r} for a LLaVA, {PALIGEMMA_PROMPT!r} for a PaliGemma.",
+    )
     answer_tokens: int = argument(16, "Most tokens of an answer that the LLaVA gives.")
     feature_loss_weight: float = argument(
         1.0, "Weight of an added distance of the projected tokens' mean from that of the LLaVA as it was."
@@ -115,7 +122,8 @@ class AnswerArguments:
 
     def __post_init__(self):
         check(self.questions, all(self.questions) and bool(self.questions), "questions", "one text or more")
-        check_prompt(self.prompt)
+        if self.prompt is not None:
+            check_prompt(self.prompt)
         check_at_least(self, 1, "answer_tokens")
         check_at_least(self, 0, "feature_loss_weight")
         check_share(self, "flip")
@@ -153,6 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     train, evaluation = load_questions(data, asking, run.seed)
     dtype = getattr(torch, parts.dtype)
     original, processor = load_llava(parts.model, accelerator.device, dtype, parts.quantize)
+    prompt = default_prompt(processor) if asking.prompt is None else asking.prompt
     tower, _ = load_vision_model(parts.vision_model, "cpu")
     llava = swap_vision_tower(original, tower)
     if parts.num_tokens is not None:
@@ -199,20 +208,21 @@ def main(argv: list[str] | None = None) -> int:
         with accelerator.autocast(), learner.as_it_was():
             return answer(
                 *(original, processor, pixel_values.to(dtype), [asking.questions[number] for number in chosen]),
-                *(asking.prompt, asking.answer_tokens),
+                *(prompt, asking.answer_tokens),
             )
 
     def read(model, batch: dict, answers: Answers) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
         """What the new LLaVA says in the place of each token of the answers, the tokens, how many are about each
         image, and the mean of what it reads of each."""
-        inputs, labels = answers.inputs(new_processor, llava.config.image_seq_length, asking.prompt)
+        inputs, labels = answers.inputs(new_processor, llava.config.image_seq_length, prompt)
         inputs = {name: value.to(accelerator.device) for name, value in inputs.items()}
         # Nothing is asked about what stands before the answers; the token before them is asked for the first.
         asked = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
         outputs = model(pixel_values=batch["pixel_values"].to(dtype), logits_to_keep=asked + 1, **inputs)
         labels = labels[:, -asked:].to(accelerator.device)
         answered = labels != NO_ANSWER
-        seen = outputs.image_hidden_states.unflatten(0, (len(labels), -1)).float().mean(1)
+        features = outputs.image_hidden_states
+        seen = features.reshape(len(labels), -1, features.shape[-1]).float().mean(1)
         return outputs.logits[:, :-1][answered].float(), labels[answered], answered.sum(1).tolist(), seen
 
     def compute_loss(model, batch):
@@ -269,10 +279,12 @@ def main(argv: list[str] | None = None) -> int:
         num_parameters = sum(weight.numel() for weight in weights.values())
         llava.save_pretrained(folder, state_dict=weights)
         new_processor.save_pretrained(folder)
-        prompt = asking.prompt.format(image=f"{processor.image_token}\n", question=asking.questions[0])
+        # A PaliGemma's processor ends the line itself.
+        place = processor.image_token if prompt.endswith("\n") else f"{processor.image_token}\n"
+        example = prompt.removesuffix("\n").format(image=place, question=asking.questions[0])
         write_card(
             *(folder, llava, describe(state), data, run, state, parts.model, "agreement"),
-            use=USE.format(prompt=prompt),
+            use=USE.format(prompt=example),
             num_parameters=num_parameters,
         )
 

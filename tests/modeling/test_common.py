@@ -408,11 +408,16 @@ class VisionLanguageTester:
             "num_key_value_heads": 4,
             "pad_token_id": 0,
         }
-        kind = KINDS["bootstrapped"]
-        vision = kind.config_class.from_variant(kind.variant, **{**kind.fields, "num_hidden_layers": 2})
         return frugalvit.SparseFormerLlavaConfig(
-            text_config=text, vision_config=vision.to_dict(), image_token_index=4, image_seq_length=self.image_tokens
+            text_config=text,
+            vision_config=self.get_vision_config().to_dict(),
+            image_token_index=4,
+            image_seq_length=self.image_tokens,
         )
+
+    def get_vision_config(self):
+        kind = KINDS["bootstrapped"]
+        return kind.config_class.from_variant(kind.variant, **{**kind.fields, "num_hidden_layers": 2})
 
     def prepare_config_and_inputs_for_common(self):
         input_ids = common.ids_tensor([self.batch_size, self.seq_length], 94) + 5
@@ -437,3 +442,48 @@ class LlavaCommonTest(ModelTesterMixin, common.GenerationTesterMixin, unittest.T
         self.model_tester = VisionLanguageTester(self)
         if "training_gradient_checkpointing" in self._testMethodName:
             self.skipTest("LLaVA reads a layer before the last, so that what follows has no gradient")
+
+
+class PaliGemmaTester(VisionLanguageTester):
+    """The same, of a PaliGemma, which reads [CLS], too."""
+
+    image_tokens = 6
+
+    def get_config(self):
+        text = {
+            "model_type": "gemma",
+            "vocab_size": 99,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": 37,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "pad_token_id": 0,
+        }
+        return frugalvit.SparseFormerPaliGemmaConfig(
+            text_config=text,
+            vision_config=self.get_vision_config().to_dict(),
+            image_token_index=4,
+            vocab_size=99,
+            projection_dim=self.hidden_size,
+            hidden_size=self.hidden_size,
+        )
+
+    def prepare_config_and_inputs_for_common(self):
+        config, inputs = super().prepare_config_and_inputs_for_common()
+        return config, inputs | {"token_type_ids": torch.zeros_like(inputs["input_ids"])}
+
+
+class PaliGemmaCommonTest(ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
+    all_model_classes = (frugalvit.SparseFormerPaliGemmaForConditionalGeneration,)
+    _is_composite = True
+    additional_model_inputs = ("token_type_ids",)
+
+    def setUp(self):
+        names = {"sparseformer_paligemma": "SparseFormerPaliGemmaForConditionalGeneration"}
+        patch = mock.patch.dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, names)
+        patch.start()
+        self.addCleanup(patch.stop)
+        super().setUp()
+        self.model_tester = PaliGemmaTester(self)

@@ -13,15 +13,15 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     CLIPVisionConfig,
-    GemmaConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
     LlavaProcessor,
-    PaliGemmaConfig,
-    PaliGemmaForConditionalGeneration,
     SiglipVisionConfig,
     Trainer,
     TrainingArguments,
@@ -37,7 +37,8 @@ from frugalvit import (
 from frugalvit.cli import main
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.llava_tower import SparseFormerVisionTower
-from frugalvit.modeling.modeling_sparseformer_llava import SparseFormerLlavaProcessor, check_image_tokens
+from frugalvit.modeling.modeling_sparseformer_llava import SparseFormerLlavaProcessor
+from frugalvit.modeling.swap import check_image_tokens
 from tiny import IMAGE, WORDS, make_llava, make_processor, make_tower
 
 
@@ -505,7 +506,7 @@ def test_rows_of_tiles_are_refused(tmp_path, capsys):
     make_tower(llava).save_pretrained(tmp_path / "tower")
     command = ["swap", "--model", str(tmp_path / "llava"), "--vision-model", str(tmp_path / "tower")]
     assert main([*command, "--output", str(tmp_path / "out")]) == 1
-    assert "it is a llava_next, expected a llava" in capsys.readouterr().err
+    assert "it is a llava_next, expected a llava, in the style of LLaVA 1.5, or a paligemma" in capsys.readouterr().err
 
 
 def test_auto_model_is_the_model_without_its_head():
@@ -520,11 +521,10 @@ def test_auto_model_is_the_model_without_its_head():
 def test_grids_of_patches_are_refused():
     """Before its fields are asked for, which others do not have."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = PaliGemmaConfig(
+    config = Gemma3Config(
         vision_config=SiglipVisionConfig(image_size=32, patch_size=8, **sizes),
-        text_config=GemmaConfig(vocab_size=20, head_dim=16, num_key_value_heads=1, **sizes),
-        projection_dim=32,
-        image_token_index=19,
+        text_config=Gemma3TextConfig(vocab_size=20, head_dim=16, num_key_value_heads=1, **sizes),
+        mm_tokens_per_image=4,
     )
-    with pytest.raises(ValueError, match="PaliGemmaForConditionalGeneration, whose projector or configuration counts"):
-        swap_vision_tower(PaliGemmaForConditionalGeneration(config), make_tower(make_llava()))
+    with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration, whose projector or configuration counts"):
+        swap_vision_tower(Gemma3ForConditionalGeneration(config), make_tower(make_llava()))

@@ -1,4 +1,4 @@
-"""Tiny CLIPs and LLaVAs: weights that say something, and a tokenizer of a few words."""
+"""Tiny CLIPs, LLaVAs and PaliGemmas: weights that say something, and a tokenizer of a few words."""
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -6,11 +6,17 @@ from torch import nn
 from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,
+    Gemma2Config,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    PaliGemmaProcessor,
     PreTrainedTokenizerFast,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
 )
 
 from frugalvit import SparseFormerVisionModel
@@ -72,4 +78,38 @@ def make_processor(llava) -> LlavaProcessor:
         patch_size=4,
         num_additional_image_tokens=1,
         vision_feature_select_strategy=strategy,
+    )
+
+
+# Of a PaliGemma, whose processor adds tokens of places and of segments.
+PALIGEMMA_TOKENS = 1300
+
+
+def make_paligemma(text_class=Gemma2Config) -> PaliGemmaForConditionalGeneration:
+    torch.manual_seed(0)
+    language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = PaliGemmaConfig(
+        vision_config=SiglipVisionConfig(image_size=32, patch_size=4, vision_use_head=False, **VISION),
+        text_config=text_class(
+            vocab_size=PALIGEMMA_TOKENS,
+            num_key_value_heads=1,
+            head_dim=8,
+            pad_token_id=0,
+            eos_token_id=None,
+            **language,
+        ),
+        image_token_index=IMAGE,
+        vocab_size=PALIGEMMA_TOKENS,
+        projection_dim=32,
+        hidden_size=32,
+    )
+    return randomize(PaliGemmaForConditionalGeneration(config))
+
+
+def make_paligemma_processor() -> PaliGemmaProcessor:
+    return PaliGemmaProcessor(
+        SiglipImageProcessor(size={"height": 32, "width": 32}, image_seq_length=64),
+        word_tokenizer(
+            [*WORDS, "[BOS]", "[EOS]"], padding_side="left", extra_special_tokens={"image_token": "<image>"}
+        ),
     )

@@ -10,10 +10,11 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from frugalvit.cli import main
+from frugalvit.common import conversations
 from frugalvit.common.loading import load_llava
 from frugalvit.training import align_llava
 from frugalvit.training.components.answers import Answers, answer
-from tiny import make_llava, make_processor, make_tower
+from tiny import make_llava, make_paligemma, make_paligemma_processor, make_processor, make_tower
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +216,54 @@ def test_quantizing_needs_a_library(align, monkeypatch):
     monkeypatch.setattr("frugalvit.common.loading.is_bitsandbytes_available", lambda: False)
     with pytest.raises(ValueError, match="--quantize is bitsandbytes', which is not installed: pip install bitsandb"):
         align("--quantize", "4bit")
+
+
+def test_a_paligemma_learns_to_read_a_sparseformer(tmp_path, capsys):
+    paligemma, processor = make_paligemma(), make_paligemma_processor()
+    for part in (paligemma, processor):
+        part.save_pretrained(tmp_path / "paligemma")
+    make_tower(paligemma).save_pretrained(tmp_path / "tower")
+    argv = ["--model", str(tmp_path / "paligemma"), "--vision-model", str(tmp_path / "tower")]
+    argv += ["--train-split", "train[:128]", "--eval-split", "test[:32]", "--questions", "what is this ?"]
+    argv += ["--epochs", "3", "--answer-tokens", "2", "--learning-rate", "3e-3", "--output", str(tmp_path / "out")]
+    assert align_llava.main(argv) == 0
+    before = float(capsys.readouterr().out.split("Before: ")[1].split("%")[0]) / 100
+    results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    assert results["best"]["agreement"] > before + 0.1
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    old = paligemma.state_dict()
+    for name, value in model.state_dict().items():
+        if "vision_tower" not in name:
+            assert torch.equal(value, old[name]) == ("projector" not in name), name
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "paligemma with 7 tokens an image" in card.text
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    exec(code.replace("path/or/id", str(tmp_path / "out")), {"image": Image.new("RGB", (48, 40), "red")})
+    assert capsys.readouterr().out.strip()
+
+
+@torch.no_grad()
+def test_a_paligemma_is_asked_as_its_processor_does():
+    """What is asked of it, and how far its questions look at all of themselves."""
+    paligemma, processor = make_paligemma(), make_paligemma_processor()
+    prompt = conversations.default_prompt(processor)
+    asked = Answers([[("what is this ?", "cat")], [("is this cat and dog ?", "ship")]])
+    inputs, labels = asked.inputs(processor, 64, prompt)
+    pictures = [[Image.new("RGB", (32, 32), color)] for color in ("red", "blue")]
+    expected = processor(
+        images=pictures,
+        text=["<image>what is this ?", "<image>is this cat and dog ?"],
+        suffix=["cat", "ship"],
+        padding=True,
+        return_tensors="pt",
+    )
+    mask = inputs["attention_mask"].bool()
+    for name in ("input_ids", "attention_mask", "token_type_ids"):
+        assert torch.equal(inputs[name][mask], expected[name][mask]), name
+    assert torch.equal(labels, expected["labels"].where(mask, -100))
+    pixel_values = expected["pixel_values"]
+    given = answer(paligemma, processor, pixel_values, ["what is this ?"] * 2, prompt, 3)
+    prompts = processor(images=pictures, text=["<image>what is this ?"] * 2, return_tensors="pt")
+    prompts.pop("labels")
+    tokens = paligemma.generate(**prompts, max_new_tokens=3, do_sample=False)[:, -3:]
+    assert [turns[0][1] for turns in given.conversations] == tokens.tolist()

@@ -1,6 +1,7 @@
-"""What a LLaVA is asked about images and answers, as tokens."""
+"""What a LLaVA or a PaliGemma is asked about images and answers, as tokens."""
 
 import torch
+from transformers import PaliGemmaProcessor
 
 from ...common.conversations import NO_ANSWER, encode
 
@@ -34,14 +35,24 @@ class Answers:
         length)`."""
         rows = self.encoded(processor, image_tokens, prompt)
         labels = pad_left([labels for _, labels in rows], NO_ANSWER)
-        return text_inputs([ids for ids, _ in rows], processor.tokenizer), labels
+        inputs = text_inputs([ids for ids, _ in rows], processor)
+        if "token_type_ids" in inputs:
+            # From the first answer on.
+            inputs["token_type_ids"] = ((labels != NO_ANSWER).cumsum(1) > 0).long()
+        return inputs, labels
 
 
-def text_inputs(rows: list[list[int]], tokenizer) -> dict[str, torch.Tensor]:
-    """Token ids, padded at their left, and where they are."""
-    padding = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    mask = pad_left([[1] * len(ids) for ids in rows], 0)
-    return {"input_ids": pad_left(rows, padding), "attention_mask": mask}
+def text_inputs(rows: list[list[int]], processor) -> dict[str, torch.Tensor]:
+    """Token ids, padded at their left, and where they are; for a PaliGemma, whose questions look at all of themselves,
+    also that they are questions."""
+    padding = processor.tokenizer.pad_token_id
+    inputs = {
+        "input_ids": pad_left(rows, 0 if padding is None else padding),
+        "attention_mask": pad_left([[1] * len(ids) for ids in rows], 0),
+    }
+    if isinstance(processor, PaliGemmaProcessor):
+        inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    return inputs
 
 
 def pad_left(rows: list[list[int]], value: int) -> torch.Tensor:
@@ -51,11 +62,11 @@ def pad_left(rows: list[list[int]], value: int) -> torch.Tensor:
 
 @torch.no_grad()
 def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], prompt: str, length: int) -> Answers:
-    """The likeliest answers of a LLaVA, to a question about each image.
+    """The likeliest answers of a LLaVA or a PaliGemma, to a question about each image.
 
     Args:
-        llava (`LlavaForConditionalGeneration`): Answers.
-        processor (`LlavaProcessor`): Its own.
+        llava (`LlavaForConditionalGeneration` or `PaliGemmaForConditionalGeneration`): Answers.
+        processor (`LlavaProcessor` or `PaliGemmaProcessor`): Its own.
         pixel_values (`torch.Tensor`): `(images, 3, height, width)`.
         questions (`list[str]`): As many.
         prompt (`str`): What questions are put into.
@@ -63,7 +74,7 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
     """
     features = llava.get_image_features(pixel_values).pooler_output
     rows = [encode(processor, len(features[0]), [(question, None)], prompt)[0] for question in questions]
-    inputs = {name: value.to(pixel_values.device) for name, value in text_inputs(rows, processor.tokenizer).items()}
+    inputs = {name: value.to(pixel_values.device) for name, value in text_inputs(rows, processor).items()}
     given = llava.generate(
         **inputs,
         pixel_values=pixel_values,

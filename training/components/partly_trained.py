@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ...modeling.modeling_sparseformer_llava import SparseFormerLlavaForConditionalGeneration
+from ...modeling.swap import Swapped
 
 
 class Learner(nn.Module):
@@ -15,10 +15,11 @@ class Learner(nn.Module):
     rest is where it came from.
 
     Args:
-        llava (`SparseFormerLlavaForConditionalGeneration`): May share its language model with another one.
+        llava (`SparseFormerLlavaForConditionalGeneration` or `SparseFormerPaliGemmaForConditionalGeneration`):
+            May share its language model with another one.
     """
 
-    def __init__(self, llava: SparseFormerLlavaForConditionalGeneration):
+    def __init__(self, llava: Swapped):
         super().__init__()
         self.dtype = llava.dtype
         llava.requires_grad_(False)

@@ -1,0 +1,27 @@
+"""What models that read images and texts say where a prompt has other places for image tokens than there are."""
+
+import torch
+
+
+class CheckedImageTokens:
+    """For a `LlavaModel` or `PaliGemmaModel`: a better message where the two numbers differ."""
+
+    def get_placeholder_mask(
+        self, input_ids: torch.LongTensor | None, inputs_embeds: torch.Tensor, image_features: torch.Tensor
+    ) -> torch.Tensor:
+        """Where the features of images belong, `(batch, tokens, 1)`.
+
+        Raises:
+            ValueError: if there are more or fewer places than features.
+        """
+        try:
+            return super().get_placeholder_mask(input_ids, inputs_embeds, image_features)
+        except ValueError as error:
+            if input_ids is None:
+                raise
+            inserted, given = int((input_ids == self.config.image_token_id).sum()), image_features.shape[:-1].numel()
+            raise ValueError(
+                f"The prompts have {inserted} image tokens (id {self.config.image_token_id}), the model makes {given} "
+                "of their images. `matching_processor(processor, model)` makes a processor that fits; where its call "
+                "chooses `num_image_tokens`, pass on to the model what it returns under that name."
+            ) from error

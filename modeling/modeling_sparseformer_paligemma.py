@@ -1,0 +1,57 @@
+"""PaliGemma and PaliGemma 2 whose vision tower is a SparseFormer, bootstrapped from their SigLIP."""
+
+from torch import nn
+from transformers import AutoConfig, AutoModel, PaliGemmaForConditionalGeneration, PaliGemmaModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ..configuration.configuration_sparseformer import SparseFormerConfig
+from ..configuration.configuration_sparseformer_paligemma import SparseFormerPaliGemmaConfig
+from .hub import HubModel
+from .image_tokens import CheckedImageTokens
+from .modeling_sparseformer import SparseFormerModel
+
+
+# PaliGemma builds its tower by `AutoModel`, which has to know it where this file is loaded as remote code.
+if SparseFormerConfig.model_type not in CONFIG_MAPPING:
+    AutoConfig.register(SparseFormerConfig.model_type, SparseFormerConfig)
+AutoModel.register(SparseFormerConfig, SparseFormerModel, exist_ok=True)
+
+
+class SparseFormerPaliGemmaModel(CheckedImageTokens, PaliGemmaModel):
+    """`PaliGemmaModel` with a SparseFormer as its vision tower."""
+
+    config: SparseFormerPaliGemmaConfig
+
+
+class SparseFormerPaliGemmaForConditionalGeneration(HubModel, PaliGemmaForConditionalGeneration):
+    """PaliGemma with a SparseFormer as its vision tower; `swap_vision_tower` puts one together."""
+
+    config: SparseFormerPaliGemmaConfig
+    auto_classes = {
+        "AutoModel": "SparseFormerPaliGemmaModel",
+        "AutoModelForImageTextToText": "SparseFormerPaliGemmaForConditionalGeneration",
+    }
+    _keep_in_fp32_modules_strict = ["initial_rois"]
+
+    def __init__(self, config: SparseFormerPaliGemmaConfig):
+        config.validate()
+        # Its own constructor would make a `PaliGemmaModel` first.
+        super(PaliGemmaForConditionalGeneration, self).__init__(config)
+        self.model = SparseFormerPaliGemmaModel(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
+
+    def set_num_tokens(self, num_tokens: int | None):
+        """Choose the vision tower's latent tokens of all calls, as of a SparseFormer alone. A processor that was made
+        before does not know: `matching_processor` makes one that fits."""
+        self.model.vision_tower.set_num_tokens(num_tokens)
+        self.config.text_config.num_image_tokens = self.config.image_seq_length
+
+
+AutoModel.register(SparseFormerPaliGemmaConfig, SparseFormerPaliGemmaModel, exist_ok=True)
+
+
+__all__ = [
+    "SparseFormerPaliGemmaConfig",
+    "SparseFormerPaliGemmaForConditionalGeneration",
+]

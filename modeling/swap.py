@@ -1,0 +1,196 @@
+"""Puts a SparseFormer into a LLaVA or a PaliGemma, in the place of their vision tower."""
+
+import torch
+import transformers
+from PIL import Image
+from torch import nn
+from transformers import (
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PaliGemmaForConditionalGeneration,
+    PaliGemmaProcessor,
+)
+
+from ..configuration.configuration_sparseformer import SparseFormerConfig
+from ..configuration.configuration_sparseformer_llava import SparseFormerLlavaConfig
+from ..configuration.configuration_sparseformer_paligemma import SparseFormerPaliGemmaConfig
+from .hub import image_processor_config
+from .modeling_sparseformer import SparseFormerModel
+from .modeling_sparseformer_llava import (
+    SparseFormerLlavaForConditionalGeneration,
+    SparseFormerLlavaProcessor,
+    clip_image_processor,
+)
+from .modeling_sparseformer_paligemma import SparseFormerPaliGemmaForConditionalGeneration
+
+
+Swapped = SparseFormerLlavaForConditionalGeneration | SparseFormerPaliGemmaForConditionalGeneration
+
+
+@torch.no_grad()
+def swap_vision_tower(
+    llava: LlavaForConditionalGeneration | PaliGemmaForConditionalGeneration, vision_model: nn.Module
+) -> Swapped:
+    """A LLaVA or a PaliGemma with its vision tower replaced by a SparseFormer.
+
+    Layers of a LLaVA's tower are counted from its end, where both towers have the same blocks:
+    `vision_feature_layer=22` of a tower with 24 blocks becomes -3. A PaliGemma reads the last one.
+
+    Args:
+        llava (`LlavaForConditionalGeneration` or `PaliGemmaForConditionalGeneration`):
+            Of Transformers, in the style of LLaVA 1.5; PaliGemma 1 or 2. Its language model and projector become part
+            of the new model; they are not copied.
+        vision_model (`SparseFormerVisionModel`, `...WithProjection` or `SparseFormerModel`):
+            Bootstrapped from the tower that it replaces. It is moved to that one's precision and device.
+
+    Returns:
+        `SparseFormerLlavaForConditionalGeneration` or `SparseFormerPaliGemmaForConditionalGeneration`, in the mode,
+        training or evaluation, of `llava`.
+
+    Raises:
+        ValueError: if `llava` is no such model, or the vision model has another width, no [CLS] where the strategy
+            leaves it out, or too few blocks.
+    """
+    parts = getattr(llava, "model", None)
+    if not all(hasattr(parts, name) for name in ("vision_tower", "multi_modal_projector", "language_model")):
+        raise ValueError(
+            f"Got a {type(llava).__name__}, expected a LlavaForConditionalGeneration or "
+            "PaliGemmaForConditionalGeneration of Transformers. For the original code base of LLaVA there is "
+            "`SparseFormerVisionTower`."
+        )
+    if hasattr(parts, "image_newline"):
+        raise ValueError(
+            f"Got a {type(llava).__name__}, whose images are rows of tiles with a token that ends each row; a "
+            "SparseFormer's tokens have no rows. Expected a LLaVA in the style of 1.5."
+        )
+    tower = vision_model.base_model
+    if getattr(tower.config, "model_type", None) != SparseFormerConfig.model_type:
+        raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
+    if llava.config.model_type in ("llava", SparseFormerLlavaConfig.model_type):
+        model = _empty_llava(llava, tower)
+    elif llava.config.model_type in ("paligemma", SparseFormerPaliGemmaConfig.model_type):
+        model = _empty_paligemma(llava, tower)
+    else:
+        raise ValueError(
+            f"Got a {type(llava).__name__}, whose projector or configuration counts on a grid of patches; a "
+            "SparseFormer's tokens have none. Expected a LLaVA in the style of 1.5 or a PaliGemma."
+        )
+    old = next(parts.vision_tower.parameters())
+    new_tower = SparseFormerModel(model.config.vision_config).to(old)
+    new_tower.load_state_dict(tower.state_dict())
+    model.model.vision_tower = new_tower
+    model.model.multi_modal_projector = parts.multi_modal_projector
+    model.model.language_model = parts.language_model
+    model.lm_head = llava.lm_head
+    model.generation_config = llava.generation_config
+    return model.train(llava.training)
+
+
+def _empty_llava(llava: nn.Module, tower: nn.Module) -> SparseFormerLlavaForConditionalGeneration:
+    """A LLaVA for such a tower, without weights."""
+    config = llava.config
+    layers, blocks = config.vision_feature_layer, config.vision_config.num_hidden_layers
+
+    def from_end(layer: int) -> int:
+        return layer if layer < 0 else layer - blocks - 1
+
+    count = 1 if isinstance(layers, int) else len(layers)
+    _check_width(llava.model.multi_modal_projector.linear_1, tower, count)
+    fields = {
+        name: getattr(config, name)
+        for name in ("image_token_index", "projector_hidden_act", "multimodal_projector_bias", "tie_word_embeddings")
+    }
+    new_config = SparseFormerLlavaConfig(
+        text_config=config.text_config,
+        vision_config=tower.config.to_dict(),
+        vision_feature_layer=from_end(layers) if isinstance(layers, int) else [from_end(layer) for layer in layers],
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        **fields,
+    )
+    with torch.device("meta"):
+        return SparseFormerLlavaForConditionalGeneration(new_config)
+
+
+def _empty_paligemma(paligemma: nn.Module, tower: nn.Module) -> SparseFormerPaliGemmaForConditionalGeneration:
+    """A PaliGemma for such a tower, without weights."""
+    config = paligemma.config
+    _check_width(paligemma.model.multi_modal_projector.linear, tower)
+    fields = ("image_token_index", "vocab_size", "projection_dim", "hidden_size", "tie_word_embeddings")
+    new_config = SparseFormerPaliGemmaConfig(
+        # A copy: it says how many tokens an image has.
+        text_config=type(config.text_config)(**config.text_config.to_dict()),
+        vision_config=tower.config.to_dict(),
+        **{name: getattr(config, name) for name in fields},
+    )
+    with torch.device("meta"):
+        return SparseFormerPaliGemmaForConditionalGeneration(new_config)
+
+
+def _check_width(projector: nn.Linear, tower: nn.Module, layers: int = 1):
+    """Raise unless a projector takes the channels of so many layers of a tower."""
+    given = tower.config.hidden_size * layers
+    if projector.in_features != given:
+        raise ValueError(
+            f"The projector takes {projector.in_features} channels, the vision model gives {given} ({layers} x "
+            f"{tower.config.hidden_size}); bootstrap it from the tower that it is to replace."
+        )
+
+
+def matching_processor(
+    processor: LlavaProcessor | PaliGemmaProcessor, model: Swapped
+) -> SparseFormerLlavaProcessor | PaliGemmaProcessor:
+    """The processor for a LLaVA or a PaliGemma with a SparseFormer: it inserts as many image tokens as the tower
+    gives, whatever their number and the size of the images, or, a LLaVA's, as its call chooses (`num_image_tokens`).
+
+    Args:
+        processor (`LlavaProcessor` or `PaliGemmaProcessor`):
+            That of the model whose tower was replaced; its tokenizer and chat template stay.
+        model (`SparseFormerLlavaForConditionalGeneration` or `SparseFormerPaliGemmaForConditionalGeneration`):
+            The model it is for.
+
+    Returns:
+        A `SparseFormerLlavaProcessor` or a `PaliGemmaProcessor`; save it beside the model.
+
+    Raises:
+        ValueError: if the number of tokens that it inserts is not the number that the model gives.
+    """
+    vision = model.config.vision_config
+    if model.config.model_type == SparseFormerPaliGemmaConfig.model_type:
+        fields = image_processor_config(vision)
+        image_processor = getattr(transformers, fields.pop("image_processor_type"))(**fields)
+        image_processor.image_seq_length = model.config.image_seq_length
+        new = PaliGemmaProcessor(image_processor, processor.tokenizer, chat_template=processor.chat_template)
+    else:
+        new = SparseFormerLlavaProcessor(
+            clip_image_processor(vision),
+            processor.tokenizer,
+            # No image is a million pixels high: all tokens are "additional" ones.
+            patch_size=10**6,
+            # LLaVA takes one away for the [CLS] that the strategy "default" leaves out.
+            num_additional_image_tokens=vision.default_num_tokens + vision.num_prefix_tokens,
+            vision_feature_select_strategy=model.config.vision_feature_select_strategy,
+            chat_template=processor.chat_template,
+            image_token=processor.image_token,
+            num_latent_tokens=vision.num_latent_tokens,
+            num_prefix_tokens=vision.num_prefix_tokens,
+        )
+    check_image_tokens(new, model)
+    return new
+
+
+@torch.no_grad()
+def check_image_tokens(processor: LlavaProcessor | PaliGemmaProcessor, model: nn.Module):
+    """Raise unless a processor inserts as many image tokens for an image as the model makes of it.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    inputs = processor(images=Image.new("RGB", (37, 23)), text=processor.image_token, return_tensors="pt")
+    inserted = int((inputs["input_ids"] == model.config.image_token_index).sum())
+    pixel_values = inputs["pixel_values"].to(next(model.model.vision_tower.parameters()))
+    given = model.get_image_features(pixel_values).pooler_output[0].shape[0]
+    if inserted != given:
+        raise ValueError(
+            f"The processor inserts {inserted} tokens (id {model.config.image_token_index}) for an image, the model "
+            f"makes {given} of it. `matching_processor` makes one that fits."
+        )

@@ -1,0 +1,180 @@
+"""PaliGemma with a SparseFormer as its vision tower."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from processes import run_without_frugalvit
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Gemma2Config,
+    GemmaConfig,
+    PaliGemmaProcessor,
+)
+
+from frugalvit import (
+    SparseFormerPaliGemmaConfig,
+    SparseFormerPaliGemmaForConditionalGeneration,
+    matching_processor,
+    swap_vision_tower,
+)
+from frugalvit.cli import main
+from frugalvit.common.loading import load_vision_model
+from frugalvit.modeling.swap import check_image_tokens
+from tiny import IMAGE, make_llava, make_paligemma, make_paligemma_processor, make_tower
+
+
+@pytest.fixture(scope="module")
+def paligemma():
+    return make_paligemma()
+
+
+@pytest.fixture
+def swapped(paligemma):
+    model = swap_vision_tower(paligemma, make_tower(paligemma))
+    return model, matching_processor(make_paligemma_processor(), model)
+
+
+def ask(processor, text="<image>what is this ?", images=1) -> dict:
+    pixels = torch.randint(256, (images, 40, 48, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    pictures = [[Image.fromarray(image)] for image in pixels.numpy()]
+    inputs = dict(processor(images=pictures, text=[text] * images, return_tensors="pt"))
+    # Those of a prompt without an answer.
+    assert (inputs.pop("labels") == -100).all()
+    return inputs
+
+
+@pytest.mark.parametrize("text_class", [GemmaConfig, Gemma2Config])
+@torch.no_grad()
+def test_the_language_model_reads_the_sparseformers_tokens(text_class):
+    paligemma = make_paligemma(text_class)
+    tower = make_tower(paligemma)
+    text = torch.tensor([[2, 3, 4, 6]])
+    before = paligemma(input_ids=text).logits
+    assert paligemma.config.text_config.num_image_tokens == 64
+    model = swap_vision_tower(paligemma, tower)
+    assert torch.equal(model(input_ids=text).logits, before)
+    pixel_values = torch.randn(2, 3, 32, 32)
+    features = model.get_image_features(pixel_values).pooler_output
+    expected = model.model.multi_modal_projector(tower(pixel_values).last_hidden_state)
+    torch.testing.assert_close(features, expected)
+    assert model.model.language_model is paligemma.model.language_model
+    assert features.shape[1] == 7 == model.config.image_seq_length == model.config.text_config.num_image_tokens
+    # What was given stays as it was.
+    assert paligemma.config.text_config.num_image_tokens == 64
+
+
+@torch.no_grad()
+def test_the_processor_inserts_as_many_tokens_as_the_tower_gives(swapped, tmp_path):
+    model, processor = swapped
+    inputs = ask(processor)
+    assert int((inputs["input_ids"] == IMAGE).sum()) == 7
+    logits = model(**inputs).logits
+    processor.save_pretrained(tmp_path)
+    again = AutoProcessor.from_pretrained(tmp_path)
+    assert type(again) is PaliGemmaProcessor
+    assert torch.equal(model(**ask(again)).logits, logits)
+    model.set_num_tokens(4)
+    with pytest.raises(ValueError, match=r"inserts 7 tokens .* makes 4 of it. `matching_processor`"):
+        check_image_tokens(processor, model)
+    with pytest.raises(ValueError, match=rf"have 7 image tokens \(id {IMAGE}\), the model makes 4 .* `matching_proc"):
+        model(**inputs)
+    inputs = ask(matching_processor(processor, model))
+    assert int((inputs["input_ids"] == IMAGE).sum()) == 4 == model.config.text_config.num_image_tokens
+    assert model(**inputs).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_generates_as_without_a_cache(swapped):
+    model, processor = swapped
+    inputs = ask(processor, images=2)
+    answers = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    ids, kinds = inputs["input_ids"], inputs["token_type_ids"]
+    for _ in range(4):
+        logits = model(input_ids=ids, token_type_ids=kinds, pixel_values=inputs["pixel_values"]).logits[:, -1]
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+        kinds = torch.cat([kinds, torch.ones_like(kinds[:, :1])], dim=1)
+    assert torch.equal(answers, ids)
+
+
+@torch.no_grad()
+def test_a_saved_model_loads_with_and_without_the_package(swapped, tmp_path):
+    model, processor = swapped
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    loaded, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert type(loaded) is SparseFormerPaliGemmaForConditionalGeneration
+    assert not any(report.values())
+    inputs = ask(AutoProcessor.from_pretrained(folder))
+    expected = model(**inputs).logits
+    assert torch.equal(loaded(**inputs).logits, expected)
+    assert type(AutoModel.from_pretrained(folder)).__name__ == "SparseFormerPaliGemmaModel"
+    save_file(inputs, tmp_path / "inputs")
+    run_without_frugalvit(
+        *(tmp_path, "compute", folder, "AutoModelForImageTextToText", tmp_path / "inputs", tmp_path / "outputs")
+    )
+    for given in load_file(tmp_path / "outputs").values():
+        torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
+
+
+def test_another_tower_can_take_the_place_of_a_sparseformer(swapped, paligemma):
+    model = swap_vision_tower(swapped[0], make_tower(paligemma, 5))
+    assert model.config.image_seq_length == 5
+
+
+def test_configurations():
+    config = SparseFormerPaliGemmaConfig()
+    assert config.image_seq_length == 64 and config.vision_config.projection_dim == config.projection_dim
+    with pytest.raises(Exception, match="`vision_config` is a SiglipVisionConfig, expected a SparseFormerConfig"):
+        SparseFormerPaliGemmaConfig(vision_config=make_paligemma().config.vision_config)
+
+
+def test_what_does_not_fit_is_refused(paligemma):
+    with pytest.raises(ValueError, match="Got a Gemma2Model, expected a LlavaFor.* or PaliGemmaForConditionalGen"):
+        swap_vision_tower(paligemma.model.language_model, make_tower(paligemma))
+    narrow = make_tower(make_llava())
+    narrow.config.hidden_size = 32
+    with pytest.raises(ValueError, match="takes 64 channels, the vision model gives 32 .*bootstrap it from the tower"):
+        swap_vision_tower(paligemma, narrow)
+
+
+@pytest.fixture(scope="module")
+def folders(paligemma, tmp_path_factory):
+    """Of a PaliGemma and of a tower for it."""
+    folder = tmp_path_factory.mktemp("paligemma")
+    paligemma.save_pretrained(folder / "paligemma")
+    make_paligemma_processor().save_pretrained(folder / "paligemma")
+    make_tower(paligemma).save_pretrained(folder / "tower")
+    return folder
+
+
+@torch.no_grad()
+def test_the_command_swaps_as_the_function_does(folders, paligemma, tmp_path, capsys):
+    command = ["swap", "--model", str(folders / "paligemma"), "--vision-model", str(folders / "tower")]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    assert "7 tokens an image instead of 64 patches" in capsys.readouterr().out
+    inputs = ask(AutoProcessor.from_pretrained(tmp_path / "out"))
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    expected = swap_vision_tower(paligemma, load_vision_model(folders / "tower")[0])
+    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits)
+
+
+@torch.no_grad()
+def test_it_is_bootstrapped_from(folders, paligemma, tmp_path):
+    """Its tower has no head: what is aligned is the mean of the tokens that the language model reads."""
+    teacher, _ = load_vision_model(folders / "paligemma")
+    pixel_values = torch.randn(1, 3, 32, 32)
+    states = paligemma.model.vision_tower(pixel_values).last_hidden_state
+    torch.testing.assert_close(teacher(pixel_values).last_hidden_state, states)
+    command = ["bootstrap", "--teacher", str(folders / "paligemma"), "--num-latent-tokens", "5", "--no-compare"]
+    command += ["--train-split", "train[:64]", "--eval-split", "test[:16]", "--epochs", "1"]
+    command += ["--config-overrides", "stem_channels=8,num_mixed_points=4", "--output", str(tmp_path / "tower")]
+    with torch.enable_grad():
+        assert main(command) == 0
+    assert json.loads((tmp_path / "tower" / "config.json").read_text())["pooling"] == "mean"
+    assert swap_vision_tower(paligemma, load_vision_model(tmp_path / "tower")[0]).config.image_seq_length == 5
