@@ -4,7 +4,7 @@ import torch
 
 from .common.command_line import CommandParser
 from .common.files import whole_folder
-from .common.loading import DTYPES, load_llava, load_vision_model
+from .common.loading import DTYPES, QUANTIZATIONS, load_llava, load_vision_model
 from .modeling.swap import matching_processor, swap_vision_tower
 
 
@@ -22,22 +22,32 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of the weights that are written (default: %(default)s)"
     )
+    parser.add_argument(
+        "--quantize",
+        choices=QUANTIZATIONS,
+        help="write the language model's weights so, which needs bitsandbytes wherever it is loaded (pip install "
+        "frugalvit[quantize])",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     arguments = parser.parse_args(argv)
 
     dtype = getattr(torch, arguments.dtype)
     tower, _ = load_vision_model(arguments.vision_model, "cpu")
-    llava, processor = load_llava(arguments.model, "cpu", dtype)
+    llava, processor = load_llava(arguments.model, "cpu", dtype, arguments.quantize)
     vision = llava.config.vision_config
     before = (vision.image_size // vision.patch_size) ** 2
     model = swap_vision_tower(llava, tower)
     if arguments.num_tokens is not None:
         model.set_num_tokens(arguments.num_tokens)
     processor = matching_processor(processor, model)
+    if arguments.quantize:
+        # Written, and loaded, as it is held.
+        model.hf_quantizer, model.config.quantization_config = llava.hf_quantizer, llava.config.quantization_config
+    quantized = f", its language model in {arguments.quantize}" if arguments.quantize else ""
     with whole_folder(arguments.output, arguments.overwrite) as folder:
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
     print(
         f"Wrote {arguments.output}: {model.config.image_seq_length} tokens an image instead of {before} patches, in "
-        f"{arguments.dtype}. `frugalvit align-llava` lets the projector learn to read them."
+        f"{arguments.dtype}{quantized}. `frugalvit align-llava` lets the projector learn to read them."
     )

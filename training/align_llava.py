@@ -90,7 +90,7 @@ class LlavaArguments:
 
     quantize: str | None = argument(
         None,
-        "Hold the language model's weights so (pip install bitsandbytes). They are written as they were.",
+        "Hold the language model's weights so (pip install frugalvit[quantize]). They are written as they were.",
         choices=[*QUANTIZATIONS],
     )
 

@@ -47,7 +47,9 @@ def add_parser(tasks) -> None:
     parser.add_argument("--limit", type=positive, help="take only the first questions")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
     parser.add_argument(
-        "--quantize", choices=QUANTIZATIONS, help="hold the language model's weights so (pip install bitsandbytes)"
+        "--quantize",
+        choices=QUANTIZATIONS,
+        help="hold the language model's weights so (pip install frugalvit[quantize])",
     )
     parser.add_argument("--device-map", metavar="MAP", help="share the model out among devices, for example auto")
     add_loop_arguments(parser, batch_size=8)

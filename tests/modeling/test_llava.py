@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from processes import run_without_frugalvit
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForImageTextToText,
@@ -494,6 +495,29 @@ def test_the_command_swaps_as_the_function_does(dtype, tmp_path, capsys):
     pixel_values = torch.randn(1, 3, 32, 32)
     states = make_llava().model.vision_tower(pixel_values).last_hidden_state
     torch.testing.assert_close(teacher(pixel_values).last_hidden_state, states)
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.parametrize(("bits", "layer"), [("4bit", "Linear4bit"), ("8bit", "Linear8bitLt")])
+def test_the_command_writes_a_quantized_language_model(bits, layer, tmp_path, capsys):
+    llava = make_llava()
+    llava.save_pretrained(tmp_path / "llava")
+    make_processor(llava).save_pretrained(tmp_path / "llava")
+    make_tower(llava).save_pretrained(tmp_path / "tower")
+    command = ["swap", "--model", str(tmp_path / "llava"), "--vision-model", str(tmp_path / "tower")]
+    assert main([*command, "--output", str(tmp_path / "plain")]) == 0
+    assert main([*command, "--quantize", bits, "--output", str(tmp_path / "out")]) == 0
+    assert f"its language model in {bits}" in capsys.readouterr().out
+    plain, model = (AutoModelForImageTextToText.from_pretrained(tmp_path / name) for name in ("plain", "out"))
+    # The language model alone.
+    kinds = {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert {name for name, kind in kinds.items() if kind == layer} == {n for n in kinds if "language_model" in n}
+    inputs = AutoProcessor.from_pretrained(tmp_path / "out")(
+        images=picture(), text="<image> what ?", return_tensors="pt"
+    )
+    # With gradients: without, bitsandbytes packs matrices for AVX-512, and these are too narrow.
+    given, expected = (each(**inputs).logits.flatten().float() for each in (model, plain))
+    assert torch.cosine_similarity(given, expected, dim=0) > 0.9
 
 
 def test_rows_of_tiles_are_refused(tmp_path, capsys):

@@ -202,7 +202,6 @@ def test_half_precision(align, tmp_path):
 
 
 def test_a_quantized_language_model_is_written_as_it_was(align, pair, tmp_path):
-    pytest.importorskip("bitsandbytes")
     align("--quantize", "8bit", train=32)
     old = load_llava(pair / "llava", "cpu")[0].state_dict()
     model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -214,7 +213,9 @@ def test_a_quantized_language_model_is_written_as_it_was(align, pair, tmp_path):
 
 def test_quantizing_needs_a_library(align, monkeypatch):
     monkeypatch.setattr("frugalvit.common.loading.is_bitsandbytes_available", lambda: False)
-    with pytest.raises(ValueError, match="--quantize is bitsandbytes', which is not installed: pip install bitsandb"):
+    with pytest.raises(
+        ValueError, match="--quantize is bitsandbytes', which is not installed: pip install frugalvit.quantize"
+    ):
         align("--quantize", "4bit")
 
 
