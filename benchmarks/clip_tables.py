@@ -1,7 +1,8 @@
 """A small CLIP, and a tiny LLaVA on it, before and after a SparseFormer takes the place of their image side.
 
     python benchmarks/clip_tables.py clip     # zero-shot accuracy, retrieval, what tokens tell of patches
-    python benchmarks/clip_tables.py llava    # answers before the swap, after it, after `frugalvit align-llava`
+    python benchmarks/clip_tables.py llava    # answers before the swap, after it, with channels matched, after
+                                              # `frugalvit align-llava`
 
 Both train the CLIP first: images of CIFAR-10 and sentences about their classes. SparseFormers are bootstrapped from
 its image side with images alone. The LLaVA is trained on questions about the images; after the swap its projector, and
@@ -38,12 +39,14 @@ from frugalvit import (
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import class_names, decode_image, default_split, load_images
 from frugalvit.common.files import whole_folder, write_json
+from frugalvit.common.loading import load_llava, load_vision_model
 from frugalvit.common.tables import format_table
 from frugalvit.evaluation.images import image_batches
 from frugalvit.evaluation.retrieval import embed_all_images, retrieval_recall
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
-from frugalvit.modeling.swap import check_image_tokens
+from frugalvit.modeling.swap import check_image_tokens, match_channels_
+from frugalvit.swap import pixel_pairs
 from frugalvit.training import align_llava, bootstrap, contrastive
 from frugalvit.training.contrastive import word_tokenizer
 from shared import (
@@ -63,6 +66,8 @@ TEXT = "hidden_size=128,intermediate_size=512,num_hidden_layers=2,num_attention_
 LANGUAGE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
 # Of the regression of patches, relative to the variance of a channel.
 RIDGE = 0.1
+# For `frugalvit swap --dataset`, its default.
+MATCHED_IMAGES = 1000
 VEHICLES = {"airplane", "automobile", "ship", "truck"}
 # Questions, and what answers them given the name of the class.
 QUESTIONS = {
@@ -245,6 +250,8 @@ def measure_llavas(arguments, seed: int) -> dict[str, dict[str, float | int]]:
     for name in STUDENTS:
         student = bootstrap_student(arguments, clip, name, seed)
         rows[f"{name}, swapped"] = swapped_accuracy(folder, student, images)
+        match_on = train_images(arguments).select(range(MATCHED_IMAGES))
+        rows[f"{name}, swapped, channels matched"] = swapped_accuracy(folder, student, images, match_on)
         for recipe, (names, extra) in ALIGNED.items():
             if name in names:
                 aligned = align(arguments, folder, student, f"{name}, {recipe}", extra, seed)
@@ -376,10 +383,16 @@ def write_conversations(arguments) -> Path:
     return folder / "conversations.json"
 
 
-def swapped_accuracy(llava_folder: Path, student: Path, images: datasets.Dataset) -> dict[str, float]:
-    llava = LlavaForConditionalGeneration.from_pretrained(llava_folder)
-    model = swap_vision_tower(llava, SparseFormerVisionModelWithProjection.from_pretrained(student))
-    processor = matching_processor(AutoProcessor.from_pretrained(llava_folder), model)
+def swapped_accuracy(
+    llava_folder: Path, student: Path, images: datasets.Dataset, match_on: datasets.Dataset | None = None
+) -> dict[str, float | int]:
+    """Answers after the swap alone, or with channels matched on some images, as `frugalvit swap --dataset` does."""
+    llava, old_processor = load_llava(llava_folder, "cpu")
+    tower, _ = load_vision_model(student, "cpu")
+    model = swap_vision_tower(llava, tower)
+    processor = matching_processor(old_processor, model)
+    if match_on is not None:
+        match_channels_(model, llava, pixel_pairs(processor, old_processor, match_on, torch.float32))
     return answer_accuracy(model, processor, images)
 
 

@@ -1,11 +1,17 @@
 """`frugalvit swap`: a LLaVA or a PaliGemma with a SparseFormer as its vision tower."""
 
+from collections.abc import Iterator
+
+import datasets
 import torch
 
-from .common.command_line import CommandParser
+from .common.command_line import CommandParser, positive
+from .common.data import load_images
 from .common.files import whole_folder
 from .common.loading import DTYPES, QUANTIZATIONS, load_llava, load_vision_model
-from .modeling.swap import matching_processor, swap_vision_tower
+from .compare import sample
+from .evaluation.images import image_batches
+from .modeling.swap import match_channels_, matching_processor, swap_vision_tower
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -28,6 +34,14 @@ def main(argv: list[str] | None = None) -> None:
         help="write the language model's weights so, which needs bitsandbytes wherever it is loaded (pip install "
         "frugalvit[quantize])",
     )
+    parser.add_argument(
+        "--dataset",
+        nargs="+",
+        metavar="DATA",
+        help="let the projector read channels with the mean and the standard deviation that they had, measured on "
+        "these images (id, folder or parquet files; without labels, nothing is trained)",
+    )
+    parser.add_argument("--images", type=positive, default=1000, help="how many of --dataset (default: %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     arguments = parser.parse_args(argv)
 
@@ -39,7 +53,10 @@ def main(argv: list[str] | None = None) -> None:
     model = swap_vision_tower(llava, tower)
     if arguments.num_tokens is not None:
         model.set_num_tokens(arguments.num_tokens)
-    processor = matching_processor(processor, model)
+    old_processor, processor = processor, matching_processor(processor, model)
+    if arguments.dataset:
+        images = sample(load_images(arguments.dataset, "train"), arguments.images, seed=0)
+        match_channels_(model, llava, pixel_pairs(processor, old_processor, images, dtype))
     if arguments.quantize:
         # Written, and loaded, as it is held.
         model.hf_quantizer, model.config.quantization_config = llava.hf_quantizer, llava.config.quantization_config
@@ -51,3 +68,12 @@ def main(argv: list[str] | None = None) -> None:
         f"Wrote {arguments.output}: {model.config.image_seq_length} tokens an image instead of {before} patches, in "
         f"{arguments.dtype}{quantized}. `frugalvit align-llava` lets the projector learn to read them."
     )
+
+
+def pixel_pairs(
+    processor, old_processor, images: datasets.Dataset, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Images as two processors prepare them, for `match_channels_`."""
+    both = [image_batches(each.image_processor, images, batch_size=16) for each in (processor, old_processor)]
+    for (ours, _), (theirs, _) in zip(*both, strict=True):
+        yield ours.to(dtype), theirs.to(dtype)

@@ -1,5 +1,8 @@
 """Puts a SparseFormer into a LLaVA or a PaliGemma, in the place of their vision tower."""
 
+import copy
+from collections.abc import Iterable
+
 import torch
 import transformers
 from PIL import Image
@@ -94,8 +97,7 @@ def _empty_llava(llava: nn.Module, tower: nn.Module) -> SparseFormerLlavaForCond
     def from_end(layer: int) -> int:
         return layer if layer < 0 else layer - blocks - 1
 
-    count = 1 if isinstance(layers, int) else len(layers)
-    _check_width(llava.model.multi_modal_projector.linear_1, tower, count)
+    _check_width(llava, tower, 1 if isinstance(layers, int) else len(layers))
     fields = {
         name: getattr(config, name)
         for name in ("image_token_index", "projector_hidden_act", "multimodal_projector_bias", "tie_word_embeddings")
@@ -114,7 +116,7 @@ def _empty_llava(llava: nn.Module, tower: nn.Module) -> SparseFormerLlavaForCond
 def _empty_paligemma(paligemma: nn.Module, tower: nn.Module) -> SparseFormerPaliGemmaForConditionalGeneration:
     """A PaliGemma for such a tower, without weights."""
     config = paligemma.config
-    _check_width(paligemma.model.multi_modal_projector.linear, tower)
+    _check_width(paligemma, tower)
     fields = ("image_token_index", "vocab_size", "projection_dim", "hidden_size", "tie_word_embeddings")
     new_config = SparseFormerPaliGemmaConfig(
         # A copy: it says how many tokens an image has.
@@ -126,14 +128,75 @@ def _empty_paligemma(paligemma: nn.Module, tower: nn.Module) -> SparseFormerPali
         return SparseFormerPaliGemmaForConditionalGeneration(new_config)
 
 
-def _check_width(projector: nn.Linear, tower: nn.Module, layers: int = 1):
-    """Raise unless a projector takes the channels of so many layers of a tower."""
-    given = tower.config.hidden_size * layers
-    if projector.in_features != given:
+def _first_linear(llava: nn.Module) -> nn.Linear:
+    """The layer that reads the vision tower's tokens."""
+    projector = llava.model.multi_modal_projector
+    return projector.linear_1 if hasattr(projector, "linear_1") else projector.linear
+
+
+def _check_width(llava: nn.Module, tower: nn.Module, layers: int = 1):
+    """Raise unless the projector takes the channels of so many layers of a tower."""
+    expected, given = _first_linear(llava).in_features, tower.config.hidden_size * layers
+    if expected != given:
         raise ValueError(
-            f"The projector takes {projector.in_features} channels, the vision model gives {given} ({layers} x "
+            f"The projector takes {expected} channels, the vision model gives {given} ({layers} x "
             f"{tower.config.hidden_size}); bootstrap it from the tower that it is to replace."
         )
+
+
+@torch.no_grad()
+def match_channels_(model: Swapped, original: nn.Module, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Let the projector read channels with the mean and the standard deviation that they had before the swap.
+
+    A SparseFormer's tokens are averages of patches, so their channels spread less, and a projector that was trained on
+    patches misreads them. The two numbers a channel are folded into its first layer, a new one: nothing is trained,
+    and nothing is added to the model. Ours, not part of a paper.
+
+    Args:
+        model (`SparseFormerLlavaForConditionalGeneration` or `SparseFormerPaliGemmaForConditionalGeneration`):
+            What `swap_vision_tower` made; changed in place. It may share its projector with `original`.
+        original (`LlavaForConditionalGeneration` or `PaliGemmaForConditionalGeneration`):
+            What it was made of; not changed.
+        batches (iterable of pairs of `torch.Tensor`): Pixel values of the same images, `(batch, 3, height, width)`, as
+            `model` and as `original` want them.
+
+    Raises:
+        ValueError: if the projector has no bias, or there is no image.
+    """
+    old = _first_linear(original)
+    if old.bias is None:
+        raise ValueError("The projector has no bias to put the channels' means into.")
+    sums = [torch.zeros(3, old.in_features, dtype=torch.float64) for _ in range(2)]
+    for pixel_values in batches:
+        for part, images, found in zip((model, original), pixel_values, sums, strict=True):
+            tokens = _read_by_projector(part, images).flatten(0, -2).double().cpu()
+            found += torch.stack([torch.full_like(tokens[0], len(tokens)), tokens.sum(0), tokens.square().sum(0)])
+    (count, *_), _ = sums
+    if not count.any():
+        raise ValueError("There are no images to match the channels on.")
+    (mean, std), (wanted_mean, wanted_std) = (
+        (total / count, (squares / count - (total / count).square()).clamp(min=0).sqrt())
+        for count, total, squares in sums
+    )
+    # A channel that never changes has nothing to spread.
+    scale = torch.where(std > 1e-6 * wanted_std, wanted_std / std, 1.0)
+    weight = old.weight.double().cpu()
+    # The original may have the same one.
+    model.model.multi_modal_projector = copy.deepcopy(model.model.multi_modal_projector)
+    new = _first_linear(model)
+    new.weight.copy_(weight * scale)
+    new.bias.copy_(old.bias.double().cpu() + weight @ (wanted_mean - scale * mean))
+
+
+def _read_by_projector(llava: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
+    """What the projector is given, `(batch, tokens, channels)`."""
+    read = []
+    handle = llava.model.multi_modal_projector.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    try:
+        llava.get_image_features(pixel_values)
+    finally:
+        handle.remove()
+    return read[0]
 
 
 def matching_processor(

@@ -39,8 +39,8 @@ from frugalvit.cli import main
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.llava_tower import SparseFormerVisionTower
 from frugalvit.modeling.modeling_sparseformer_llava import SparseFormerLlavaProcessor
-from frugalvit.modeling.swap import check_image_tokens
-from tiny import IMAGE, WORDS, make_llava, make_processor, make_tower
+from frugalvit.modeling.swap import _first_linear, _read_by_projector, check_image_tokens, match_channels_
+from tiny import IMAGE, WORDS, make_llava, make_paligemma, make_processor, make_tower
 
 
 def picture(size=(48, 40), seed=0) -> Image.Image:
@@ -552,3 +552,53 @@ def test_grids_of_patches_are_refused():
     )
     with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration, whose projector or configuration counts"):
         swap_vision_tower(Gemma3ForConditionalGeneration(config), make_tower(make_llava()))
+
+
+@pytest.mark.parametrize("make", [make_llava, make_paligemma])
+@torch.no_grad()
+def test_channels_are_matched(make):
+    """What the first layer of the projector makes of tokens has the mean of before, each channel its old spread."""
+    original = make()
+    old = original.model.multi_modal_projector
+    before = {name: value.clone() for name, value in original.state_dict().items()}
+    model = swap_vision_tower(original, make_tower(original))
+    batches = [(torch.randn(4, 3, 32, 32), torch.randn(4, 3, 32, 32)) for _ in range(2)]
+    match_channels_(model, original, batches)
+    assert all(torch.equal(value, before[name]) for name, value in original.state_dict().items())
+    assert model.model.multi_modal_projector is not old and not model.training
+
+    def read(part, side):
+        return torch.cat([_read_by_projector(part, pair[side]).flatten(0, -2) for pair in batches])
+
+    ours, theirs = read(model, 0), read(original, 1)
+    matched = (ours - ours.mean(0)) / ours.std(0, correction=0) * theirs.std(0, correction=0) + theirs.mean(0)
+    given = _first_linear(model)(ours)
+    torch.testing.assert_close(given, _first_linear(original)(matched), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(given.mean(0), _first_linear(original)(theirs).mean(0), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="There are no images to match"):
+        match_channels_(model, original, [])
+
+
+def test_a_projector_without_biases_cannot_match_means():
+    llava = make_llava(multimodal_projector_bias=False)
+    with pytest.raises(ValueError, match="The projector has no bias to put the channels' means into"):
+        match_channels_(swap_vision_tower(llava, make_tower(llava)), llava, [])
+
+
+@torch.no_grad()
+def test_the_command_matches_channels(tmp_path):
+    llava = make_llava()
+    llava.save_pretrained(tmp_path / "llava")
+    make_processor(llava).save_pretrained(tmp_path / "llava")
+    make_tower(llava).save_pretrained(tmp_path / "tower")
+    (tmp_path / "images").mkdir()
+    for number in range(5):
+        picture((40 + number, 33), number).save(tmp_path / "images" / f"{number}.png")
+    command = ["swap", "--model", str(tmp_path / "llava"), "--vision-model", str(tmp_path / "tower")]
+    command += ["--dataset", str(tmp_path / "images"), "--images", "4", "--output", str(tmp_path / "out")]
+    assert main(command) == 0
+    state, old = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict(), llava.state_dict()
+    changed = {
+        name for name, value in state.items() if "vision_tower" not in name and not torch.equal(value, old[name])
+    }
+    assert changed == {f"model.multi_modal_projector.linear_1.{part}" for part in ("weight", "bias")}
