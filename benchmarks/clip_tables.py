@@ -33,6 +33,7 @@ from frugalvit import (
     SparseFormerLlavaForConditionalGeneration,
     SparseFormerVisionModelWithProjection,
     count_macs,
+    match_channels_,
     matching_processor,
     swap_vision_tower,
 )
@@ -45,7 +46,7 @@ from frugalvit.evaluation.images import image_batches
 from frugalvit.evaluation.retrieval import embed_all_images, retrieval_recall
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
-from frugalvit.modeling.swap import check_image_tokens, match_channels_
+from frugalvit.modeling.swap import check_image_tokens
 from frugalvit.swap import pixel_pairs
 from frugalvit.training import align_llava, bootstrap, contrastive
 from frugalvit.training.contrastive import word_tokenizer

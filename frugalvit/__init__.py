@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from .modeling.open_clip_adapter import OpenClipVisual as OpenClipVisual
     from .modeling.open_clip_adapter import from_open_clip as from_open_clip
     from .modeling.open_clip_adapter import to_open_clip as to_open_clip
+    from .modeling.swap import match_channels_ as match_channels_
     from .modeling.swap import matching_processor as matching_processor
     from .modeling.swap import swap_vision_tower as swap_vision_tower
     from .resources import checkpoint_path as checkpoint_path

@@ -60,6 +60,7 @@ FUNCTIONS = {
     "impulse_init_": "frugalvit.modeling.initialization",
     "insert_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
     "initialize_attention_": "frugalvit.modeling.initialization",
+    "match_channels_": "frugalvit.modeling.swap",
     "matching_processor": "frugalvit.modeling.swap",
     "measure_attention": "frugalvit.attention",
     "mimetic_init_": "frugalvit.modeling.initialization",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import datasets
 import torch
 
-from .common.command_line import CommandParser, positive
+from .common.command_line import CommandParser, add_skip_argument, positive
 from .common.data import load_images
 from .common.files import whole_folder
 from .common.loading import DTYPES, QUANTIZATIONS, load_llava, load_vision_model
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         "these images (id, folder or parquet files; without labels, nothing is trained)",
     )
     parser.add_argument("--images", type=positive, default=1000, help="how many of --dataset (default: %(default)s)")
+    add_skip_argument(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     arguments = parser.parse_args(argv)
 
@@ -56,7 +57,8 @@ def main(argv: list[str] | None = None) -> None:
     old_processor, processor = processor, matching_processor(processor, model)
     if arguments.dataset:
         images = sample(load_images(arguments.dataset, "train"), arguments.images, seed=0)
-        match_channels_(model, llava, pixel_pairs(processor, old_processor, images, dtype))
+        pairs = pixel_pairs(processor, old_processor, images, dtype, arguments.skip_corrupt)
+        match_channels_(model, llava, pairs)
     if arguments.quantize:
         # Written, and loaded, as it is held.
         model.hf_quantizer, model.config.quantization_config = llava.hf_quantizer, llava.config.quantization_config
@@ -71,9 +73,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def pixel_pairs(
-    processor, old_processor, images: datasets.Dataset, dtype: torch.dtype
+    processor, old_processor, images: datasets.Dataset, dtype: torch.dtype, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Images as two processors prepare them, for `match_channels_`."""
-    both = [image_batches(each.image_processor, images, batch_size=16) for each in (processor, old_processor)]
+    both = [
+        image_batches(each.image_processor, images, batch_size=16, skip_corrupt=skip_corrupt)
+        for each in (processor, old_processor)
+    ]
     for (ours, _), (theirs, _) in zip(*both, strict=True):
         yield ours.to(dtype), theirs.to(dtype)
