@@ -42,7 +42,7 @@ from frugalvit.common.data import class_names, decode_image, default_split, load
 from frugalvit.common.files import whole_folder, write_json
 from frugalvit.common.loading import load_llava, load_vision_model
 from frugalvit.common.tables import format_table
-from frugalvit.evaluation.images import image_batches
+from frugalvit.evaluation.images import image_batches, take_first
 from frugalvit.evaluation.retrieval import embed_all_images, retrieval_recall
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
@@ -246,12 +246,11 @@ def measure_llavas(arguments, seed: int) -> dict[str, dict[str, float | int]]:
     folder = train_llava(arguments, clip, seed)
     llava = LlavaForConditionalGeneration.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
-    images = test_images(arguments)
+    images, match_on = test_images(arguments), take_first(train_images(arguments), MATCHED_IMAGES)
     rows = {"LLaVA with CLIP, 64 tokens": answer_accuracy(llava, processor, images)}
     for name in STUDENTS:
         student = bootstrap_student(arguments, clip, name, seed)
         rows[f"{name}, swapped"] = swapped_accuracy(folder, student, images)
-        match_on = train_images(arguments).select(range(MATCHED_IMAGES))
         rows[f"{name}, swapped, channels matched"] = swapped_accuracy(folder, student, images, match_on)
         for recipe, (names, extra) in ALIGNED.items():
             if name in names:
