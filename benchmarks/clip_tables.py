@@ -392,7 +392,7 @@ def swapped_accuracy(
     model = swap_vision_tower(llava, tower)
     processor = matching_processor(old_processor, model)
     if match_on is not None:
-        match_channels_(model, llava, pixel_pairs(processor, old_processor, match_on, torch.float32))
+        match_channels_(model, llava, pixel_pairs(processor, old_processor, match_on))
     return answer_accuracy(model, processor, images)
 
 

@@ -5,6 +5,8 @@ import argparse
 import re
 
 
+# How Accelerate shares a model out among devices.
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 # Earlier names of options.
 EARLIER = {"--output-dir": "--output"}
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
@@ -45,6 +47,14 @@ def positive(text: str) -> int:
 
 def add_device_argument(parser: argparse.ArgumentParser):
     parser.add_argument("--device", help="cpu, cuda, mps (default: an accelerator if there is one)")
+
+
+def add_device_map_argument(parser: argparse.ArgumentParser):
+    parser.add_argument(
+        "--device-map",
+        choices=DEVICE_MAPS,
+        help="share the model out among the accelerators, the memory and the disk, as Accelerate does",
+    )
 
 
 def add_trust_argument(parser: argparse.ArgumentParser):

@@ -190,6 +190,7 @@ def load_llava(
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     quantize: str | None = None,
+    device_map: str | None = None,
 ) -> tuple[LlavaForConditionalGeneration | PaliGemmaForConditionalGeneration, LlavaProcessor | PaliGemmaProcessor]:
     """Load a LLaVA in the style of 1.5 or a PaliGemma, for inference, and its processor; arguments and errors as in
     `load_pretrained`."""
@@ -202,7 +203,9 @@ def load_llava(
             )
         return classes[config.model_type]
 
-    model = load_pretrained(name, device, False, "a LLaVA", choose_class, dtype=dtype, quantize=quantize)
+    model = load_pretrained(
+        name, device, False, "a LLaVA", choose_class, dtype=dtype, quantize=quantize, device_map=device_map
+    )
     hub_id, revision = split_revision(name)
     with one_error(name, "a LLaVA"):
         return model, AutoProcessor.from_pretrained(os.path.expanduser(hub_id), **revision)

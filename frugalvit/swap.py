@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import datasets
 import torch
 
-from .common.command_line import CommandParser, add_skip_argument, positive
+from .common.command_line import CommandParser, add_device_map_argument, add_skip_argument, positive
 from .common.data import load_images
 from .common.files import whole_folder
 from .common.loading import DTYPES, QUANTIZATIONS, load_llava, load_vision_model
 from .compare import sample
 from .evaluation.images import image_batches
-from .modeling.swap import match_channels_, matching_processor, swap_vision_tower
+from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -43,12 +43,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--images", type=positive, default=1000, help="how many of --dataset (default: %(default)s)")
     add_skip_argument(parser)
+    add_device_map_argument(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     arguments = parser.parse_args(argv)
 
     dtype = getattr(torch, arguments.dtype)
     tower, _ = load_vision_model(arguments.vision_model, "cpu")
-    llava, processor = load_llava(arguments.model, "cpu", dtype, arguments.quantize)
+    llava, processor = load_llava(arguments.model, "cpu", dtype, arguments.quantize, arguments.device_map)
     vision = llava.config.vision_config
     before = (vision.image_size // vision.patch_size) ** 2
     model = swap_vision_tower(llava, tower)
@@ -57,8 +58,9 @@ def main(argv: list[str] | None = None) -> None:
     old_processor, processor = processor, matching_processor(processor, model)
     if arguments.dataset:
         images = sample(load_images(arguments.dataset, "train"), arguments.images, seed=0)
-        pairs = pixel_pairs(processor, old_processor, images, dtype, arguments.skip_corrupt)
-        match_channels_(model, llava, pairs)
+        pairs = pixel_pairs(processor, old_processor, images, arguments.skip_corrupt)
+        place = input_device(llava), dtype
+        match_channels_(model, llava, ([pixel_values.to(*place) for pixel_values in pair] for pair in pairs))
     if arguments.quantize:
         # Written, and loaded, as it is held.
         model.hf_quantizer, model.config.quantization_config = llava.hf_quantizer, llava.config.quantization_config
@@ -73,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def pixel_pairs(
-    processor, old_processor, images: datasets.Dataset, dtype: torch.dtype, skip_corrupt: bool = False
+    processor, old_processor, images: datasets.Dataset, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Images as two processors prepare them, for `match_channels_`."""
     both = [
@@ -81,4 +83,4 @@ def pixel_pairs(
         for each in (processor, old_processor)
     ]
     for (ours, _), (theirs, _) in zip(*both, strict=True):
-        yield ours.to(dtype), theirs.to(dtype)
+        yield ours, theirs

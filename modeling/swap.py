@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from PIL import Image
 from torch import nn
 from transformers import (
@@ -42,9 +43,11 @@ def swap_vision_tower(
     Args:
         llava (`LlavaForConditionalGeneration` or `PaliGemmaForConditionalGeneration`):
             Of Transformers, in the style of LLaVA 1.5; PaliGemma 1 or 2. Its language model and projector become part
-            of the new model; they are not copied.
+            of the new model; they are not copied. Accelerate may have shared it out among devices (`device_map`); the
+            new model is shared out alike.
         vision_model (`SparseFormerVisionModel`, `...WithProjection` or `SparseFormerModel`):
-            Bootstrapped from the tower that it replaces. It is moved to that one's precision and device.
+            Bootstrapped from the tower that it replaces. It is copied, in that one's precision, to where `llava` takes
+            its inputs.
 
     Returns:
         `SparseFormerLlavaForConditionalGeneration` or `SparseFormerPaliGemmaForConditionalGeneration`, in the mode,
@@ -78,15 +81,38 @@ def swap_vision_tower(
             f"Got a {type(llava).__name__}, whose projector or configuration counts on a grid of patches; a "
             "SparseFormer's tokens have none. Expected a LLaVA in the style of 1.5 or a PaliGemma."
         )
-    old = next(parts.vision_tower.parameters())
-    new_tower = SparseFormerModel(model.config.vision_config).to(old)
+    dtype = next(parts.vision_tower.parameters()).dtype
+    new_tower = SparseFormerModel(model.config.vision_config).to(input_device(llava), dtype)
     new_tower.load_state_dict(tower.state_dict())
     model.model.vision_tower = new_tower
     model.model.multi_modal_projector = parts.multi_modal_projector
     model.model.language_model = parts.language_model
     model.lm_head = llava.lm_head
     model.generation_config = llava.generation_config
+    if hasattr(llava, "_hf_hook"):
+        _share_out(model, llava)
     return model.train(llava.training)
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where a model takes its inputs, also one that Accelerate shared out among devices."""
+    hook = getattr(model, "_hf_hook", None)
+    return next(model.parameters()).device if hook is None else torch.device(hook.execution_device)
+
+
+def _share_out(model: Swapped, llava: nn.Module):
+    """Let tensors follow the parts of a model that are on several devices, as in the model that they were taken from;
+    the parts themselves keep the hooks that Accelerate gave them."""
+    device = input_device(llava)
+    add_hook_to_module(model.model.vision_tower, AlignDevicesHook(device))
+    skip_keys = model._skip_keys_device_placement
+    add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True, skip_keys=skip_keys))
+    # What saving and training ask.
+    model.hf_device_map = {
+        name: place for name, place in llava.hf_device_map.items() if not name.startswith("model.vision_tower")
+    }
+    if "" not in model.hf_device_map:
+        model.hf_device_map["model.vision_tower"] = device
 
 
 def _empty_llava(llava: nn.Module, tower: nn.Module) -> SparseFormerLlavaForConditionalGeneration:
@@ -161,8 +187,9 @@ def match_channels_(model: Swapped, original: nn.Module, batches: Iterable[tuple
             `model` and as `original` want them.
 
     Raises:
-        ValueError: if the projector has no bias, or there is no image.
+        ValueError: if the projector has no bias or is offloaded, or there is no image.
     """
+    check_projector_is_held(original)
     old = _first_linear(original)
     if old.bias is None:
         raise ValueError("The projector has no bias to put the channels' means into.")
@@ -186,6 +213,12 @@ def match_channels_(model: Swapped, original: nn.Module, batches: Iterable[tuple
     new = _first_linear(model)
     new.weight.copy_(weight * scale)
     new.bias.copy_(old.bias.double().cpu() + weight @ (wanted_mean - scale * mean))
+
+
+def check_projector_is_held(llava: nn.Module):
+    """Raise a ValueError if Accelerate keeps a projector's weights elsewhere between calls."""
+    if any(parameter.is_meta for parameter in llava.model.multi_modal_projector.parameters()):
+        raise ValueError("The projector is offloaded, but is to change; choose a `device_map` that gives it a device.")
 
 
 def _read_by_projector(llava: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from accelerate.utils import DistributedType
 from PIL import Image
 from tqdm import tqdm
 
+from ..common.command_line import DEVICE_MAPS
 from ..common.conversations import (
     NO_ANSWER,
     PALIGEMMA_PROMPT,
@@ -34,8 +35,8 @@ from ..common.data import NO_EVALUATION, load_splits
 from ..common.loading import QUANTIZATIONS, load_llava, load_vision_model
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.layers import divergence
-from ..modeling.swap import matching_processor, swap_vision_tower
-from .components.answers import Answers, answer
+from ..modeling.swap import input_device, matching_processor, swap_vision_tower
+from .components.answers import Answers, answer, select
 from .components.arguments import (
     DataArguments,
     OptimizerArguments,
@@ -87,11 +88,15 @@ class LlavaArguments:
         "Of the weights that stay as they are, and of those that are written. The ones that learn are float32.",
         choices=[*PRECISIONS],
     )
-
     quantize: str | None = argument(
         None,
         "Hold the language model's weights so (pip install frugalvit[quantize]). They are written as they were.",
         choices=[*QUANTIZATIONS],
+    )
+    device_map: str | None = argument(
+        None,
+        "Share the LLaVA out among the accelerators, the memory and the disk, as Accelerate does, in one process.",
+        choices=[*DEVICE_MAPS],
     )
 
     def __post_init__(self):
@@ -157,10 +162,12 @@ def main(argv: list[str] | None = None) -> int:
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         raise ValueError("What learns is small and the rest stays as it is: leave FSDP and DeepSpeed out.")
+    single = accelerator.num_processes == 1
+    check(parts.device_map, parts.device_map is None or single, "device_map", "none with several processes")
 
     train, evaluation = load_questions(data, asking, run.seed)
     dtype = getattr(torch, parts.dtype)
-    original, processor = load_llava(parts.model, accelerator.device, dtype, parts.quantize)
+    original, processor = load_llava(parts.model, accelerator.device, dtype, parts.quantize, parts.device_map)
     prompt = default_prompt(processor) if asking.prompt is None else asking.prompt
     tower, _ = load_vision_model(parts.vision_model, "cpu")
     llava = swap_vision_tower(original, tower)
@@ -219,11 +226,13 @@ def main(argv: list[str] | None = None) -> int:
         # Nothing is asked about what stands before the answers; the token before them is asked for the first.
         asked = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
         outputs = model(pixel_values=batch["pixel_values"].to(dtype), logits_to_keep=asked + 1, **inputs)
-        labels = labels[:, -asked:].to(accelerator.device)
+        labels = labels[:, -asked:]
         answered = labels != NO_ANSWER
         features = outputs.image_hidden_states
         seen = features.reshape(len(labels), -1, features.shape[-1]).float().mean(1)
-        return outputs.logits[:, :-1][answered].float(), labels[answered], answered.sum(1).tolist(), seen
+        said, tokens = select(outputs.logits[:, :-1], answered).float(), labels[answered].to(accelerator.device)
+        # The projector may be on another device than what is returned.
+        return said, tokens, answered.sum(1).tolist(), seen.to(accelerator.device)
 
     def compute_loss(model, batch):
         answers = ask(batch, train)
@@ -343,7 +352,8 @@ def load_questions(data: DataArguments, asking: AnswerArguments, seed: int) -> t
 def count_image_tokens(llava, processor) -> int:
     """What a LLaVA makes of an image."""
     pixel_values = processor.image_processor(Image.new("RGB", (8, 8)), return_tensors="pt")["pixel_values"]
-    return len(llava.get_image_features(pixel_values.to(llava.device, llava.dtype)).pooler_output[0])
+    pixel_values = pixel_values.to(input_device(llava), llava.dtype)
+    return len(llava.get_image_features(pixel_values).pooler_output[0])
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from ..common.command_line import positive
+from ..common.command_line import add_device_map_argument, positive
 from ..common.conversations import check_prompt
 from ..common.data import check_image_column, decode_image, default_split, load_table
 from ..common.loading import DTYPES, QUANTIZATIONS, load_pretrained, split_revision
+from ..modeling.swap import input_device
 from .images import add_loop_arguments, take_first
 
 
@@ -51,7 +52,7 @@ def add_parser(tasks) -> None:
         choices=QUANTIZATIONS,
         help="hold the language model's weights so (pip install frugalvit[quantize])",
     )
-    parser.add_argument("--device-map", metavar="MAP", help="share the model out among devices, for example auto")
+    add_device_map_argument(parser)
     add_loop_arguments(parser, batch_size=8)
     parser.set_defaults(evaluate=run)
 
@@ -190,7 +191,7 @@ def _answers(model, processor, records: list[dict], images: list[Image.Image], p
     ]
     # Answers follow the prompts, so these end together.
     inputs = processor(text=texts, images=images or None, padding=True, padding_side="left", return_tensors="pt").to(
-        model.device
+        input_device(model)
     )
     generated = model.generate(**inputs, max_new_tokens=length, do_sample=False)
     return processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

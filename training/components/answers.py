@@ -84,7 +84,7 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
         return_dict_in_generate=True,
         output_logits=True,
     )
-    tokens = given.sequences[:, inputs["input_ids"].shape[1] :]
+    tokens = given.sequences[:, inputs["input_ids"].shape[1] :].cpu()
     # Up to the end of a text, which is a part of the answer.
     ends = torch.zeros_like(tokens, dtype=torch.bool)
     for end in _ids(llava.generation_config.eos_token_id):
@@ -93,8 +93,13 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
     conversations = [
         [(question, row[mask].tolist())] for question, row, mask in zip(questions, tokens, kept, strict=True)
     ]
-    seen = torch.stack([tokens.float().mean(0) for tokens in features])
-    return Answers(conversations, torch.stack(given.logits, dim=1)[kept].float(), seen)
+    seen = torch.stack([tokens.float().mean(0) for tokens in features]).to(pixel_values.device)
+    return Answers(conversations, select(torch.stack(given.logits, dim=1), kept).float(), seen)
+
+
+def select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`values[mask]` of a mask on the CPU, without waiting for the device of the values."""
+    return values[tuple(index.to(values.device) for index in mask.nonzero(as_tuple=True))]
 
 
 def _ids(eos_token_id: int | list[int] | None) -> list[int]:

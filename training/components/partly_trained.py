@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ...modeling.swap import Swapped
+from ...modeling.swap import Swapped, check_projector_is_held
 
 
 class Learner(nn.Module):
@@ -16,11 +16,15 @@ class Learner(nn.Module):
 
     Args:
         llava (`SparseFormerLlavaForConditionalGeneration` or `SparseFormerPaliGemmaForConditionalGeneration`):
-            May share its language model with another one.
+            May share its language model with another one, and be shared out among devices.
+
+    Raises:
+        ValueError: if the projector is offloaded.
     """
 
     def __init__(self, llava: Swapped):
         super().__init__()
+        check_projector_is_held(llava)
         self.dtype = llava.dtype
         llava.requires_grad_(False)
         llava.model.multi_modal_projector = copy.deepcopy(llava.model.multi_modal_projector).float().requires_grad_()
@@ -39,13 +43,18 @@ class Learner(nn.Module):
         """Let the language model learn, by matrices of a low rank that are added to its own.
 
         Raises:
-            ValueError: if peft is not installed.
+            ValueError: if peft is not installed, or a part of the language model is offloaded.
         """
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError:
             raise ValueError("--lora-rank is peft's: pip install frugalvit[finetune].") from None
         language_model = self.llava.model.language_model
+        if any(parameter.is_meta for parameter in language_model.parameters()):
+            raise ValueError(
+                "Parts of the language model are offloaded, which --lora-rank cannot change; --dtype bfloat16 and "
+                "--quantize 4bit need less memory."
+            )
         linear = {name for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear), language_model)
         for parameter in language_model.parameters():
