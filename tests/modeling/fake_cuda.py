@@ -139,15 +139,15 @@ def swap_tensors(own: torch.Tensor, other: torch.Tensor):
 
 
 @contextmanager
-def fake_cuda(devices: int = 1):
-    """Inside, this machine seems to have CUDA devices; gives their `FakeCuda`."""
+def fake_cuda():
+    """Inside, this machine seems to have one CUDA device; gives its `FakeCuda`."""
     device = torch.device("cuda", 0)
     values = {
         "torch.cuda.is_available": True,
         "torch.cuda.is_initialized": True,
         "torch.cuda.is_bf16_supported": True,
         "torch.cuda._lazy_init": None,
-        "torch.cuda.device_count": devices,
+        "torch.cuda.device_count": 1,
         "torch.cuda.current_device": 0,
         "torch.cuda.get_device_name": "fake CUDA",
         "torch.cuda.manual_seed_all": None,

@@ -39,7 +39,13 @@ from frugalvit.cli import main
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.llava_tower import SparseFormerVisionTower
 from frugalvit.modeling.modeling_sparseformer_llava import SparseFormerLlavaProcessor
-from frugalvit.modeling.swap import _first_linear, _read_by_projector, check_image_tokens, match_channels_
+from frugalvit.modeling.swap import (
+    _first_linear,
+    _read_by_projector,
+    check_image_tokens,
+    input_device,
+    match_channels_,
+)
 from tiny import IMAGE, WORDS, make_llava, make_paligemma, make_processor, make_tower
 
 
@@ -586,7 +592,8 @@ def test_a_projector_without_biases_cannot_match_means():
 
 
 @torch.no_grad()
-def test_the_command_matches_channels(tmp_path):
+@pytest.mark.parametrize("options", [(), ("--device-map", "auto")])
+def test_the_command_matches_channels(options, tmp_path):
     llava = make_llava()
     llava.save_pretrained(tmp_path / "llava")
     make_processor(llava).save_pretrained(tmp_path / "llava")
@@ -596,9 +603,63 @@ def test_the_command_matches_channels(tmp_path):
         picture((40 + number, 33), number).save(tmp_path / "images" / f"{number}.png")
     command = ["swap", "--model", str(tmp_path / "llava"), "--vision-model", str(tmp_path / "tower")]
     command += ["--dataset", str(tmp_path / "images"), "--images", "4", "--output", str(tmp_path / "out")]
-    assert main(command) == 0
+    assert main([*command, *options]) == 0
     state, old = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict(), llava.state_dict()
     changed = {
         name for name, value in state.items() if "vision_tower" not in name and not torch.equal(value, old[name])
     }
     assert changed == {f"model.multi_modal_projector.linear_1.{part}" for part in ("weight", "bias")}
+
+
+PARTS = {f"model.{name}": "cpu" for name in ("vision_tower", "multi_modal_projector", "language_model")} | {
+    "lm_head": "cpu"
+}
+LAYERS = ("embed_tokens", "layers.0", "layers.1", "norm", "rotary_emb")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        # A PaliGemma's head has the weights of the embeddings.
+        PARTS | {"model.language_model": "disk", "lm_head": "disk"},
+        {name: place for name, place in PARTS.items() if name != "model.language_model"}
+        | {f"model.language_model.{name}": "disk" if name == "layers.0" else "cpu" for name in LAYERS}
+        | {"model.vision_tower": "disk"},
+        {"": "disk"},
+        "auto",
+    ],
+    ids=["language model on disk", "layers on disk", "all on disk", "auto"],
+)
+@pytest.mark.parametrize("make", [make_llava, make_paligemma])
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")  # for large ones
+def test_a_model_that_is_shared_out_is_swapped_as_one_that_is_not(make, device_map, tmp_path):
+    original = make()
+    tower = make_tower(original)
+    original.save_pretrained(tmp_path / "whole")
+    shared_out = type(original).from_pretrained(
+        tmp_path / "whole", device_map=device_map, offload_folder=tmp_path / "offload"
+    )
+    model, expected = (swap_vision_tower(each.eval(), tower) for each in (shared_out, original))
+    assert input_device(model) == torch.device("cpu")
+    text = torch.tensor([[IMAGE] * model.config.image_seq_length + [2, 3, 4]])
+    inputs = {"input_ids": text, "attention_mask": torch.ones_like(text), "pixel_values": torch.randn(1, 3, 32, 32)}
+    assert torch.equal(model(**inputs).logits, expected(**inputs).logits)
+    answers = [
+        each.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=0) for each in (model, expected)
+    ]
+    assert torch.equal(*answers)
+    model.save_pretrained(tmp_path / "out")
+    again, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
+    assert torch.equal(again(**inputs).logits, expected(**inputs).logits)
+
+
+def test_channels_of_an_offloaded_projector_are_not_matched(tmp_path):
+    make_llava().save_pretrained(tmp_path / "llava")
+    llava = LlavaForConditionalGeneration.from_pretrained(
+        tmp_path / "llava", device_map={"": "disk"}, offload_folder=tmp_path / "offload"
+    )
+    batches = [(torch.randn(1, 3, 32, 32), torch.randn(1, 3, 32, 32))]
+    with pytest.raises(ValueError, match="The projector is offloaded, but is to change; choose a `device_map`"):
+        match_channels_(swap_vision_tower(llava, make_tower(make_llava())), llava, batches)

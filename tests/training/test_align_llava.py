@@ -178,6 +178,7 @@ def test_answers_are_those_that_generate_gives(pair):
             ("--dtype", "bfloat16", "--mixed-precision", "no"),
             "--mixed-precision is 'no', expected bf16, as --dtype is",
         ),
+        (("--device-map", "cuda:7"), "--device-map: invalid choice: 'cuda:7' (choose from "),
         (("--lora-rank", "-1"), "--lora-rank is -1, expected 0 or more"),
         (("--num-tokens", "8"), "8"),
         (("--dataset", "nothing.json"), "Cannot read conversations from 'nothing.json'"),
@@ -209,6 +210,41 @@ def test_a_quantized_language_model_is_written_as_it_was(align, pair, tmp_path):
     for name, value in model.state_dict().items():
         if "language_model" in name or "lm_head" in name:
             assert torch.equal(value, old[name])
+
+
+@pytest.fixture
+def offloaded(monkeypatch):
+    """Let `--device-map` keep the language model on disk, as it does where memory is short."""
+
+    def load(name, device, dtype, quantize, device_map):
+        return load_llava(name, device, dtype, quantize, device_map and PLACES)
+
+    monkeypatch.setattr(align_llava, "load_llava", load)
+
+
+PLACES = {"model.vision_tower": "cpu", "model.multi_modal_projector": "cpu", "model.language_model": "disk"} | {
+    "lm_head": "cpu"
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")  # for large ones
+def test_a_language_model_on_disk_teaches_the_same(align, offloaded, tmp_path):
+    whole = align("--batch-size", "32", name="whole")
+    results = align("--batch-size", "32", "--device-map", "auto")
+    assert results["epochs"][0]["train_loss"] == whole["epochs"][0]["train_loss"]
+    files = [tmp_path / name / "model.safetensors" for name in ("whole", "out")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_what_is_on_disk_cannot_have_lora(align, offloaded, tmp_path):
+    with pytest.raises(ValueError, match="Parts of the language model are offloaded, which --lora-rank cannot change"):
+        align("--device-map", "auto", "--lora-rank", "2")
+
+
+def test_sharing_out_is_for_one_process(align, monkeypatch):
+    monkeypatch.setattr("accelerate.Accelerator.num_processes", 2)
+    with pytest.raises(ValueError, match="--device-map is 'auto', expected none with several processes"):
+        align("--device-map", "auto")
 
 
 def test_quantizing_needs_a_library(align, monkeypatch):

@@ -9,7 +9,7 @@ import shlex
 import datasets
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, dispatch_model
 from PIL import Image
 from torch._subclasses import fake_tensor
 from transformers import AutoModelForImageClassification
@@ -22,9 +22,12 @@ from frugalvit import (
     cli,
     demo,
 )
-from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.loading import load_image_classifier, load_llava, load_vision_model
+from frugalvit.modeling.swap import match_channels_, swap_vision_tower
+from frugalvit.training import align_llava
 from frugalvit.training.components import checkpoints
 from frugalvit.training.components.loaders import TrainingLoader
+from tiny import IMAGE, make_llava, make_processor, make_tower
 
 
 if not hasattr(fake_tensor, "FakeTensorDeviceMismatchError"):
@@ -149,6 +152,56 @@ def test_a_teacher_that_is_known(run, teacher, student, tmp_path):
     options["compare"] = False
     steps = run("bootstrap", options | {"epochs": 2, "logging_steps": 4})
     assert [bool(waits) for waits in steps] == [True, True, False], steps
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    """A folder with a LLaVA and one with a tower for it."""
+    folder, model = tmp_path_factory.mktemp("llava"), make_llava()
+    for part in (model, make_processor(model)):
+        part.save_pretrained(folder / "llava")
+    make_tower(model).save_pretrained(folder / "tower")
+    return folder
+
+
+def shared_out(name, device, dtype, quantize, device_map):
+    """A LLaVA of which a half is on the device and a half on a second one, as Accelerate shares out larger ones."""
+    model, processor = load_llava(name, "cpu", dtype, quantize)
+    if not device_map:
+        return model.to(device), processor
+    layers = ("embed_tokens", "layers.0", "layers.1", "norm", "rotary_emb")
+    places = {f"model.language_model.{layer}": int(layer != "layers.0") for layer in layers}
+    places |= {"model.vision_tower": 0, "model.multi_modal_projector": 1, "lm_head": 1}
+    return dispatch_model(model, places, main_device=0), processor
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # as Accelerate does
+@pytest.mark.parametrize("options", [{}, {"device_map": "auto"}, {"device_map": "auto", "lora_rank": 2}])
+def test_align_llava(options, run, llava, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(align_llava, "load_llava", shared_out)
+    whole_state = align_llava.Learner.whole_state
+    # A fake tensor has nothing to write.
+    monkeypatch.setattr(
+        align_llava.Learner,
+        "whole_state",
+        lambda *given: {name: value.cpu() for name, value in whole_state(*given).items()},
+    )
+    options = {"model": llava / "llava", "vision_model": llava / "tower", "prompt": "{image}{question}"} | options
+    (waits,) = run("align_llava", options | {"answer_tokens": 2})
+    # An answer is waited for, word by word, and Transformers counts places of image tokens; what is learned is not.
+    assert not [line for line in waits if not line.startswith(("answers.py", "image_tokens.py"))], waits
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # as Accelerate does
+def test_channels_of_a_model_on_two_devices(device, llava):
+    original, _ = shared_out(llava / "llava", None, torch.float32, None, "auto")
+    tower, _ = load_vision_model(llava / "tower", "cpu")
+    model = swap_vision_tower(original, tower)
+    match_channels_(model, original, [(torch.ones(2, 3, 32, 32), torch.ones(2, 3, 32, 32))])
+    assert model.model.multi_modal_projector.linear_1.weight.device == torch.device("cuda:1")
+    text = torch.tensor([[IMAGE] * 7 + [2]]).to("cuda:0")
+    assert model(input_ids=text, pixel_values=torch.ones(1, 3, 32, 32)).logits.device == torch.device("cuda:0")
 
 
 @pytest.mark.parametrize(

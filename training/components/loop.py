@@ -286,10 +286,12 @@ def read_losses(
 
 
 def check_weights(accelerator: Accelerator, model: torch.nn.Module, step: int, checkpoints: Checkpoints):
-    """Raise a ValueError if a weight is not finite."""
+    """Raise a ValueError if a weight that learns is not finite."""
+    learned = (weight for weight in model.parameters() if weight.requires_grad)
     # The part of a weight that this process holds, where FSDP shares it out.
-    parts = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in model.parameters())
-    lost = sum((~part.detach().isfinite()).sum() for part in parts)
+    parts = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in learned)
+    # Weights may be on several devices.
+    lost = sum((~part.detach().isfinite()).sum().to(accelerator.device) for part in parts)
     if lost := int(accelerator.reduce(lost, reduction="sum")):
         check_finite(f"value of {lost:,} weights", math.nan, step, checkpoints)
 
