@@ -24,8 +24,7 @@ COLUMNS, PANEL = 4, 2.0
 def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="frugalvit search",
-        description="Find images of an index that `frugalvit index` made. All of them are compared: a million take "
-        "about as long as the words.",
+        description="Find images of an index that `frugalvit index` made. All of them are compared.",
     )
     parser.add_argument("index", metavar="INDEX", help="what `frugalvit index` wrote")
     parser.add_argument("query", metavar="WORDS|IMAGE", help="words, or a file with an image")

@@ -1,6 +1,8 @@
 """`frugalvit swap`: a LLaVA or a PaliGemma with a SparseFormer as its vision tower."""
 
+import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import datasets
 import torch
@@ -47,15 +49,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     arguments = parser.parse_args(argv)
 
+    # What cannot be written is known before anything is loaded.
+    with whole_folder(arguments.output, arguments.overwrite) as folder:
+        summary = write_swapped(arguments, folder)
+    print(f"Wrote {arguments.output}: {summary}. `frugalvit align-llava` lets the projector learn to read them.")
+
+
+def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
+    """Put model and processor into a folder; says what the model is."""
     dtype = getattr(torch, arguments.dtype)
     tower, _ = load_vision_model(arguments.vision_model, "cpu")
-    llava, processor = load_llava(arguments.model, "cpu", dtype, arguments.quantize, arguments.device_map)
+    llava, old_processor = load_llava(arguments.model, "cpu", dtype, arguments.quantize, arguments.device_map)
     vision = llava.config.vision_config
     before = (vision.image_size // vision.patch_size) ** 2
     model = swap_vision_tower(llava, tower)
     if arguments.num_tokens is not None:
         model.set_num_tokens(arguments.num_tokens)
-    old_processor, processor = processor, matching_processor(processor, model)
+    processor = matching_processor(old_processor, model)
     if arguments.dataset:
         images = sample(load_images(arguments.dataset, "train"), arguments.images, seed=0)
         pairs = pixel_pairs(processor, old_processor, images, arguments.skip_corrupt)
@@ -64,13 +74,11 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.quantize:
         # Written, and loaded, as it is held.
         model.hf_quantizer, model.config.quantization_config = llava.hf_quantizer, llava.config.quantization_config
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
     quantized = f", its language model in {arguments.quantize}" if arguments.quantize else ""
-    with whole_folder(arguments.output, arguments.overwrite) as folder:
-        model.save_pretrained(folder)
-        processor.save_pretrained(folder)
-    print(
-        f"Wrote {arguments.output}: {model.config.image_seq_length} tokens an image instead of {before} patches, in "
-        f"{arguments.dtype}{quantized}. `frugalvit align-llava` lets the projector learn to read them."
+    return (
+        f"{model.config.image_seq_length} tokens an image instead of {before} patches, in {arguments.dtype}{quantized}"
     )
 
 

@@ -1,0 +1,89 @@
+"""Where the time of `frugalvit search` goes, and what faiss would save of it, in one run.
+
+    pip install faiss-cpu
+    python benchmarks/search_speed.py
+
+An index of random embeddings is searched as the command does, which reads it from the disk. What faiss could do of
+that is timed alone, by PyTorch and by faiss: the products with the query and the best of them, exact, not approximate.
+Medians over rounds in which they take turns; of a model, which embeds the query, there is none. Writes
+search_speed.json.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import faiss
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from frugalvit.common.command_line import CommandParser, positive
+from frugalvit.common.tables import format_table
+from frugalvit.index import SHARD, read_shards
+from frugalvit.search import search
+from shared import add_results_argument, write_table
+
+
+TOP = 12
+
+
+def main():
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=positive, default=2**17, help="default: %(default)s")
+    parser.add_argument("--width", type=positive, default=512, help="of an embedding (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=5, help="default: %(default)s")
+    add_results_argument(parser)
+    arguments = parser.parse_args()
+
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    generator = torch.Generator().manual_seed(0)
+    query = F.normalize(torch.randn(arguments.width, generator=generator), dim=0)
+    with tempfile.TemporaryDirectory() as folder:
+        index = Path(folder)
+        write_index(index, arguments.images, arguments.width, generator)
+        embeddings = torch.cat([shard.embeddings for shard in read_shards(index)])
+        calls = {
+            "search": lambda: [found.cosine for found in search(query, read_shards(index), TOP)],
+            "products and the best": lambda: (embeddings @ query).topk(TOP).values.tolist(),
+            "products and the best by faiss": lambda: nearest_by_faiss(embeddings, query),
+        }
+        seconds, answers = {name: [] for name in calls}, {}
+        for _ in tqdm(range(arguments.rounds), desc="rounds"):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                answers[name] = call()
+                seconds[name].append(time.perf_counter() - start)
+    first, *others = (torch.tensor(answer) for answer in answers.values())
+    assert all(torch.allclose(first, other, atol=1e-5) for other in others), answers
+    rows = [{"part": name, "seconds": statistics.median(values)} for name, values in seconds.items()]
+    print(format_table(rows))
+    settings = {name: getattr(arguments, name) for name in ("images", "width", "rounds")}
+    write_table(
+        *(arguments.results_dir / "search_speed.json", settings, rows),
+        threads=torch.get_num_threads(),
+        faiss=faiss.__version__,
+    )
+
+
+def write_index(folder: Path, images: int, width: int, generator: torch.Generator):
+    """Random embeddings, as `frugalvit index` writes them."""
+    for number, start in enumerate(range(0, images, SHARD)):
+        names = [f"photographs/{index:08d}.jpg" for index in range(start, min(start + SHARD, images))]
+        embeddings = F.normalize(torch.randn(len(names), width, generator=generator), dim=1)
+        files = json.dumps([[name, 100_000, 1_700_000_000_000_000_000] for name in names])
+        path = folder / f"embeddings-{number:05d}-0.safetensors"
+        save_file({"embeddings": embeddings}, path, {"files": files})
+
+
+def nearest_by_faiss(embeddings: torch.Tensor, query: torch.Tensor) -> list[float]:
+    cosines, _ = faiss.knn(query[None].numpy(), embeddings.numpy(), TOP, metric=faiss.METRIC_INNER_PRODUCT)
+    return cosines[0].tolist()
+
+
+if __name__ == "__main__":
+    main()
