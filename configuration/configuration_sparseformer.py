@@ -569,4 +569,18 @@ VARIANTS = {
 }
 
 
+def read_vision_config(value: SparseFormerConfig | dict) -> SparseFormerConfig:
+    """The `vision_config` of a model whose vision tower is a SparseFormer.
+
+    Raises:
+        ValueError: if it is that of another model.
+    """
+    if isinstance(value, dict):
+        return SparseFormerConfig(**value)
+    # Never by class: remote code has another one of the same name.
+    if value.model_type != SparseFormerConfig.model_type:
+        raise ValueError(f"`vision_config` is a {type(value).__name__}, expected a SparseFormerConfig.")
+    return value
+
+
 __all__ = ["SparseFormerConfig"]

@@ -4,7 +4,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlavaConfig
 
 from .configuration_base import HubConfigMixin
-from .configuration_sparseformer import SparseFormerConfig
+from .configuration_sparseformer import SparseFormerConfig, read_vision_config
 
 
 @strict
@@ -26,14 +26,8 @@ class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
     model_type = "sparseformer_llava"
 
     def __post_init__(self, **kwargs):
-        vision = self.vision_config
-        if vision is None:
-            vision = SparseFormerConfig.from_variant("clip-large-64-224")
-        elif isinstance(vision, dict):
-            vision = SparseFormerConfig(**vision)
-        # Never by class: remote code has another one of the same name.
-        elif vision.model_type != SparseFormerConfig.model_type:
-            raise ValueError(f"`vision_config` is a {type(vision).__name__}, expected a SparseFormerConfig.")
+        given = self.vision_config
+        vision = SparseFormerConfig.from_variant("clip-large-64-224") if given is None else read_vision_config(given)
         self.vision_config = vision
         self.image_seq_length = self.count_image_tokens(vision.default_num_tokens)
         super().__post_init__(**kwargs)

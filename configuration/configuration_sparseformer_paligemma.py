@@ -5,7 +5,7 @@ from transformers import PaliGemmaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .configuration_base import HubConfigMixin
-from .configuration_sparseformer import SparseFormerConfig
+from .configuration_sparseformer import read_vision_config
 
 
 # The default vision tower: that of the SigLIP in PaliGemma, with a quarter of its tokens.
@@ -48,12 +48,7 @@ class SparseFormerPaliGemmaConfig(HubConfigMixin, PaliGemmaConfig):
     model_type = "sparseformer_paligemma"
 
     def __post_init__(self, **kwargs):
-        vision = VISION if self.vision_config is None else self.vision_config
-        if isinstance(vision, dict):
-            vision = SparseFormerConfig(**vision)
-        # Never by class: remote code has another one of the same name.
-        elif vision.model_type != SparseFormerConfig.model_type:
-            raise ValueError(f"`vision_config` is a {type(vision).__name__}, expected a SparseFormerConfig.")
+        vision = read_vision_config(VISION if self.vision_config is None else self.vision_config)
         text = TEXT if self.text_config is None else self.text_config
         if isinstance(text, dict):
             text = CONFIG_MAPPING[text.get("model_type", "gemma")](**text)

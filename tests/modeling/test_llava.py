@@ -526,6 +526,14 @@ def test_the_command_writes_a_quantized_language_model(bits, layer, tmp_path, ca
     assert torch.cosine_similarity(given, expected, dim=0) > 0.9
 
 
+def test_an_output_with_something_in_it_is_refused_before_anything_is_loaded(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").touch()
+    command = ["swap", "--model", "nothing", "--vision-model", "nothing", "--output", str(tmp_path / "out")]
+    assert main(command) == 1
+    assert "exists and is not empty" in capsys.readouterr().err
+
+
 def test_rows_of_tiles_are_refused(tmp_path, capsys):
     llava = make_llava()
     config = LlavaNextConfig(**{name: llava.config.to_dict()[name] for name in ("vision_config", "text_config")})
