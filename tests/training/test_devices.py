@@ -178,7 +178,6 @@ def shared_out(name, device, dtype, quantize, device_map):
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # as Accelerate does
 @pytest.mark.parametrize("options", [{}, {"device_map": "auto"}, {"device_map": "auto", "lora_rank": 2}])
 def test_align_llava(options, run, llava, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(align_llava, "load_llava", shared_out)
     whole_state = align_llava.Learner.whole_state
     # A fake tensor has nothing to write.
