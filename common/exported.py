@@ -5,8 +5,10 @@ the programs and what the exporters need to run them (`export.json`), the model'
 `frugalvit export`, a report of what was compared (`report.json`).
 """
 
+import ast
 import contextlib
 import copy
+import fnmatch
 import importlib
 import importlib.util
 import io
@@ -14,7 +16,8 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +70,8 @@ FORMATS = {
         "{}.onnx",
     ),
     # Its lowering takes minutes, and a phone looks at one image at a time.
-    "executorch": Format("Executorch", {"executorch": "executorch"}, ("float32",), "{}.pte", any_batch=False),
+    "executorch": Format("Executorch", {"executorch": "executorch"}, ("float32", "int8"), "{}.pte", any_batch=False),
+    # Not int8: PyTorch would load such a program with torchao alone, and make its numbers floats for each product.
     "torch": Format("Dynamo", {}, ("float32", "bfloat16"), "{}.pt2"),
 }
 
@@ -172,6 +176,7 @@ def export_parts(
     precision: str,
     folder: Path,
     calibration: Mapping[str, list[dict[str, torch.Tensor]]] | None = None,
+    float_layers: Iterable[str] = (),
 ):
     """Write parts of a model as programs, with the model's configuration.
 
@@ -181,6 +186,8 @@ def export_parts(
         name, precision (`str`): One of `FORMATS` and one of `PRECISIONS`, which `check_format` lets pass.
         folder (`Path`): Where to write.
         calibration (mapping, *optional*): For int8, by part, inputs of which activations' ranges are measured.
+        float_layers (iterable of `str`, *optional*): For int8, names of modules or patterns, as of `modules_named`,
+            whose linear layers and convolutions stay in floating point.
     """
     found = FORMATS[name]
     with _quiet():
@@ -190,7 +197,8 @@ def export_parts(
         for part_name, part in parts.items():
             options = {}
             if precision == "int8":
-                options["quantizer"] = _quantizer(exporters, name, calibration[part_name])
+                kept = modules_named(part.model, float_layers)
+                options["quantizer"] = _quantizer(exporters, name, part, calibration[part_name], kept)
             if precision == "bfloat16" and name == "openvino":
                 # It computes in bfloat16 from weights of either half precision, and keeps float16 more exactly.
                 options["compress_to_fp16"] = True
@@ -211,20 +219,83 @@ def export_parts(
     forget_code(folder)
 
 
-def _quantizer(exporters, name: str, calibration: list[dict[str, torch.Tensor]]):
-    """The exporter's quantizer: of weights by channel, of activations by their ranges for the calibration's inputs."""
+def modules_named(model: nn.Module, patterns: Iterable[str]) -> set[str]:
+    """Names of a model's modules that patterns such as `classifier` or `*.mlp` match.
+
+    Raises:
+        ValueError: if a pattern matches none.
+    """
+    names, found = [name for name, _ in model.named_modules() if name], set()
+    for pattern in patterns:
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            children = ", ".join(name for name, _ in model.named_children())
+            raise ValueError(
+                f"{type(model).__name__} has no module {pattern!r}. Expected a name such as those of its parameters, "
+                f"or a pattern with *; it begins with {children}."
+            )
+        found.update(matches)
+    return found
+
+
+def _quantizer(exporters, name: str, part: Part, calibration: list[dict[str, torch.Tensor]], kept: set[str]):
+    """The exporter's quantizer: of weights by channel, of activations by their ranges for the calibration's inputs.
+    `kept` are modules of the part's model whose layers stay in floating point."""
+    # As the program names them.
+    kept = {f"model.{module}" for module in kept}
     if name == "openvino":
         # As transformers are quantized: norms, softmax and what adds positions stay in floating point.
-        return exporters.NNCFOpenVINOQuantizer(
-            exporters.NNCFQuantizationConfig(subset_size=len(calibration)), calibration_dataset=calibration
-        )
+        config = exporters.NNCFQuantizationConfig(subset_size=len(calibration))
+        if kept:
+            import nncf
+
+            patterns = [rf"{layer}/.*" for layer in _layers_within(part, kept)]
+            # What OpenVINO computed beforehand is not in its graph any more.
+            config.ignored_scope = nncf.IgnoredScope(patterns=patterns, validate=False)
+        return exporters.NNCFOpenVINOQuantizer(config, calibration_dataset=calibration)
+    if name == "executorch":
+        from executorch.backends.xnnpack.quantizer import xnnpack_quantizer
+
+        config = xnnpack_quantizer.get_symmetric_quantization_config(is_per_channel=True)
+        quantizer = xnnpack_quantizer.XNNPACKQuantizer().set_global(config)
+        quantizer.set_filter_function(lambda node: kept.isdisjoint(_modules_around(node)))
+        return exporters.PT2EQuantizer(quantizer, calibration_dataset=calibration)
+
+    class OnnxQuantizer(exporters.OnnxRuntimeQuantizer):
+        def quantize(self, model, sample_inputs, export_format):
+            # Names of nodes are those of the converted program.
+            self.config.nodes_to_exclude = [
+                node.name
+                for node in model.graph
+                if not kept.isdisjoint(ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]")))
+            ]
+            return super().quantize(model, sample_inputs, export_format)
+
     static = exporters.OnnxRuntimeStaticConfig(
         per_channel=True,
         op_types_to_quantize=INTEGER_OPERATORS,
         # Products of activations (attention, mixing) stay in floating point.
         extra_options={"MatMulConstBOnly": True},
     )
-    return exporters.OnnxRuntimeQuantizer(static, calibration_dataset=calibration)
+    return OnnxQuantizer(static, calibration_dataset=calibration)
+
+
+def _layers_within(part: Part, modules: set[str]) -> list[str]:
+    """Linear layers and convolutions inside modules, as OpenVINO's converter names them: counted by kind, in the
+    order of the program."""
+    kinds = {torch.ops.aten.linear.default: "linear", torch.ops.aten.conv2d.default: "convolution"}
+    program, counts, found = torch.export.export(part, (), part.example(2)), Counter(), []
+    for node in program.graph.nodes:
+        if kind := kinds.get(node.target):
+            if not modules.isdisjoint(_modules_around(node)):
+                found.append(f"{kind}_{counts[kind]}")
+            counts[kind] += 1
+    return found
+
+
+def _modules_around(node: torch.fx.Node) -> list[str]:
+    """Names of the modules that a node of a program is in."""
+    return [name for name, _ in node.meta.get("nn_module_stack", {}).values()]
 
 
 @contextlib.contextmanager

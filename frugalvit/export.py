@@ -24,6 +24,7 @@ from .common.exported import (
     Part,
     check_format,
     export_parts,
+    modules_named,
     parts_of,
 )
 from .common.files import whole_folder, write_json
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
         "--precision",
         choices=PRECISIONS,
         default="float32",
-        help="of products: int8 is for openvino and onnx, bfloat16 for openvino and torch (default: %(default)s)",
+        help="of products; docs/export.md has what each format takes (default: %(default)s)",
     )
     parser.add_argument("--num-tokens", type=positive, metavar="COUNT", help="latent tokens of a SparseFormer")
     parser.add_argument(
@@ -92,6 +93,13 @@ def main(argv: list[str] | None = None) -> None:
     images.add_argument("--calibration-data", nargs="+", metavar="DATA", help="of int8 (default: --dataset's train)")
     images.add_argument("--calibration-images", type=positive, default=300, help="default: %(default)s")
     images.add_argument("--seed", type=int, default=0, help="of the choice of images (default: %(default)s)")
+    parser.add_argument(
+        "--float-layers",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="of int8: modules whose layers stay in float32, by name or pattern (classifier, '*.mlp')",
+    )
     gate = parser.add_argument_group("what the exported model has to reach")
     gate.add_argument("--min-cosine", type=probability, help="mean cosine of outputs (default: 0.99; int8 0.97)")
     gate.add_argument("--min-agreement", type=probability, help="share of same labels (default: 0.99; int8 0.97)")
@@ -143,7 +151,15 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
                     name: list(batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1))
                     for name, part in parts.items()
                 }
-            export_parts(parts, model.config, arguments.format, arguments.precision, folder, calibration)
+            export_parts(
+                parts,
+                model.config,
+                arguments.format,
+                arguments.precision,
+                folder,
+                calibration,
+                arguments.float_layers,
+            )
             size = sum(path.stat().st_size for path in folder.iterdir() if path.suffix != ".json")
             for processor in filter(None, (image_processor, tokenizer)):
                 processor.save_pretrained(folder)
@@ -157,6 +173,7 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
                 "macs": count(model, parts),
                 "bytes": size,
                 "calibration_images": len(calibration_images) if calibration else 0,
+                "float_layers": arguments.float_layers,
                 "parts": {name: {"outputs": list(part(**part.example(1)))} for name, part in parts.items()},
             }
             write_json(folder / REPORT, report)
@@ -189,6 +206,9 @@ def check_options(arguments: argparse.Namespace, model: PreTrainedModel):
         raise ValueError(f"--output-rois: {name} has no RoIs, expected a SparseFormer.")
     if arguments.page and not name.endswith("ForImageClassification"):
         raise ValueError(f"--page shows labels, which a {name} has not; expected an image classifier.")
+    if arguments.float_layers and arguments.precision != "int8":
+        raise ValueError(f"--float-layers is for --precision int8, not for {arguments.precision}.")
+    modules_named(model, arguments.float_layers)
 
 
 def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:

@@ -60,6 +60,8 @@ def write_card(
     outputs = [f"- `{output}`: {OUTPUTS[output]}" for part in report["parts"].values() for output in part["outputs"]]
     calibrated = report["calibration_images"]
     ways = f"Activations' ranges are those of {calibrated} images. " if calibrated else ""
+    if report["float_layers"]:
+        ways += f"Left in float32: layers of {', '.join(f'`{name}`' for name in report['float_layers'])}. "
     needs = {
         "torch": "PyTorch alone, and of frugalvit nothing",
         "executorch": "ExecuTorch's runtime, and of frugalvit nothing",
