@@ -180,6 +180,7 @@ def run(arguments, name: str, row: dict, seed: int) -> Path:
         [
             *("--seed", str(seed), *data_arguments(arguments), "--train-split", f"train[:{arguments.images}]"),
             *("--epochs", str(arguments.epochs), "--batch-size", "64", "--weight-decay", "0.01"),
+            *("--mixed-precision", "no"),
             *("--warmup-epochs", "1", "--randaugment-layers", "0", "--mixup", "0"),
             *(text for field, value in row.items() for text in (f"--{field}", str(value))),
         ],

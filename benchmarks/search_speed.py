@@ -1,20 +1,23 @@
-"""Where the time of `frugalvit search` goes, and what faiss would save of it, in one run.
+"""Where the time of `frugalvit search` goes, and what faiss saves of it, in one run.
 
-    pip install faiss-cpu
+    pip install -e ".[faiss]"
     python benchmarks/search_speed.py
 
-An index of random embeddings is searched as the command does, which reads it from the disk. What faiss could do of
-that is timed alone, by PyTorch and by faiss: the products with the query and the best of them, exact, not approximate.
+An index of random embeddings is searched as the command does, which reads it from the disk, with faiss and without.
+What these do of that is timed alone: the products with the query and the best of them, exact, not approximate.
 Medians over rounds in which they take turns; of a model, which embeds the query, there is none. Writes
 search_speed.json.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
+from unittest.mock import patch
 
 import faiss
 import torch
@@ -22,14 +25,16 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+import frugalvit.search
 from frugalvit.common.command_line import CommandParser, positive
 from frugalvit.common.tables import format_table
 from frugalvit.index import SHARD, read_shards
-from frugalvit.search import search
+from frugalvit.search import nearest, search
 from shared import add_results_argument, write_table
 
 
 TOP = 12
+LIBRARIES = {"PyTorch": None, "faiss": faiss}
 
 
 def main():
@@ -49,18 +54,18 @@ def main():
         embeddings = torch.cat([shard.embeddings for shard in read_shards(index)])
         calls = {
             "search": lambda: [found.cosine for found in search(query, read_shards(index), TOP)],
-            "products and the best": lambda: (embeddings @ query).topk(TOP).values.tolist(),
-            "products and the best by faiss": lambda: nearest_by_faiss(embeddings, query),
+            "products and the best": lambda: nearest(embeddings, query, TOP)[0],
         }
-        seconds, answers = {name: [] for name in calls}, {}
+        seconds, answers = defaultdict(list), {}
         for _ in tqdm(range(arguments.rounds), desc="rounds"):
-            for name, call in calls.items():
-                start = time.perf_counter()
-                answers[name] = call()
-                seconds[name].append(time.perf_counter() - start)
+            for (name, call), (by, library) in itertools.product(calls.items(), LIBRARIES.items()):
+                with patch.object(frugalvit.search, "faiss", library):
+                    start = time.perf_counter()
+                    answers[name, by] = call()
+                    seconds[name, by].append(time.perf_counter() - start)
     first, *others = (torch.tensor(answer) for answer in answers.values())
     assert all(torch.allclose(first, other, atol=1e-5) for other in others), answers
-    rows = [{"part": name, "seconds": statistics.median(values)} for name, values in seconds.items()]
+    rows = [{"part": name, "by": by, "seconds": statistics.median(values)} for (name, by), values in seconds.items()]
     print(format_table(rows))
     settings = {name: getattr(arguments, name) for name in ("images", "width", "rounds")}
     write_table(
@@ -78,11 +83,6 @@ def write_index(folder: Path, images: int, width: int, generator: torch.Generato
         files = json.dumps([[name, 100_000, 1_700_000_000_000_000_000] for name in names])
         path = folder / f"embeddings-{number:05d}-0.safetensors"
         save_file({"embeddings": embeddings}, path, {"files": files})
-
-
-def nearest_by_faiss(embeddings: torch.Tensor, query: torch.Tensor) -> list[float]:
-    cosines, _ = faiss.knn(query[None].numpy(), embeddings.numpy(), TOP, metric=faiss.METRIC_INNER_PRODUCT)
-    return cosines[0].tolist()
 
 
 if __name__ == "__main__":

@@ -82,9 +82,9 @@ def run_recipe(recipe, folder: Path, argv: list[str]) -> dict:
         results = json.loads(file.read_text(encoding="utf-8"))
         if results["command"] == shlex.join([*recipe.PROG.split(), *argv]):
             return results
-    recipe.main(argv)
-    # The next run may want another precision.
+    # What ran before may have wanted another precision.
     AcceleratorState._reset_state(True)
+    recipe.main(argv)
     return json.loads(file.read_text(encoding="utf-8"))
 
 

@@ -11,6 +11,7 @@ import copy
 import fnmatch
 import importlib
 import importlib.util
+import inspect
 import io
 import json
 import logging
@@ -63,6 +64,7 @@ class Format:
 
 FORMATS = {
     "openvino": Format("OpenVINO", {"openvino": "openvino", "nncf": "nncf"}, PRECISIONS, "openvino_{}.xml"),
+    # Not bfloat16: on CPUs, ONNX Runtime 1.32 has no products, convolutions or additions in it.
     "onnx": Format(
         "Onnx",
         {"onnx": "onnx", "onnxruntime": "onnxruntime", "onnxscript": "onnxscript"},
@@ -336,12 +338,14 @@ class ExportedModule(nn.Module):
     Args:
         folder (`str` or `os.PathLike`): What `frugalvit export` wrote.
         part (`str`, *optional*): The program, of several; the one that sees images if not given.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Load programs of torch, too, which are pickled: they can run any code when they are loaded.
 
     Raises:
-        ValueError: if the folder is damaged, or its runtime is not installed.
+        ValueError: if the folder is damaged, its runtime is not installed, or it is not trusted.
     """
 
-    def __init__(self, folder: str | os.PathLike, part: str | None = None):
+    def __init__(self, folder: str | os.PathLike, part: str | None = None, trust_remote_code: bool = False):
         super().__init__()
         folder = Path(folder).expanduser()
         try:
@@ -353,11 +357,20 @@ class ExportedModule(nn.Module):
         if not known:
             raise ValueError(f"Cannot load {str(folder)!r}: {self.format}, {self.precision} is none of its formats.")
         check_format(self.format, self.precision)
+        if self.format == "torch" and not trust_remote_code:
+            raise ValueError(
+                f"Cannot load {str(folder)!r}: a program of torch is pickled and can run any code. If you trust who "
+                "wrote it, pass --trust-remote-code."
+            )
         try:
             with _quiet():
                 self.config = AutoConfig.from_pretrained(folder)
                 exporters = importlib.import_module("transformers.exporters")
-                program = exporters.ExportedModel.from_pretrained(folder, device="cpu", **self._options())
+                load = exporters.ExportedModel.from_pretrained
+                options = self._options()
+                if self.format == "torch" and "trust_remote_code" in inspect.signature(load).parameters:
+                    options["trust_remote_code"] = True  # From Transformers 5.24 on.
+                program = load(folder, device="cpu", **options)
         # As many ways to fail as there are runtimes.
         except Exception as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -102,7 +102,7 @@ def load_image_classifier(
         ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
     """
     if is_exported(name):
-        model = load_exported(name, device, "an image classifier", ["logits"])
+        model = load_exported(name, device, trust_remote_code, "an image classifier", ["logits"])
         return model, load_image_processor(name, False, "an image classifier")
     return load_with_image_processor(
         name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification
@@ -110,23 +110,29 @@ def load_image_classifier(
 
 
 def load_exported(
-    name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str], part: str | None = None
+    name: str | os.PathLike,
+    device: str | torch.device | None,
+    trust_remote_code: bool,
+    kind: str,
+    outputs: list[str],
+    part: str | None = None,
 ) -> ExportedModule:
     """A program that `frugalvit export` wrote.
 
     Args:
         name (`str` or `os.PathLike`): Its folder.
         device (`str` or `torch.device`, *optional*): The CPU, where it runs here.
+        trust_remote_code (`bool`): Load programs that can run any code, those of torch.
         kind (`str`): What it is loaded as, for messages.
         outputs (`list[str]`): Some of what it is to compute.
         part (`str`, *optional*): The program, of several; the one that sees images if not given.
 
     Raises:
-        ValueError: if it computes none of these, is asked to another device, or is damaged.
+        ValueError: if it computes none of these, is asked to another device, is damaged or not trusted.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"The exported model {os.fspath(name)!r} runs on the CPU here, not on {str(device)!r}.")
-    model = ExportedModule(name, part)
+    model = ExportedModule(name, part, trust_remote_code)
     if not {*outputs} & {*model.outputs}:
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: it computes {', '.join(model.outputs)}.")
     return model

@@ -7,7 +7,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import ViTConfig, ViTForImageClassification
 
-from .common.command_line import CommandParser, add_device_argument
+from .common.command_line import CommandParser, add_device_argument, add_trust_argument
 from .common.exported import ExportedModule, is_exported
 from .common.files import check_file_path, write_json
 from .common.loading import DTYPES, choose_device, one_error
@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--compile", action="store_true", help="measure each model compiled by torch.compile, too")
     parser.add_argument("--rounds", type=int, default=10, help=ROUNDS)
     add_device_argument(parser)
+    add_trust_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", metavar="FILE", help="write the rows, with versions and device, into this .json")
     arguments = parser.parse_args(argv)
@@ -62,7 +63,10 @@ def main(argv: list[str] | None = None) -> None:
     device = str(choose_device(arguments.device))
 
     names = list(dict.fromkeys(arguments.models))
-    models = {name: build_model(name) for name in tqdm(names, desc="building", leave=False, disable=None)}
+    models = {
+        name: build_model(name, arguments.trust_remote_code)
+        for name in tqdm(names, desc="building", leave=False, disable=None)
+    }
     sizes = {name: image_size_of(model) for name, model in models.items()}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} {' x '.join(map(str, size))}" for name, size in sizes.items())
@@ -82,14 +86,14 @@ def main(argv: list[str] | None = None) -> None:
         write_json(arguments.output, {"settings": settings, **origin(), "rows": rows})
 
 
-def build_model(name: str) -> nn.Module:
+def build_model(name: str, trust_remote_code: bool = False) -> nn.Module:
     """A model by name, with random weights, or an exported one; of a CLIP or a LLaVA, the image side.
 
     Raises:
         ValueError: if there is no such model.
     """
     if is_exported(name):
-        return ExportedModule(name)
+        return ExportedModule(name, trust_remote_code=trust_remote_code)
     if name in VITS:
         return ViTForImageClassification(ViTConfig(num_labels=1000, **VITS[name])).eval()
     if name.startswith("timm:"):

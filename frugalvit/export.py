@@ -181,7 +181,7 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
             progress.set_description("comparing")
             right = right_labels(model, images)
             for name, part in parts.items():
-                exported = ExportedModule(folder, name)
+                exported = ExportedModule(folder, name, trust_remote_code=True)
                 batches = batches_for(part, image_processor, tokenizer, images)
                 report["parts"][name] |= asdict(compare_outputs(part, exported, batches, right))
                 report["parts"][name]["images_per_second"] = speeds_of(part, exported)

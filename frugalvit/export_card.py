@@ -62,6 +62,8 @@ def write_card(
     ways = f"Activations' ranges are those of {calibrated} images. " if calibrated else ""
     if report["float_layers"]:
         ways += f"Left in float32: layers of {', '.join(f'`{name}`' for name in report['float_layers'])}. "
+    if report["format"] == "torch":
+        ways += "Programs of PyTorch are pickled, so load only those of people whom you trust. "
     needs = {
         "torch": "PyTorch alone, and of frugalvit nothing",
         "executorch": "ExecuTorch's runtime, and of frugalvit nothing",

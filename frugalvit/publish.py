@@ -58,6 +58,9 @@ def main(argv: list[str] | None = None) -> None:
         help="leave the code out of OUT, which then loads where frugalvit is imported, as the folders of checkpoints/",
     )
     parser.add_argument("--private", action="store_true", help="make a new hub repository private")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run exported programs of torch, which can hold any code"
+    )
     arguments = parser.parse_args(argv)
 
     if arguments.results and not arguments.card:
@@ -73,7 +76,11 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.no_code and arguments.repo_id:
         raise ValueError("--no-code is for folders: models of a hub repository load where frugalvit is not installed.")
     with prepared(arguments) as folder:
-        checked = validate_exported(folder) if is_exported(folder) else validate_repository(folder)
+        checked = (
+            validate_exported(folder, arguments.trust_remote_code)
+            if is_exported(folder)
+            else validate_repository(folder)
+        )
         if arguments.no_code:
             remove_code(folder)
         files = sorted(folder.iterdir(), key=lambda path: -path.stat().st_size)

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,13 +17,19 @@ from .pictures import CAPTION_SIZE, TEXT_COLOR, check_picture_path, save_figure
 from .predict import decode_file
 
 
+try:
+    import faiss
+except ImportError:
+    faiss = None
+
 COLUMNS, PANEL = 4, 2.0
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="frugalvit search",
-        description="Find images of an index that `frugalvit index` made. All of them are compared.",
+        description="Find images of an index that `frugalvit index` made. All of them are compared, by faiss where it "
+        "is installed.",
     )
     parser.add_argument("index", metavar="INDEX", help="what `frugalvit index` wrote")
     parser.add_argument("query", metavar="WORDS|IMAGE", help="words, or a file with an image")
@@ -84,21 +89,47 @@ def search(query: torch.Tensor, shards: Iterable[Shard], top: int, folder: Path 
     Raises:
         ValueError: if nothing is left to find, or the embeddings have another width.
     """
-    cosines, latest = {}, {}
+    files, embeddings = [], []
     for shard in shards:
         if shard.embeddings.shape[1] != len(query):
             raise ValueError(
                 f"The index has embeddings of {shard.embeddings.shape[1]} numbers, the model makes {len(query)}."
             )
-        for (name, _, changed), cosine in zip(shard.files, (shard.embeddings @ query).tolist(), strict=True):
-            if changed >= latest.get(name, changed):
-                cosines[name], latest[name] = cosine, changed
-    ordered = sorted(cosines, key=cosines.get, reverse=True)
-    there = (name for name in ordered if folder is None or (folder / name).is_file())
-    found = [Found(name, cosines[name]) for name in islice(there, top)]
+        files += shard.files
+        embeddings.append(shard.embeddings)
+    latest = {}
+    for number, (name, _, changed) in enumerate(files):
+        if name not in latest or changed >= files[latest[name]][2]:
+            latest[name] = number
+    embeddings = torch.cat([torch.empty(0, len(query)), *embeddings])
+    found, seen = [], 0
+    # More of them, as long as what was found is gone or has changed since.
+    while len(found) < top and seen < len(files):
+        count = min(len(files), max(top, 2 * seen))
+        for cosine, number in list(zip(*nearest(embeddings, query, count), strict=True))[seen:]:
+            name = files[number][0]
+            if latest[name] == number and (folder is None or (folder / name).is_file()):
+                found.append(Found(name, cosine))
+        seen = count
     if not found:
-        raise ValueError(f"The index has no images, or none of its {len(cosines):,} is there any more.")
-    return found
+        raise ValueError(f"The index has no images, or none of its {len(latest):,} is there any more.")
+    return found[:top]
+
+
+def nearest(embeddings: torch.Tensor, query: torch.Tensor, count: int) -> tuple[list[float], list[int]]:
+    """The largest products with a query, and the rows that they are of, the largest first. All rows are compared, by
+    faiss where it is installed.
+
+    Args:
+        embeddings (`torch.Tensor`): `(rows, width)` float32.
+        query (`torch.Tensor`): `(width,)` float32.
+        count (`int`): Products, at most as many as there are rows.
+    """
+    if faiss is None:
+        products, rows = (embeddings @ query).topk(count)
+        return products.tolist(), rows.tolist()
+    products, rows = faiss.knn(query[None].numpy(), embeddings.numpy(), count, metric=faiss.METRIC_INNER_PRODUCT)
+    return products[0].tolist(), rows[0].tolist()
 
 
 def draw_found(paths: list[str], found: list[Found], query: str) -> Figure:

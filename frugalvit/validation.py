@@ -78,11 +78,11 @@ def validate_repository(folder: str | os.PathLike) -> list[str]:
     return _ready(found)
 
 
-def validate_exported(folder: str | os.PathLike) -> list[str]:
+def validate_exported(folder: str | os.PathLike, trust_remote_code: bool = False) -> list[str]:
     """As `validate_repository`, of what `frugalvit export` wrote: its card has measured what it is to be beside the
-    original, and its programs run."""
+    original, and its programs run; those of torch if they are trusted."""
     folder = Path(folder)
-    return _ready({check: check(folder) for check in (check_card, check_programs)})
+    return _ready({check_card: check_card(folder), check_programs: check_programs(folder, trust_remote_code)})
 
 
 def _ready(found: dict[Callable, list[str]]) -> list[str]:
@@ -151,12 +151,12 @@ def check_results(folder: Path) -> list[str]:
     ]
 
 
-def check_programs(folder: Path) -> list[str]:
+def check_programs(folder: Path, trust_remote_code: bool) -> list[str]:
     """Its programs run, and what they compute is finite."""
     problems = []
     for name, part in json.loads((folder / REPORT).read_text(encoding="utf-8"))["parts"].items():
         try:
-            program = ExportedModule(folder, name)
+            program = ExportedModule(folder, name, trust_remote_code)
         except ValueError as error:
             problems.append(str(error))
             continue

@@ -1,6 +1,8 @@
-"""What models that read images and texts say where a prompt has other places for image tokens than there are."""
+"""Image tokens of models that read images and texts: what these say where a prompt has other places for them than
+there are, and where their output has them."""
 
 import torch
+from transformers.utils import ModelOutput
 
 
 class CheckedImageTokens:
@@ -25,3 +27,12 @@ class CheckedImageTokens:
                 "of their images. `matching_processor(processor, model)` makes a processor that fits; where its call "
                 "chooses `num_image_tokens`, pass on to the model what it returns under that name."
             ) from error
+
+
+def projected_tokens(outputs: ModelOutput) -> torch.Tensor:
+    """What the language model read of all images, one after the other: `(tokens, hidden_size)`, from the output of a
+    `LlavaModel`, a `PaliGemmaModel` or one with a head. Versions of Transformers name it differently."""
+    if getattr(outputs, "image_outputs", None) is not None:
+        return torch.cat(list(outputs.image_outputs.pooler_output))
+    features = outputs.image_hidden_states  # Before Transformers 5.24.
+    return features.reshape(-1, features.shape[-1])

@@ -216,7 +216,7 @@ def rotate_head(
     query: torch.Tensor, key: torch.Tensor, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same head in another random basis: Q O and K O with an orthogonal O, which leaves Q K' as it is."""
-    rotation, triangle = torch.linalg.qr(torch.randn(query.shape[-1], query.shape[-1], generator=generator))
+    rotation, triangle = torch.linalg.qr(torch.randn(2 * [query.shape[-1]], generator=generator, dtype=torch.float32))
     rotation = (rotation * triangle.diagonal().sign()).to(query)
     return query @ rotation, key @ rotation
 
@@ -227,6 +227,6 @@ def mimetic_factors(
     """Factors of noise * Z + identity * I, with Z uniform of variance 1 / size, by a symmetrically split SVD (Trockman
     & Kolter 2023): two tensors `(size, size)` whose product it is."""
     bound = math.sqrt(3 / size)
-    z = torch.empty(size, size).uniform_(-bound, bound, generator=generator)
-    u, s, vh = torch.linalg.svd(noise * z + identity * torch.eye(size))
+    z = torch.empty(size, size, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+    u, s, vh = torch.linalg.svd(noise * z + identity * torch.eye(size, dtype=torch.float32))
     return u * s.sqrt(), s.sqrt()[:, None] * vh

@@ -257,7 +257,7 @@ class SparseFormerLatents(nn.Module):
         self.grid = config.token_grid
         num_embeddings = 1 if config.shared_token_embedding else config.num_latent_tokens
         self.token_embedding = nn.Parameter(torch.empty(num_embeddings, config.latent_size))
-        self.initial_rois = nn.Parameter(torch.empty(config.num_latent_tokens, 4))
+        self.initial_rois = nn.Parameter(torch.empty(config.num_latent_tokens, 4, dtype=torch.float32))
         self.cls_token = self.register_tokens = None
         if self.num_class_tokens:
             self.cls_token = nn.Parameter(torch.empty(self.num_class_tokens, config.hidden_size))

@@ -39,6 +39,12 @@ if SparseFormerConfig.model_type not in CONFIG_MAPPING:
 AutoModel.register(SparseFormerConfig, SparseFormerModel, exist_ok=True)
 
 
+def given(**arguments) -> dict:
+    """Arguments that are not None: older versions of Transformers do not know them (their `past_key_values`, which is
+    `cache` from 5.24 on, passes through `kwargs`)."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 class SparseFormerLlavaModel(CheckedImageTokens, LlavaModel):
     """`LlavaModel` whose images may have different numbers of tokens."""
 
@@ -105,7 +111,7 @@ class SparseFormerLlavaModel(CheckedImageTokens, LlavaModel):
         pixel_values: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         vision_feature_layer: int | list[int] | None = None,
         vision_feature_select_strategy: str | None = None,
@@ -117,21 +123,24 @@ class SparseFormerLlavaModel(CheckedImageTokens, LlavaModel):
             "vision_feature_layer": vision_feature_layer,
             "vision_feature_select_strategy": vision_feature_select_strategy,
         }
-        kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "return_dict": True}
+        kwargs |= {"position_ids": position_ids, "return_dict": True, **given(cache=cache)}
         if pixel_values is None or num_image_tokens is None:
             return super().forward(
                 input_ids, pixel_values, attention_mask, inputs_embeds=inputs_embeds, **selection, **kwargs
             )
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        features = self.get_image_features(
+        image_outputs = self.get_image_features(
             pixel_values, num_image_tokens=num_image_tokens, return_dict=True, **selection
-        ).pooler_output
-        features = torch.cat(features).to(inputs_embeds.device, inputs_embeds.dtype)
+        )
+        features = torch.cat(image_outputs.pooler_output).to(inputs_embeds.device, inputs_embeds.dtype)
         places = self.get_placeholder_mask(input_ids, inputs_embeds, features)
         inputs_embeds = inputs_embeds.masked_scatter(places, features)
         outputs = super().forward(attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        outputs.image_hidden_states = features
+        if hasattr(outputs, "image_outputs"):
+            outputs.image_outputs = image_outputs
+        else:  # Before Transformers 5.24.
+            outputs.image_hidden_states = features
         return outputs
 
 
@@ -166,7 +175,7 @@ class SparseFormerLlavaForConditionalGeneration(HubModel, LlavaForConditionalGen
         pixel_values: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         vision_feature_layer: int | list[int] | None = None,
         vision_feature_select_strategy: str | None = None,
@@ -187,14 +196,11 @@ class SparseFormerLlavaForConditionalGeneration(HubModel, LlavaForConditionalGen
         Raises:
             ValueError: if the prompts have more or fewer image tokens than the model makes of the images.
         """
-        # An argument that older versions of Transformers do not have.
-        encoded = {} if mm_encoder_outputs is None else {"mm_encoder_outputs": mm_encoder_outputs}
         return super().forward(
             input_ids=input_ids,
             pixel_values=pixel_values,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             vision_feature_layer=vision_feature_layer,
             vision_feature_select_strategy=vision_feature_select_strategy,
@@ -202,7 +208,7 @@ class SparseFormerLlavaForConditionalGeneration(HubModel, LlavaForConditionalGen
             logits_to_keep=logits_to_keep,
             image_sizes=image_sizes,
             num_image_tokens=num_image_tokens,
-            **encoded,
+            **given(cache=cache, mm_encoder_outputs=mm_encoder_outputs),
             **kwargs,
         )
 

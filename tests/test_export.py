@@ -106,7 +106,7 @@ def test_a_program_is_the_model(arguments, tolerance, write, folder):
     """In batches of any size; of fewer bits, nearly; and the report says how near."""
     output = write(*arguments)
     model, _ = load_image_classifier(folder)
-    program, _ = load_image_classifier(output)
+    program, _ = load_image_classifier(output, trust_remote_code="torch" in arguments)
     generator = torch.Generator().manual_seed(1)
     for size in (1, 3):
         pixel_values = torch.randn(size, 3, 32, 32, generator=generator)
@@ -133,6 +133,26 @@ def test_the_original_stays_in_float32(folder, tmp_path):
     model, _ = load_image_classifier(folder)
     programs.export_parts(parts_of(model), model.config, "torch", "bfloat16", tmp_path)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "predict {photograph} --model {program} --device cpu",
+        "evaluate classification --model {program} --limit 2 --device cpu",
+        "benchmark {program} --batch-size 1 --rounds 1 --device cpu",
+        "publish {program} --dry-run",
+    ],
+    ids=lambda command: command.split()[0],
+)
+def test_pickled_programs_need_a_yes(command, write, photograph, capsys):
+    """Those of torch can run any code."""
+    words = command.format(photograph=photograph, program=write("--format", "torch", "--license", "mit")).split()
+    assert main(words) == 1
+    assert (
+        "pickled and can run any code. If you trust who wrote it, pass --trust-remote-code" in capsys.readouterr().err
+    )
+    assert main([*words, "--trust-remote-code"]) == 0
 
 
 def shapes_in_float32(folder: Path) -> Counter:

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
+import faiss
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from PIL import Image
 from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPVisionConfig
 
 import frugalvit
+import frugalvit.search
 from frugalvit import SparseFormerVisionModelWithProjection, index
 from frugalvit.cli import main
 from frugalvit.common.data import SUBSET, decode_image, load_images
@@ -177,8 +180,9 @@ def test_corrupt_images_may_be_left_out(images, tmp_path, capsys):
     assert "is damaged" in capsys.readouterr().err
 
 
-@given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 2**16))
-def test_search_is_sorting(count, top, seed):
+@pytest.mark.parametrize("library", [faiss, None], ids=["faiss", "plain"])
+@given(count=st.integers(1, 30), top=st.integers(1, 40), seed=st.integers(0, 2**16))
+def test_search_is_sorting(library, count, top, seed):
     """Also in pieces, with the last embedding of an image that changed."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.nn.functional.normalize(torch.randn(count, 4, generator=generator), dim=-1)
@@ -187,6 +191,8 @@ def test_search_is_sorting(count, top, seed):
     half = count // 2
     old = Shard([[name, size, 0] for name, size, _ in files[:half]], -embeddings[:half])
     shards = [Shard(files[:half], embeddings[:half]), Shard(files[half:], embeddings[half:]), old]
-    found = search(query, [shard for shard in shards if shard.files], top)
+    with patch.object(frugalvit.search, "faiss", library):
+        found = search(query, [shard for shard in shards if shard.files], top)
     order = (embeddings @ query).argsort(descending=True)[:top].tolist()
     assert [each.name for each in found] == [f"{number}.png" for number in order]
+    assert [each.cosine for each in found] == pytest.approx((embeddings @ query)[order].tolist(), abs=1e-6)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def test_end_with_a_result_or_one_line(tmp_path):
-    """A sample of them; FRUGALVIT_ODD_COMMANDS=all tries all 4,328, for half an hour."""
+    """A sample of them; FRUGALVIT_ODD_COMMANDS=all tries all of them, for half an hour."""
     program, count = Path(__file__).with_name("odd_commands.py"), os.environ.get("FRUGALVIT_ODD_COMMANDS", "20")
     process = subprocess.run(
         [sys.executable, program, tmp_path, *([] if count == "all" else [count])],

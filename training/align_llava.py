@@ -34,6 +34,7 @@ from ..common.conversations import (
 from ..common.data import NO_EVALUATION, load_splits
 from ..common.loading import QUANTIZATIONS, load_llava, load_vision_model
 from ..common.views import CAPTION, ImageFormat, random_seed
+from ..modeling.image_tokens import projected_tokens
 from ..modeling.layers import divergence
 from ..modeling.swap import input_device, matching_processor, swap_vision_tower
 from .components.answers import Answers, answer, select
@@ -228,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         outputs = model(pixel_values=batch["pixel_values"].to(dtype), logits_to_keep=asked + 1, **inputs)
         labels = labels[:, -asked:]
         answered = labels != NO_ANSWER
-        features = outputs.image_hidden_states
+        features = projected_tokens(outputs)
         seen = features.reshape(len(labels), -1, features.shape[-1]).float().mean(1)
         said, tokens = select(outputs.logits[:, :-1], answered).float(), labels[answered].to(accelerator.device)
         # The projector may be on another device than what is returned.

@@ -413,6 +413,8 @@ class VisionLanguageTester:
             vision_config=self.get_vision_config().to_dict(),
             image_token_index=4,
             image_seq_length=self.image_tokens,
+            # As in Transformers' tests of LLaVA: others have to be among the states that are asked for.
+            vision_feature_layer=-1,
         )
 
     def get_vision_config(self):
@@ -429,6 +431,8 @@ class VisionLanguageTester:
         }
 
 
+# One of the tests is about it.
+@pytest.mark.filterwarnings("default:`past_key_values` is deprecated:FutureWarning")
 class LlavaCommonTest(ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (frugalvit.SparseFormerLlavaForConditionalGeneration,)
     _is_composite = True
@@ -475,6 +479,8 @@ class PaliGemmaTester(VisionLanguageTester):
         return config, inputs | {"token_type_ids": torch.zeros_like(inputs["input_ids"])}
 
 
+# One of the tests is about it.
+@pytest.mark.filterwarnings("default:`past_key_values` is deprecated:FutureWarning")
 class PaliGemmaCommonTest(ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (frugalvit.SparseFormerPaliGemmaForConditionalGeneration,)
     _is_composite = True

@@ -30,9 +30,11 @@ def fresh_accelerator():
 
 
 @pytest.fixture(autouse=True)
-def slow_bfloat16(monkeypatch):
-    """The same arithmetic on every machine."""
-    monkeypatch.setattr("frugalvit.common.precision.bfloat16_is_fast", lambda: False)
+def slow_bfloat16():
+    """The same arithmetic on every machine, also after a test's own `monkeypatch.undo()`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("frugalvit.common.precision.bfloat16_is_fast", lambda: False)
+        yield
 
 
 COUNTED = {}
