@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from sparseformer_speed import load_reference
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
@@ -35,6 +34,7 @@ from frugalvit.training import bootstrap
 from frugalvit.training.components.augmentation import BootstrapView
 from frugalvit.training.components.loaders import TrainingLoader
 from shared import add_results_argument, write_table
+from sparseformer_speed import load_reference
 
 
 # Of the eight inherited blocks; the recipe freezes as many.

@@ -51,7 +51,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder)
         write_index(index, arguments.images, arguments.width, generator)
-        embeddings = torch.cat([shard.embeddings for shard in read_shards(index)])
+        embeddings = [shard.embeddings for shard in read_shards(index)]
         calls = {
             "search": lambda: [found.cosine for found in search(query, read_shards(index), TOP)],
             "products and the best": lambda: nearest(embeddings, query, TOP)[0],

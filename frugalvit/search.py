@@ -101,7 +101,6 @@ def search(query: torch.Tensor, shards: Iterable[Shard], top: int, folder: Path 
     for number, (name, _, changed) in enumerate(files):
         if name not in latest or changed >= files[latest[name]][2]:
             latest[name] = number
-    embeddings = torch.cat([torch.empty(0, len(query)), *embeddings])
     found, seen = [], 0
     # More of them, as long as what was found is gone or has changed since.
     while len(found) < top and seen < len(files):
@@ -116,20 +115,28 @@ def search(query: torch.Tensor, shards: Iterable[Shard], top: int, folder: Path 
     return found[:top]
 
 
-def nearest(embeddings: torch.Tensor, query: torch.Tensor, count: int) -> tuple[list[float], list[int]]:
+def nearest(embeddings: list[torch.Tensor], query: torch.Tensor, count: int) -> tuple[list[float], list[int]]:
     """The largest products with a query, and the rows that they are of, the largest first. All rows are compared, by
     faiss where it is installed.
 
     Args:
-        embeddings (`torch.Tensor`): `(rows, width)` float32.
+        embeddings (`list[torch.Tensor]`): `(rows, width)` float32 each; rows are counted through all of them.
         query (`torch.Tensor`): `(width,)` float32.
         count (`int`): Products, at most as many as there are rows.
     """
-    if faiss is None:
-        products, rows = (embeddings @ query).topk(count)
-        return products.tolist(), rows.tolist()
-    products, rows = faiss.knn(query[None].numpy(), embeddings.numpy(), count, metric=faiss.METRIC_INNER_PRODUCT)
-    return products[0].tolist(), rows[0].tolist()
+    products, rows, first = [], [], 0
+    for part in embeddings:
+        best = min(count, len(part))
+        if faiss is None:
+            values, indices = (part @ query).topk(best)
+        else:
+            found = faiss.knn(query[None].numpy(), part.numpy(), best, metric=faiss.METRIC_INNER_PRODUCT)
+            values, indices = (torch.from_numpy(each[0]) for each in found)
+        products.append(values)
+        rows.append(indices + first)
+        first += len(part)
+    products, order = torch.cat(products).topk(count)
+    return products.tolist(), torch.cat(rows)[order].tolist()
 
 
 def draw_found(paths: list[str], found: list[Found], query: str) -> Figure:
