@@ -39,6 +39,8 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 MANIFEST, REPORT = "export.json", "report.json"
 # Sizes of batches that a program takes.
 MOST_IMAGES = 4_096
+# Formats whose int8 leaves the layer that reads the pixels in float32: results/int8_layers.json has what it suffers.
+PIXELS_IN_FLOAT = ("openvino",)
 # Operators that ONNX Runtime computes in integers. All others stay in floating point.
 INTEGER_OPERATORS = ["MatMul", "Gemm", "Conv"]
 
@@ -221,6 +223,12 @@ def export_parts(
     forget_code(folder)
 
 
+def first_layer(model: nn.Module) -> str:
+    """The name of the layer that reads the pixels: the first convolution or linear layer that is not for texts."""
+    layers = (name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear))
+    return next(name for name in layers if not name.startswith("text_"))
+
+
 def modules_named(model: nn.Module, patterns: Iterable[str]) -> set[str]:
     """Names of a model's modules that patterns such as `classifier` or `*.mlp` match.
 
@@ -248,10 +256,10 @@ def _quantizer(exporters, name: str, part: Part, calibration: list[dict[str, tor
     if name == "openvino":
         # As transformers are quantized: norms, softmax and what adds positions stay in floating point.
         config = exporters.NNCFQuantizationConfig(subset_size=len(calibration))
-        if kept:
+        if layers := _layers_within(part, kept):
             import nncf
 
-            patterns = [rf"{layer}/.*" for layer in _layers_within(part, kept)]
+            patterns = [rf"{layer}/.*" for layer in layers]
             # What OpenVINO computed beforehand is not in its graph any more.
             config.ignored_scope = nncf.IgnoredScope(patterns=patterns, validate=False)
         return exporters.NNCFOpenVINOQuantizer(config, calibration_dataset=calibration)

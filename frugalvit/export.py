@@ -18,12 +18,14 @@ from .common.comparison import macs_if_countable
 from .common.data import class_names, label_numbers, load_images, split_names
 from .common.exported import (
     FORMATS,
+    PIXELS_IN_FLOAT,
     PRECISIONS,
     REPORT,
     ExportedModule,
     Part,
     check_format,
     export_parts,
+    first_layer,
     modules_named,
     parts_of,
 )
@@ -98,7 +100,8 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="of int8: modules whose layers stay in float32, by name or pattern (classifier, '*.mlp')",
+        help="of int8: modules whose layers stay in float32, by name or pattern (classifier, '*.mlp'); for openvino, "
+        "what reads the pixels does anyway",
     )
     gate = parser.add_argument_group("what the exported model has to reach")
     gate.add_argument("--min-cosine", type=probability, help="mean cosine of outputs (default: 0.99; int8 0.97)")
@@ -145,8 +148,10 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         with whole_folder(arguments.output, arguments.overwrite) as folder:
             progress.update()
             progress.set_description("exporting")
-            calibration = None
+            calibration, float_layers = None, arguments.float_layers
             if arguments.precision == "int8":
+                if arguments.format in PIXELS_IN_FLOAT:
+                    float_layers = [first_layer(model), *float_layers]
                 calibration = {
                     name: list(batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1))
                     for name, part in parts.items()
@@ -158,7 +163,7 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
                 arguments.precision,
                 folder,
                 calibration,
-                arguments.float_layers,
+                float_layers,
             )
             size = sum(path.stat().st_size for path in folder.iterdir() if path.suffix != ".json")
             for processor in filter(None, (image_processor, tokenizer)):
@@ -173,7 +178,7 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
                 "macs": count(model, parts),
                 "bytes": size,
                 "calibration_images": len(calibration_images) if calibration else 0,
-                "float_layers": arguments.float_layers,
+                "float_layers": float_layers,
                 "parts": {name: {"outputs": list(part(**part.example(1)))} for name, part in parts.items()},
             }
             write_json(folder / REPORT, report)

@@ -184,6 +184,22 @@ def test_layers_that_stay_in_float32(name, patterns, folder, tmp_path):
     assert bool(asked) == bool(patterns)
 
 
+@pytest.mark.parametrize("name, count", [("openvino", 1), ("onnx", 0)])
+def test_what_reads_the_pixels_suffers_from_8_bits(name, count, write, folder):
+    """In OpenVINO, where it stays in float32; the card says so."""
+    output = write("--format", name, "--precision", "int8")
+    model, _ = load_image_classifier(folder)
+    layer = programs.first_layer(model)
+    assert layer.endswith(".sampling.projection")
+    assert shapes_in_float32(output)[tuple(sorted(model.get_submodule(layer).weight.shape))] == count
+    assert (f"Left in float32: layers of `{layer}`." in (output / "README.md").read_text()) == bool(count)
+
+
+def test_texts_are_not_read_first():
+    clip = frugalvit.SparseFormerCLIPModel.from_pretrained(frugalvit.checkpoint_path("cifar10-sparseformer-clip"))
+    assert programs.first_layer(clip) == "vision_model.stem.convolution"
+
+
 @torch.no_grad()
 def test_only_layers_have_8_bits(folder, tmp_path):
     """In ONNX, products of activations, RoIs and sampling points have not."""
