@@ -39,7 +39,7 @@ if SparseFormerConfig.model_type not in CONFIG_MAPPING:
 AutoModel.register(SparseFormerConfig, SparseFormerModel, exist_ok=True)
 
 
-def given(**arguments) -> dict:
+def _given(**arguments) -> dict:
     """Arguments that are not None: older versions of Transformers do not know them (their `past_key_values`, which is
     `cache` from 5.24 on, passes through `kwargs`)."""
     return {name: value for name, value in arguments.items() if value is not None}
@@ -123,7 +123,7 @@ class SparseFormerLlavaModel(CheckedImageTokens, LlavaModel):
             "vision_feature_layer": vision_feature_layer,
             "vision_feature_select_strategy": vision_feature_select_strategy,
         }
-        kwargs |= {"position_ids": position_ids, "return_dict": True, **given(cache=cache)}
+        kwargs |= {"position_ids": position_ids, "return_dict": True, **_given(cache=cache)}
         if pixel_values is None or num_image_tokens is None:
             return super().forward(
                 input_ids, pixel_values, attention_mask, inputs_embeds=inputs_embeds, **selection, **kwargs
@@ -208,7 +208,7 @@ class SparseFormerLlavaForConditionalGeneration(HubModel, LlavaForConditionalGen
             logits_to_keep=logits_to_keep,
             image_sizes=image_sizes,
             num_image_tokens=num_image_tokens,
-            **given(cache=cache, mm_encoder_outputs=mm_encoder_outputs),
+            **_given(cache=cache, mm_encoder_outputs=mm_encoder_outputs),
             **kwargs,
         )
 

@@ -25,6 +25,8 @@ datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
+    """Other tests, too, may have left one of another precision."""
+    AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
 
