@@ -152,6 +152,8 @@ def run(arguments, name: str, recipe, row: dict, seed: int) -> dict:
         [
             *("--seed", str(seed), *data_arguments(arguments), "--train-split", f"train[:{arguments.images}]"),
             *("--epochs", str(arguments.epochs), "--batch-size", "32"),
+            # Machines that are fast at bf16 would take it.
+            *("--mixed-precision", "no"),
             *(text for field, value in row.items() for text in (f"--{field}", str(value))),
         ],
     )

@@ -6,6 +6,7 @@
     python benchmarks/caltech101.py picture --test TEST --student RUN
     python benchmarks/caltech101.py compare --test TEST --tome CHECKOUT
     python benchmarks/caltech101.py tome --train TRAIN --test TEST --tome CHECKOUT --merged 40
+    python benchmarks/caltech101.py diffrate --train TRAIN --test TEST --diffrate CHECKOUT
     python benchmarks/caltech101.py features --model FOLDER --train TRAIN --test TEST
 
 `teacher` fine-tunes a pretrained ViT, first on small images. `students` bootstraps from it, without labels: students
@@ -18,8 +19,10 @@ there into caltech101_students.json, caltech101_adaptive.json and caltech101_ela
 a student that glances looks on photographs and on the same as small objects (caltech101_windows.png). `compare` is
 `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is off the shelf
 (compare_caltech101.json and .png). `tome` tunes it, too, on the views and by the loss of the students
-(caltech101_tome.json). `features` bootstraps from the pretrained ViT itself on the images of 81 classes, and judges
-the embeddings of teacher and student by the 20 others (caltech101_features.json).
+(caltech101_tome.json). `diffrate` first searches DiffRate's rates (github.com/OpenGVLab/DiffRate) for the cost of 64
+tokens, on the same views with labels, and tunes it then as ToMe (caltech101_diffrate.json). `features` bootstraps
+from the pretrained ViT itself on the images of 81 classes, and judges the embeddings of teacher and student by the 20
+others (caltech101_features.json).
 """
 
 import argparse
@@ -53,7 +56,7 @@ from frugalvit.pictures import save_figure
 from frugalvit.predict import draw_predictions, format_labels, predict
 from frugalvit.training import bootstrap, train
 from shared import add_run_arguments, run_recipe, spread, write_comparison, write_table
-from token_merging import merging, tome
+from token_merging import diffrate, merging, tome
 
 
 # Arguments of `frugalvit bootstrap` besides the shared ones.
@@ -85,12 +88,14 @@ LEFT_OUT = range(0, 100, 5)
 
 def main():
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["teacher", "students", "table", "picture", "compare", "tome", "features"])
+    parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--model", help="pretrained ViT to fine-tune")
     parser.add_argument("--train", help="parquet file or folder of training images")
     parser.add_argument("--test", help="of test images")
     parser.add_argument("--student", type=Path, help="run to draw")
     parser.add_argument("--tome", help="checkout of ToMe")
+    parser.add_argument("--diffrate", help="checkout of DiffRate")
+    parser.add_argument("--search-macs", type=float, default=1.43e9, help="that DiffRate may cost (default: 1.43e9)")
     parser.add_argument("--merged", type=int, nargs="+", default=[8, 12, 16], help="ToMe's r (default: 8 12 16)")
     parser.add_argument("--limit", type=int, default=600, help="test images to compare with (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed passes of each model (default: %(default)s)")
@@ -102,26 +107,10 @@ def main():
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
     add_run_arguments(parser, "runs/caltech101")
     arguments = parser.parse_args()
-    needed = {
-        "teacher": ("model", "train", "test"),
-        "students": ("train", "test"),
-        "picture": ("test", "student"),
-        "compare": ("test",),
-        "tome": ("train", "test", "tome"),
-        "features": ("model", "train", "test"),
-    }
-    if missing := [name for name in needed.get(arguments.what, ()) if getattr(arguments, name) is None]:
+    function, needed = COMMANDS[arguments.what]
+    if missing := [name for name in needed if getattr(arguments, name) is None]:
         parser.error(f"{arguments.what} needs --{missing[0]}")
-    commands = {
-        "teacher": train_teacher,
-        "students": train_students,
-        "table": make_table,
-        "picture": draw_windows,
-        "compare": compare_all,
-        "tome": tune_tome,
-        "features": compare_features,
-    }
-    commands[arguments.what](arguments)
+    function(arguments)
 
 
 def train_teacher(arguments):
@@ -171,7 +160,7 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
     run_recipe(bootstrap, folder, argv)
     views = epochs * min(steps, epoch) * BATCH_SIZE
     about = {"variant": variant, "views": views, "seed": seed, "zoom_out": arguments.zoom_out}
-    measured = [about | row for row in measure_student(arguments, folder)]
+    measured = [about | row for row in measure_student(arguments, *load_image_classifier(folder, "cpu"))]
     write_json(measured_file, measured)
     return measured
 
@@ -198,10 +187,9 @@ def teacher_on_test(arguments, images: str) -> dict:
 
 
 @torch.inference_mode()
-def measure_student(arguments, folder: Path) -> list[dict]:
+def measure_student(arguments, model, processor) -> list[dict]:
     """Accuracy and likeness to the teacher on the test images, and on the same images as small objects, for each count
     of tokens; of a student for several, also where sureness decides."""
-    model, processor = load_image_classifier(folder, "cpu")
     counts = model.config.trained_token_counts
     rows = {count: {"tokens": count} for count in counts}
     adaptive = [
@@ -306,36 +294,67 @@ def compare_all(arguments):
 
 def tune_tome(arguments):
     """ToMe off the shelf, and after one epoch of the students' views, loss and rate of inherited weights."""
-    folder = arguments.runs_dir / "teacher"
-    teacher, processor = load_teacher(str(folder))
-    runs = {}
-    for merged, seed in itertools.product(arguments.merged, arguments.seeds):
-        argv = [
-            *shared_arguments(arguments, folder, arguments.train, seed)[:4],
-            *("--eval-split", "none", "--batch-size", str(BATCH_SIZE), "--seed", str(seed)),
-            *("--mixed-precision", arguments.mixed_precision, "--loss", "cosine", "--crop-scale", "0.5", "1"),
-            *("--epochs", "1", "--learning-rate", "2e-5", "--warmup-epochs", "0.1", "--weight-decay", "0.05"),
-            *("--tome", arguments.tome, "--merged", str(merged)),
-        ]
-        runs[merged, seed] = arguments.runs_dir / f"tome{merged}-seed{seed}"
-        run_recipe(token_merging, runs[merged, seed], argv)
+    teacher, processor = load_teacher(str(arguments.runs_dir / "teacher"))
     rows = []
     for merged in arguments.merged:
-        for tuned in (None, *arguments.seeds):
-            model = tome(teacher, arguments.tome, merged, tuned if tuned is None else runs[merged, tuned])
-            with torch.inference_mode():
-                embeddings, labels = embed(
-                    arguments, lambda pixels, model=model: model(pixels).embedding, processor, "test"
-                )
-                right = teacher.classifier(embeddings).argmax(1) == labels
-            row = {"merged": merged, "seed": tuned, "accuracy": right.float().mean().item()}
-            rows.append(row | {"macs": frugalvit.count_macs(model, teacher.image_size).macs_with_attention})
+        peer = ["--tome", arguments.tome, "--merged", str(merged)]
+        runs = {seed: tune_peer(arguments, f"tome{merged}", seed, peer) for seed in arguments.seeds}
+        for seed, folder in {None: None, **runs}.items():
+            model = tome(teacher, arguments.tome, merged, folder)
+            rows.append({"merged": merged, "seed": seed} | measure_peer(arguments, model, teacher, processor))
+    write_peers(arguments, "tome", {"merged": arguments.merged}, rows, "seed null: off the shelf")
+
+
+def tune_diffrate(arguments):
+    """DiffRate with rates that were searched, and after one epoch as ToMe is tuned."""
+    teacher, processor = load_teacher(str(arguments.runs_dir / "teacher"))
+    peer, rows = ["--diffrate", arguments.diffrate], []
+    for seed in arguments.seeds:
+        # The rate of `token_merging_table.py`, which found it on CIFAR-10.
+        search = [*peer, "--search-macs", str(arguments.search_macs), "--learning-rate", "0.03"]
+        rates = run_peer(arguments, "diffrate-rates", seed, search)
+        for tuned in (None, tune_peer(arguments, "diffrate", seed, [*peer, "--rates", str(rates)])):
+            model = diffrate(teacher, arguments.diffrate, rates, tuned)
+            about = {"tuned": tuned is not None, "seed": seed}
+            rows.append(about | measure_peer(arguments, model, teacher, processor))
+    write_peers(arguments, "diffrate", {"search_macs": arguments.search_macs}, rows, "rates searched with labels")
+
+
+def run_peer(arguments, name: str, seed: int, argv: list[str]) -> Path:
+    """The folder of a peer's epoch on the students' views, run now or before."""
+    folder = arguments.runs_dir / f"{name}-seed{seed}"
+    shared = [
+        *shared_arguments(arguments, arguments.runs_dir / "teacher", arguments.train, seed)[:4],
+        *("--eval-split", "none", "--batch-size", str(BATCH_SIZE), "--seed", str(seed)),
+        *("--mixed-precision", arguments.mixed_precision, "--crop-scale", "0.5", "1"),
+        *("--epochs", "1", "--warmup-epochs", "0.1"),
+    ]
+    run_recipe(token_merging, folder, [*shared, *argv])
+    return folder
+
+
+def tune_peer(arguments, name: str, seed: int, argv: list[str]) -> Path:
+    """`run_peer` with the students' loss and rate of inherited weights."""
+    recipe = ["--loss", "cosine", "--learning-rate", "2e-5", "--weight-decay", "0.05"]
+    return run_peer(arguments, name, seed, [*recipe, *argv])
+
+
+@torch.inference_mode()
+def measure_peer(arguments, model, teacher, processor) -> dict:
+    """Accuracy on the test images, and cost."""
+    embeddings, labels = embed(arguments, lambda pixels: model(pixels).embedding, processor, "test")
+    right = teacher.classifier(embeddings).argmax(1) == labels
+    macs = frugalvit.count_macs(model, teacher.image_size).macs_with_attention
+    return {"accuracy": right.float().mean().item(), "macs": macs, "images": len(labels)}
+
+
+def write_peers(arguments, name: str, settings: dict, rows: list[dict], remark: str):
     print(format_table(rows))
     write_table(
-        arguments.results_dir / "caltech101_tome.json",
-        {"merged": arguments.merged, "seeds": arguments.seeds, "images": len(labels)},
+        arguments.results_dir / f"caltech101_{name}.json",
+        settings | {"seeds": arguments.seeds},
         rows,
-        data="Caltech-101, test images, 224 px; seed null: off the shelf",
+        data=f"Caltech-101, test images, 224 px; {remark}",
     )
 
 
@@ -438,6 +457,19 @@ def draw_elastic(students: list[dict], adaptive: list[dict]) -> Figure:
     axes[0].set_ylim(82, 95)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
+
+
+# Functions, and the arguments that they cannot do without.
+COMMANDS = {
+    "teacher": (train_teacher, ("model", "train", "test")),
+    "students": (train_students, ("train", "test")),
+    "table": (make_table, ()),
+    "picture": (draw_windows, ("test", "student")),
+    "compare": (compare_all, ("test",)),
+    "tome": (tune_tome, ("train", "test", "tome")),
+    "diffrate": (tune_diffrate, ("train", "test", "diffrate")),
+    "features": (compare_features, ("model", "train", "test")),
+}
 
 
 if __name__ == "__main__":

@@ -29,6 +29,10 @@ RUNTIMES = [
     ("openvino", "int8"),
     ("onnx", "float32"),
     ("onnx", "int8"),
+    ("executorch", "float32"),
+    ("executorch", "int8"),
+    ("torch", "float32"),
+    ("torch", "bfloat16"),
 ]
 # The first of each group is what ratios are to.
 GROUPS = {
@@ -57,7 +61,8 @@ def main():
             models[f"{name}, pytorch"] = model = build_model(name)
             for runtime, precision in RUNTIMES:
                 folder = exported(model, name, runtime, precision, arguments)
-                models[f"{name}, {runtime} {precision}"] = ExportedModule(folder)
+                # Written by this command.
+                models[f"{name}, {runtime} {precision}"] = ExportedModule(folder, trust_remote_code=True)
         dtypes = [torch.float32, torch.bfloat16]
         size = image_size_of(next(iter(models.values())))
         for row in measure_all(models, size, arguments.batch_size, dtypes, "cpu", arguments.rounds):

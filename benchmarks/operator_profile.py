@@ -21,6 +21,7 @@ from shared import add_results_argument, write_table
 from sparseformer_speed import SIZES, load_reference
 
 
+# ATen's names of the operators of each kind.
 KINDS = {
     "linear layers": ["addmm", "mm"],
     "other products": ["bmm", "baddbmm", "mkldnn_convolution"],

@@ -1,0 +1,167 @@
+"""Parts that were tried in students with an inherited start and are not in the model family: tokens that show a larger
+context, second looks at the image between blocks, and patches of fewer points.
+
+They are hung into a student by hooks, so that `frugalvit bootstrap` trains it as any other. None but the last changes
+what the student computes before training, or it adds what attends like one more patch.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+from frugalvit.common.loading import load_image_classifier
+from frugalvit.modeling import inheritance
+from frugalvit.modeling.modeling_sparseformer import SparseFormerModel, adjust_rois
+from frugalvit.modeling.pyramid import ImagePyramid, grid_rois
+from frugalvit.training import bootstrap
+
+
+class ContextTokens(nn.Module):
+    """Tokens of a coarser grid, which see the whole image at fewer pixels and attend with the others, but are not
+    pooled. They are embedded by the student's own layer; their positions are its own, interpolated."""
+
+    def __init__(self, base: SparseFormerModel, grid: tuple[int, int]):
+        super().__init__()
+        self.grid, self.pyramid = grid, ImagePyramid(base.config.patch_size, num_levels=1)
+        self.token_embedding = nn.Parameter(base.latents.on_grid(grid)[0].detach().clone())
+
+    def hang_into(self, base: SparseFormerModel, images: dict):
+        count = math.prod(self.grid)
+
+        def join(layer, args):
+            hidden_states, *others = args
+            rois = grid_rois(self.grid).to(hidden_states.device).unsqueeze(0)
+            embedding = self.token_embedding.unsqueeze(0)
+            pyramid = self.pyramid(images["pixel_values"], self.grid)
+            embedded, _ = base.final_focusing_layer.sampling(embedding, rois, pyramid)
+            return torch.cat([hidden_states, (embedding + embedded).to(hidden_states.dtype)], dim=1), *others
+
+        def leave(layer, args, outputs):
+            hidden_states, *others = outputs
+            return hidden_states[:, :-count], *others
+
+        base.layers[0].register_forward_pre_hook(join)
+        base.layers[-1].register_forward_hook(leave)
+
+
+class SecondLook(nn.Module):
+    """Before a block, each token samples the image again and a linear layer, which is zero at first, adds what it
+    shows.
+
+    Args:
+        base (`SparseFormerModel`): What it is hung into.
+        block (`int`): The block's number, from 0.
+        moves (`bool`): The token moves its RoI before, by a layer that is zero at first; else the RoI stays.
+        scale (`float`): The RoI's sides as shares of what they were.
+    """
+
+    def __init__(self, base: SparseFormerModel, block: int, moves: bool, scale: float = 1.0):
+        super().__init__()
+        width = base.config.hidden_size
+        self.block = block
+        # RoIs of half the size are read from the image at twice the size.
+        self.pyramid = ImagePyramid(base.config.patch_size, num_levels=2)
+        self.sampling = copy.deepcopy(base.final_focusing_layer.sampling)
+        self.norm, self.deltas = nn.LayerNorm(width), nn.Linear(width, 4)
+        self.out_proj = nn.Linear(width, width)
+        for layer in (self.deltas, self.out_proj):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        with torch.no_grad():
+            self.deltas.bias[2:] = math.log(scale)
+        self.deltas.requires_grad_(moves)
+        self.norm.requires_grad_(moves)
+
+    def hang_into(self, base: SparseFormerModel, images: dict):
+        def look(layer, args):
+            hidden_states, rois, *others = args
+            prefix = base.config.num_prefix_tokens
+            front, tokens = hidden_states[:, :prefix], hidden_states[:, prefix:]
+            rois = adjust_rois(rois, self.deltas(self.norm(tokens)))
+            pyramid = self.pyramid(images["pixel_values"], base.config.token_grid)
+            sampled, _ = self.sampling(tokens, rois, pyramid)
+            return torch.cat([front, tokens + self.out_proj(sampled).to(tokens.dtype)], dim=1), rois, *others
+
+        base.layers[self.block].register_forward_pre_hook(look)
+
+
+# Parts by name, made for a student.
+TRIALS: dict[str, Callable[[SparseFormerModel], list[nn.Module]]] = {
+    "one context token": lambda base: [ContextTokens(base, (1, 1))],
+    "four context tokens": lambda base: [ContextTokens(base, (2, 2))],
+    "second look": lambda base: [SecondLook(base, 3, moves=False)],
+    "second look, moving": lambda base: [SecondLook(base, 3, moves=True)],
+    "second look, half as large": lambda base: [SecondLook(base, 3, moves=False, scale=0.5)],
+    "second look, half as large, moving": lambda base: [SecondLook(base, 3, moves=True, scale=0.5)],
+    "two more looks, moving": lambda base: [SecondLook(base, 3, True), SecondLook(base, 6, True)],
+}
+
+
+def hang_into(base: SparseFormerModel, trial: str):
+    """Add a trial's parts to a student."""
+    images = {}
+
+    def remember(module, args, kwargs):
+        images["pixel_values"] = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
+
+    base.register_forward_pre_hook(remember, with_kwargs=True)
+    base.trial = nn.ModuleList(TRIALS[trial](base))
+    for part in base.trial:
+        part.hang_into(base, images)
+
+
+@contextmanager
+def students_with(trial: str | None) -> Iterator[None]:
+    """Students that `bootstrap` makes inside have a trial's parts, which it takes for new weights."""
+    if trial is None:
+        yield
+        return
+    build_student, freeze = bootstrap.build_student, bootstrap.freeze
+
+    def build(*args):
+        student = build_student(*args)
+        hang_into(student.base_model, trial)
+        return student
+
+    def freeze_inherited(student, *args):
+        return freeze(student, *args) - {*student.base_model.trial.parameters()}
+
+    with mock.patch.multiple(bootstrap, build_student=build, freeze=freeze_inherited):
+        yield
+
+
+def load_trial(folder: Path, trial: str | None) -> tuple[nn.Module, object]:
+    """A student with a trial's parts, and its image processor, from a run's folder."""
+    model, processor = load_image_classifier(folder, "cpu")
+    if trial is not None:
+        hang_into(model.base_model, trial)
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model.eval(), processor
+
+
+@contextmanager
+def resampled_patches() -> Iterator[None]:
+    """Students that inherit patches inside may have fewer points than their teacher's, with weights resampled as by
+    Beyer et al., *FlexiViT: One Model for All Patch Sizes*, equation 3."""
+    with mock.patch.object(inheritance, "spread_weight", resample_weight):
+        yield
+
+
+def resample_weight(weight: torch.Tensor, patch_size: tuple[int, int], anatomy=None) -> torch.Tensor:
+    """Weights `(hidden_size, channels, rows, columns)` whose products with patches that are resized to another number
+    of rows and columns are nearest to those with the patches themselves, if all pixels vary alike."""
+    rows, columns = weight.shape[2:]
+    pixels = torch.eye(rows * columns).view(-1, 1, rows, columns)
+    resized = F.interpolate(pixels, patch_size, mode="bilinear", antialias=True).flatten(1)
+    solve = functools.partial(torch.linalg.lstsq, resized)
+    flat = weight.detach().float().flatten(2).flatten(0, 1).T
+    return solve(flat).solution.T.reshape(*weight.shape[:2], *patch_size).to(weight)
