@@ -17,8 +17,8 @@ counts of tokens (elastic), also asked with few first and with more where it is 
 the last step of each run is what counts. Runs are kept under --runs-dir and found again; `table` puts all that are
 there into caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png, `picture` draws where
 a student that glances looks on photographs and on the same as small objects (caltech101_windows.png). `compare` is
-`frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is off the shelf
-(compare_caltech101.json and .png). `tome` tunes it, too, on the views and by the loss of the students
+`frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is off the shelf, and what `diffrate`
+made (compare_caltech101.json and .png). `tome` tunes it, too, on the views and by the loss of the students
 (caltech101_tome.json). `diffrate` first searches DiffRate's rates (github.com/OpenGVLab/DiffRate) for the cost of 64
 tokens, on the same views with labels, and tunes it then as ToMe (caltech101_diffrate.json). `features` bootstraps
 from the pretrained ViT itself on the images of 81 classes, and judges the embeddings of teacher and student by the 20
@@ -46,6 +46,7 @@ from frugalvit.common.comparison import using_tokens
 from frugalvit.common.data import class_names, decode_image, label_numbers, load_images
 from frugalvit.common.files import whole_file, write_json
 from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.precision import choose_mixed_precision
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import EvalView, ImageFormat, seeded
 from frugalvit.compare import compare, sample
@@ -56,7 +57,7 @@ from frugalvit.pictures import save_figure
 from frugalvit.predict import draw_predictions, format_labels, predict
 from frugalvit.training import bootstrap, train
 from shared import add_run_arguments, run_recipe, spread, write_comparison, write_table
-from token_merging import diffrate, merging, tome
+from token_merging import contender, diffrate, merging, tome
 
 
 # Arguments of `frugalvit bootstrap` besides the shared ones.
@@ -273,20 +274,26 @@ def draw_windows(arguments):
 
 
 def compare_all(arguments):
-    """Students that are there, of the first seed and without small objects, beside what the teacher can do."""
+    """Students that are there, of the first seed and as many views, beside what the teacher can do."""
     teacher, seed = arguments.runs_dir / "teacher", arguments.seeds[0]
     contenders = load_teachers(str(teacher), "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
     for variant, method in METHODS.items():
-        for folder in sorted(arguments.runs_dir.glob(f"{variant}-*tokens-*steps-seed{seed}")):
+        for folder in sorted(arguments.runs_dir.glob(f"{variant}-*tokens-{arguments.steps[0]}steps-seed{seed}")):
             tokens = folder.name.split("-")[-3].removesuffix("tokens")
             if int(tokens) in arguments.tokens:
                 name = variant if variant == "elastic" else f"{variant}, {tokens} tokens"
                 contenders += load_students(str(folder), method, name)
+    original, image_processor = load_teacher(str(teacher))
     if arguments.tome:
-        original, image_processor = load_teacher(str(teacher))
         contenders += [merging(original, image_processor, arguments.tome, merged) for merged in arguments.merged]
+    if arguments.diffrate:
+        rates, tuned = (arguments.runs_dir / f"{name}-seed{seed}" for name in ("diffrate-rates", "diffrate"))
+        model = diffrate(original, arguments.diffrate, rates, tuned)
+        contenders.append(contender("DiffRate, tuned", "DiffRate, tuned", model, original, image_processor))
+    fast = choose_mixed_precision(torch.device("cpu")) == "bf16"
+    precisions = ["float32", "bf16"] if fast else ["float32"]
     images = sample(load_images([arguments.test], "train"), arguments.limit, seed)
-    rows = compare(contenders, images, batch_size=32, rounds=arguments.rounds, memory=False)
+    rows = compare(contenders, images, batch_size=32, precisions=precisions, rounds=arguments.rounds, memory=False)
     write_comparison(
         arguments, "compare_caltech101", len(images), rows, data="Caltech-101, test images chosen at random, 224 px"
     )

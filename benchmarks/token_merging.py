@@ -182,9 +182,14 @@ def tome(
 def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Contender:
     """ToMe, by its authors' code, without training."""
     model = tome(teacher, checkout, merged)
+    return contender(f"ToMe, {merged} a block", "ToMe, not tuned", model, teacher, image_processor)
+
+
+def contender(name: str, method: str, model: MergedViT, teacher: Anatomy, image_processor) -> Contender:
+    """A peer's model beside the teacher that it is made of, for `frugalvit.compare.compare`."""
     return Contender(
-        name=f"ToMe, {merged} a block",
-        method="ToMe, not tuned",
+        name=name,
+        method=method,
         model=Vision(model, lambda images: model(images).embedding, teacher.classifier),
         embed=lambda images: model(images).embedding,
         image_processor=image_processor,
