@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoImageProcessor
 
+from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.modeling import inheritance
 from frugalvit.modeling.modeling_sparseformer import SparseFormerModel, adjust_rois
@@ -141,11 +143,12 @@ def students_with(trial: str | None) -> Iterator[None]:
 
 def load_trial(folder: Path, trial: str | None) -> tuple[nn.Module, object]:
     """A student with a trial's parts, and its image processor, from a run's folder."""
-    model, processor = load_image_classifier(folder, "cpu")
-    if trial is not None:
-        hang_into(model.base_model, trial)
-        model.load_state_dict(load_file(folder / "model.safetensors"))
-    return model.eval(), processor
+    if trial is None:
+        return load_image_classifier(folder, "cpu")
+    model = SparseFormerForImageClassification(SparseFormerConfig.from_pretrained(folder))
+    hang_into(model.base_model, trial)
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model.eval(), AutoImageProcessor.from_pretrained(folder)
 
 
 @contextmanager
