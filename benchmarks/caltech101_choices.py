@@ -38,21 +38,28 @@ CHOICES = {
     "28 x 28 points": ["--config-overrides", "patch_size=28"],
     **{trial: [] for trial in TRIALS},
 }
+# What is tried with how many tokens.
+STUDENTS = {
+    16: [*CHOICES],
+    36: [
+        *("as it is", "rate 5e-5", "first 1 left out", "first 2 left out", "first 3 left out", "first 4 left out"),
+        *("one context token", "four context tokens", "second look, half as large, moving"),
+    ],
+}
 
 
 def main():
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", required=True, help="parquet file or folder of training images")
     parser.add_argument("--test", required=True, help="of test images")
-    parser.add_argument("--choices", nargs="+", choices=CHOICES, default=[*CHOICES], help="default: all")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 36], help="default: 16 36")
+    parser.add_argument("--tokens", type=int, nargs="+", choices=STUDENTS, default=[*STUDENTS], help="default: all")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
     add_run_arguments(parser, "runs/caltech101")
     arguments = parser.parse_args()
 
     rows = []
     for tokens in arguments.tokens:
-        for choice in arguments.choices:
+        for choice in STUDENTS[tokens]:
             runs = [train_student(arguments, choice, tokens, seed) for seed in arguments.seeds]
             about = {"student": choice, "tokens": tokens, "macs": runs[0]["macs"]}
             rows.append(about | averages(runs, ("cosine",)) | {"seeds": len(runs)})
