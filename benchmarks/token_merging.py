@@ -399,10 +399,17 @@ def apply_diffrate(vit: PooledViT, checkout: str | Path, rates: str | Path | Non
     for block in vit.blocks:
         # and its blocks for a stochastic depth that timm has split in two; ours have none.
         block.drop_path = nn.Identity()
+        block.register_forward_pre_hook(keep_sizes_positive)
     if rates:
         weights = load_last(rates)
         vit.load_state_dict({name: tensor for name, tensor in weights.items() if "_ddp." in name}, strict=False)
         update_rates(vit)
+
+
+def keep_sizes_positive(block: nn.Module, args):
+    """DiffRate multiplies the size of a merged token by its similarity, which may be negative, and attention takes the
+    logarithm of sizes. Its search keeps them at 1 or more; what is used after it does not."""
+    block._diffrate_info["size"] = block._diffrate_info["size"].clamp(min=1e-6)
 
 
 def update_rates(vit: PooledViT):
