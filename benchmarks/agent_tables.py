@@ -3,6 +3,7 @@
     python benchmarks/agent_tables.py joint   # ViT and agent alone, joint, shared, joint from impulses
     python benchmarks/agent_tables.py hints   # joint, with the hint removed at a relative depth (figure 1)
     python benchmarks/agent_tables.py agents  # a res-like agent, Agent-B, and SAM instead of an agent
+    python benchmarks/agent_tables.py longer  # ViT alone, and joint with and without hints, 40 epochs
     python benchmarks/agent_tables.py gradients   # how far each term pulls the joint ViT, and whether together
     python benchmarks/agent_tables.py gradients --rows fresh   # without training; seconds
 
@@ -31,12 +32,15 @@ from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.tables import format_table
 from frugalvit.training import joint, train
 from shared import (
+    add_budget_arguments,
     add_data_arguments,
     add_run_arguments,
+    budget_arguments,
     data_arguments,
     folder_name,
     last_accuracies,
     run_recipe,
+    set_budget,
     spread,
     write_table,
 )
@@ -106,6 +110,11 @@ TABLES = {
         "ViT alone": (train, VIT_ALONE),
         "ViT alone, SAM": (train, VIT_ALONE | SAM),
     },
+    "longer": {
+        "ViT alone": (train, VIT_ALONE),
+        "joint, no hint": (joint, JOINT | NO_HINT),
+        "joint": (joint, JOINT),
+    },
 }
 # Starts of the pair whose gradients are compared before training: name -> `--initialization`.
 STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
@@ -116,11 +125,11 @@ def main():
     parser.add_argument("table", choices=[*TABLES, "gradients"])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
-    parser.add_argument("--images", type=int, default=4000, help="training images (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=6, help="default: %(default)s")
+    add_budget_arguments(parser, 4000)
     add_run_arguments(parser, "runs/agent_tables")
     arguments = parser.parse_args()
-    settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds")}
+    set_budget(arguments)
+    settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds", "mixed_precision")}
     if arguments.table == "gradients":
         if unknown := sorted(set(arguments.rows or ()) - {"fresh", "trained"}):
             raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: fresh; trained.")
@@ -148,12 +157,9 @@ def run(arguments, name: str, recipe, row: dict, seed: int) -> dict:
     """Results of a row's run with a seed, trained now or before."""
     return run_recipe(
         recipe,
-        arguments.runs_dir / f"{arguments.epochs}-epochs" / folder_name(name, seed),
+        arguments.runs_dir / folder_name(name, seed),
         [
-            *("--seed", str(seed), *data_arguments(arguments), "--train-split", f"train[:{arguments.images}]"),
-            *("--epochs", str(arguments.epochs), "--batch-size", "32"),
-            # Machines that are fast at bf16 would take it.
-            *("--mixed-precision", "no"),
+            *("--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments), "--batch-size", "32"),
             *(text for field, value in row.items() for text in (f"--{field}", str(value))),
         ],
     )
@@ -175,7 +181,7 @@ def gradients(arguments) -> list[dict]:
             pair = joint.TwinArguments(**JOINT, initialization=start)
             measured.setdefault(name, []).append(pulls(joint.build_twins(pair, class_names(images)), inputs))
         if "trained" in wanted:
-            folder = arguments.runs_dir / f"{arguments.epochs}-epochs" / folder_name("joint", seed)
+            folder = arguments.runs_dir / folder_name("joint", seed)
             run(arguments, "joint", *TABLES["joint"]["joint"], seed)
             model, _ = load_image_classifier(folder, "cpu")
             model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))

@@ -7,9 +7,11 @@
     python benchmarks/context_broadcast_tables.py distillation   # from the shipped ViT's classes (tables S1 and S2)
     python benchmarks/context_broadcast_tables.py insertion      # into the shipped ViT, which trains on
     python benchmarks/context_broadcast_tables.py sparseformer   # in the cortex of a trained one, which trains on
+    python benchmarks/context_broadcast_tables.py longer         # CB and CB_S with DeiT's recipe, 40 epochs
 
 Every row of a table has the same architecture and budget: the reduced recipe of the initialization tables (64 tokens
-and [CLS], width 96, 4 blocks, 4 heads, 6,000 images, 6 epochs). Accuracy is that of the last epoch, also with a
+and [CLS], width 96, 4 blocks, 4 heads, 6,000 images, 6 epochs). "longer" has DeiT's augmentation, mixing and drop
+path instead, five epochs of warm-up and batches of 128. Accuracy is that of the last epoch, also with a
 quarter of every image hidden and under an attack; entropy is of attention, averaged over layers, heads, images. Runs
 are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side. Writes
 context_broadcast_TABLE.json.
@@ -32,7 +34,18 @@ from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.tables import format_table
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.training import train
-from shared import add_data_arguments, add_run_arguments, data_arguments, folder_name, run_recipe, spread, write_table
+from shared import (
+    add_budget_arguments,
+    add_data_arguments,
+    add_run_arguments,
+    budget_arguments,
+    data_arguments,
+    folder_name,
+    run_recipe,
+    set_budget,
+    spread,
+    write_table,
+)
 
 
 VIT = "image_size=32,resize_size=null,patch_size=4,hidden_size=96,num_hidden_layers=4,num_attention_heads=4"
@@ -79,6 +92,28 @@ def scaled(start: float) -> dict:
     return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 
 
+# As in `frugalvit train --config context-broadcast-small`, but crops, which DeiT's code pads at 32 pixels, too.
+DEIT = {
+    "augmentation": "timm",
+    "randaugment_layers": 2,
+    "erasing": 0.25,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "drop_path": 0.1,
+    "weight_decay": 0.05,
+    "warmup_epochs": 5,
+    "max_grad_norm": 0,
+    "batch_size": 128,
+}
+# What every row begins with.
+REDUCED = {
+    "learning_rate": 1e-3,
+    "batch_size": 64,
+    "weight_decay": 0.01,
+    "warmup_epochs": 1,
+    "randaugment_layers": 0,
+    "mixup": 0,
+}
 IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
 # Rows: name -> arguments of the recipe. Rows of one name are one run.
 TABLES = {
@@ -135,6 +170,11 @@ TABLES = {
         "SparseFormer, cb": shipped("cifar10-sparseformer", "cb"),
         "SparseFormer, cb_s": shipped("cifar10-sparseformer", "cb_s"),
     },
+    "longer": {
+        "none": vit(None, **DEIT),
+        "cb at mlp_end": vit("cb", **DEIT),
+        "cb_s at mlp_end": vit("cb_s", **DEIT),
+    },
 }
 
 
@@ -143,10 +183,10 @@ def main():
     parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
-    parser.add_argument("--images", type=int, default=6000, help="training images (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=6, help="default: %(default)s")
+    add_budget_arguments(parser, 6000)
     add_run_arguments(parser, "runs/context_broadcast_tables")
     arguments = parser.parse_args()
+    set_budget(arguments)
     table = TABLES[arguments.table]
     if unknown := sorted(set(arguments.rows or ()) - table.keys()):
         raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(table)}.")
@@ -166,23 +206,19 @@ def main():
             row |= {column: statistics.mean(values), f"{column}_spread": spread(values), f"{column}_values": values}
         rows.append(row)
         print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)
-    settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds")}
+    settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds", "mixed_precision")}
     write_table(arguments.results_dir / f"context_broadcast_{arguments.table}.json", settings, rows)
 
 
 def run(arguments, name: str, row: dict, seed: int) -> Path:
     """The folder of a row's run with a seed, trained now or before."""
     folder = arguments.runs_dir / folder_name(name, seed)
-    row = {"learning_rate": 1e-3} | row
     run_recipe(
         train,
         folder,
         [
-            *("--seed", str(seed), *data_arguments(arguments), "--train-split", f"train[:{arguments.images}]"),
-            *("--epochs", str(arguments.epochs), "--batch-size", "64", "--weight-decay", "0.01"),
-            *("--mixed-precision", "no"),
-            *("--warmup-epochs", "1", "--randaugment-layers", "0", "--mixup", "0"),
-            *(text for field, value in row.items() for text in (f"--{field}", str(value))),
+            *("--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments)),
+            *(text for field, value in (REDUCED | row).items() for text in (f"--{field}", str(value))),
         ],
     )
     return folder

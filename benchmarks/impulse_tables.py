@@ -2,7 +2,7 @@
 
     python benchmarks/impulse_tables.py initializations   # table 2's question: what a start is worth
     python benchmarks/impulse_tables.py solvers           # solver, sharpness and values, one by one
-    python benchmarks/impulse_tables.py budgets           # what is left of it in a longer training
+    python benchmarks/impulse_tables.py longer            # what is left of it after 40 epochs
     python benchmarks/impulse_tables.py settings          # table 1: positions and pooling
     python benchmarks/impulse_tables.py sizes             # table 3: widths of ViT-T and ViT-S with few and many heads
     python benchmarks/impulse_tables.py convmixer         # table 4: filters that are trained, or not
@@ -84,7 +84,6 @@ SOLVERS = {
     | impulse(solver="pinv", positions="keep", value_init=values)
     for values in ("mimetic", "default")
 }
-SHARP = [name for name in SOLVERS if "mimetic values" in name and "pseudo-inverse" not in name]
 # The rows of tables 2, 3, 5 and 7.
 OF_PAPER = BASELINES | {f"impulse {side}x{side}": impulse(kernel_size=side, value_init="mimetic") for side in (3, 5)}
 VIT_TABLES = {
@@ -97,8 +96,15 @@ VIT_TABLES = {
         )
     },
     "solvers": SOLVERS | {"truncated normal, random positions": RANDOM | BASELINES["truncated normal"]},
-    "budgets": {name: (BASELINES | CONTROLS)[name] for name in ("truncated normal", *CONTROLS, "mimetic")}
-    | {name: SOLVERS[name] for name in SHARP},
+    "longer": {
+        name: (BASELINES | CONTROLS | SOLVERS)[name]
+        for name in (
+            "truncated normal",
+            "truncated normal, mimetic values",
+            "mimetic",
+            "impulse, closed form, mass 0.2, mimetic values",
+        )
+    },
     "pseudo_inputs": {
         f"{first}, then {later}; {'own' if per_layer else 'same'} weights in each layer": impulse(
             pseudo_input=[first, later], per_layer=per_layer, value_init="mimetic"
@@ -145,7 +151,7 @@ def main():
     add_data_arguments(parser)
     parser.add_argument("--images", type=int, help="training images (default: 6000 for a reduced recipe)")
     parser.add_argument(
-        "--epochs", type=int, help="default: 6, of budgets 20; with --paper-recipe 200, of ConvMixers 100"
+        "--epochs", type=int, help="default: 6, of longer 40; with --paper-recipe 200, of ConvMixers 100"
     )
     parser.add_argument("--config-overrides", default="", help="of the architecture, after the recipe's")
     parser.add_argument("--paper-recipe", action="store_true", help="the paper's sizes and budget, see above")
@@ -159,7 +165,7 @@ def main():
     if arguments.epochs is None and arguments.paper_recipe:
         arguments.epochs = 100 if arguments.table == "convmixer" else 200
     elif arguments.epochs is None:
-        arguments.epochs = 20 if arguments.table == "budgets" else 6
+        arguments.epochs = 40 if arguments.table == "longer" else 6
     if arguments.images is None and not arguments.paper_recipe:
         arguments.images = 6000
 
@@ -197,7 +203,8 @@ def folder_of_recipe(arguments) -> str:
     kind = "convmixer" if arguments.table == "convmixer" else "vit"
     options = [getattr(arguments, name) for name in ("config_overrides", "dataset_config", "label_column")]
     data = "+".join(Path(name).stem for name in arguments.dataset)
-    parts = [kind, f"{arguments.epochs}-epochs", f"{arguments.images or 'all'}-images", data, *filter(None, options)]
+    budget = [f"{arguments.epochs}-epochs", f"{arguments.images or 'all'}-images", arguments.mixed_precision]
+    parts = [kind, *budget, data, *filter(None, options)]
     name = "-".join([*parts, *(["paper"] if arguments.paper_recipe else [])])
     return "".join(c if c.isalnum() or c in "-+" else "-" for c in name)
 

@@ -61,6 +61,26 @@ def add_data_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--class-names", nargs="+", help="where the data set has none")
 
 
+def add_budget_arguments(parser: argparse.ArgumentParser, images: int):
+    """How much is trained on, and in which precision: one on all machines, unless asked."""
+    parser.add_argument("--images", type=int, default=images, help="training images (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, help="default: 6, of longer 40")
+    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
+
+
+def set_budget(arguments):
+    """Fill in the epochs of a table, and let its runs lie apart from those of other budgets."""
+    if arguments.epochs is None:
+        arguments.epochs = 40 if arguments.table == "longer" else 6
+    arguments.runs_dir /= f"{arguments.images}-images-{arguments.epochs}-epochs-{arguments.mixed_precision}"
+
+
+def budget_arguments(arguments) -> list[str]:
+    """The budget as a recipe's command line names it."""
+    budget = ["--train-split", f"train[:{arguments.images}]", "--epochs", str(arguments.epochs)]
+    return [*budget, "--mixed-precision", arguments.mixed_precision]
+
+
 def data_arguments(arguments) -> list[str]:
     """The data as a recipe's command line names it."""
     data = ["--dataset", *arguments.dataset]

@@ -59,7 +59,7 @@ from .components.cards import add_table, name_of, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
-from .components.models import parse_overrides, read_values, write_values
+from .components.models import choose_attention, parse_overrides, read_values, write_values
 from .components.optimizers import make_optimizer, parameter_groups
 from .components.runs import start_accelerator
 from .components.sharding import prepare
@@ -374,8 +374,7 @@ def main(argv: list[str] | None = None) -> int:
 
     optimizer, scheduler = build_optimizer(student, tuned, schedule, loader.steps_per_epoch, run.epochs)
     student.to(accelerator.device)
-    if attention := pair.attn_implementation or ("eager" if accelerator.device.type == "cpu" else None):
-        student.set_attn_implementation(attention)
+    choose_attention(student, pair.attn_implementation, accelerator.device)
     if run.compile:
         student.base_model.compile()
     # The classifier or projection stays frozen, so the base model alone is what learns.

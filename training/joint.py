@@ -43,7 +43,7 @@ from .components.cards import write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
-from .components.models import initialize, read_values
+from .components.models import choose_attention, initialize, read_values
 from .components.optimizers import OPTIMIZERS, optimizer_with_schedule
 from .components.runs import start_accelerator
 from .components.sharding import prepare
@@ -70,7 +70,9 @@ class TwinArguments:
         choices=[REFERENCE, "default", *INITIALIZATIONS],
     )
     initialization_options: str = argument("", "Arguments of frugalvit.initialize_attention_.")
-    attn_implementation: str | None = argument(None, "eager, sdpa, …; the model's default if not given.")
+    attn_implementation: str | None = argument(
+        None, "eager, sdpa, …; default: eager on CPUs, whose fused attention goes back slowly, or else the model's."
+    )
 
     def __post_init__(self):
         for depth in self.without_hint_at:
@@ -128,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
 
     model = build_twins(arguments, names)
+    choose_attention(model, arguments.attn_implementation, accelerator.device)
     if run.compile:
         model.compile()
     values = image_processor_config(model.config)

@@ -51,6 +51,7 @@ from .components.models import (
     TIMM,
     check_loading,
     check_numbers,
+    choose_attention,
     initialize,
     parse_overrides,
     set_drop_path,
@@ -104,7 +105,9 @@ class ModelArguments:
     context_broadcast_blend: bool = argument(
         False, "Insert it with a learned blend, which starts as the model was: for trained models."
     )
-    attn_implementation: str | None = argument(None, "eager, sdpa, …; the model's default if not given.")
+    attn_implementation: str | None = argument(
+        None, "eager, sdpa, …; default: eager on CPUs, whose fused attention goes back slowly, or else the model's."
+    )
     image_size: int | None = argument(
         None,
         "Pixels of the images, for architectures that take any and to go on from a ViT at another size.",
@@ -198,6 +201,7 @@ def main(argv: list[str] | None = None) -> int:
         chosen = f"--model-type {arguments.model_type} --config-overrides {arguments.config_overrides}"
         accelerator.print(f"No model is named; images of {pixels} pixels have {variant}: {chosen}")
     model, processor = build_model(arguments, recipe, names)
+    choose_attention(model, arguments.attn_implementation, accelerator.device)
     if run.compile:
         model.compile()
     image_format = ImageFormat.from_processor(processor)
