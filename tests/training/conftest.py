@@ -76,6 +76,19 @@ def teacher(class_names, tmp_path_factory):
 
 
 @pytest.fixture
+def fused_calls(monkeypatch):
+    """Grows with every call of PyTorch's fused attention."""
+    calls, fused = [], torch.nn.functional.scaled_dot_product_attention
+
+    def count(*arguments, **options):
+        calls.append(None)
+        return fused(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count)
+    return calls
+
+
+@pytest.fixture
 def tiny_run(tmp_path):
     """Runs the recipe on 64 images, batches of 16, and returns what `results.json` holds."""
 

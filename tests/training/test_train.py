@@ -64,6 +64,14 @@ def test_learns_and_saves_a_complete_model(tiny_run, tmp_path):
     assert f"{results['best']['accuracy']:.2%}" in card and results["command"] in card
 
 
+def test_attends_eagerly_on_cpus_unless_told(tiny_run, fused_calls, tmp_path):
+    tiny_run(name="default", model_type="vit")
+    assert not fused_calls
+    assert AutoModelForImageClassification.from_pretrained(tmp_path / "default").config._attn_implementation == "sdpa"
+    tiny_run(name="told", model_type="vit", attn_implementation="sdpa")
+    assert fused_calls
+
+
 def test_accumulating_gradients_changes_nothing(tiny_run):
     whole = tiny_run(name="whole")
     parts = tiny_run(name="parts", gradient_accumulation_steps=4)
