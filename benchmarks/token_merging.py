@@ -154,7 +154,10 @@ class MergedViT(nn.Module):
     def forward(self, pixel_values: torch.Tensor) -> Embedded | tuple[Embedded, torch.Tensor]:
         # DiffRate's counts multiply-accumulates unless it may not.
         options = {"return_flop": False} if hasattr(self.vit, "_diffrate_info") and not self.training else {}
-        return self.vit(pixel_values, **options)
+        dtype = next(self.vit.parameters()).dtype
+        # DiffRate's attention is in float32, whatever its values are.
+        with torch.autocast(pixel_values.device.type, dtype, enabled=bool(options) and dtype == torch.bfloat16):
+            return self.vit(pixel_values, **options)
 
 
 def tome(
@@ -190,7 +193,12 @@ def contender(name: str, method: str, model: MergedViT, teacher: Anatomy, image_
     return Contender(
         name=name,
         method=method,
-        model=Vision(model, lambda images: model(images).embedding, teacher.classifier),
+        # The classifier is cast with the model, and the embedding to what it takes.
+        model=Vision(
+            nn.ModuleList([model, teacher.classifier]),
+            lambda images: model(images).embedding.to(images.dtype),
+            teacher.classifier,
+        ),
         embed=lambda images: model(images).embedding,
         image_processor=image_processor,
         image_size=teacher.image_size,
