@@ -154,9 +154,10 @@ class MergedViT(nn.Module):
     def forward(self, pixel_values: torch.Tensor) -> Embedded | tuple[Embedded, torch.Tensor]:
         # DiffRate's counts multiply-accumulates unless it may not.
         options = {"return_flop": False} if hasattr(self.vit, "_diffrate_info") and not self.training else {}
-        dtype = next(self.vit.parameters()).dtype
+        if not options or (dtype := next(self.vit.parameters()).dtype) == torch.float32:
+            return self.vit(pixel_values, **options)
         # DiffRate's attention is in float32, whatever its values are.
-        with torch.autocast(pixel_values.device.type, dtype, enabled=bool(options) and dtype == torch.bfloat16):
+        with torch.autocast(pixel_values.device.type, dtype):
             return self.vit(pixel_values, **options)
 
 
