@@ -39,6 +39,7 @@ from shared import (
     data_arguments,
     folder_name,
     last_accuracies,
+    row_arguments,
     run_recipe,
     set_budget,
     spread,
@@ -160,7 +161,7 @@ def run(arguments, name: str, recipe, row: dict, seed: int) -> dict:
         arguments.runs_dir / folder_name(name, seed),
         [
             *("--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments), "--batch-size", "32"),
-            *(text for field, value in row.items() for text in (f"--{field}", str(value))),
+            *row_arguments(row),
         ],
     )
 

@@ -41,6 +41,7 @@ from shared import (
     budget_arguments,
     data_arguments,
     folder_name,
+    row_arguments,
     run_recipe,
     set_budget,
     spread,
@@ -218,7 +219,7 @@ def run(arguments, name: str, row: dict, seed: int) -> Path:
         folder,
         [
             *("--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments)),
-            *(text for field, value in (REDUCED | row).items() for text in (f"--{field}", str(value))),
+            *row_arguments(REDUCED | row),
         ],
     )
     return folder

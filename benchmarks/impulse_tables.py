@@ -38,6 +38,7 @@ from shared import (
     data_arguments,
     folder_name,
     last_accuracies,
+    row_arguments,
     run_recipe,
     write_table,
 )
@@ -221,7 +222,7 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
         # The model's own initialization would be done twice.
         own = [row.pop("config_overrides", ""), "initialization=trunc_normal"]
         overrides = ",".join(filter(None, [overrides, *own]))
-        extra = [text for field, value in row.items() for text in (f"--{field}", value)]
+        extra = row_arguments(row)
     for option in ("dataset_config", "label_column"):
         if getattr(arguments, option):
             extra += [f"--{option}", getattr(arguments, option)]

@@ -90,6 +90,11 @@ def data_arguments(arguments) -> list[str]:
     return data
 
 
+def row_arguments(row: dict) -> list[str]:
+    """A row's arguments of a recipe as its command line names them."""
+    return [text for field, value in row.items() for text in (f"--{field}", str(value))]
+
+
 def folder_name(row: str, seed: int) -> str:
     """The folder of a row's run with a seed."""
     return f"{''.join(c if c.isalnum() else '-' for c in row)}-seed{seed}"
