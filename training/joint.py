@@ -130,7 +130,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
 
     model = build_twins(arguments, names)
-    choose_attention(model, arguments.attn_implementation, accelerator.device)
+    # An agent has no attention.
+    choose_attention(model.vit, arguments.attn_implementation, accelerator.device)
     if run.compile:
         model.compile()
     values = image_processor_config(model.config)
@@ -208,8 +209,7 @@ def build_twins(arguments: TwinArguments, names: list[str]) -> BootstrappedViTFo
     if without:
         hinted = range(blocks) if config.hint_layers is None else config.hint_layers
         config.hint_layers = [layer for layer in hinted if layer not in without]
-    options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
-    model = BootstrappedViTForImageClassification._from_config(config, **options)
+    model = BootstrappedViTForImageClassification._from_config(config)
     if arguments.initialization != "default" or arguments.initialization_options:
         part = model if arguments.initialization == REFERENCE else model.vit
         initialize(part, arguments.initialization, arguments.initialization_options)

@@ -354,7 +354,6 @@ def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[
 def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: list[str]):
     """A pretrained or a new model, its image processor with it, before Context Broadcasting is inserted."""
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
-    options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
     if arguments.model:
         name, revision = split_revision(arguments.model)
         check_sizes(Path(name).expanduser(), KIND)
@@ -378,7 +377,6 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
                     ignore_mismatched_sizes=True,
                     output_loading_info=True,
                     **remote,
-                    **options,
                 )
         except ValueError as failure:
             error = failure.__cause__
@@ -414,7 +412,7 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
         size = {"height": height, "width": width}
         processor = ViTImageProcessor(size=size, image_mean=arguments.image_mean, image_std=arguments.image_std)
     with one_error(model_type, "an architecture to train from scratch"):
-        model = AutoModelForImageClassification.from_config(config, **options)
+        model = AutoModelForImageClassification.from_config(config)
     if arguments.initialization != "default" or arguments.initialization_options:
         initialize(model, arguments.initialization, arguments.initialization_options)
     return model, processor

@@ -81,9 +81,11 @@ def test_trains_two_that_stand_alone(variant, run, tmp_path):
     assert torch.equal(pair(pixel_values).logits, pair.vit(pixel_values).logits)
 
 
-def test_attends_eagerly_on_cpus(run, fused_calls):
-    run(epochs=1)
+def test_attends_eagerly_on_cpus_unless_told(run, fused_calls):
+    run("default", epochs=1)
     assert not fused_calls
+    run("told", epochs=1, attn_implementation="sdpa")
+    assert fused_calls
 
 
 def test_hints_fade_linearly_from_step_to_step(run, watched, tmp_path):
