@@ -3,7 +3,7 @@
     python benchmarks/agent_tables.py joint   # ViT and agent alone, joint, shared, joint from impulses
     python benchmarks/agent_tables.py hints   # joint, with the hint removed at a relative depth (figure 1)
     python benchmarks/agent_tables.py agents  # a res-like agent, Agent-B, and SAM instead of an agent
-    python benchmarks/agent_tables.py longer  # ViT alone, and joint with and without hints, 40 epochs
+    python benchmarks/agent_tables.py longer  # ViT alone, the control, joint with and without hints, 40 epochs
     python benchmarks/agent_tables.py gradients   # how far each term pulls the joint ViT, and whether together
     python benchmarks/agent_tables.py gradients --rows fresh   # without training; seconds
 
@@ -113,6 +113,7 @@ TABLES = {
     },
     "longer": {
         "ViT alone": (train, VIT_ALONE),
+        "joint, no hint, no divergence": (joint, JOINT | CONTROL),
         "joint, no hint": (joint, JOINT | NO_HINT),
         "joint": (joint, JOINT),
     },
