@@ -109,7 +109,10 @@ def run_recipe(recipe, folder: Path, argv: list[str]) -> dict:
             return results
     # What ran before may have wanted another precision.
     AcceleratorState._reset_state(True)
-    recipe.main(argv)
+    try:
+        recipe.main(argv)
+    except ValueError as error:
+        raise SystemExit(f"{error} (Runs of other options need another --runs-dir.)") from error
     return json.loads(file.read_text(encoding="utf-8"))
 
 

@@ -3,6 +3,7 @@ and earlier spellings are taken, too."""
 
 import argparse
 import re
+import sys
 
 
 # How Accelerate shares a model out among devices.
@@ -28,8 +29,8 @@ class OneSpelling:
         return super().add_argument(*names, **kwargs)
 
     def parse_known_args(self, args=None, namespace=None):
-        if args is not None:
-            args = [_respelled(text, following) for text, following in zip(args, [*args[1:], ""], strict=False)]
+        args = sys.argv[1:] if args is None else args
+        args = [_respelled(text, following) for text, following in zip(args, [*args[1:], ""], strict=False)]
         return super().parse_known_args(args, namespace)
 
 

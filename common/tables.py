@@ -4,28 +4,36 @@ from collections.abc import Mapping, Sequence
 
 
 def format_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows under the keys of the first one; texts to the left, numbers to the right, `None` as a dash.
+    """Rows under the keys of all; texts to the left, numbers to the right, `None` and what a row lacks as a dash.
 
     Integers get thousands separators, floats four significant digits.
     """
-    columns = list(rows[0])
-    cells = [[_format(row[column]) for column in columns] for row in rows]
-    widths = [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
-    texts = [isinstance(rows[0][column], str) for column in columns]
+    texts = _columns(rows)
+    cells = [[_format(row.get(column)) for column in texts] for row in rows]
+    widths = [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(texts)]
 
     def line(values: list[str]) -> str:
-        padded = [v.ljust(w) if text else v.rjust(w) for v, w, text in zip(values, widths, texts, strict=True)]
-        return "  ".join(padded).rstrip()
+        columns = zip(values, widths, texts.values(), strict=True)
+        return "  ".join(v.ljust(w) if text else v.rjust(w) for v, w, text in columns).rstrip()
 
-    return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, cells)])
+    return "\n".join([line(list(texts)), line(["-" * width for width in widths]), *map(line, cells)])
 
 
 def format_markdown(rows: Sequence[Mapping[str, object]]) -> str:
     """What `format_table` says, as a table of Markdown."""
-    columns = list(rows[0])
-    rule = [":---" if isinstance(rows[0][column], str) else "---:" for column in columns]
-    lines = [columns, rule, *([_format(row[column]) for column in columns] for row in rows)]
+    texts = _columns(rows)
+    rule = [":---" if text else "---:" for text in texts.values()]
+    lines = [texts, rule, *([_format(row.get(column)) for column in texts] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _columns(rows: Sequence[Mapping[str, object]]) -> dict[str, bool]:
+    """Keys of all rows, and whether their first value is a text."""
+    firsts: dict[str, object] = {}
+    for row in rows:
+        for column, value in row.items():
+            firsts.setdefault(column, value)
+    return {column: isinstance(value, str) for column, value in firsts.items()}
 
 
 def _format(value: object) -> str:

@@ -160,6 +160,9 @@ class SparseFormerConfig(FrugalViTConfig):
             `insert_context_broadcast`.
         context_broadcast_position (`str` or several, *optional*, defaults to `"mlp_end"`):
             Where: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
+        context_broadcast_scale_init (`float`, *optional*, defaults to 0.0): Start of the scale of `"cb_s"`.
+        context_broadcast_blend (`bool`, *optional*, defaults to `False`):
+            A learned way from a plain transformer to Context Broadcasting, see `ContextBroadcast`.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
             Largest stochastic depth rate; rises linearly over all layer executions.
         initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
@@ -253,6 +256,8 @@ class SparseFormerConfig(FrugalViTConfig):
     semantic_loss_ignore_index: int = 255
     context_broadcast: str | None = None
     context_broadcast_position: str | list[str] | tuple[str, ...] = "mlp_end"
+    context_broadcast_scale_init: float | int = 0.0
+    context_broadcast_blend: bool = False
     drop_path_rate: float | int = 0.0
     initializer_range: float | int = 0.02
     image_mean: float | list[float] | tuple[float, ...] = INCEPTION_MEAN

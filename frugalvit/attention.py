@@ -167,7 +167,7 @@ def own_start(folder: str, model: PreTrainedModel) -> PreTrainedModel:
     options, so that the two differ by training alone.
 
     Args:
-        folder (`str`): The run's, or that of the ViT within a run of `frugalvit joint`.
+        folder (`str`): The run's, or that of one of the two within a run of `frugalvit joint`.
         model (`PreTrainedModel`): The trained model.
 
     Raises:
@@ -183,7 +183,9 @@ def own_start(folder: str, model: PreTrainedModel) -> PreTrainedModel:
             "with a new draw by --initialization."
         )
     start = make(run["arguments"], model.config)
-    return start.vit if isinstance(start, BootstrappedViTForImageClassification) else start
+    if not isinstance(start, BootstrappedViTForImageClassification):
+        return start
+    return start.agent if isinstance(model, type(start.agent)) else start.vit
 
 
 def _rows(measured: dict[str, list[LayerStatistics]], layers: Sequence[int]) -> list[dict[str, object]]:

@@ -123,7 +123,7 @@ def _remember(model: nn.Module, fields: dict) -> bool:
         for name, value in fields.items():
             if hasattr(type(config), name):
                 setattr(config, name, value)
-        return all(hasattr(type(config), name) or not fields[name] for name in FIELDS[-2:])
+        return True
     if isinstance(model, PreTrainedModel):
         altered = altered_class(type(model))
         if altered is None:
@@ -132,6 +132,9 @@ def _remember(model: nn.Module, fields: dict) -> bool:
                 "Insert it again after loading."
             )
             return False
+        if model.config.model_type == "timm_wrapper":
+            # Other model types have theirs in a file of its own.
+            fields = fields | {"image_processor_type": "TimmWrapperImageProcessor"}
         for name, value in fields.items():
             setattr(model.config, name, value)
         model.config.__class__ = altered.config_class
@@ -146,7 +149,7 @@ def _forget(model: nn.Module):
     if isinstance(model, ContextBroadcastMixin):
         model.__class__ = type(model).host
         model.config.__class__ = model.config_class
-        for name in FIELDS:
+        for name in (*FIELDS, "image_processor_type"):
             vars(model.config).pop(name, None)
     elif config is not None:
         config.context_broadcast = None

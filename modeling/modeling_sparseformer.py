@@ -853,8 +853,14 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         attends = config.pooling in ("attention", "latent_attention")
         self.pooling_head = SparseFormerPoolingHead(config) if attends else None
         if config.context_broadcast is not None:
-            kind, position = config.context_broadcast, config.context_broadcast_position
-            broadcast_layers(self.layers, kind, position, has_class_token=config.use_cls_token)
+            broadcast_layers(
+                self.layers,
+                config.context_broadcast,
+                config.context_broadcast_position,
+                has_class_token=config.use_cls_token,
+                scale_init=config.context_broadcast_scale_init,
+                blend=config.context_broadcast_blend,
+            )
         self.post_init()
 
     @merge_with_config_defaults

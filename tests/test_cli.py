@@ -81,13 +81,15 @@ def test_options_have_one_spelling(command, capsys):
     "given",
     ["--output out --batch-size 2", "--output_dir out --batch_size 2", "--output-dir=out --batch_size=2"],
 )
-def test_all_spellings_are_taken(given):
+def test_all_spellings_are_taken(given, monkeypatch):
     parser = command_line.CommandParser()
     parser.add_argument("--output")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--batch-size", type=int)
     arguments = parser.parse_args(given.split())
     assert (arguments.output, arguments.batch_size, arguments.json) == ("out", 2, False)
+    monkeypatch.setattr("sys.argv", ["frugalvit", *given.split()])
+    assert parser.parse_args() == arguments
     assert vars(parser.parse_args(["--json", "a_b.json"])) == {"output": "a_b.json", "json": False, "batch_size": None}
     assert parser.parse_args(["--json", "--output", "a.json"]).json
     (run,) = parse_arguments("frugalvit train", "", [RunArguments], given.split())

@@ -161,6 +161,12 @@ def test_table_layout():
         "a        12.35   1,000",
         "long         -       2",
     ]
+    assert format_table([{"name": "a"}, {"name": "b", "share": 0.5}]).splitlines() == [
+        "name  share",
+        "----  -----",
+        "a         -",
+        "b       0.5",
+    ]
 
 
 @pytest.mark.parametrize(

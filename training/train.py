@@ -400,9 +400,13 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
     model_type = arguments.model_type or "vit"
     overrides = parse_overrides(model_type, arguments.config_overrides)
     check_numbers(overrides)
+    # PVT's configuration keeps its own count of classes, unless it is given.
     with one_error(model_type, "an architecture to train from scratch"):
-        config = AutoConfig.for_model(model_type, **overrides, **labels)
+        config = AutoConfig.for_model(model_type, **({"num_labels": len(names)} | overrides), **labels)
     set_drop_path(config, recipe.drop_path)
+    if arguments.initialization in INITIALIZATIONS and hasattr(config, "initialization"):
+        # What one start leaves alone should not be another's, the family's own.
+        config.initialization = "trunc_normal"
     if hasattr(config, "image_mean"):
         config.image_mean, config.image_std = arguments.image_mean, arguments.image_std
         values = image_processor_config(config)

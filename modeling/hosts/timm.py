@@ -25,6 +25,8 @@ from .anatomy import (
 )
 
 
+# What models have whose class token is not in all blocks: CaiT, XCiT, ConViT, VOLO.
+_LATE_CLASS_TOKENS = ("blocks_token_only", "cls_attn_blocks", "local_up_to_layer", "post_network")
 # Blocks whose attention returns windows. What is added to the tokens is put together from them afterwards.
 _AFTER_ATTENTION = {"SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
@@ -38,7 +40,9 @@ def read(model: nn.Module) -> Anatomy:
     """The anatomy of a model of timm; its `run` is the model's `forward_head(…, pre_logits=True)`."""
     numbered = [module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()]
     outlines = [outline for module in numbered if (outline := _outline(module))]
-    anatomy = Anatomy(model, outlines, num_class_tokens=int(getattr(model, "cls_token", None) is not None))
+    has_class_token = getattr(model, "cls_token", None) is not None
+    in_front = has_class_token and not any(hasattr(model, name) for name in _LATE_CLASS_TOKENS)
+    anatomy = Anatomy(model, outlines, num_class_tokens=int(in_front))
     try:
         _read_plain(model, anatomy)
     except Obstacle as obstacle:

@@ -316,9 +316,7 @@ class TestHosts:
         if not isinstance(model, transformers.PreTrainedModel):
             pytest.skip("timm's models are saved as state dicts")
         model_class = type(model)
-        # What a SparseFormer's configuration has no field for is not saved.
-        blend = host != "SparseFormer"
-        report = insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"], blend=blend)
+        report = insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"], scale_init=0.5, blend=True)
         assert report.is_saved
         set_scales(model)
         model.save_pretrained(tmp_path)
@@ -464,6 +462,13 @@ class TestPlaces:
     def test_models_without_known_blocks(self):
         with pytest.raises(ValueError, match="ResNet has no blocks that are known here .* by `pattern`"):
             insert_context_broadcast(timm.create_model("resnet10t"))
+
+    @pytest.mark.parametrize("name", ["cait_xxs24_224", "convit_tiny", "xcit_nano_12_p16_224"])
+    def test_no_gate_where_the_class_token_comes_later(self, name):
+        model = timm.create_model(name)
+        with pytest.raises(ValueError, match="needs a class token in front of the tokens of every block"):
+            insert_context_broadcast(model, "cb_gate")
+        insert_context_broadcast(model, "cb")
         text = transformers.CLIPTextModel(transformers.CLIPTextConfig(**TEXT))
         with pytest.raises(ValueError, match="CLIPTextModel reads text"):
             insert_context_broadcast(text)

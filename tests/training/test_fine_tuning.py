@@ -146,12 +146,13 @@ def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tiny_run, tmp_p
 @pytest.mark.parametrize("broadcast", [None, "cb", "blend"])
 @pytest.mark.parametrize("library", ["timm", "transformers"])
 def test_a_thousand_classes_become_ten(library, broadcast, request, tiny_run, tmp_path, class_names, caplog):
-    """With Context Broadcasting, too, which is saved with the model; blended, it starts as the model was."""
+    """With Context Broadcasting, too, which is saved with the model; blended, it starts as the model was. The folder
+    is for the next command."""
     size = {"num_classes": 1000} if library == "timm" else {"num_labels": 1000}
     folder = request.getfixturevalue(f"{library}_vit")(**size)
     arguments = ["--context-broadcast-blend"] if broadcast == "blend" else []
     options = {"context_broadcast": "cb"} if broadcast else {}
-    tiny_run(*arguments, model=folder, **options, **STILL)
+    results = tiny_run(*arguments, model=folder, **options, **STILL)
     assert ("changes what" in caplog.text) is (broadcast == "cb")
     before = load_vision_model(folder, "cpu")[0]
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
@@ -169,6 +170,13 @@ def test_a_thousand_classes_become_ten(library, broadcast, request, tiny_run, tm
     if broadcast:
         remove_context_broadcast(model)
         assert torch.allclose(model(pixel_values).logits, logits, atol=1e-5) is (broadcast == "blend")
+
+    used = ["--model", str(tmp_path / "out"), "--trust-remote-code"]
+    data = ["--dataset", "cifar10-subset", "--split", "test[:50]"]
+    assert cli.main(["evaluate", "classification", *used, *data, "--output", str(tmp_path / "measured.json")]) == 0
+    measured = json.loads((tmp_path / "measured.json").read_text(encoding="utf-8"))
+    assert measured["accuracy"] == pytest.approx(results["best"]["accuracy"])
+    tiny_run("--trust-remote-code", name="again", model=tmp_path / "out", **STILL)
 
 
 def test_a_folder_of_transformers_wrapper_without_a_classifier(timm_vit, tiny_run, tmp_path, class_names):

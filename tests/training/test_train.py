@@ -121,6 +121,22 @@ def test_initializes_attention_as_told(tiny_run, tmp_path):
     assert masses[0] < 0.4 < 0.6 < masses[1]
 
 
+@pytest.mark.parametrize("name", ["impulse", "mimetic"])
+def test_a_start_leaves_alone_what_it_is_told_to(name):
+    """Also in the family that would start so by itself; and random positions stay what the configuration says."""
+    overrides = ",".join(f"{field}={value}" for field, value in (VIT | {"position_embedding": "random"}).items())
+    arguments = train.ModelArguments(
+        model_type="vit_impulse_init",
+        config_overrides=f"{overrides},position_std=3",
+        initialization=name,
+        initialization_options="value_init=default",
+    )
+    model, _ = train.build_model(arguments, train.RecipeArguments(), ["ant", "bee"])
+    attention = model.vit.layers[0].attention
+    assert attention.v_proj.weight.std() < 0.03
+    assert model.vit.embeddings.position_embeddings.std() > 2
+
+
 @pytest.mark.parametrize(
     ("pixels", "size", "patch"), [(28, 32, 2), (64, 64, 4), (90, 96, 6), (128, 128, 8), (250, 224, 16)]
 )

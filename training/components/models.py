@@ -25,6 +25,9 @@ def initialize(model, name: str, text: str):
     options = read_values("initialization_options", text)
     if unknown := sorted(options.keys() - accepted | options.keys() & {"model", "generator"}):
         raise ValueError(f"--initialization-options: --initialization {name} has no {unknown[0]!r}.")
+    if "positions" in accepted and getattr(model.config, "position_embedding", None) == "random":
+        # The architecture's, not those that the start would set.
+        options.setdefault("positions", "keep")
     if name == REFERENCE:
         reference_init_(model)
     else:

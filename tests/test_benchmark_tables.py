@@ -1,0 +1,39 @@
+"""Rows of the tables in benchmarks/: each makes a model for the classes of its images."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from frugalvit.training import joint, train
+from frugalvit.training.components.arguments import parse_arguments
+
+
+@pytest.fixture
+def table(request, monkeypatch):
+    """A module of benchmarks/, whose commands find each other as when one is run."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    return importlib.import_module(request.param)
+
+
+def built(recipe, argv: list[str], names: list[str]):
+    if recipe is joint:
+        groups = [joint.TwinArguments, joint.JointOptimizerArguments, joint.JointRunArguments]
+        twins, *_ = parse_arguments(joint.PROG, "", [*groups, joint.RecipeArguments], argv)
+        return joint.build_twins(twins, names)
+    groups = [train.ModelArguments, train.RecipeArguments, train.OptimizerArguments, train.RunArguments]
+    arguments, options, *_ = parse_arguments(train.PROG, "", groups, argv)
+    return train.build_model(arguments, options, names)[0]
+
+
+@pytest.mark.parametrize("table", ["agent_tables", "context_broadcast_tables"], indirect=True)
+def test_every_row_classifies(table):
+    rows = {name: row for rows in table.TABLES.values() for name, row in rows.items()}
+    assert len(rows) > 15
+    for name, row in rows.items():
+        recipe, options = row if isinstance(row, tuple) else (train, row)
+        argv = ["--output", "unused", *table.row_arguments(options)]
+        model = built(recipe, argv, list("abcdefghij"))
+        outputs = model(pixel_values=torch.randn(2, 3, 32, 32), labels=torch.tensor([9, 0]))
+        assert outputs.logits.shape == (2, 10) and outputs.loss.isfinite(), name
