@@ -112,7 +112,7 @@ def run_recipe(recipe, folder: Path, argv: list[str]) -> dict:
     try:
         recipe.main(argv)
     except ValueError as error:
-        raise SystemExit(f"{error} (Runs of other options need another --runs-dir.)") from error
+        raise SystemExit(f"{folder.name}: {error}") from error
     return json.loads(file.read_text(encoding="utf-8"))
 
 

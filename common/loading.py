@@ -36,6 +36,7 @@ from transformers import (
 from transformers.utils import is_bitsandbytes_available, logging
 
 from ..modeling import modeling_sparseformer
+from ..modeling.hosts.timm import TIMM
 from ..modeling.open_clip_adapter import open_clip_image_processor
 from .exported import ExportedModule, is_exported
 
@@ -174,7 +175,7 @@ def _vision_class(config: PreTrainedConfig) -> type:
     """The class that a configuration was saved with, if Transformers or this package has it, or the base model where
     that was for pretraining or a backbone; else a classifier where there is one for such a configuration."""
     architectures = config.architectures or ()
-    if config.model_type == "timm_wrapper":
+    if config.model_type == TIMM:
         # timm's own folders name no class.
         headless = "TimmWrapperModel" in architectures or not config.num_labels
         return TimmWrapperModel if headless else TimmWrapperForImageClassification

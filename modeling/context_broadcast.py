@@ -185,31 +185,26 @@ def places_in_block(
     return [known[position] for position in positions]
 
 
-def broadcast_layers(
-    layers: Iterable[nn.Module],
-    kind: str,
-    position: str | Sequence[str],
-    has_class_token: bool,
-    scale_init: float = 0.0,
-    blend: bool = False,
-):
-    """Put Context Broadcasting into layers of this package's own families, which their configurations ask for.
+def broadcast_layers(layers: Iterable[nn.Module], config, has_class_token: bool):
+    """Put Context Broadcasting into layers of this package's own families, if their configuration asks for it.
 
     Args:
         layers (`Iterable[nn.Module]`): With `attention` and an `mlp` that ends in `fc2`.
-        kind, position: As in `insert_context_broadcast`.
+        config (`PreTrainedConfig`): With `context_broadcast`, which is None for a plain model, and the like.
         has_class_token (`bool`): Whether a class token is in front.
-        scale_init, blend: As in `ContextBroadcast`.
 
     Raises:
         ValueError: if the kind needs a class token and there is none, or a position makes no sense.
     """
-    positions = check_positions(position)
+    kind = config.context_broadcast
+    if kind is None:
+        return
+    positions = check_positions(config.context_broadcast_position)
     check_class_token(kind, has_class_token, "this model")
+    options = {"scale_init": config.context_broadcast_scale_init, "blend": config.context_broadcast_blend}
     for layer in layers:
         end = (layer.attention, "output")
-        places = places_in_block(layer, layer.mlp, layer.mlp.fc2, end, positions)
-        place_modules(places, kind, scale_init=scale_init, blend=blend)
+        place_modules(places_in_block(layer, layer.mlp, layer.mlp.fc2, end, positions), kind, **options)
 
 
 def check_positions(position: str | Sequence[str]) -> list[str]:

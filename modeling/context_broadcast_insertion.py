@@ -10,6 +10,7 @@ from transformers.utils import logging
 from .context_broadcast import check_positions, has_context_broadcast, place_modules, remove_modules
 from .context_broadcast_classes import FIELDS, ContextBroadcastMixin, altered_class
 from .context_broadcast_places import find_places
+from .hosts.timm import TIMM
 
 
 logger = logging.get_logger(__name__)
@@ -132,9 +133,9 @@ def _remember(model: nn.Module, fields: dict) -> bool:
                 "Insert it again after loading."
             )
             return False
-        if model.config.model_type == "timm_wrapper":
-            # Other model types have theirs in a file of its own.
-            fields = fields | {"image_processor_type": "TimmWrapperImageProcessor"}
+        if model.config.model_type == TIMM:
+            # Transformers finds this one by the model type, which becomes another; others have a file of their own.
+            model.config.image_processor_type = "TimmWrapperImageProcessor"
         for name, value in fields.items():
             setattr(model.config, name, value)
         model.config.__class__ = altered.config_class
@@ -149,8 +150,10 @@ def _forget(model: nn.Module):
     if isinstance(model, ContextBroadcastMixin):
         model.__class__ = type(model).host
         model.config.__class__ = model.config_class
-        for name in (*FIELDS, "image_processor_type"):
+        for name in FIELDS:
             vars(model.config).pop(name, None)
+        if model.config.model_type == TIMM:
+            vars(model.config).pop("image_processor_type", None)
     elif config is not None:
         config.context_broadcast = None
 

@@ -852,15 +852,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         self.layernorm = cortex_norm(config)(config.hidden_size) if config.final_norm else nn.Identity()
         attends = config.pooling in ("attention", "latent_attention")
         self.pooling_head = SparseFormerPoolingHead(config) if attends else None
-        if config.context_broadcast is not None:
-            broadcast_layers(
-                self.layers,
-                config.context_broadcast,
-                config.context_broadcast_position,
-                has_class_token=config.use_cls_token,
-                scale_init=config.context_broadcast_scale_init,
-                blend=config.context_broadcast_blend,
-            )
+        broadcast_layers(self.layers, config, has_class_token=config.use_cls_token)
         self.post_init()
 
     @merge_with_config_defaults

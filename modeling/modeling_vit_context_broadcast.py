@@ -134,10 +134,7 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
         self.embeddings = ViTContextBroadcastEmbeddings(config)
         self.layers = pre_norm_layers(config)
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        if config.context_broadcast is not None:
-            kind, position = config.context_broadcast, config.context_broadcast_position
-            options = {"scale_init": config.context_broadcast_scale_init, "blend": config.context_broadcast_blend}
-            broadcast_layers(self.layers, kind, position, has_class_token=True, **options)
+        broadcast_layers(self.layers, config, has_class_token=True)
         self.post_init()
 
     @merge_with_config_defaults

@@ -158,10 +158,7 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
         self.embeddings = ViTImpulseInitEmbeddings(config)
         self.layers = pre_norm_layers(config)
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        if config.context_broadcast is not None:
-            kind, position = config.context_broadcast, config.context_broadcast_position
-            options = {"scale_init": config.context_broadcast_scale_init, "blend": config.context_broadcast_blend}
-            broadcast_layers(self.layers, kind, position, has_class_token=config.pooling == "cls", **options)
+        broadcast_layers(self.layers, config, has_class_token=config.pooling == "cls")
         self.post_init()
 
     def parts_to_initialize(self) -> VisionTransformer:

@@ -26,6 +26,7 @@ from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_base import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, pair
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from ..modeling.context_broadcast_insertion import insert_context_broadcast
+from ..modeling.hosts.timm import TIMM
 from ..modeling.hosts.transformers import resize_positions_
 from ..modeling.hub import image_processor_config
 from ..modeling.initialization import INITIALIZATIONS
@@ -48,7 +49,6 @@ from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
 from .components.models import (
-    TIMM,
     check_loading,
     check_numbers,
     choose_attention,

@@ -25,6 +25,8 @@ from .anatomy import (
 )
 
 
+# Transformers' model type for timm's models.
+TIMM = "timm_wrapper"
 # What models have whose class token is not in all blocks: CaiT, XCiT, ConViT, VOLO.
 _LATE_CLASS_TOKENS = ("blocks_token_only", "cls_attn_blocks", "local_up_to_layer", "post_network")
 # Blocks whose attention returns windows. What is added to the tokens is put together from them afterwards.

@@ -7,14 +7,13 @@ import re
 import torch
 from transformers import AutoConfig
 
+from ...modeling.hosts.timm import TIMM
 from ...modeling.initialization import INITIALIZATIONS, initialize_attention_
 from ...modeling.reference_initialization import REFERENCE, reference_init_
 from .arguments import check
 from .optimizers import classifiers_inside
 
 
-# Transformers' model type for timm's models.
-TIMM = "timm_wrapper"
 # Bounds of what a new model is configured with.
 LARGEST_SIZE, MOST_LAYERS = 1_000_000, 1_000
 
