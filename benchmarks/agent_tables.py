@@ -20,6 +20,7 @@ goes on, and seeds can be run side by side. Writes agent_TABLE.json.
 
 import argparse
 import statistics
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -39,6 +40,7 @@ from shared import (
     data_arguments,
     folder_name,
     last_accuracies,
+    reduced_epochs,
     row_arguments,
     run_recipe,
     set_budget,
@@ -127,10 +129,10 @@ def main():
     parser.add_argument("table", choices=[*TABLES, "gradients"])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
-    add_budget_arguments(parser, 4000)
+    add_budget_arguments(parser, "4000", "6, of longer 40")
     add_run_arguments(parser, "runs/agent_tables")
     arguments = parser.parse_args()
-    set_budget(arguments)
+    set_budget(arguments, 4000, reduced_epochs(arguments.table))
     settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds", "mixed_precision")}
     if arguments.table == "gradients":
         if unknown := sorted(set(arguments.rows or ()) - {"fresh", "trained"}):
@@ -145,7 +147,7 @@ def main():
 
     rows = []
     for name in arguments.rows or table:
-        results = [run(arguments, name, *table[name], seed) for seed in arguments.seeds]
+        results = [run(arguments, name, *table[name], seed)[1] for seed in arguments.seeds]
         row = {"row": name, **last_accuracies(results)}
         if "agent_accuracy" in results[0]["epochs"][-1]:
             values = [result["epochs"][-1]["agent_accuracy"] for result in results]
@@ -155,16 +157,12 @@ def main():
     write_table(arguments.results_dir / f"agent_{arguments.table}.json", settings, rows)
 
 
-def run(arguments, name: str, recipe, row: dict, seed: int) -> dict:
-    """Results of a row's run with a seed, trained now or before."""
-    return run_recipe(
-        recipe,
-        arguments.runs_dir / folder_name(name, seed),
-        [
-            *("--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments), "--batch-size", "32"),
-            *row_arguments(row),
-        ],
-    )
+def run(arguments, name: str, recipe, row: dict, seed: int) -> tuple[Path, dict]:
+    """Folder and results of a row's run with a seed, trained now or before."""
+    argv = ["--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments), "--batch-size", "32"]
+    argv += row_arguments(row)
+    folder = arguments.runs_dir / folder_name(name, seed, argv)
+    return folder, run_recipe(recipe, folder, argv)
 
 
 def gradients(arguments) -> list[dict]:
@@ -183,8 +181,7 @@ def gradients(arguments) -> list[dict]:
             pair = joint.TwinArguments(**JOINT, initialization=start)
             measured.setdefault(name, []).append(pulls(joint.build_twins(pair, class_names(images)), inputs))
         if "trained" in wanted:
-            folder = arguments.runs_dir / folder_name("joint", seed)
-            run(arguments, "joint", *TABLES["joint"]["joint"], seed)
+            folder, _ = run(arguments, "joint", *TABLES["joint"]["joint"], seed)
             model, _ = load_image_classifier(folder, "cpu")
             model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
             measured.setdefault("trained", []).append(pulls(model, inputs))

@@ -41,6 +41,7 @@ from shared import (
     budget_arguments,
     data_arguments,
     folder_name,
+    reduced_epochs,
     row_arguments,
     run_recipe,
     set_budget,
@@ -184,10 +185,10 @@ def main():
     parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
-    add_budget_arguments(parser, 6000)
+    add_budget_arguments(parser, "6000", "6, of longer 40")
     add_run_arguments(parser, "runs/context_broadcast_tables")
     arguments = parser.parse_args()
-    set_budget(arguments)
+    set_budget(arguments, 6000, reduced_epochs(arguments.table))
     table = TABLES[arguments.table]
     if unknown := sorted(set(arguments.rows or ()) - table.keys()):
         raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(table)}.")
@@ -213,15 +214,10 @@ def main():
 
 def run(arguments, name: str, row: dict, seed: int) -> Path:
     """The folder of a row's run with a seed, trained now or before."""
-    folder = arguments.runs_dir / folder_name(name, seed)
-    run_recipe(
-        train,
-        folder,
-        [
-            *("--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments)),
-            *row_arguments(REDUCED | row),
-        ],
-    )
+    argv = ["--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments)]
+    argv += row_arguments(REDUCED | row)
+    folder = arguments.runs_dir / folder_name(name, seed, argv)
+    run_recipe(train, folder, argv)
     return folder
 
 

@@ -28,19 +28,22 @@ before all of them are put together. Writes impulse_TABLE.json.
 import argparse
 import json
 import statistics
-from pathlib import Path
 
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.tables import format_table
 from frugalvit.training import train
 from shared import (
+    add_budget_arguments,
     add_data_arguments,
     add_run_arguments,
+    budget_arguments,
     data_arguments,
     folder_name,
     last_accuracies,
+    reduced_epochs,
     row_arguments,
     run_recipe,
+    set_budget,
     write_table,
 )
 
@@ -151,9 +154,8 @@ def main():
     parser.add_argument("table", choices=[*VIT_TABLES, "convmixer"])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
-    parser.add_argument("--images", type=int, help="training images (default: 6000 for a reduced recipe)")
-    parser.add_argument(
-        "--epochs", type=int, help="default: 6, of longer 40; with --paper-recipe 200, of ConvMixers 100"
+    add_budget_arguments(
+        parser, "6000; with --paper-recipe all", "6, of longer 40; with --paper-recipe 200, of ConvMixers 100"
     )
     parser.add_argument("--config-overrides", default="", help="of the architecture, after the recipe's")
     parser.add_argument("--paper-recipe", action="store_true", help="the paper's sizes and budget, see above")
@@ -161,15 +163,12 @@ def main():
     parser.add_argument("--label-column", help="where a data set has several")
     parser.add_argument("--crop", default="padded", choices=["padded", "resized"], help="default: %(default)s")
     parser.add_argument("--flip", default="0.5", help="probability (default: %(default)s)")
-    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
     add_run_arguments(parser, "runs/impulse_tables")
     arguments = parser.parse_args()
-    if arguments.epochs is None and arguments.paper_recipe:
-        arguments.epochs = 100 if arguments.table == "convmixer" else 200
-    elif arguments.epochs is None:
-        arguments.epochs = 40 if arguments.table == "longer" else 6
-    if arguments.images is None and not arguments.paper_recipe:
-        arguments.images = 6000
+    if arguments.paper_recipe:
+        set_budget(arguments, None, 100 if arguments.table == "convmixer" else 200)
+    else:
+        set_budget(arguments, 6000, reduced_epochs(arguments.table))
 
     table = CONVMIXER if arguments.table == "convmixer" else VIT_TABLES[arguments.table]
     if unknown := sorted(set(arguments.rows or ()) - table.keys()):
@@ -200,26 +199,9 @@ def architecture(arguments) -> str:
     return ",".join(filter(None, [sizes, arguments.config_overrides]))
 
 
-def folder_of_recipe(arguments) -> str:
-    """Where runs of one architecture, budget and data set lie: those of another never overwrite them."""
-    kind = "convmixer" if arguments.table == "convmixer" else "vit"
-    options = [getattr(arguments, name) for name in ("config_overrides", "dataset_config", "label_column")]
-    data = "+".join(Path(name).stem for name in arguments.dataset)
-    budget = [f"{arguments.epochs}-epochs", f"{arguments.images or 'all'}-images", arguments.mixed_precision]
-    views = [
-        f"{name}-{value}"
-        for name, value, usual in (("crop", arguments.crop, "padded"), ("flip", arguments.flip, "0.5"))
-        if value != usual
-    ]
-    parts = [kind, *budget, data, *filter(None, options), *views]
-    name = "-".join([*parts, *(["paper"] if arguments.paper_recipe else [])])
-    return "".join(c if c.isalnum() or c in "-+" else "-" for c in name)
-
-
 def run(arguments, name: str, row: dict, seed: int) -> dict:
     """Results of a row's run with a seed, trained now or before; tables share rows of one name and budget."""
     convmixer = arguments.table == "convmixer"
-    folder = arguments.runs_dir / folder_of_recipe(arguments)
     overrides, extra = architecture(arguments), []
     if convmixer:
         overrides += "".join(f",{field}={value}" for field, value in row.items())
@@ -232,22 +214,17 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
     for option in ("dataset_config", "label_column"):
         if getattr(arguments, option):
             extra += [f"--{option}", getattr(arguments, option)]
-    return run_recipe(
-        train,
-        folder / folder_name(name, seed),
-        [
-            *("--seed", str(seed), *data_arguments(arguments)),
-            *("--train-split", f"train[:{arguments.images}]" if arguments.images else "train"),
-            *("--model-type", "convmixer" if convmixer else "vit_impulse_init", "--config-overrides", overrides),
-            *("--epochs", str(arguments.epochs), "--batch-size", "512" if arguments.paper_recipe else "64"),
-            *("--learning-rate", "0.01" if convmixer else "1e-3", "--weight-decay", "0.01"),
-            *("--warmup-epochs", "10" if arguments.paper_recipe else "1"),
-            *("--mixed-precision", arguments.mixed_precision),
-            *("--randaugment-layers", "2" if arguments.paper_recipe else "0", "--mixup", "0"),
-            *("--crop", arguments.crop, "--flip", arguments.flip),
-            *extra,
-        ],
-    )
+    argv = [
+        *("--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments)),
+        *("--model-type", "convmixer" if convmixer else "vit_impulse_init", "--config-overrides", overrides),
+        *("--batch-size", "512" if arguments.paper_recipe else "64"),
+        *("--learning-rate", "0.01" if convmixer else "1e-3", "--weight-decay", "0.01"),
+        *("--warmup-epochs", "10" if arguments.paper_recipe else "1"),
+        *("--randaugment-layers", "2" if arguments.paper_recipe else "0", "--mixup", "0"),
+        *("--crop", arguments.crop, "--flip", arguments.flip),
+        *extra,
+    ]
+    return run_recipe(train, arguments.runs_dir / folder_name(name, seed, argv), argv)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 that say how they were made."""
 
 import argparse
+import hashlib
 import json
 import shlex
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -61,23 +63,28 @@ def add_data_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--class-names", nargs="+", help="where the data set has none")
 
 
-def add_budget_arguments(parser: argparse.ArgumentParser, images: int):
-    """How much is trained on, and in which precision: one on all machines, unless asked."""
-    parser.add_argument("--images", type=int, default=images, help="training images (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, help="default: 6, of longer 40")
+def add_budget_arguments(parser: argparse.ArgumentParser, images: str, epochs: str):
+    """How much is trained on, defaults in words, and in which precision: one on all machines, unless asked."""
+    parser.add_argument("--images", type=int, help=f"training images (default: {images})")
+    parser.add_argument("--epochs", type=int, help=f"default: {epochs}")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
 
 
-def set_budget(arguments):
-    """Fill in the epochs of a table, and let its runs lie apart from those of other budgets."""
-    if arguments.epochs is None:
-        arguments.epochs = 40 if arguments.table == "longer" else 6
-    arguments.runs_dir /= f"{arguments.images}-images-{arguments.epochs}-epochs-{arguments.mixed_precision}"
+def set_budget(arguments, images: int | None, epochs: int):
+    """Fill in what was not given; no number of images means all."""
+    arguments.images = arguments.images or images
+    arguments.epochs = arguments.epochs or epochs
+
+
+def reduced_epochs(table: str) -> int:
+    """Epochs of a table, unless asked."""
+    return 40 if table == "longer" else 6
 
 
 def budget_arguments(arguments) -> list[str]:
     """The budget as a recipe's command line names it."""
-    budget = ["--train-split", f"train[:{arguments.images}]", "--epochs", str(arguments.epochs)]
+    split = f"train[:{arguments.images}]" if arguments.images else "train"
+    budget = ["--train-split", split, "--epochs", str(arguments.epochs)]
     return [*budget, "--mixed-precision", arguments.mixed_precision]
 
 
@@ -95,9 +102,11 @@ def row_arguments(row: dict) -> list[str]:
     return [text for field, value in row.items() for text in (f"--{field}", str(value))]
 
 
-def folder_name(row: str, seed: int) -> str:
-    """The folder of a row's run with a seed."""
-    return f"{''.join(c if c.isalnum() else '-' for c in row)}-seed{seed}"
+def folder_name(row: str, seed: int, argv: Sequence[str] = ()) -> str:
+    """The folder of a row's run with a seed. Arguments of the recipe, as a digest, set runs of other budgets, data and
+    architectures apart."""
+    name = f"{''.join(c if c.isalnum() else '-' for c in row)}-seed{seed}"
+    return f"{name}-{hashlib.sha256(shlex.join(argv).encode()).hexdigest()[:8]}" if argv else name
 
 
 def run_recipe(recipe, folder: Path, argv: list[str]) -> dict:

@@ -1,6 +1,7 @@
-"""Rows of the tables in benchmarks/: each makes a model for the classes of its images."""
+"""The tables in benchmarks/: each row makes a model for the classes of its images, and is trained once."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,25 @@ def test_every_row_classifies(table):
         model = built(recipe, argv, list("abcdefghij"))
         outputs = model(pixel_values=torch.randn(2, 3, 32, 32), labels=torch.tensor([9, 0]))
         assert outputs.logits.shape == (2, 10) and outputs.loss.isfinite(), name
+
+
+@pytest.mark.parametrize("table", ["impulse_tables"], indirect=True)
+def test_a_row_is_trained_once(table, monkeypatch, tmp_path):
+    """With other options it is another run, which leaves the first one's folder alone."""
+    trained = []
+    main = train.main
+
+    def counted(argv):
+        trained.append(argv)
+        return main(argv)
+
+    monkeypatch.setattr(train, "main", counted)
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--results-dir", str(tmp_path)]
+    command = ["impulse_tables.py", "longer", "--rows", "mimetic", "--seeds", "0", "--images", "64", "--epochs", "1"]
+    for options, number in (([], 1), ([], 1), (["--flip", "0"], 2), ([], 2)):
+        monkeypatch.setattr("sys.argv", [*command, *folders, *options])
+        table.main()
+        assert len(trained) == number
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+    (row,) = json.loads((tmp_path / "impulse_longer.json").read_text(encoding="utf-8"))["rows"]
+    assert row["row"] == "mimetic" and len(row["accuracies"]) == 1
