@@ -53,6 +53,7 @@ def test_a_row_is_trained_once(table, monkeypatch, tmp_path):
     monkeypatch.setattr(train, "main", counted)
     folders = ["--runs-dir", str(tmp_path / "runs"), "--results-dir", str(tmp_path)]
     command = ["impulse_tables.py", "longer", "--rows", "mimetic", "--seeds", "0", "--images", "64", "--epochs", "1"]
+    command += ["--config-overrides", "hidden_size=16,num_hidden_layers=1"]
     for options, number in (([], 1), ([], 1), (["--flip", "0"], 2), ([], 2)):
         monkeypatch.setattr("sys.argv", [*command, *folders, *options])
         table.main()
