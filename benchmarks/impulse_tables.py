@@ -79,7 +79,7 @@ SOLVERS = {
         ("closed form, mass 0.5", {"solver": "closed_form", "mass": 0.5}),
         ("closed form, mass 0.9", {"solver": "closed_form", "mass": 0.9}),
         ("Adam as printed", {"solver": "adam"}),
-        ("Adam as run by the authors", {"solver": "adam", "renormalize_every": 100}),
+        ("Adam, bounded as by the authors", {"solver": "adam", "renormalize_every": 100}),
         ("pseudo-inverse, sine-cosine positions", {"solver": "pinv"}),
     )
     for values in ("mimetic", "default")

@@ -176,9 +176,11 @@ def solve_adam(
     Heads are solved at once and independently. The algorithm leaves the start open ("Parameters"); here it is that of
     PyTorch's linear layers, uniform in +-1 / sqrt(hidden_size).
 
-    As printed, the algorithm does not stop before the softmax is saturated. The authors' code bounds the weights: it
-    brings the columns of Q and K back to their mean length at the start, every 100 steps (of K, which it holds
-    transposed, those of that layout).
+    As printed, the algorithm does not stop before the softmax is saturated. The authors' code bounds the weights every
+    100 steps: each column of Q, a direction of the head, and each row of K, what a channel of the input is mapped to,
+    gets the mean length that columns of Q have at the start. (That K is held transposed there, so that its columns are
+    our rows.) Their start is ours where `head_dim` times the heads is `hidden_size`. Their logits are multiplied by
+    0.1, whatever the width; ours, as a model's, are divided by sqrt(head_dim).
 
     Args:
         inputs (`torch.Tensor`): As in `solve_closed_form`.
@@ -186,8 +188,8 @@ def solve_adam(
         steps, learning_rate: The paper's by default.
         generator (`torch.Generator`, *optional*): Source of the start, on CPU.
         renormalize_every (`int`, *optional*):
-            Bring the columns of Q and K back to their mean length at the start before every so many steps, as the
-            authors' code does with 100; never if not given, as Algorithm 1 is printed.
+            Bring Q and K back to the length of the start, see above, before every so many steps, as the authors' code
+            does with 100; never if not given, as Algorithm 1 is printed.
 
     Returns:
         Two tensors `(heads, hidden_size, head_dim)`.
@@ -204,8 +206,8 @@ def solve_adam(
         for step in range(steps):
             if renormalize_every and step % renormalize_every == 0:
                 with torch.no_grad():
-                    for part in parameters:
-                        part.mul_(length / part.norm(dim=1, keepdim=True))
+                    for part, axis in zip(parameters, (1, 2), strict=True):
+                        part.mul_(length / part.norm(dim=axis, keepdim=True))
             optimizer.zero_grad()
             ((attention_map(inputs, *parameters) - targets) ** 2).mean((-2, -1)).sum().backward()
             optimizer.step()

@@ -207,8 +207,8 @@ def impulse_init_(
         position_std (`float`, *optional*, defaults to 0.36):
             Standard deviation of random positions. The NeurIPS 2025 code has 0.02, in one set-up times 18.
         renormalize_every (`int`, *optional*):
-            For `solver="adam"`: steps between rescalings of Q and K to their length at the start. The authors ran
-            their code with 100; without, as Algorithm 1 is printed, the softmax saturates.
+            For `solver="adam"`: steps between rescalings of Q and K to the length of the start, see `solve_adam`. The
+            authors ran their code with 100; without, as Algorithm 1 is printed, the softmax saturates.
 
     Returns:
         `InitializationReport`: What came out, head by head.

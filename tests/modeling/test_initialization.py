@@ -188,8 +188,9 @@ def test_adam_does_what_the_algorithm_says():
         torch.testing.assert_close(key[head], k.detach(), rtol=1e-3, atol=1e-4)
 
 
-def test_adam_keeps_the_length_of_columns_where_it_is_told_to():
-    """As the authors' code does; without, as Algorithm 1 is printed, the weights grow."""
+def test_adam_bounds_weights_where_it_is_told_to():
+    """As the authors' code does, which holds K as (heads, head_dim, hidden_size) and brings columns of that to the
+    length of columns of Q; without, as Algorithm 1 is printed, the weights grow."""
     inputs, targets = encoding(4, 4, 16), impulse_matrix(4, 4, (0, 1))[None]
     start, _ = solve_adam(inputs, targets, 8, steps=0, generator=seeded())
     length = start.norm(dim=1).mean()
@@ -199,9 +200,10 @@ def test_adam_keeps_the_length_of_columns_where_it_is_told_to():
         )
         for every in (None, 100)
     }
-    for part in solved[100]:
-        # One step after it was brought back.
-        torch.testing.assert_close(part.norm(dim=1), length.expand(1, 8), rtol=0.02, atol=0)
+    query, key = solved[100]
+    # One step after they were brought back.
+    torch.testing.assert_close(query.norm(dim=1), length.expand(1, 8), rtol=0.02, atol=0)
+    torch.testing.assert_close(key.mT.norm(dim=1), length.expand(1, 16), rtol=0.02, atol=0)
     free, bound = (
         interior_mass(attention_map(inputs, *(part[0] for part in solved[every])), targets[0]) for every in (None, 100)
     )
