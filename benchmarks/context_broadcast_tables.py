@@ -3,7 +3,7 @@
     python benchmarks/context_broadcast_tables.py kinds          # CB, CB_S, gate and hybrid at the end of the MLP
     python benchmarks/context_broadcast_tables.py positions      # elsewhere in the MLP and after attention
     python benchmarks/context_broadcast_tables.py impulse        # on top of impulse initialization
-    python benchmarks/context_broadcast_tables.py hierarchical   # Swin, PVT and PVTv2
+    python benchmarks/context_broadcast_tables.py hierarchical   # Swin, PVT, PVTv2 and LocalViT
     python benchmarks/context_broadcast_tables.py distillation   # from the shipped ViT's classes (tables S1 and S2)
     python benchmarks/context_broadcast_tables.py insertion      # into the shipped ViT, which trains on
     python benchmarks/context_broadcast_tables.py sparseformer   # in the cortex of a trained one, which trains on
@@ -34,6 +34,7 @@ from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.tables import format_table
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.training import train
+from local_vit import LocalViTConfig
 from shared import (
     add_budget_arguments,
     add_data_arguments,
@@ -67,7 +68,7 @@ def vit(kind: str | None, *positions: str, **options) -> dict:
     overrides = ["context_broadcast=" + ("null" if kind is None else kind)]
     if positions:
         overrides.append("context_broadcast_position=[" + ",".join(f'"{position}"' for position in positions) + "]")
-    return {"model_type": "vit_context_broadcast", "config_overrides": ",".join([VIT, *overrides]), **options}
+    return {"model_type": "vit_context_broadcast", "config_overrides": ",".join([VIT, *overrides])} | options
 
 
 def host(model_type: str, overrides: str, kind: str | None) -> dict:
@@ -154,6 +155,8 @@ TABLES = {
         "PVT, cb": host("pvt", PVT, "cb"),
         "PVTv2": host("pvt_v2", PVT_V2, None),
         "PVTv2, cb": host("pvt_v2", PVT_V2, "cb"),
+        "LocalViT": vit(None, model_type=LocalViTConfig.model_type),
+        "LocalViT, cb": vit("cb", model_type=LocalViTConfig.model_type),
     },
     "distillation": {
         "none, distilled": distilled(None),

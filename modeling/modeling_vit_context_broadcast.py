@@ -111,8 +111,8 @@ class ViTContextBroadcastPreTrainedModel(HubModel):
         elif isinstance(module, nn.Conv2d):
             # PyTorch's default, at which DeiT leaves it: drawn at 0.02, small patches would drown in positions.
             bound = module.weight[0].numel() ** -0.5
-            init.uniform_(module.weight, -bound, bound)
-            init.uniform_(module.bias, -bound, bound)
+            for parameter in module.parameters():
+                init.uniform_(parameter, -bound, bound)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)

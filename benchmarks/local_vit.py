@@ -1,0 +1,58 @@
+"""LocalViT for the tables, as its authors have it (Li et al. 2021, arXiv 2104.05707; ofsoundof/LocalViT, "hs+se").
+
+The ViT of the family, whose MLPs are replaced by convolutions among the patches, with batch normalization and without
+LayerNorm before; [CLS] passes by. Their squeeze-and-excitation has four channels: `reduction` is the width. Of the
+libraries, vit-pytorch alone has a LocalViT, whose forward pass fails: its LayerNorm gets maps (1.26.11).
+"""
+
+import torch
+from torch import nn
+from torchvision.ops import Conv2dNormActivation, SqueezeExcitation
+from transformers import AutoConfig, AutoModelForImageClassification
+
+from frugalvit.configuration.configuration_vit_context_broadcast import ViTContextBroadcastConfig
+from frugalvit.modeling.context_broadcast import ContextBroadcast
+from frugalvit.modeling.modeling_vit_context_broadcast import ViTContextBroadcastForImageClassification
+
+
+class LocalViTConfig(ViTContextBroadcastConfig):
+    """`context_broadcast` is None or "cb", which stands at the end of the convolutions: its mean is the patches'."""
+
+    model_type = "local_vit"
+
+
+class LocalFeedForward(nn.Module):
+    """What is added to tokens `(batch, [CLS] + patches, hidden_size)` in an MLP's place."""
+
+    def __init__(self, config: LocalViTConfig):
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.grid = config.grid
+        self.convolutions = nn.Sequential(
+            Conv2dNormActivation(width, inner, 1, activation_layer=nn.Hardswish),
+            Conv2dNormActivation(inner, inner, 3, groups=inner, activation_layer=nn.Hardswish),
+            SqueezeExcitation(inner, inner // width, scale_activation=nn.Hardsigmoid),
+            Conv2dNormActivation(inner, width, 1, activation_layer=None),
+        )
+        self.broadcast = nn.Identity()
+        if config.context_broadcast:
+            self.broadcast = ContextBroadcast(config.context_broadcast, data_format="channels_first")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        class_token, patches = tokens[:, :1], tokens[:, 1:]
+        branch = self.broadcast(self.convolutions(patches.mT.unflatten(2, self.grid)))
+        return torch.cat([torch.zeros_like(class_token), branch.flatten(2).mT], dim=1)
+
+
+class LocalViTForImageClassification(ViTContextBroadcastForImageClassification):
+    config: LocalViTConfig
+    auto_classes = {"AutoModelForImageClassification": "LocalViTForImageClassification"}
+
+    def __init__(self, config: LocalViTConfig):
+        super().__init__(config)
+        for layer in self.vit.layers:
+            layer.layernorm_after, layer.mlp = nn.Identity(), LocalFeedForward(config)
+
+
+AutoConfig.register(LocalViTConfig.model_type, LocalViTConfig)
+AutoModelForImageClassification.register(LocalViTConfig, LocalViTForImageClassification)
