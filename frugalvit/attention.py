@@ -158,31 +158,37 @@ def _models(arguments: argparse.Namespace, names: Sequence[str]):
         yield f"{name}, before training", fresh.eval().to(first.device), image_processor
     for folder, (name, model, image_processor) in zip(arguments.models, loaded, strict=True):
         if arguments.start:
-            yield f"{name}, at its start", own_start(folder, model).eval().to(model.device), image_processor
+            start = own_start(folder, model, arguments.trust_remote_code)
+            yield f"{name}, at its start", start.eval().to(model.device), image_processor
         yield name, model, image_processor
 
 
-def own_start(folder: str, model: PreTrainedModel) -> PreTrainedModel:
+def own_start(folder: str, model: PreTrainedModel, trust_remote_code: bool = False) -> PreTrainedModel:
     """A model of `frugalvit train` or `frugalvit joint` as its training began: drawn again with the run's seed and
     options, so that the two differ by training alone.
 
     Args:
         folder (`str`): The run's, or that of one of the two within a run of `frugalvit joint`.
         model (`PreTrainedModel`): The trained model.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Run code that comes with the model that the run went on from, whatever the run was told.
 
     Raises:
         ValueError: if the folder has no `run.json` of such a run.
     """
-    files = [Path(folder) / "run.json", Path(folder).parent / "run.json"]
-    run = next((json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()), None)
-    makers = {train.PROG: train.starting_model, joint.PROG: joint.starting_twins}
+    folder, makers = Path(folder), {train.PROG: train.starting_model, joint.PROG: joint.starting_twins}
+    known, file = " or ".join(makers), folder / "run.json"
+    if folder.name in joint.PARTS and not file.is_file():
+        file, makers = folder.parent / "run.json", {joint.PROG: joint.starting_twins}
+    run = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     make = next((maker for prog, maker in makers.items() if run and run["command"].startswith(f"{prog} ")), None)
     if make is None:
         raise ValueError(
-            f"--start: {folder} has no run.json of {' or '.join(makers)}, so that its start is not known; compare "
-            "with a new draw by --initialization."
+            f"--start: {folder} has no run.json of {known}, so that its start is not known; compare with a new "
+            "draw by --initialization."
         )
-    start = make(run["arguments"], model.config)
+    # A folder does not say whom to trust; its user does.
+    start = make(run["arguments"] | {"trust_remote_code": trust_remote_code}, model.config)
     if not isinstance(start, BootstrappedViTForImageClassification):
         return start
     return start.agent if isinstance(model, type(start.agent)) else start.vit

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -173,6 +174,29 @@ def test_a_trained_model_beside_its_own_start(recipe, tmp_path, capsys):
     if recipe == "train":
         assert main(["attention", str(folder), "--start", "--images", "2"]) == 0
         assert "run, at its start" in capsys.readouterr().out
+
+
+def test_a_start_runs_no_code_that_the_user_does_not_trust(folder, tmp_path, monkeypatch, capsys):
+    """Whatever the run.json of a folder says."""
+    ran, remote, trained = tmp_path / "ran", tmp_path / "remote", tmp_path / "trained"
+    remote.mkdir()
+    (remote / "code.py").write_text(f"import pathlib\n\npathlib.Path({str(ran)!r}).touch()\n")
+    (remote / "config.json").write_text('{"model_type": "of_its_own", "auto_map": {"AutoConfig": "code.Config"}}')
+    shutil.copytree(folder, trained)
+    arguments = {"model": str(remote), "trust_remote_code": True, "seed": 0}
+    (trained / "run.json").write_text(json.dumps({"command": "frugalvit train --seed 0", "arguments": arguments}))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    command = ["attention", str(trained), "--start", "--images", "1"]
+    assert main(command) == 1 and not ran.exists()
+    assert "--trust-remote-code" in capsys.readouterr().err
+    assert main([*command, "--trust-remote-code"]) == 1 and ran.exists()
+
+
+def test_a_folder_within_a_run_is_not_the_run(folder, tmp_path):
+    (tmp_path / "run.json").write_text('{"command": "frugalvit train --seed 0", "arguments": {"seed": 0}}')
+    shutil.copytree(folder, tmp_path / "vit")
+    with pytest.raises(ValueError, match="has no run.json of frugalvit train or frugalvit joint"):
+        own_start(str(tmp_path / "vit"), AutoModelForImageClassification.from_pretrained(tmp_path / "vit"))
 
 
 @pytest.mark.parametrize(

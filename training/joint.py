@@ -50,6 +50,8 @@ from .components.sharding import prepare
 
 
 PROG = "frugalvit joint"
+# Folders of the two models within a run's, and what their accuracies are called.
+PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
 
 
 @dataclass
@@ -179,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         clipped=lambda model: accelerator.unwrap_model(model).vit,
     )
     if accelerator.is_main_process:
-        for name, accuracy in (("vit", "accuracy"), ("agent", "agent_accuracy")):
+        for name, accuracy in PARTS.items():
             save_alone(name, accuracy, processor, data, run, state)
     result = "Not evaluated"
     if eval_loader:
