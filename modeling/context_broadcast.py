@@ -54,7 +54,8 @@ class ContextBroadcast(nn.Module):
             `"channels_first"`, maps `(batch, channels, height, width)`.
 
     Raises:
-        ValueError: if an argument has another value, or `"cb_s"` has no `hidden_size`.
+        ValueError: if an argument has another value, `"cb_s"` has no `hidden_size`, or blend and scale both start at
+            0, so that neither would learn.
     """
 
     def __init__(
@@ -70,6 +71,11 @@ class ContextBroadcast(nn.Module):
         check_choice("data_format", data_format, DATA_FORMATS)
         if kind == "cb_s" and hidden_size is None:
             raise ValueError("`kind='cb_s'` has a learned scale for every channel: give `hidden_size`.")
+        if kind == "cb_s" and blend and scale_init == 0:
+            raise ValueError(
+                "`kind='cb_s'` would never learn with `blend=True` and `scale_init=0`: each has no gradient while the "
+                "other is 0. Without a blend it leaves a trained model unchanged, too; or give another `scale_init`."
+            )
         self.kind, self.data_format, self.scale_init = kind, data_format, scale_init
         self.scale = nn.Parameter(torch.full((hidden_size,), float(scale_init))) if kind == "cb_s" else None
         self.blend = nn.Parameter(torch.zeros(1)) if blend else None

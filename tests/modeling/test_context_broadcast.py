@@ -214,6 +214,17 @@ class TestDefinition:
         assert half.dtype == dtype
         torch.testing.assert_close(half.float(), module(x), atol=0.03, rtol=0.03)
 
+    @pytest.mark.parametrize(
+        "options", [{"kind": kind, "blend": True, "scale_init": 0.5} for kind in KINDS] + [{"kind": "cb_s"}]
+    )
+    def test_what_starts_as_the_identity_learns(self, options):
+        module, x = ContextBroadcast(hidden_size=4, **options), torch.randn(2, 6, 4)
+        output = module(x)
+        torch.testing.assert_close(output, x)
+        output.square().sum().backward()
+        first = module.scale if module.blend is None else module.blend
+        assert first.grad.abs().min() > 0.01
+
     @pytest.mark.parametrize("kind", KINDS)
     def test_padding_stays_out(self, kind):
         module, x = randomize(ContextBroadcast(kind, 4)), torch.randn(2, 6, 4)
@@ -231,6 +242,7 @@ class TestDefinition:
         [
             (lambda: ContextBroadcast("cbs"), "`kind` is 'cbs', expected one of 'cb', 'cb_s'"),
             (lambda: ContextBroadcast("cb_s"), "give `hidden_size`"),
+            (lambda: ContextBroadcast("cb_s", 4, blend=True), "would never learn with `blend=True`"),
             (lambda: ContextBroadcast("cb", data_format="nchw"), "'channels_last', 'channels_first'"),
             (lambda: ContextBroadcast()(torch.ones(3, 4)), r"shape \(3, 4\), expected"),
             (lambda: ContextBroadcast("cb_gate")(torch.ones(1, 2, 2, 4)), "needs a class token; got a map"),
@@ -444,6 +456,7 @@ class TestPlaces:
             ("ViT", {"pattern": r".*mlp", "position": ["mlp_end", "mlp_front"]}, "give one position"),
             ("ViT", {"data_format": "channels_first"}, "is for `pattern`"),
             ("ViT", {"pattern": r".*layernorm_after", "kind": "cb_s"}, "needs to know how many channels"),
+            ("ViT", {"kind": "cb_s", "blend": True}, "would never learn"),
             ("Swin", {"kind": "cb_gate"}, "needs a class token in front of the tokens"),
             ("PVT", {"kind": "cb_hybrid"}, "needs a class token"),
             ("SigLIP vision", {"kind": "cb_gate"}, "needs a class token"),
