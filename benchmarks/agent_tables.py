@@ -30,21 +30,23 @@ from frugalvit import BootstrappedViTForImageClassification
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import class_names, decode_image, load_images
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.common.tables import format_table
 from frugalvit.training import joint, train
 from shared import (
     add_budget_arguments,
     add_data_arguments,
     add_run_arguments,
     budget_arguments,
+    budget_settings,
     data_arguments,
     folder_name,
     last_accuracies,
+    print_rows,
     reduced_epochs,
     row_arguments,
     run_recipe,
     set_budget,
     spread,
+    wanted_rows,
     write_table,
 )
 
@@ -133,28 +135,22 @@ def main():
     add_run_arguments(parser, "runs/agent_tables")
     arguments = parser.parse_args()
     set_budget(arguments, 4000, reduced_epochs(arguments.table))
-    settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds", "mixed_precision")}
     if arguments.table == "gradients":
-        if unknown := sorted(set(arguments.rows or ()) - {"fresh", "trained"}):
-            raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: fresh; trained.")
         rows = gradients(arguments)
-        print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]))
-        write_table(arguments.results_dir / "agent_gradients.json", settings, rows)
+        print_rows(rows)
+        write_table(arguments.results_dir / "agent_gradients.json", budget_settings(arguments), rows)
         return
-    table = TABLES[arguments.table]
-    if unknown := sorted(set(arguments.rows or ()) - table.keys()):
-        raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(table)}.")
 
-    rows = []
-    for name in arguments.rows or table:
+    table, rows = TABLES[arguments.table], []
+    for name in wanted_rows(arguments, table):
         results = [run(arguments, name, *table[name], seed)[1] for seed in arguments.seeds]
         row = {"row": name, **last_accuracies(results)}
         if "agent_accuracy" in results[0]["epochs"][-1]:
             values = [result["epochs"][-1]["agent_accuracy"] for result in results]
             row |= {"agent": statistics.mean(values), "agent_spread": spread(values), "agent_accuracies": values}
         rows.append(row)
-        print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)
-    write_table(arguments.results_dir / f"agent_{arguments.table}.json", settings, rows)
+        print_rows(rows)
+    write_table(arguments.results_dir / f"agent_{arguments.table}.json", budget_settings(arguments), rows)
 
 
 def run(arguments, name: str, recipe, row: dict, seed: int) -> tuple[Path, dict]:
@@ -174,7 +170,7 @@ def gradients(arguments) -> list[dict]:
     decoded = [decode_image(record["image"], index) for index, record in enumerate(images)]
     image_processor = ViTImageProcessor(size={"height": 32, "width": 32})
     inputs = {"pixel_values": image_processor(decoded, return_tensors="pt")["pixel_values"], "labels": labels}
-    wanted, measured = arguments.rows or ("fresh", "trained"), {}
+    wanted, measured = wanted_rows(arguments, ("fresh", "trained")), {}
     for seed in arguments.seeds:
         for name, start in STARTS.items() if "fresh" in wanted else ():
             torch.manual_seed(seed)

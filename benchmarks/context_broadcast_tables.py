@@ -31,7 +31,6 @@ from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import decode_image, default_split, load_images
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.common.tables import format_table
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.training import train
 from local_vit import LocalViTConfig
@@ -40,13 +39,16 @@ from shared import (
     add_data_arguments,
     add_run_arguments,
     budget_arguments,
+    budget_settings,
     data_arguments,
     folder_name,
+    print_rows,
     reduced_epochs,
     row_arguments,
     run_recipe,
     set_budget,
     spread,
+    wanted_rows,
     write_table,
 )
 
@@ -193,14 +195,12 @@ def main():
     arguments = parser.parse_args()
     set_budget(arguments, 6000, reduced_epochs(arguments.table))
     table = TABLES[arguments.table]
-    if unknown := sorted(set(arguments.rows or ()) - table.keys()):
-        raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(table)}.")
-
+    names = wanted_rows(arguments, table)
     test_images = load_images(
         arguments.eval_dataset or arguments.dataset, default_split(arguments.eval_dataset or arguments.dataset)
     )
     rows = []
-    for name in arguments.rows or table:
+    for name in names:
         measured = [
             measured_once(run(arguments, name, table[name], seed), test_images, arguments.table != "hierarchical")
             for seed in arguments.seeds
@@ -210,9 +210,9 @@ def main():
             values = [each[column] for each in measured]
             row |= {column: statistics.mean(values), f"{column}_spread": spread(values), f"{column}_values": values}
         rows.append(row)
-        print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)
-    settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds", "mixed_precision")}
-    write_table(arguments.results_dir / f"context_broadcast_{arguments.table}.json", settings, rows)
+        print_rows(rows)
+    file = arguments.results_dir / f"context_broadcast_{arguments.table}.json"
+    write_table(file, budget_settings(arguments), rows)
 
 
 def run(arguments, name: str, row: dict, seed: int) -> Path:

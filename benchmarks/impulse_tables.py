@@ -14,8 +14,9 @@ architectures. The defaults are a reduced recipe (64 tokens, width 96, 4 blocks,
 4 heads; 6,000 images, batches of 64, one epoch of warm-up). --paper-recipe, for an accelerator, is ViT-T or
 ConvMixer-256 with patches of 2 pixels on all images, 200 or 100 epochs, batches of 512, and RandAugment of two
 operations. What the paper does not print is ours: 10 epochs of warm-up, RandAugment's strength, padded crops, flips,
-label smoothing of 0.1, gradients clipped at 1. Other data sets of table 2:
+label smoothing of 0.1, gradients clipped at 1. The data sets of table 2:
 
+    --dataset uoft-cs/cifar10
     --dataset uoft-cs/cifar100 --label-column fine_label
     --dataset ufldl-stanford/svhn --dataset-config cropped_digits --flip 0
     --dataset FOLDER with train/ and val/, for ImageNet-1K, with
@@ -30,20 +31,23 @@ import json
 import statistics
 
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.tables import format_table
+from frugalvit.common.data import SUBSET
 from frugalvit.training import train
 from shared import (
     add_budget_arguments,
     add_data_arguments,
     add_run_arguments,
     budget_arguments,
+    budget_settings,
     data_arguments,
     folder_name,
     last_accuracies,
+    print_rows,
     reduced_epochs,
     row_arguments,
     run_recipe,
     set_budget,
+    wanted_rows,
     write_table,
 )
 
@@ -166,23 +170,21 @@ def main():
     add_run_arguments(parser, "runs/impulse_tables")
     arguments = parser.parse_args()
     if arguments.paper_recipe:
+        if SUBSET in arguments.dataset:
+            parser.error(f"--paper-recipe is for whole data sets, not for {SUBSET}: give --dataset, see --help.")
         set_budget(arguments, None, 100 if arguments.table == "convmixer" else 200)
     else:
         set_budget(arguments, 6000, reduced_epochs(arguments.table))
 
-    table = CONVMIXER if arguments.table == "convmixer" else VIT_TABLES[arguments.table]
-    if unknown := sorted(set(arguments.rows or ()) - table.keys()):
-        raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(table)}.")
-    rows = []
-    for name in arguments.rows or table:
+    table, rows = CONVMIXER if arguments.table == "convmixer" else VIT_TABLES[arguments.table], []
+    for name in wanted_rows(arguments, table):
         results = [run(arguments, name, table[name], seed) for seed in arguments.seeds]
         losses = [result["epochs"][-1]["train_loss"] for result in results]
         rows.append({"row": name, **last_accuracies(results), "train_loss": statistics.mean(losses)})
-        print(format_table([{k: v for k, v in row.items() if k != "accuracies"} for row in rows]), flush=True)
-    settings = {name: getattr(arguments, name) for name in ("images", "epochs", "seeds", "mixed_precision")}
+        print_rows(rows)
     write_table(
         arguments.results_dir / f"impulse_{arguments.table}.json",
-        settings | {"architecture": architecture(arguments)},
+        budget_settings(arguments) | {"architecture": architecture(arguments)},
         rows,
         device=results[0]["device"],
     )

@@ -8,7 +8,7 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -74,6 +74,24 @@ def set_budget(arguments, images: int | None, epochs: int):
     """Fill in what was not given; no number of images means all."""
     arguments.images = arguments.images or images
     arguments.epochs = arguments.epochs or epochs
+
+
+def budget_settings(arguments) -> dict:
+    """The budget as a table's file notes it."""
+    return {name: getattr(arguments, name) for name in ("images", "epochs", "seeds", "mixed_precision")}
+
+
+def wanted_rows(arguments, known: Iterable[str]) -> list[str]:
+    """Names of the rows to run: those asked for, or all."""
+    known = list(known)
+    if unknown := sorted(set(arguments.rows or ()) - set(known)):
+        raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(known)}.")
+    return arguments.rows or known
+
+
+def print_rows(rows: list[dict]):
+    """Rows so far, without the values of each seed."""
+    print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)
 
 
 def reduced_epochs(table: str) -> int:

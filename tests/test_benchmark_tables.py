@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ def built(recipe, argv: list[str], names: list[str]):
         groups = [joint.TwinArguments, joint.JointOptimizerArguments, joint.JointRunArguments]
         twins, *_ = parse_arguments(joint.PROG, "", [*groups, joint.RecipeArguments], argv)
         return joint.build_twins(twins, names)
-    groups = [train.ModelArguments, train.RecipeArguments, train.OptimizerArguments, train.RunArguments]
-    arguments, options, *_ = parse_arguments(train.PROG, "", groups, argv)
+    groups = [train.ModelArguments, train.DataArguments, train.RecipeArguments]
+    groups += [train.OptimizerArguments, train.RunArguments]
+    arguments, _, options, *_ = parse_arguments(train.PROG, "", groups, argv)
     return train.build_model(arguments, options, names)[0]
 
 
@@ -38,6 +40,30 @@ def test_every_row_classifies(table):
         model = built(recipe, argv, list("abcdefghij"))
         outputs = model(pixel_values=torch.randn(2, 3, 32, 32), labels=torch.tensor([9, 0]))
         assert outputs.logits.shape == (2, 10) and outputs.loss.isfinite(), name
+
+
+@pytest.mark.parametrize(
+    "name", ["initializations", "solvers", "longer", "settings", "sizes", "convmixer", "heads", "pseudo_inputs"]
+)
+@pytest.mark.parametrize("table", ["impulse_tables"], indirect=True)
+def test_every_row_starts(table, name, monkeypatch, tmp_path):
+    """With one layer and few steps of Adam; the recipe's other arguments are those of the command."""
+    starts = {}
+
+    def start(recipe, folder, argv):
+        assert recipe is train and folder not in starts
+        small = [re.sub(r"num_hidden_layers=\d+", "num_hidden_layers=1", each) for each in argv]
+        small = [each.replace("solver=adam", "solver=adam,steps=2") for each in small]
+        starts[folder] = built(train, ["--output", str(folder), *small], list("abcdefghij"))
+        return {"epochs": [{"accuracy": 0.5, "train_loss": 1.0}], "device": "cpu"}
+
+    monkeypatch.setattr(table, "run_recipe", start)
+    monkeypatch.setattr("sys.argv", ["impulse_tables.py", name, "--seeds", "0", "--results-dir", str(tmp_path)])
+    table.main()
+    rows = json.loads((tmp_path / f"impulse_{name}.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == len(starts) >= 4
+    for folder, model in starts.items():
+        assert model(pixel_values=torch.randn(2, 3, 32, 32)).logits.isfinite().all(), folder.name
 
 
 @pytest.mark.parametrize("table", ["impulse_tables"], indirect=True)
