@@ -5,6 +5,7 @@
     python benchmarks/context_broadcast_tables.py impulse        # on top of impulse initialization
     python benchmarks/context_broadcast_tables.py hierarchical   # Swin, PVT, PVTv2 and LocalViT
     python benchmarks/context_broadcast_tables.py distillation   # from the shipped ViT's classes (tables S1 and S2)
+    python benchmarks/context_broadcast_tables.py inserted       # into the shipped ViT, as it is
     python benchmarks/context_broadcast_tables.py insertion      # into the shipped ViT, which trains on
     python benchmarks/context_broadcast_tables.py sparseformer   # in the cortex of a trained one, which trains on
     python benchmarks/context_broadcast_tables.py longer         # CB and CB_S with DeiT's recipe, 40 epochs
@@ -25,12 +26,15 @@ from pathlib import Path
 import datasets
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
+from frugalvit import insert_context_broadcast
 from frugalvit.attention import measure_attention
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import decode_image, default_split, load_images
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
+from frugalvit.configuration.configuration_base import CONTEXT_BROADCASTS
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.training import train
 from local_vit import LocalViTConfig
@@ -187,20 +191,25 @@ TABLES = {
 
 def main():
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=list(TABLES))
+    parser.add_argument("table", choices=[*TABLES, "inserted"])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
     add_budget_arguments(parser, "6000", "6, of longer 40")
     add_run_arguments(parser, "runs/context_broadcast_tables")
     arguments = parser.parse_args()
     set_budget(arguments, 6000, reduced_epochs(arguments.table))
-    table = TABLES[arguments.table]
-    names = wanted_rows(arguments, table)
+    file = arguments.results_dir / f"context_broadcast_{arguments.table}.json"
     test_images = load_images(
         arguments.eval_dataset or arguments.dataset, default_split(arguments.eval_dataset or arguments.dataset)
     )
-    rows = []
-    for name in names:
+    if arguments.table == "inserted":
+        rows = inserted(arguments, test_images)
+        print_rows(rows)
+        write_table(file, {}, rows)
+        return
+
+    table, rows = TABLES[arguments.table], []
+    for name in wanted_rows(arguments, table):
         measured = [
             measured_once(run(arguments, name, table[name], seed), test_images, arguments.table != "hierarchical")
             for seed in arguments.seeds
@@ -211,7 +220,6 @@ def main():
             row |= {column: statistics.mean(values), f"{column}_spread": spread(values), f"{column}_values": values}
         rows.append(row)
         print_rows(rows)
-    file = arguments.results_dir / f"context_broadcast_{arguments.table}.json"
     write_table(file, budget_settings(arguments), rows)
 
 
@@ -224,23 +232,36 @@ def run(arguments, name: str, row: dict, seed: int) -> Path:
     return folder
 
 
+def inserted(arguments, test_images: datasets.Dataset) -> list[dict]:
+    """What the shipped ViT can do with each kind, before it trains on."""
+    rows = []
+    for kind in wanted_rows(arguments, ("none", *CONTEXT_BROADCASTS)):
+        model, image_processor = load_image_classifier("checkpoints/cifar10-vit", "cpu", False)
+        if kind != "none":
+            insert_context_broadcast(model, kind)
+        rows.append({"row": kind, **measure(model, image_processor, test_images)})
+    return rows
+
+
 def measured_once(folder: Path, test_images: datasets.Dataset, attends_to_all: bool) -> dict[str, float]:
-    """What `measure` says of a run, kept beside it."""
+    """What `measure` says of a run's model after the last epoch, kept beside it."""
     file, command = folder / "measured.json", json.loads((folder / "results.json").read_text("utf-8"))["command"]
     if file.is_file():
         kept = json.loads(file.read_text("utf-8"))
         if kept["command"] == command:
             return kept["numbers"]
-    numbers = measure(folder, test_images, attends_to_all)
+    model, image_processor = load_image_classifier(folder, "cpu", False)
+    # The folder's own is that of the best epoch on the test images.
+    model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
+    numbers = measure(model, image_processor, test_images, attends_to_all)
     write_json(file, {"command": command, "numbers": numbers})
     return numbers
 
 
-def measure(folder: Path, test_images: datasets.Dataset, attends_to_all: bool) -> dict[str, float]:
-    """What a model can do after the last epoch; the folder's own is that of the best one on the test images. Attention
-    within windows or to fewer tokens has an entropy that compares with nothing."""
-    model, image_processor = load_image_classifier(folder, "cpu", False)
-    model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
+def measure(
+    model: PreTrainedModel, image_processor, test_images: datasets.Dataset, attends_to_all: bool = True
+) -> dict[str, float]:
+    """What a model can do. Attention within windows or to fewer tokens has an entropy that compares with nothing."""
     conditions = {"accuracy": {}, "occluded": {"occluded_share": 0.25}, "attacked": {"fgsm_eps": 1 / 255}}
     numbers = {
         column: classification_accuracy(model, image_processor, test_images, batch_size=250, **condition)["accuracy"]

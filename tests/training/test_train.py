@@ -30,7 +30,7 @@ SPARSE = (
     "focusing_hidden_size=32,focusing_num_attention_heads=2,stem_channels=8,num_sampling_points=4,resize_size=null"
 )
 SWIN = "image_size=32,patch_size=4,embed_dim=16,depths=[1,1],num_heads=[1,2],window_size=4"
-RECIPES = sorted(Path(train.__file__).with_name("recipes").glob("context-broadcast-*.yaml"))
+RECIPES = Path(train.__file__).with_name("recipes")
 
 
 def epochs(results):
@@ -261,20 +261,27 @@ def test_inserts_context_broadcast(tiny_run, tmp_path):
     assert len(again["epochs"]) == 2
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipes_of_the_papers_can_be_read(recipe, tiny_run, tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "width", "numbers"),
+    [
+        ("context-broadcast-small", 384, (1.0, 0.25, 0.1)),
+        ("context-broadcast-base", 768, (1.0, 0.25, 0.2)),
+        ("impulse-tiny", 192, (0.5, 0.25, 0.0)),
+    ],
+)
+def test_recipes_of_the_papers_can_be_read(recipe, width, numbers, tiny_run, tmp_path):
     """As they are, but for fewer and smaller images and layers."""
-    content = recipe.read_text(encoding="utf-8")
-    assert f"frugalvit train --config {recipe.stem} " in content
+    content = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
+    assert f"frugalvit train --config {recipe} " in content
     overrides = re.search("config_overrides: (.*)", content)[1]
     small = {"dataset": "cifar10-subset", "mixed_precision": "no", "learning_rate": 1e-3}
     tiny = "image_size=32,patch_size=8,num_hidden_layers=1,resize_size=null"
-    results = tiny_run(config=recipe.stem, config_overrides=f"{overrides},{tiny}", **small)
-    read = results["arguments"]
-    assert (read["cutmix"], read["erasing"], read["drop_path"]) == (1.0, 0.25, 0.2 if "base" in recipe.stem else 0.1)
+    results = tiny_run(config=recipe, config_overrides=f"{overrides},{tiny}", **small)
+    assert tuple(results["arguments"][name] for name in ("cutmix", "erasing", "drop_path")) == numbers
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert model.config.hidden_size == (768 if "base" in recipe.stem else 384)
-    assert model.config.context_broadcast == "cb"
+    assert model.config.hidden_size == width
+    assert model.config.context_broadcast == (None if recipe == "impulse-tiny" else "cb")
+    assert results["arguments"]["initialization"] == ("impulse" if recipe == "impulse-tiny" else "default")
 
 
 def test_other_architectures(tiny_run, tmp_path):
