@@ -102,9 +102,8 @@ def scaled(start: float) -> dict:
     return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 
 
-# DeiT's, as in `frugalvit train --config context-broadcast-small`, but for batches of 128 with a learning rate of 1e-3,
-# eight times what DeiT's rule gives them, and crops of padded images, as DeiT's code has them at 32 pixels; reflected
-# here, black there.
+# DeiT's, as in `frugalvit train --config context-broadcast-small`, but for the learning rate, 1e-3, of which its rule
+# gives batches of 128 an eighth, and for crops of padded images: its code has them at 32 pixels, too, padded in black.
 DEIT = {
     "augmentation": "timm",
     "randaugment_layers": 2,
