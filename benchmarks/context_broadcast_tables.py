@@ -13,10 +13,10 @@
 
 Every row of a table has the same architecture and budget: the reduced recipe of the initialization tables (64 tokens
 and [CLS], width 96, 4 blocks, 4 heads, 6,000 images, 6 epochs). "longer" has DeiT's augmentation, mixing and drop
-path instead, five epochs of warm-up and batches of 128. Accuracy is that of the last epoch, also with a
-quarter of every image hidden and under an attack; entropy is of attention, averaged over layers, heads, images. Runs
-are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side. Writes
-context_broadcast_TABLE.json.
+path instead, five epochs of warm-up and batches of 128; "inserted" trains nothing and heeds no budget. Accuracy is
+that of the last epoch, also with a quarter of every image hidden and under an attack; entropy is of attention,
+averaged over layers, heads, images. Runs are kept under --runs-dir and found again, so that a killed command goes on,
+and seeds can be run side by side. Writes context_broadcast_TABLE.json.
 """
 
 import argparse
@@ -102,8 +102,8 @@ def scaled(start: float) -> dict:
     return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 
 
-# DeiT's, as in `frugalvit train --config context-broadcast-small`, but for the learning rate, 1e-3, of which its rule
-# gives batches of 128 an eighth, and for crops of padded images: its code has them at 32 pixels, too, padded in black.
+# As in `frugalvit train --config context-broadcast-small`, but with a learning rate of 1e-3, eight times what DeiT's
+# rule gives batches of 128, and crops of padded images. DeiT's code has those at 32 pixels, too, padded in black.
 DEIT = {
     "augmentation": "timm",
     "randaugment_layers": 2,

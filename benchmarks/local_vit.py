@@ -1,8 +1,9 @@
 """LocalViT for the tables, as its authors have it (Li et al. 2021, arXiv 2104.05707; ofsoundof/LocalViT, "hs+se").
 
 The ViT of the family, whose MLPs are replaced by convolutions among the patches, with batch normalization and without
-LayerNorm before; [CLS] passes by. Their squeeze-and-excitation has four channels: `reduction` is the width. Of the
-libraries, vit-pytorch alone has a LocalViT, whose forward pass fails: its LayerNorm gets maps (1.26.11).
+LayerNorm before; [CLS] passes by. Their squeeze-and-excitation has four channels: `reduction` is the width. Their drop
+path, which is 0 in the tables, spares the convolutions. Of the libraries, vit-pytorch alone has a LocalViT, whose
+forward pass fails: its LayerNorm gets maps (1.26.11).
 """
 
 import torch
@@ -28,10 +29,15 @@ class LocalFeedForward(nn.Module):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         self.grid = config.grid
+        excitation = SqueezeExcitation(inner, inner // width, scale_activation=nn.Hardsigmoid)
+        for layer in (excitation.fc1, excitation.fc2):
+            # As timm draws linear layers, which theirs are; their convolutions start as PyTorch's.
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
         self.convolutions = nn.Sequential(
             Conv2dNormActivation(width, inner, 1, activation_layer=nn.Hardswish),
             Conv2dNormActivation(inner, inner, 3, groups=inner, activation_layer=nn.Hardswish),
-            SqueezeExcitation(inner, inner // width, scale_activation=nn.Hardsigmoid),
+            excitation,
             Conv2dNormActivation(inner, width, 1, activation_layer=None),
         )
         self.broadcast = nn.Identity()

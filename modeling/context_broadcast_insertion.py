@@ -58,7 +58,7 @@ def insert_context_broadcast(
     """Put Context Broadcasting into every block of a vision transformer, in place.
 
     A model that is trained computes something else from then on, with the gates hardly anything of use, and has to be
-    fine-tuned. It stays what it was with `"cb_s"`, whose scale starts at 0, and with `blend=True`.
+    fine-tuned. It stays what it was with `"cb_s"`, whose scale starts at 0, and with another kind and `blend=True`.
 
     A model of Transformers or of this package keeps it when it is saved: the folder loads with `AutoModel…` where
     frugalvit is imported, and with `trust_remote_code=True` elsewhere and for timm's wrapper. The class of a model of

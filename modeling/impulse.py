@@ -177,10 +177,9 @@ def solve_adam(
     PyTorch's linear layers, uniform in +-1 / sqrt(hidden_size).
 
     As printed, the algorithm does not stop before the softmax is saturated. The authors' code bounds the weights every
-    100 steps: each column of Q, a direction of the head, and each row of K, what a channel of the input is mapped to,
-    gets the mean length that columns of Q have at the start. (That K is held transposed there, so that its columns are
-    our rows.) Their start is ours where `head_dim` times the heads is `hidden_size`. Their logits are multiplied by
-    0.1, whatever the width; ours, as a model's, are divided by sqrt(head_dim).
+    100 steps: each column of Q and each row of K gets the mean length that columns of Q have at the start. To them
+    both are columns, as they hold K transposed. Their start is ours where `head_dim` times the heads is `hidden_size`.
+    Their logits are multiplied by 0.1, whatever the width; ours, as a model's, are divided by sqrt(head_dim).
 
     Args:
         inputs (`torch.Tensor`): As in `solve_closed_form`.

@@ -66,6 +66,23 @@ def test_every_row_starts(table, name, monkeypatch, tmp_path):
         assert model(pixel_values=torch.randn(2, 3, 32, 32)).logits.isfinite().all(), folder.name
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", "mimetic", "mimetics"], "There is no row 'mimetics'; the rows are: truncated normal; "),
+        (["--paper-recipe"], "--paper-recipe is for whole data sets, not for cifar10-subset"),
+    ],
+)
+@pytest.mark.parametrize("table", ["impulse_tables"], indirect=True)
+def test_what_cannot_be_run_is_said_first(table, options, message, monkeypatch, tmp_path, capsys):
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--results-dir", str(tmp_path / "results")]
+    monkeypatch.setattr("sys.argv", ["impulse_tables.py", "longer", *options, *folders])
+    with pytest.raises(SystemExit) as stop:
+        table.main()
+    assert message in f"{stop.value}{capsys.readouterr().err}"
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("table", ["impulse_tables"], indirect=True)
 def test_a_row_is_trained_once(table, monkeypatch, tmp_path):
     """With other options it is another run, which leaves the first one's folder alone."""

@@ -218,6 +218,7 @@ class TestDefinition:
         "options", [{"kind": kind, "blend": True, "scale_init": 0.5} for kind in KINDS] + [{"kind": "cb_s"}]
     )
     def test_what_starts_as_the_identity_learns(self, options):
+        torch.manual_seed(0)
         module, x = ContextBroadcast(hidden_size=4, **options), torch.randn(2, 6, 4)
         output = module(x)
         torch.testing.assert_close(output, x)
