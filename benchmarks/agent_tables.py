@@ -23,13 +23,11 @@ import statistics
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from transformers import ViTImageProcessor
 
 from frugalvit import BootstrappedViTForImageClassification
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import class_names, decode_image, load_images
-from frugalvit.common.loading import load_image_classifier
 from frugalvit.training import joint, train
 from shared import (
     add_budget_arguments,
@@ -40,6 +38,7 @@ from shared import (
     data_arguments,
     folder_name,
     last_accuracies,
+    last_model,
     print_rows,
     reduced_epochs,
     row_arguments,
@@ -122,6 +121,8 @@ TABLES = {
         "joint": (joint, JOINT),
     },
 }
+# Rows of "gradients": before training, from each start, and after it.
+GRADIENTS = ("fresh", "trained")
 # Starts of the pair whose gradients are compared before training: name -> `--initialization`.
 STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
 
@@ -135,14 +136,15 @@ def main():
     add_run_arguments(parser, "runs/agent_tables")
     arguments = parser.parse_args()
     set_budget(arguments, 4000, reduced_epochs(arguments.table))
+    table, rows = TABLES.get(arguments.table, GRADIENTS), []
+    names = wanted_rows(arguments, table)
     if arguments.table == "gradients":
-        rows = gradients(arguments)
+        rows = gradients(arguments, names)
         print_rows(rows)
         write_table(arguments.results_dir / "agent_gradients.json", budget_settings(arguments), rows)
         return
 
-    table, rows = TABLES[arguments.table], []
-    for name in wanted_rows(arguments, table):
+    for name in names:
         results = [run(arguments, name, *table[name], seed)[1] for seed in arguments.seeds]
         row = {"row": name, **last_accuracies(results)}
         if "agent_accuracy" in results[0]["epochs"][-1]:
@@ -161,7 +163,7 @@ def run(arguments, name: str, recipe, row: dict, seed: int) -> tuple[Path, dict]
     return folder, run_recipe(recipe, folder, argv)
 
 
-def gradients(arguments) -> list[dict]:
+def gradients(arguments, names: list[str]) -> list[dict]:
     """Length of each term's gradient for the ViT of the row "joint", with all of the term's weight, over 512 training
     images, the cosine between that of the hints and that of the other terms, and the rms of tokens before the first
     block."""
@@ -170,16 +172,15 @@ def gradients(arguments) -> list[dict]:
     decoded = [decode_image(record["image"], index) for index, record in enumerate(images)]
     image_processor = ViTImageProcessor(size={"height": 32, "width": 32})
     inputs = {"pixel_values": image_processor(decoded, return_tensors="pt")["pixel_values"], "labels": labels}
-    wanted, measured = wanted_rows(arguments, ("fresh", "trained")), {}
+    measured = {}
     for seed in arguments.seeds:
-        for name, start in STARTS.items() if "fresh" in wanted else ():
+        for name, start in STARTS.items() if "fresh" in names else ():
             torch.manual_seed(seed)
             pair = joint.TwinArguments(**JOINT, initialization=start)
             measured.setdefault(name, []).append(pulls(joint.build_twins(pair, class_names(images)), inputs))
-        if "trained" in wanted:
+        if "trained" in names:
             folder, _ = run(arguments, "joint", *TABLES["joint"]["joint"], seed)
-            model, _ = load_image_classifier(folder, "cpu")
-            model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
+            model, _ = last_model(folder)
             measured.setdefault("trained", []).append(pulls(model, inputs))
     return [
         {"ViT": name}

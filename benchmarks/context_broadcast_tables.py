@@ -26,7 +26,6 @@ from pathlib import Path
 
 import datasets
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from frugalvit import insert_context_broadcast
@@ -47,6 +46,7 @@ from shared import (
     budget_settings,
     data_arguments,
     folder_name,
+    last_model,
     print_rows,
     reduced_epochs,
     row_arguments,
@@ -75,7 +75,7 @@ def vit(kind: str | None, *positions: str, **options) -> dict:
     overrides = ["context_broadcast=" + ("null" if kind is None else kind)]
     if positions:
         overrides.append("context_broadcast_position=[" + ",".join(f'"{position}"' for position in positions) + "]")
-    return {"model_type": "vit_context_broadcast", "config_overrides": ",".join([VIT, *overrides])} | options
+    return {"model_type": "vit_context_broadcast", "config_overrides": ",".join([VIT, *overrides]), **options}
 
 
 def host(model_type: str, overrides: str, kind: str | None) -> dict:
@@ -191,6 +191,8 @@ TABLES = {
         "cb_s at mlp_end": vit("cb_s", **DEIT),
     },
 }
+# Rows of "inserted".
+INSERTED = ("none", *CONTEXT_BROADCASTS)
 
 
 def main():
@@ -202,18 +204,19 @@ def main():
     add_run_arguments(parser, "runs/context_broadcast_tables")
     arguments = parser.parse_args()
     set_budget(arguments, 6000, reduced_epochs(arguments.table))
+    table, rows = TABLES.get(arguments.table, INSERTED), []
+    names = wanted_rows(arguments, table)
     file = arguments.results_dir / f"context_broadcast_{arguments.table}.json"
     test_images = load_images(
         arguments.eval_dataset or arguments.dataset, default_split(arguments.eval_dataset or arguments.dataset)
     )
     if arguments.table == "inserted":
-        rows = inserted(arguments, test_images)
+        rows = inserted(names, test_images)
         print_rows(rows)
         write_table(file, {}, rows)
         return
 
-    table, rows = TABLES[arguments.table], []
-    for name in wanted_rows(arguments, table):
+    for name in names:
         measured = [
             measured_once(run(arguments, name, table[name], seed), test_images, arguments.table != "hierarchical")
             for seed in arguments.seeds
@@ -236,11 +239,11 @@ def run(arguments, name: str, row: dict, seed: int) -> Path:
     return folder
 
 
-def inserted(arguments, test_images: datasets.Dataset) -> list[dict]:
+def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:
     """What the shipped ViT can do with each kind, before it trains on."""
     rows = []
-    for kind in wanted_rows(arguments, ("none", *CONTEXT_BROADCASTS)):
-        model, image_processor = load_image_classifier("checkpoints/cifar10-vit", "cpu", False)
+    for kind in kinds:
+        model, image_processor = load_image_classifier("checkpoints/cifar10-vit", "cpu")
         if kind != "none":
             insert_context_broadcast(model, kind)
         rows.append({"row": kind, **measure(model, image_processor, test_images)})
@@ -254,10 +257,7 @@ def measured_once(folder: Path, test_images: datasets.Dataset, attends_to_all: b
         kept = json.loads(file.read_text("utf-8"))
         if kept["command"] == command:
             return kept["numbers"]
-    model, image_processor = load_image_classifier(folder, "cpu", False)
-    # The folder's own is that of the best epoch on the test images.
-    model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
-    numbers = measure(model, image_processor, test_images, attends_to_all)
+    numbers = measure(*last_model(folder), test_images, attends_to_all)
     write_json(file, {"command": command, "numbers": numbers})
     return numbers
 

@@ -19,7 +19,7 @@ label smoothing of 0.1, gradients clipped at 1. The data sets of table 2:
     --dataset uoft-cs/cifar10
     --dataset uoft-cs/cifar100 --label-column fine_label
     --dataset ufldl-stanford/svhn --dataset-config cropped_digits --flip 0
-    --dataset FOLDER with train/ and val/, for ImageNet-1K, with
+    --dataset FOLDER with train/ and val/, for ImageNet-1K, with --paper-recipe (a slice of it lacks classes) and
     --config-overrides image_size=224,patch_size=16,resize_size=256 --crop resized
 
 Runs are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side

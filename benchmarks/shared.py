@@ -13,9 +13,12 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from frugalvit.common.data import SUBSET
 from frugalvit.common.files import write_json
+from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.tables import format_table
 from frugalvit.common.versions import origin
 from frugalvit.compare import draw_comparison, table_rows
@@ -141,6 +144,14 @@ def run_recipe(recipe, folder: Path, argv: list[str]) -> dict:
     except ValueError as error:
         raise SystemExit(f"{folder.name}: {error}") from error
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+def last_model(folder: Path) -> tuple[PreTrainedModel, object]:
+    """The classifier of a run's last epoch, which the folder's own, of the best epoch on the test images, need not be;
+    and its image processor."""
+    model, image_processor = load_image_classifier(folder, "cpu")
+    model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
+    return model, image_processor
 
 
 def last_accuracies(results: list[dict]) -> dict:

@@ -4,7 +4,6 @@ import json
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import datasets
 import pytest
@@ -22,6 +21,7 @@ from transformers import (
 from frugalvit.attention import measure_attention
 from frugalvit.common.data import class_names, load_images
 from frugalvit.training import train
+from frugalvit.training.components.arguments import recipes_of
 
 
 VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -30,7 +30,12 @@ SPARSE = (
     "focusing_hidden_size=32,focusing_num_attention_heads=2,stem_channels=8,num_sampling_points=4,resize_size=null"
 )
 SWIN = "image_size=32,patch_size=4,embed_dim=16,depths=[1,1],num_heads=[1,2],window_size=4"
-RECIPES = Path(train.__file__).with_name("recipes")
+# Width, and cutmix, erasing and drop path, of the recipes.
+RECIPES = {
+    "context-broadcast-base": (768, (1.0, 0.25, 0.2)),
+    "context-broadcast-small": (384, (1.0, 0.25, 0.1)),
+    "impulse-tiny": (192, (0.5, 0.25, 0.0)),
+}
 
 
 def epochs(results):
@@ -261,17 +266,10 @@ def test_inserts_context_broadcast(tiny_run, tmp_path):
     assert len(again["epochs"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("recipe", "width", "numbers"),
-    [
-        ("context-broadcast-small", 384, (1.0, 0.25, 0.1)),
-        ("context-broadcast-base", 768, (1.0, 0.25, 0.2)),
-        ("impulse-tiny", 192, (0.5, 0.25, 0.0)),
-    ],
-)
-def test_recipes_of_the_papers_can_be_read(recipe, width, numbers, tiny_run, tmp_path):
+@pytest.mark.parametrize(("recipe", "file"), recipes_of("frugalvit train").items(), ids=recipes_of("frugalvit train"))
+def test_recipes_of_the_papers_can_be_read(recipe, file, tiny_run, tmp_path):
     """As they are, but for fewer and smaller images and layers."""
-    content = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
+    (width, numbers), content = RECIPES[recipe], file.read_text(encoding="utf-8")
     assert f"frugalvit train --config {recipe} " in content
     overrides = re.search("config_overrides: (.*)", content)[1]
     small = {"dataset": "cifar10-subset", "mixed_precision": "no", "learning_rate": 1e-3}
