@@ -30,6 +30,7 @@ from .common.exported import (
     parts_of,
 )
 from .common.files import whole_folder, write_json
+from .common.licenses import check_license
 from .common.loading import load_image_processor
 from .common.metrics import check_scores
 from .common.speed import images_per_second
@@ -111,6 +112,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
+    if arguments.license:
+        check_license(arguments.license)
 
     # What costs little is checked before the model is loaded.
     check_format(arguments.format, arguments.precision)
