@@ -21,6 +21,7 @@ from ..configuration.configuration_agent_cnn import AgentCNNConfig
 from .generalized_convolution import GeneralizedConv2d
 from .hub import HubModel
 from .layers import GenericForImageClassification, activation, check_pixel_values
+from .reference_initialization import REFERENCE, init_patches_, init_xavier_
 
 
 class AgentCNNEmbeddings(nn.Module):
@@ -67,9 +68,9 @@ class AgentCNNMLP(nn.Module):
 class AgentCNNLayer(nn.Module):
     """Positions, then channels, each beside a residual connection."""
 
-    def __init__(self, config: AgentCNNConfig, downsamples: bool):
+    def __init__(self, config: AgentCNNConfig):
         super().__init__()
-        self.norms_before, self.downsamples = config.norm_position == "before", downsamples
+        self.norms_before = config.norm_position == "before"
         self.norm1 = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
         self.convolution = GeneralizedConv2d(config.hidden_size, config.hidden_size, config.num_positions)
         self.norm2 = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
@@ -79,7 +80,7 @@ class AgentCNNLayer(nn.Module):
         for norm, branch in ((self.norm1, self.convolution), (self.norm2, self.mlp)):
             added = branch(norm(hidden_states)) if self.norms_before else norm(branch(hidden_states))
             hidden_states = hidden_states + added
-        return F.avg_pool2d(hidden_states, kernel_size=2) if self.downsamples else hidden_states
+        return hidden_states
 
 
 class AgentCNNPreTrainedModel(HubModel):
@@ -116,6 +117,21 @@ class AgentCNNPreTrainedModel(HubModel):
             init.zeros_(module.running_mean)
             init.ones_(module.running_var)
             init.zeros_(module.num_batches_tracked)
+        if self.config.initialization == REFERENCE:
+            self._init_as_reference(module)
+
+    def _init_as_reference(self, module: nn.Module):
+        """A module comes after those within, which it draws once more; classifiers are PyTorch's."""
+        if isinstance(module, GeneralizedConv2d):
+            init_xavier_(module)
+        elif isinstance(module, AgentCNNMLP):
+            init_xavier_(module.fc1, bias_std=1.0)
+            init_xavier_(module.fc2, bias_std=1.0)
+        elif isinstance(module, AgentCNNEmbeddings) and module.is_res:
+            init_xavier_(module.convolution)
+            init_xavier_(module.projection, bias_std=1.0)
+        elif isinstance(module, AgentCNNEmbeddings):
+            init_patches_(module.projection)
 
 
 class AgentCNNModel(AgentCNNPreTrainedModel):
@@ -125,9 +141,7 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
         config.validate()
         super().__init__(config)
         self.embeddings = AgentCNNEmbeddings(config)
-        self.layers = nn.ModuleList(
-            AgentCNNLayer(config, layer in config.downsample_after) for layer in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(AgentCNNLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
         self.activation = activation(config.hidden_act)
         self.post_init()
@@ -143,13 +157,17 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
                 Normalized images of any size that leaves a position of the last map.
 
         Returns:
-            `BaseModelOutputWithPoolingAndNoAttention`: `last_hidden_state`, `(batch, hidden_size, rows, columns)`, and
-            `pooler_output`, its mean, `(batch, hidden_size)`.
+            `BaseModelOutputWithPoolingAndNoAttention`: `last_hidden_state`, `(batch, hidden_size, rows, columns)`,
+            `pooler_output`, its mean, `(batch, hidden_size)`, and, asked for, `hidden_states`: the embeddings and each
+            block's output, before the map is halved.
         """
         pixel_values = check_pixel_values(pixel_values, self.config.num_channels, self.config.stride)
         hidden_states = self.embeddings(pixel_values)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             hidden_states = layer(hidden_states)
+            # Not in the layer, as hints are taken before it, as in the reference implementation.
+            if index in self.config.downsample_after:
+                hidden_states = F.avg_pool2d(hidden_states, kernel_size=2)
         hidden_states = self.activation(self.norm(hidden_states))
         return BaseModelOutputWithPoolingAndNoAttention(
             last_hidden_state=hidden_states, pooler_output=hidden_states.mean((2, 3))

@@ -6,7 +6,7 @@ Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 20
 the teacher's blocks without the leading third, learns to focus from random weights, tunes the next third, keeps the
 rest frozen, and aligns its final embedding with the teacher's. For teachers of more than 96 pixels the defaults are
 the paper's; it names no optimizer, AdamW is our choice. Continued bootstrapping starts from `--student`, with more
-tokens or pixels. `recipes/` has a file for each student of the paper.
+tokens or pixels. `recipes/` has a file for each student of the paper, of ablations with an option that it names.
 """
 
 import json
@@ -569,7 +569,6 @@ def build_student(
         return student
     height, width = teacher_format.size
     image_size = height if height == width else [height, width]
-    truncate = int(pair.truncate) if pair.truncate >= 1 else pair.truncate
     if teacher.classifier is not None:
         student_class = SparseFormerForImageClassification
     else:
@@ -584,7 +583,7 @@ def build_student(
         teacher,
         num_latent_tokens=pair.num_latent_tokens,
         elastic_token_counts=pair.elastic_token_counts,
-        truncate=truncate,
+        truncate=pair.truncate,
         inherit_blocks=pair.inherit_blocks,
         focusing=pair.focusing,
         image_mean=teacher_format.mean,

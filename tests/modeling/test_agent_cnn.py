@@ -89,11 +89,12 @@ class TestAgentCNN:
         [
             ("agent-small", [14] * 6),
             ("agent-base", [14] * 12),
-            ("agent-small-res", [14, 7, 7, 7, 7, 7]),
-            ("agent-base-res", [28, 14, 14, *[7] * 9]),
+            ("agent-small-res", [28, 14, 7, 7, 7, 7]),
+            ("agent-base-res", [28, 28, 14, 14, *[7] * 8]),
         ],
     )
     def test_maps_of_the_tables(self, variant, maps):
+        """Each as the block makes it, before it is halved: hints see these."""
         config = AgentCNNConfig.from_variant(variant)
         with torch.device("meta"):
             model = AgentCNNModel(config).eval()

@@ -26,6 +26,7 @@ from frugalvit import (
     BootstrappedViTForImageClassification,
     impulse_init_,
 )
+from frugalvit.modeling import modeling_bootstrapped_vit
 from frugalvit.modeling.layers import divergence
 from frugalvit.modeling.modeling_bootstrapped_vit import head_products, hint
 from tiny import randomize
@@ -173,6 +174,23 @@ class TestLoss:
         outputs = model(images, labels=LABELS)
         outputs.loss.backward()
         assert outputs.losses["hints"].isfinite().all() and outputs.losses["hints"].all()
+
+    def test_hints_see_maps_before_they_are_halved(self, monkeypatch):
+        """As in the reference implementation; the token sequence stays, and is averaged where it is the longer."""
+        seen = []
+
+        def record(tokens, feature_map):
+            seen.append((tokens.shape[1], tuple(feature_map.shape[2:])))
+            return tokens.new_zeros(())
+
+        monkeypatch.setattr(modeling_bootstrapped_vit, "hint", record)
+        for size, maps in (("small", [28, 14, 7, 7, 7, 7]), ("base", [28, 28, 14, 14, *[7] * 8])):
+            with torch.device("meta"):
+                config = BootstrappedViTConfig.from_variant(f"joint-{size}-res")
+                model = BootstrappedViTForImageClassification(config)
+                model(torch.empty(2, 3, 224, 224), labels=torch.zeros(2, dtype=torch.long))
+            assert seen == [(196, (side, side)) for side in maps]
+            seen.clear()
 
 
 class TestSharing:
