@@ -1,7 +1,6 @@
-"""Write a card for each file in `training/recipes/`, `papers/NAME.md`, and a list of these and of the models that ship,
-`README.md`.
+"""Write a card for each file in `training/recipes/`, `papers/NAME.md`, and a list of these and of models that ship.
 
-    python model_cards/render.py
+python model_cards/render.py
 """
 
 import re
@@ -123,8 +122,8 @@ def list_of(recipes: dict[str, dict]) -> str:
             "Models that ship, measured here. `frugalvit publish` made their cards of `templates/` and `results/`.\n",
             "| | |\n| --- | --- |",
             *shipped,
-            "\nModels of the papers and of today's backbones, with the command that makes each. **Their weights are not\n"
-            "published here**, and the numbers in their cards are the papers'. Sizes are counted, of what sees images.\n"
+            "\nModels of the papers and of today's backbones, with the command that makes each. **Their weights are\n"
+            "not published here**, and the numbers in their cards are the papers'. Sizes are counted.\n"
             "`python model_cards/render.py` wrote these cards.\n",
             "| | | parameters | multiply-accumulates |\n| --- | --- | --- | --- |",
             *rows,
