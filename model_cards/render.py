@@ -56,7 +56,8 @@ def read_recipe(file: Path) -> dict:
         "about": about,
         "commands": commands,
         "notes": notes.strip(),
-        "parameters": counted and counted[1] + (counted[2] or ""),
+        "parameters": counted and counted[1],
+        "of_both": counted and (counted[2] or ""),
         "macs": counted and counted[3],
         "paper": theirs and theirs[1],
     }
@@ -88,7 +89,7 @@ def card_of(name: str, recipe: dict) -> str:
     if recipe["paper"]:
         about.append(f"**The paper's numbers, not reproduced here.** {recipe['paper']}.")
     macs = f", {recipe['macs']} G multiply-accumulates of an image" if recipe["macs"] else ""
-    about.append(f"**Size**, counted: {recipe['parameters']} parameters{macs}.")
+    about.append(f"**Size**, counted: {recipe['parameters']} parameters{recipe['of_both']}{macs}.")
     if variant := variant_of(name, recipe):
         about.append(f'**Configuration.** `{known[variant].__name__}.from_variant("{variant}")`, without weights.')
     about += [
