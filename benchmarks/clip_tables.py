@@ -13,6 +13,7 @@ Writes clip_TABLE.json.
 
 import argparse
 import statistics
+import tempfile
 from pathlib import Path
 
 import datasets
@@ -329,21 +330,22 @@ def train_answers(
         batch = {name: torch.tensor(rows) for name, rows in batch.items()}
         return batch | {"pixel_values": torch.stack([example["pixel_values"] for example in examples])}
 
-    training = TrainingArguments(
-        str(folder.with_name(f"{folder.name}-checkpoints")),
-        max_steps=steps,
-        per_device_train_batch_size=32,
-        learning_rate=1e-3,
-        lr_scheduler_type="cosine",
-        warmup_steps=steps // 10,
-        save_strategy="no",
-        logging_steps=100,
-        report_to="none",
-        seed=seed,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-    )
-    Trainer(llava, training, train_dataset=Questions(), data_collator=collate).train()
+    with tempfile.TemporaryDirectory() as scratch:
+        training = TrainingArguments(
+            scratch,
+            max_steps=steps,
+            per_device_train_batch_size=32,
+            learning_rate=1e-3,
+            lr_scheduler_type="cosine",
+            warmup_steps=steps // 10,
+            save_strategy="no",
+            logging_steps=100,
+            report_to="none",
+            seed=seed,
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+        )
+        Trainer(llava, training, train_dataset=Questions(), data_collator=collate).train()
     with whole_folder(folder) as aside:
         llava.save_pretrained(aside)
         processor.save_pretrained(aside)

@@ -19,15 +19,15 @@ from frugalvit.common.data import SUBSET, load_images
 from frugalvit.common.loading import load_image_processor
 
 
-# Images to train on, and of the test split to say how good it is.
-IMAGES, TEST_IMAGES = 8000, 500
+# Images of the test split that say how good it is.
+TEST_IMAGES = 500
 
 
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="LLAVA", help="new folder")
-    parser.add_argument("--steps", type=positive, default=300, help="default: %(default)s")
-    parser.add_argument("--images", type=positive, default=IMAGES, help="default: %(default)s")
+    parser.add_argument("--steps", type=positive, default=100, help="default: %(default)s")
+    parser.add_argument("--images", type=positive, default=2000, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     arguments = parser.parse_args(argv)
 

@@ -1,0 +1,194 @@
+"""README and docs, page by page: every block of code runs from top to bottom, on a few images and on tiny models in the
+place of those of the hub."""
+
+import importlib
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPVisionConfig,
+    Dinov2Config,
+    Dinov2Model,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
+
+from frugalvit.cli import main
+from tiny import word_tokenizer
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {str(file.relative_to(ROOT)): file for file in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
+# Commands that are not run here, and why: by how they begin.
+NOT_HERE = {
+    "pip install": "an environment is not changed by a test; .ci/run installs",
+    "pytest": "this is it",
+    "python -c": "tests/test_readme.py runs it for every model that ships",
+    "python -m http.server": "it serves until it is stopped",
+    "frugalvit quickstart": "tests/test_quickstart.py and .ci/run",
+    "frugalvit export": "tests/test_export.py exports in each format; int8 alone takes longer than all of this page",
+    "frugalvit predict image.png --model exported": "tests/test_export.py, as what is exported",
+    "frugalvit benchmark": "models of full size; tests/test_benchmark.py",
+    "frugalvit compare": "tests/test_compare.py; it measures memory in a process for each model",
+}
+# What a page says, and what stands for it: tiny models, and the images that ship.
+STAND_INS = {
+    "facebook/dinov2-small": "dinov2",
+    "path/to/teacher": "dinov2",
+    "TEACHER": "dinov2",
+    "google/vit-base-patch16-224": "vit",
+    "openai/clip-vit-base-patch16": "clip",
+    "llava-hf/llava-1.5-7b-hf": "llava",
+    "path/to/image.png": "image.png",
+    "uoft-cs/cifar10": "cifar10-subset",
+    "FOLDER": "sparseformer",
+    "OTHER": "sparseformer",
+}
+# Options that make a command short, behind its own.
+TRAINS = ["--epochs", "1", "--batch-size", "8", "--num-workers", "0", "--mixed-precision", "no"]
+NARROW = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=32"
+SHORT = {
+    "bootstrap": [*TRAINS, "--no-compare"],
+    "train": TRAINS,
+    "joint": [*TRAINS, "--image-size", "32"],
+    "segment": [*TRAINS, "--image-size", "32", "--num-latent-tokens", "16", "--num-labels", "3"],
+    "align-llava": [*TRAINS, "--answer-tokens", "2"],
+    "swap": ["--images", "8"],
+    "budget": ["--latency", "1000s", "--rounds", "1"],
+    "attention": ["--images", "8"],
+}
+SUBSET = ["--train-split", "train[:16]", "--eval-split", "test[:8]"]
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and content of a page's blocks of code, in order."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^ *```(bash|python)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    return [(language, textwrap.dedent(code)) for language, code in found]
+
+
+def steps(page: Path) -> list[tuple[str, str]]:
+    """What a page asks to do, in order: commands, a line each, and blocks of Python."""
+    found = []
+    for language, code in blocks(page):
+        if language == "python":
+            found.append((language, code))
+        else:
+            lines = code.replace("\\\n", " ").replace("&&", "\n").splitlines()
+            found += [(language, line.strip()) for line in lines if line.strip()]
+    return found
+
+
+def draw(path: Path, number: int):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(number).integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(path)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A folder with what people have: models of others, and images in a folder for each of two classes."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    vit = {**sizes, "image_size": 32, "patch_size": 8, "intermediate_size": 32}
+    dinov2 = Dinov2Model(Dinov2Config(**sizes, mlp_ratio=1, image_size=112, patch_size=14))
+    for name, model, pixels in (
+        ("vit", ViTForImageClassification(ViTConfig(**vit, num_labels=2)), 32),
+        ("dinov2", dinov2, 112),
+    ):
+        model.save_pretrained(folder / name)
+        ViTImageProcessor(size={"height": pixels, "width": pixels}).save_pretrained(folder / name)
+        (folder / name / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    words = word_tokenizer(["[PAD]", "[UNK]", "[BOS]", "[EOS]", "a", "photo", "of", "ship"])
+    crop = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    text = {**sizes, "intermediate_size": 32, "vocab_size": 8, "max_position_embeddings": 16, "eos_token_id": 3}
+    clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vit, projection_dim=16))
+    clip.save_pretrained(folder / "clip")
+    CLIPProcessor(crop, words).save_pretrained(folder / "clip")
+    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**vit),
+        text_config=LlamaConfig(**sizes, intermediate_size=32, vocab_size=9, pad_token_id=0),
+        image_token_index=words.convert_tokens_to_ids("<image>"),
+        image_seq_length=16,
+    )
+    LlavaForConditionalGeneration(config).save_pretrained(folder / "llava")
+    LlavaProcessor(
+        crop, words, patch_size=8, num_additional_image_tokens=1, vision_feature_select_strategy="default"
+    ).save_pretrained(folder / "llava")
+    for number in range(20):
+        draw(folder / "path" / "to" / "images" / ("cat", "dog")[number % 2] / f"{number}.png", number)
+        part = ("train", "train", "train", "test")[number % 4]
+        draw(folder / "photographs" / part / ("cat", "dog")[number // 4 % 2] / f"{number}.png", number)
+    for part in ("training", "validation"):
+        for number in range(8):
+            draw(folder / "path" / "to" / "ade20k" / "images" / part / f"{number}.jpg", number)
+            mask = np.random.default_rng(number).integers(0, 4, (40, 48), dtype=np.uint8)
+            (folder / "path" / "to" / "ade20k" / "annotations" / part).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(mask).save(folder / "path" / "to" / "ade20k" / "annotations" / part / f"{number}.png")
+    draw(folder / "image.png", 0)
+    return folder
+
+
+def stand_in(text: str) -> str:
+    """A command or a block with names of what is here."""
+    for name, own in STAND_INS.items():
+        text = re.sub(rf"(?<![\w/.-]){re.escape(name)}(?![\w/.-])", own, text)
+    return text
+
+
+def run(line: str, monkeypatch):
+    """Run a command, made short, in this process."""
+    program, *arguments = shlex.split(stand_in(line), comments=True)
+    if program == "python":
+        script, *arguments = arguments
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+        importlib.import_module(Path(script).stem).main([*arguments, "--steps", "2", "--images", "8"])
+        return
+    assert program == "frugalvit", line
+    name, *arguments = arguments
+    arguments += SHORT.get(name, [])
+    if name in ("train", "joint") and "cifar10-subset" in arguments:
+        arguments += SUBSET
+    if "--model-type" in arguments:
+        arguments += ["--config-overrides", f"image_size=32,patch_size=8,{NARROW}"]
+    assert main([name, *arguments]) == 0, line
+
+
+# What PyTorch and Trainer warn about is theirs; the reader sees it too.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks(page)])
+def test_pages_run_from_top_to_bottom(name, models, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in models.iterdir():
+        Path(path.name).symlink_to(path)
+    Path("checkpoints").symlink_to(ROOT / "checkpoints")
+    Path("sparseformer").symlink_to(ROOT / "checkpoints" / "cifar10-sparseformer")
+    for language, step in steps(PAGES[name]):
+        if language == "python":
+            exec(compile(stand_in(step), name, "exec"), {"__name__": name})
+        elif not any(step.startswith(start) for start in NOT_HERE):
+            run(step, monkeypatch)
+    transformers.logging.enable_progress_bar()
+
+
+def test_what_is_not_run_is_there():
+    """A reason whose command is gone goes, too."""
+    lines = [step for page in PAGES.values() for language, step in steps(page) if language == "bash"]
+    assert all(any(line.startswith(start) for line in lines) for start in NOT_HERE)
