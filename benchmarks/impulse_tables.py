@@ -78,49 +78,64 @@ RANDOM = {"config_overrides": "position_embedding=random"}
 SOLVERS = {
     f"impulse, {name}, {values} values": impulse(**options, value_init=values)
     for name, options in (
+        ("Algorithm 1 as printed", {"solver": "adam"}),
+        ("Algorithm 1, bounded", {"solver": "adam_bounded"}),
+        ("closed form, maps of Algorithm 1", {"solver": "closed_form", "mass": "null"}),
         ("closed form, mass 0.1", {"solver": "closed_form", "mass": 0.1}),
         ("closed form, mass 0.2", {"solver": "closed_form", "mass": 0.2}),
         ("closed form, mass 0.5", {"solver": "closed_form", "mass": 0.5}),
         ("closed form, mass 0.9", {"solver": "closed_form", "mass": 0.9}),
-        ("Adam as printed", {"solver": "adam"}),
-        ("Adam, bounded as by the authors", {"solver": "adam", "renormalize_every": 100}),
         ("pseudo-inverse, sine-cosine positions", {"solver": "pinv"}),
     )
-    for values in ("mimetic", "default")
+    for values in ("default", "mimetic")
 } | {
     # The positions that the NeurIPS 2025 code solves for.
-    f"impulse, pseudo-inverse, random positions, {values} values": RANDOM
-    | impulse(solver="pinv", positions="keep", value_init=values)
-    for values in ("mimetic", "default")
+    f"impulse, pseudo-inverse, random positions, {values} values": RANDOM | impulse(solver="pinv", value_init=values)
+    for values in ("default", "mimetic")
 }
-# The rows of tables 2, 3, 5 and 7.
-OF_PAPER = BASELINES | {f"impulse {side}x{side}": impulse(kernel_size=side, value_init="mimetic") for side in (3, 5)}
+# The paper's method: Algorithm 1 as printed and bounded as in its authors' code, which both leave values alone.
+IMPULSES_OF_PAPER = {
+    f"impulse {side}x{side}, Algorithm 1 {how}": impulse(solver=solver, kernel_size=side, value_init="default")
+    for side in (3, 5)
+    for how, solver in (("as printed", "adam"), ("bounded", "adam_bounded"))
+}
+# Ours, and with the values that the paper leaves alone.
+OURS = {
+    f"impulse 3x3, closed form, {values} values": impulse(solver="closed_form", mass=0.2, value_init=values)
+    for values in ("default", "mimetic")
+}
+# The rows of tables 2, 3, 5 and 7, and ours.
+ROWS = BASELINES | IMPULSES_OF_PAPER | OURS
 VIT_TABLES = {
-    "initializations": BASELINES
-    | CONTROLS
-    | {name: row for name, row in SOLVERS.items() if "mass 0.2" in name or "mass 0.5, mimetic" in name}
-    | {
-        "impulse 5x5, closed form, mass 0.5, mimetic values": impulse(
-            kernel_size=5, solver="closed_form", mass=0.5, value_init="mimetic"
-        )
-    },
+    "initializations": ROWS | CONTROLS,
     "solvers": SOLVERS | {"truncated normal, random positions": RANDOM | BASELINES["truncated normal"]},
     "longer": {
-        name: (BASELINES | CONTROLS | SOLVERS)[name]
+        name: (ROWS | CONTROLS)[name]
         for name in (
             "truncated normal",
+            "impulse 3x3, Algorithm 1 as printed",
+            "impulse 3x3, Algorithm 1 bounded",
+            "impulse 3x3, closed form, mimetic values",
             "truncated normal, mimetic values",
             "mimetic",
-            "impulse, closed form, mass 0.2, mimetic values",
         )
     },
     "pseudo_inputs": {
-        f"{first}, then {later}; {'own' if per_layer else 'same'} weights in each layer": impulse(
-            pseudo_input=[first, later], per_layer=per_layer, value_init="mimetic"
+        f"{first}, then {later}; {side}x{side}, {heads} heads, {'own' if per_layer else 'same'} weights in each layer": {
+            "config_overrides": f"num_attention_heads={heads}"
+        }
+        | impulse(
+            solver="adam_bounded",
+            kernel_size=side,
+            pseudo_input=[first, later],
+            per_layer=per_layer,
+            value_init="default",
         )
         for first in ("pe", "uniform", "pe+uniform")
         for later in ("pe", "uniform", "pe+uniform")
-        for per_layer in (True, False)
+        for per_layer in (False, True)
+        for heads in (3, 8)
+        for side in (3, 5)
     },
     # Without an initialization of attention: what the model's own positions and pooling are worth.
     "settings": {
@@ -134,7 +149,7 @@ VIT_TABLES = {
     "sizes": {
         f"{size}, {name}": {"config_overrides": f"hidden_size={width},num_attention_heads={heads}"} | row
         for size, width, heads in (("T/h3", 192, 3), ("T/h8", 192, 8), ("S/h6", 384, 6), ("S/h16", 384, 16))
-        for name, row in OF_PAPER.items()
+        for name, row in ROWS.items()
     },
     "heads": {
         f"width {width}, {heads} heads, {name}": {
@@ -143,7 +158,7 @@ VIT_TABLES = {
         | row
         for width in (64, 128, 256, 512)
         for heads in (4, 8, 16, 32)
-        for name, row in OF_PAPER.items()
+        for name, row in ROWS.items()
     },
 }
 CONVMIXER = {
@@ -209,9 +224,7 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
         overrides += "".join(f",{field}={value}" for field, value in row.items())
     else:
         row = dict(row)
-        # The model's own initialization would be done twice.
-        own = [row.pop("config_overrides", ""), "initialization=trunc_normal"]
-        overrides = ",".join(filter(None, [overrides, *own]))
+        overrides = ",".join(filter(None, [overrides, row.pop("config_overrides", "")]))
         extra = row_arguments(row)
     for option in ("dataset_config", "label_column"):
         if getattr(arguments, option):

@@ -52,6 +52,7 @@ from .components.models import (
     check_loading,
     check_numbers,
     choose_attention,
+    configure_start,
     initialize,
     parse_overrides,
     set_drop_path,
@@ -200,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
         variant = choose_variant(arguments, pixels)
         chosen = f"--model-type {arguments.model_type} --config-overrides {arguments.config_overrides}"
         accelerator.print(f"No model is named; images of {pixels} pixels have {variant}: {chosen}")
-    model, processor = build_model(arguments, recipe, names)
+    model, processor = build_model(arguments, recipe, names, run.seed)
     choose_attention(model, arguments.attn_implementation, accelerator.device)
     if run.compile:
         model.compile()
@@ -329,12 +330,14 @@ def starting_model(values: dict, config):
     if not (arguments.model or arguments.model_type or arguments.config_overrides):
         choose_variant(arguments, config.image_size)
     set_seed(values["seed"])
-    return build_model(arguments, recipe, [config.id2label[label] for label in range(config.num_labels)])[0]
+    names = [config.id2label[label] for label in range(config.num_labels)]
+    return build_model(arguments, recipe, names, values["seed"])[0]
 
 
-def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[str]):
-    """The classifier for these class names, in float32, and its image processor."""
-    model, processor = load_or_create(arguments, recipe, names)
+def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[str], seed: int = 0):
+    """The classifier for these class names, in float32, and its image processor. The seed is that of fresh weights of
+    our families; others' are drawn by chance as it is."""
+    model, processor = load_or_create(arguments, recipe, names, seed)
     if arguments.context_broadcast:
         report = insert_context_broadcast(
             model,
@@ -351,7 +354,7 @@ def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[
     return model, processor
 
 
-def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: list[str]):
+def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: list[str], seed: int):
     """A pretrained or a new model, its image processor with it, before Context Broadcasting is inserted."""
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     if arguments.model:
@@ -404,9 +407,7 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
     with one_error(model_type, "an architecture to train from scratch"):
         config = AutoConfig.for_model(model_type, **({"num_labels": len(names)} | overrides), **labels)
     set_drop_path(config, recipe.drop_path)
-    if arguments.initialization in INITIALIZATIONS and hasattr(config, "initialization"):
-        # What one start leaves alone should not be another's, the family's own.
-        config.initialization = "trunc_normal"
+    is_configured = configure_start(config, arguments.initialization, arguments.initialization_options, seed)
     if hasattr(config, "image_mean"):
         config.image_mean, config.image_std = arguments.image_mean, arguments.image_std
         values = image_processor_config(config)
@@ -417,7 +418,7 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
         processor = ViTImageProcessor(size=size, image_mean=arguments.image_mean, image_std=arguments.image_std)
     with one_error(model_type, "an architecture to train from scratch"):
         model = AutoModelForImageClassification.from_config(config)
-    if arguments.initialization != "default" or arguments.initialization_options:
+    if not is_configured:
         initialize(model, arguments.initialization, arguments.initialization_options)
     return model, processor
 
