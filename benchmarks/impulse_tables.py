@@ -32,6 +32,7 @@ import statistics
 
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import SUBSET
+from frugalvit.configuration.configuration_base import VALUE_INITS
 from frugalvit.training import train
 from shared import (
     add_budget_arguments,
@@ -75,53 +76,50 @@ CONTROLS = {
     "mimetic, default values": {"initialization": "mimetic", "initialization_options": "value_init=default"},
 }
 RANDOM = {"config_overrides": "position_embedding=random"}
-SOLVERS = {
-    f"impulse, {name}, {values} values": impulse(**options, value_init=values)
-    for name, options in (
-        ("Algorithm 1 as printed", {"solver": "adam"}),
-        ("Algorithm 1, bounded", {"solver": "adam_bounded"}),
-        ("closed form, maps of Algorithm 1", {"solver": "closed_form", "mass": "null"}),
-        ("closed form, mass 0.1", {"solver": "closed_form", "mass": 0.1}),
-        ("closed form, mass 0.2", {"solver": "closed_form", "mass": 0.2}),
-        ("closed form, mass 0.5", {"solver": "closed_form", "mass": 0.5}),
-        ("closed form, mass 0.9", {"solver": "closed_form", "mass": 0.9}),
-        ("pseudo-inverse, sine-cosine positions", {"solver": "pinv"}),
-    )
-    for values in ("default", "mimetic")
-} | {
-    # The positions that the NeurIPS 2025 code solves for.
-    f"impulse, pseudo-inverse, random positions, {values} values": RANDOM | impulse(solver="pinv", value_init=values)
-    for values in ("default", "mimetic")
+METHODS = {
+    "Algorithm 1 as printed": {"solver": "adam"},
+    "Algorithm 1 bounded": {"solver": "adam_bounded"},
+    "closed form, maps of Algorithm 1": {"solver": "closed_form", "mass": "null"},
+    "closed form, mass 0.1": {"solver": "closed_form", "mass": 0.1},
+    "closed form, mass 0.2": {"solver": "closed_form", "mass": 0.2},
+    "closed form, mass 0.5": {"solver": "closed_form", "mass": 0.5},
+    "closed form, mass 0.9": {"solver": "closed_form", "mass": 0.9},
+    "pseudo-inverse": {"solver": "pinv"},
 }
-# The paper's method: Algorithm 1 as printed and bounded as in its authors' code, which both leave values alone.
-IMPULSES_OF_PAPER = {
-    f"impulse {side}x{side}, Algorithm 1 {how}": impulse(solver=solver, kernel_size=side, value_init="default")
+IMPULSES = {
+    f"impulse {side}x{side}, {method}, {values} values": impulse(**options, kernel_size=side, value_init=values)
     for side in (3, 5)
-    for how, solver in (("as printed", "adam"), ("bounded", "adam_bounded"))
+    for method, options in METHODS.items()
+    for values in VALUE_INITS
 }
-# Ours, and with the values that the paper leaves alone.
-OURS = {
-    f"impulse 3x3, closed form, {values} values": impulse(solver="closed_form", mass=0.2, value_init=values)
-    for values in ("default", "mimetic")
+# The paper's method, as printed and bounded as in its authors' code; values are left alone.
+IMPULSES_OF_PAPER = {
+    name: row for name, row in IMPULSES.items() if "Algorithm 1 " in name and name.endswith("default values")
 }
 # The rows of tables 2, 3, 5 and 7, and ours.
-ROWS = BASELINES | IMPULSES_OF_PAPER | OURS
+ROWS = BASELINES | IMPULSES_OF_PAPER | {name: row for name, row in IMPULSES.items() if "3x3" in name and "0.2" in name}
 VIT_TABLES = {
     "initializations": ROWS | CONTROLS,
-    "solvers": SOLVERS | {"truncated normal, random positions": RANDOM | BASELINES["truncated normal"]},
+    "solvers": {name: row for name, row in IMPULSES.items() if "3x3" in name}
+    # The positions that the NeurIPS 2025 code solves for.
+    | {
+        f"random positions, {name}": RANDOM | row
+        for name, row in (BASELINES | IMPULSES).items()
+        if name == "truncated normal" or "3x3, pseudo-inverse" in name
+    },
     "longer": {
         name: (ROWS | CONTROLS)[name]
         for name in (
             "truncated normal",
-            "impulse 3x3, Algorithm 1 as printed",
-            "impulse 3x3, Algorithm 1 bounded",
-            "impulse 3x3, closed form, mimetic values",
+            "impulse 3x3, Algorithm 1 as printed, default values",
+            "impulse 3x3, Algorithm 1 bounded, default values",
+            "impulse 3x3, closed form, mass 0.2, mimetic values",
             "truncated normal, mimetic values",
             "mimetic",
         )
     },
     "pseudo_inputs": {
-        f"{first}, then {later}; {side}x{side}, {heads} heads, {'own' if per_layer else 'same'} weights in each layer": {
+        f"{first}, then {later}; {'own' if per_layer else 'same'} weights; {side}x{side}, {heads} heads": {
             "config_overrides": f"num_attention_heads={heads}"
         }
         | impulse(
@@ -141,7 +139,8 @@ VIT_TABLES = {
     "settings": {
         f"{'learned' if positions == 'learned' else 'sinusoidal'} positions, "
         f"{'classification token' if pooling == 'cls' else 'average pooling'}": {
-            "config_overrides": f"position_embedding={positions},pooling={pooling}"
+            "config_overrides": f"position_embedding={positions},pooling={pooling}",
+            "initialization": "trunc_normal",
         }
         for positions in ("learned", "sincos")
         for pooling in ("cls", "mean")
