@@ -114,6 +114,12 @@ TABLES = {
         "ViT alone": (train, VIT_ALONE),
         "ViT alone, SAM": (train, VIT_ALONE | SAM),
     },
+    # Why hints cost accuracy in few epochs, and SAM, too: less of both.
+    "directions": {
+        "joint, no hint": (joint, JOINT | NO_HINT),
+        **{f"joint, hints of weight {w}": (joint, JOINT | {"config_overrides": f"hint_weight={w}"}) for w in (0.1, 1)},
+        **{f"ViT alone, SAM of {rho}": (train, VIT_ALONE | SAM | {"sam_rho": rho}) for rho in (0.01, 0.05)},
+    },
     "longer": {
         "ViT alone": (train, VIT_ALONE),
         "joint, no hint, no divergence": (joint, JOINT | CONTROL),

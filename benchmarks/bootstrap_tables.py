@@ -3,6 +3,7 @@
     python benchmarks/bootstrap_tables.py tokens    # table 2: fewer and more tokens, continued, more pixels
     python benchmarks/bootstrap_tables.py losses    # table 3: what to align, what to inherit
     python benchmarks/bootstrap_tables.py blocks    # supplement, table 1: truncate, tune, freeze
+    python benchmarks/bootstrap_tables.py choices   # where paper, code and ours differ
 
 Runs are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side
 before all of them are put together. Writes bootstrap_TABLE.json.
@@ -34,6 +35,7 @@ TABLES = {
     "losses": {
         "bootstrapping": [],
         "with classification loss": ["--label-loss-weight", "1"],
+        "with classification loss, weight 10": ["--label-loss-weight", "10"],
         "with tokens aligned": ["--token-loss-weight", "2"],  # ours
         "without reusing weights": ["--no-inherit-blocks"],
         "KL distillation, temperature 3": ["--loss", "kl", "--temperature", "3"],
@@ -46,6 +48,13 @@ TABLES = {
         "all tunable: truncate 2, tune 4 of 4": ["--tune-all"],
         "without truncation, tune 2 of 6": ["--truncate", "0"],
         "without truncation, tune 4 of 6": ["--truncate", "0", "--tune", "4"],
+    },
+    "choices": {
+        "ours": [],
+        "equal initial RoIs left equal, as paper and code do": ["--no-break-ties"],
+        "RoIs encoded as the paper prints it, not as its code does": [
+            *("--config-overrides", f"{STUDENT},roi_encoding=paper")
+        ],
     },
 }
 
@@ -93,7 +102,7 @@ def main():
 
 def folder_of(arguments, name: str, seed: int) -> Path:
     """The folder of a run; equal runs of different tables share one."""
-    if name in ("bootstrapping", "default: truncate 2, tune 2 of 4"):
+    if name in ("bootstrapping", "default: truncate 2, tune 2 of 4", "ours"):
         name = "16 tokens"
     return arguments.runs_dir / folder_name(name, seed)
 

@@ -203,15 +203,19 @@ class ClipGradient(torch.autograd.Function):
         return gradient.clamp(-ctx.bound, ctx.bound), None
 
 
-def encode_rois(rois: torch.Tensor, hidden_size: int) -> torch.Tensor:
+def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -> torch.Tensor:
     """Sinusoidal encoding of RoIs, `(batch, tokens, 4)` to `(batch, tokens, hidden_size)`, in float32.
 
-    Supplement A.2 of the bootstrapping paper prints d/8 frequencies, each with a sine and a cosine, interleaved. The
-    reference implementation, followed here, spaces d/4 frequencies from 1 to 128, takes the sine of the even and the
-    cosine of the odd ones, and puts all sines of a coordinate before its cosines.
+    Supplement A.1 of the bootstrapping paper prints d/8 frequencies from 1 to 128, each with a sine and a cosine,
+    interleaved: `kind="paper"`. The reference implementation, and so `kind="reference"`, spaces d/4 frequencies from 1
+    to 128, takes the sine of the even and the cosine of the odd ones, and puts all sines of a coordinate before its
+    cosines.
     """
-    frequencies = torch.linspace(0, math.log(128), hidden_size // 4, device=rois.device).exp()
+    count = hidden_size // (8 if kind == "paper" else 4)
+    frequencies = torch.linspace(0, math.log(128), count, device=rois.device).exp()
     angles = (rois.float() * math.pi).unsqueeze(-1) * frequencies
+    if kind == "paper":
+        return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(2)
     return torch.cat([angles[..., 0::2].sin(), angles[..., 1::2].cos()], dim=-1).flatten(2)
 
 
@@ -419,12 +423,12 @@ class SparseFormerPositionEncoding(nn.Module):
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
         super().__init__()
-        self.hidden_size = hidden_size
+        self.hidden_size, self.kind = hidden_size, config.roi_encoding
         self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, rois: torch.Tensor) -> torch.Tensor:
-        encoding = encode_rois(rois.detach(), self.hidden_size)
+        encoding = encode_rois(rois.detach(), self.hidden_size, self.kind)
         return self.proj(self.layernorm(encoding.to(self.layernorm.weight.dtype)))
 
 
@@ -767,6 +771,7 @@ class SparseFormerPreTrainedModel(HubModel):
         inherit_blocks: bool = True,
         focusing: str = "paper",
         check: bool = True,
+        break_ties: bool = True,
         **fields,
     ):
         """A SparseFormer with a teacher's blocks, final LayerNorm and classifier or projection inherited.
@@ -792,6 +797,10 @@ class SparseFormerPreTrainedModel(HubModel):
             check (`bool`, *optional*, defaults to `True`):
                 Run the teacher on two images of noise, and raise unless the inherited blocks, given its tokens at RoIs
                 that are its patches, compute what it does.
+            break_ties (`bool`, *optional*, defaults to `True`):
+                With a new focusing stage, move initial RoIs apart that are equal, by N(0, 0.05) of the image: 12 of
+                the paper's 48 tokens start alike, and what starts alike stays alike. Neither paper nor reference does
+                so (`results/bootstrap_choices.json` has what it brings).
             fields: Fields of `SparseFormerConfig` to set differently, for example `stem_channels=32`.
 
         Returns:
@@ -805,7 +814,7 @@ class SparseFormerPreTrainedModel(HubModel):
         # The code that reads teachers is not saved with a model.
         inheritance = import_from_package("inheritance", "Inheriting from a teacher")
         return inheritance.inherit(
-            cls, teacher, num_latent_tokens, truncate, inherit_blocks, focusing, check, **fields
+            cls, teacher, num_latent_tokens, truncate, inherit_blocks, focusing, check, break_ties, **fields
         )
 
 

@@ -173,6 +173,10 @@ class StudentArguments:
     )
     tune_all: bool = argument(False, "Tune every inherited block.")
     inherit_blocks: bool = argument(True, "Inherit the teacher's blocks, or its classifier alone.")
+    break_ties: bool = argument(
+        True,
+        "Move initial RoIs apart that are equal, which the paper and its code leave; --focusing inherited has none.",
+    )
     attn_implementation: str | None = argument(
         None, "The student's attention in training. Default: eager on CPUs, whose fused attention goes back slowly."
     )
@@ -578,6 +582,7 @@ def build_student(
         truncate=truncate,
         inherit_blocks=pair.inherit_blocks,
         focusing=pair.focusing,
+        break_ties=pair.break_ties,
         image_mean=teacher_format.mean,
         image_std=teacher_format.std,
         resample=teacher_format.resample,
