@@ -14,8 +14,16 @@ where a row's name says it alone: the reference clips that of a ViT alone to 0.1
 "joint, no hint, no divergence" is the control: two models that train side by side and tell each other nothing, with
 the dropouts of the joint ones; a ViT alone has Transformers' places (embeddings, but not the MLPs' activation). From
 impulses, the rest starts as Transformers has it, as positions would drown in standard normal patch projections.
-Accuracy is that of the last epoch. Runs are kept under --runs-dir and found again, so that a killed command
-goes on, and seeds can be run side by side. Writes agent_TABLE.json.
+Images are padded by reflection. Accuracy is that of the last epoch. Runs are kept under --runs-dir and found again,
+so that a killed command goes on, and seeds can be run side by side. Writes agent_TABLE.json.
+
+--paper-recipe, for an accelerator, is the reference implementation's: the architectures of the paper ("Agent-B" is
+Agent-B beside ViT-B) at 224 pixels, all images, 240 epochs, batches of 64, images padded in black. Its data:
+
+    --dataset uoft-cs/cifar100 --label-column fine_label
+    --dataset FOLDER with train/, a tenth of ImageNet-1K's images, and val/, with --crop resized
+
+--config-overrides are those of ViT and agent alike.
 """
 
 import argparse
@@ -29,14 +37,18 @@ from frugalvit import BootstrappedViTForImageClassification
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import class_names, decode_image, load_images
 from frugalvit.training import joint, train
+from frugalvit.training.components.arguments import run_as_program
 from shared import (
     add_budget_arguments,
     add_data_arguments,
+    add_recipe_arguments,
     add_run_arguments,
     budget_arguments,
     budget_settings,
+    check_paper_recipe,
     data_arguments,
     folder_name,
+    given_arguments,
     last_accuracies,
     last_model,
     print_rows,
@@ -76,8 +88,9 @@ AGENT_ALONE = ALONE | {
     "config_overrides": f"image_size=32,{AGENT},branch_dropout=0",
 }
 CLIPPED = {"max_grad_norm": 0.1}
-SAM = {"optimizer": "sam", "sam_rho": 0.1, "max_grad_norm": 1}
-PAIR = {"vit": VIT, "agent": AGENT}
+# The reference's configuration has clipping at 1, too, which its code never reads.
+SAM = {"optimizer": "sam", "sam_rho": 0.1}
+PAIR = {"vit": VIT, "agent": AGENT, "padding_mode": "reflect"}
 JOINT, SHARED = (PAIR | {"variant": f"{name}-small"} for name in ("joint", "shared"))
 NO_HINT = {"config_overrides": "hint_weight=0"}
 CONTROL = {"config_overrides": "hint_weight=0,divergence_weight=0"}
@@ -127,6 +140,12 @@ TABLES = {
         "joint": (joint, JOINT),
     },
 }
+# What the paper has in the place of the reduced sizes; of two values of a field, the later one holds.
+PAPER_SIZES = "image_size=224,patch_size=16,hidden_size=288,num_hidden_layers=6,intermediate_size=1152"
+PAPER_ROWS = {
+    "joint, res-like agent": {"variant": "joint-small-res"},
+    "joint, Agent-B": {"variant": "joint-base"},
+}
 # Rows of "gradients": before training, from each start, and after it.
 GRADIENTS = ("fresh", "trained")
 # Starts of the pair whose gradients are compared before training: name -> `--initialization`.
@@ -138,10 +157,17 @@ def main():
     parser.add_argument("table", choices=[*TABLES, "gradients"])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
-    add_budget_arguments(parser, "4000", "6, of longer 40")
+    add_budget_arguments(parser, "4000; with --paper-recipe all", "6, of longer 40; with --paper-recipe 240")
+    add_recipe_arguments(parser)
     add_run_arguments(parser, "runs/agent_tables")
     arguments = parser.parse_args()
-    set_budget(arguments, 4000, reduced_epochs(arguments.table))
+    check_paper_recipe(parser, arguments)
+    if arguments.paper_recipe and arguments.table == "gradients":
+        parser.error("--paper-recipe is not for gradients, which looks at the reduced pair.")
+    if arguments.paper_recipe:
+        set_budget(arguments, None, 240)
+    else:
+        set_budget(arguments, 4000, reduced_epochs(arguments.table))
     table, rows = TABLES.get(arguments.table, GRADIENTS), []
     names = wanted_rows(arguments, table)
     if arguments.table == "gradients":
@@ -163,17 +189,36 @@ def main():
 
 def run(arguments, name: str, recipe, row: dict, seed: int) -> tuple[Path, dict]:
     """Folder and results of a row's run with a seed, trained now or before."""
-    argv = ["--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments), "--batch-size", "32"]
-    argv += row_arguments(row)
+    argv = ["--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments)]
+    argv += ["--batch-size", "64" if arguments.paper_recipe else "32", *row_arguments(options(arguments, name, row))]
+    argv += given_arguments(arguments, "crop", "flip", "dataset_config", "label_column")
     folder = arguments.runs_dir / folder_name(name, seed, argv)
     return folder, run_recipe(recipe, folder, argv)
+
+
+def options(arguments, name: str, row: dict) -> dict:
+    """A row's arguments of its recipe, with the paper's sizes if they are wanted."""
+    values = dict(row)
+    if arguments.paper_recipe:
+        values |= {"padding_mode": "constant", "crop_scale": [0.6, 1.0]} | PAPER_ROWS.get(name, {})
+        if "variant" in row:
+            # Variants are the paper's.
+            values |= {"vit": "", "agent": ""}
+        else:
+            values["config_overrides"] += f",{PAPER_SIZES}"
+    for architecture in ("vit", "agent") if "variant" in row else ("config_overrides",):
+        overrides = filter(None, [values[architecture], arguments.config_overrides])
+        values[architecture] = ",".join(overrides)
+    return values
 
 
 def gradients(arguments, names: list[str]) -> list[dict]:
     """Length of each term's gradient for the ViT of the row "joint", with all of the term's weight, over 512 training
     images, the cosine between that of the hints and that of the other terms, and the rms of tokens before the first
     block."""
-    images = load_images(arguments.dataset, "train[:512]")
+    images = load_images(
+        arguments.dataset, "train[:512]", name=arguments.dataset_config, label_column=arguments.label_column
+    )
     labels = torch.tensor(images["label"][:])
     decoded = [decode_image(record["image"], index) for index, record in enumerate(images)]
     image_processor = ViTImageProcessor(size={"height": 32, "width": 32})
@@ -182,7 +227,7 @@ def gradients(arguments, names: list[str]) -> list[dict]:
     for seed in arguments.seeds:
         for name, start in STARTS.items() if "fresh" in names else ():
             torch.manual_seed(seed)
-            pair = joint.TwinArguments(**JOINT, initialization=start)
+            pair = joint.TwinArguments(JOINT["variant"], VIT, AGENT, initialization=start)
             measured.setdefault(name, []).append(pulls(joint.build_twins(pair, class_names(images)), inputs))
         if "trained" in names:
             folder, _ = run(arguments, "joint", *TABLES["joint"]["joint"], seed)
@@ -218,4 +263,4 @@ def pulls(model: BootstrappedViTForImageClassification, inputs: dict[str, torch.
 
 
 if __name__ == "__main__":
-    main()
+    run_as_program(main, "agent_tables.py")

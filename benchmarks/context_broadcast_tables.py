@@ -17,6 +17,13 @@ path instead, five epochs of warm-up and batches of 128; "inserted" trains nothi
 that of the last epoch, also with a quarter of every image hidden and under an attack; entropy is of attention,
 averaged over layers, heads, images. Runs are kept under --runs-dir and found again, so that a killed command goes on,
 and seeds can be run side by side. Writes context_broadcast_TABLE.json.
+
+--paper-recipe, for an accelerator, is the paper's: ViT-S, PVT-S, PVTv2-B1 (the table does not say which), Swin-T or
+LocalViT-T at 224 pixels, on all images, with DeiT's recipe as in `frugalvit train --config context-broadcast-small`;
+300 epochs, of PVT, PVTv2 and Swin 120, of LocalViT 150. Not for tables that go on from a model that ships. Its data:
+
+    --dataset FOLDER with train/ and val/, for ImageNet-1K
+    --dataset uoft-cs/cifar100 --label-column fine_label --rows none "cb at mlp_end", of "kinds", for table S4
 """
 
 import argparse
@@ -31,21 +38,26 @@ from transformers import PreTrainedModel
 from frugalvit import insert_context_broadcast
 from frugalvit.attention import measure_attention
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import decode_image, default_split, load_images
+from frugalvit.common.data import decode_image
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.configuration.configuration_base import CONTEXT_BROADCASTS
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.training import train
+from frugalvit.training.components.arguments import run_as_program
 from local_vit import LocalViTConfig
 from shared import (
     add_budget_arguments,
     add_data_arguments,
+    add_recipe_arguments,
     add_run_arguments,
     budget_arguments,
     budget_settings,
+    check_paper_recipe,
     data_arguments,
+    evaluation_images,
     folder_name,
+    given_arguments,
     last_model,
     print_rows,
     reduced_epochs,
@@ -116,6 +128,26 @@ DEIT = {
     "max_grad_norm": 0,
     "batch_size": 128,
 }
+# What the paper has in the place of the reduced recipe and sizes.
+PAPER = DEIT | {
+    "learning_rate": 1e-3,
+    "batch_size": 1024,
+    "crop": "resized",
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+}
+PAPER_VIT = "image_size=224,resize_size=256,patch_size=16,num_hidden_layers=12"
+PAPER_SIZES = {
+    "vit_context_broadcast": f"{PAPER_VIT},hidden_size=384,num_attention_heads=6",
+    LocalViTConfig.model_type: f"{PAPER_VIT},hidden_size=192,num_attention_heads=4",
+    "swin": "image_size=224,embed_dim=96,depths=[2,2,6,2],num_heads=[3,6,12,24],window_size=7",
+    "pvt": "image_size=224,num_encoder_blocks=4,hidden_sizes=[64,128,320,512],depths=[3,4,6,3],"
+    "num_attention_heads=[1,2,5,8],sequence_reduction_ratios=[8,4,2,1],patch_sizes=[4,2,2,2],strides=[4,2,2,2],"
+    "mlp_ratios=[8,8,4,4]",
+    "pvt_v2": "image_size=224,num_encoder_blocks=4,hidden_sizes=[64,128,320,512],depths=[2,2,2,2],"
+    "num_attention_heads=[1,2,5,8],sr_ratios=[8,4,2,1],patch_sizes=[7,3,3,3],strides=[4,2,2,2],mlp_ratios=[8,8,4,4]",
+}
+PAPER_EPOCHS = {"hierarchical": 120, "local_vit": 150}
 # What every row begins with.
 REDUCED = {
     "learning_rate": 1e-3,
@@ -150,6 +182,10 @@ TABLES = {
             f"{kind} at {position}": vit(kind, position)
             for kind in ("cb_gate", "cb_hybrid")
             for position in ("mlp_front", "mlp_mid", "attention_end")
+        },
+        **{
+            f"{kind} at mlp_end and attention_end": vit(kind, "mlp_end", "attention_end")
+            for kind in ("cb_gate", "cb_hybrid")
         },
     },
     "impulse": {
@@ -194,6 +230,8 @@ TABLES = {
 }
 # Rows of "inserted".
 INSERTED = ("none", *CONTEXT_BROADCASTS)
+# Tables that go on from a model that ships.
+OF_SHIPPED = ("distillation", "inserted", "insertion", "sparseformer")
 
 
 def main():
@@ -201,16 +239,21 @@ def main():
     parser.add_argument("table", choices=[*TABLES, "inserted"])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
-    add_budget_arguments(parser, "6000", "6, of longer 40")
+    add_budget_arguments(parser, "6000; with --paper-recipe all", "6, of longer 40; with --paper-recipe see above")
+    add_recipe_arguments(parser)
     add_run_arguments(parser, "runs/context_broadcast_tables")
     arguments = parser.parse_args()
-    set_budget(arguments, 6000, reduced_epochs(arguments.table))
+    check_paper_recipe(parser, arguments)
+    if arguments.paper_recipe and arguments.table in OF_SHIPPED:
+        parser.error(f"--paper-recipe is not for {arguments.table}, whose rows go on from a model that ships.")
+    if arguments.paper_recipe:
+        set_budget(arguments, None, PAPER_EPOCHS.get(arguments.table, 300))
+    else:
+        set_budget(arguments, 6000, reduced_epochs(arguments.table))
     table, rows = TABLES.get(arguments.table, INSERTED), []
     names = wanted_rows(arguments, table)
     file = arguments.results_dir / f"context_broadcast_{arguments.table}.json"
-    test_images = load_images(
-        arguments.eval_dataset or arguments.dataset, default_split(arguments.eval_dataset or arguments.dataset)
-    )
+    test_images = evaluation_images(arguments)
     if arguments.table == "inserted":
         rows = inserted(names, test_images)
         print_rows(rows)
@@ -233,8 +276,15 @@ def main():
 
 def run(arguments, name: str, row: dict, seed: int) -> Path:
     """The folder of a row's run with a seed, trained now or before."""
-    argv = ["--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments)]
-    argv += row_arguments(REDUCED | row)
+    options, overrides = REDUCED | row, [row.get("config_overrides"), arguments.config_overrides]
+    if arguments.paper_recipe:
+        options |= PAPER
+        # Of two values of a field, the later one holds.
+        overrides.insert(1, PAPER_SIZES[row["model_type"]])
+    if any(overrides):
+        options["config_overrides"] = ",".join(filter(None, overrides))
+    argv = ["--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments), *row_arguments(options)]
+    argv += given_arguments(arguments, "crop", "flip", "dataset_config", "label_column")
     folder = arguments.runs_dir / folder_name(name, seed, argv)
     run_recipe(train, folder, argv)
     return folder
@@ -273,7 +323,8 @@ def measure(
         for column, condition in conditions.items()
     }
     if attends_to_all:
-        images = [decode_image(record["image"], index) for index, record in enumerate(test_images.select(range(256)))]
+        first = test_images.select(range(min(256, len(test_images))))
+        images = [decode_image(record["image"], index) for index, record in enumerate(first)]
         pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
         heads = [entropy for layer in measure_attention(model, [pixel_values]) for entropy in layer.entropy]
         numbers["entropy"] = statistics.mean(heads)
@@ -282,4 +333,4 @@ def measure(
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    main()
+    run_as_program(main, "context_broadcast_tables.py")

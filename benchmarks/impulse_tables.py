@@ -32,17 +32,19 @@ import json
 import statistics
 
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import SUBSET
 from frugalvit.configuration.configuration_base import VALUE_INITS
 from frugalvit.training import train
 from shared import (
     add_budget_arguments,
     add_data_arguments,
+    add_recipe_arguments,
     add_run_arguments,
     budget_arguments,
     budget_settings,
+    check_paper_recipe,
     data_arguments,
     folder_name,
+    given_arguments,
     last_accuracies,
     print_rows,
     reduced_epochs,
@@ -192,17 +194,12 @@ def main():
     add_budget_arguments(
         parser, "6000; with --paper-recipe all", "6, of longer 40; with --paper-recipe 200, of ConvMixers 100"
     )
-    parser.add_argument("--config-overrides", default="", help="of the architecture, after the recipe's")
-    parser.add_argument("--paper-recipe", action="store_true", help="the paper's sizes and budget, see above")
-    parser.add_argument("--dataset-config", help="of a hub data set that has several")
-    parser.add_argument("--label-column", help="where a data set has several")
-    parser.add_argument("--crop", default="padded", choices=["padded", "resized"], help="default: %(default)s")
-    parser.add_argument("--flip", default="0.5", help="probability (default: %(default)s)")
+    add_recipe_arguments(parser)
     add_run_arguments(parser, "runs/impulse_tables")
+    parser.set_defaults(crop="padded", flip="0.5")
     arguments = parser.parse_args()
+    check_paper_recipe(parser, arguments)
     if arguments.paper_recipe:
-        if SUBSET in arguments.dataset:
-            parser.error(f"--paper-recipe is for whole data sets, not for {SUBSET}: give --dataset, see --help.")
         set_budget(arguments, None, 100 if arguments.table == "convmixer" else 200)
     else:
         set_budget(arguments, 6000, reduced_epochs(arguments.table))
@@ -242,9 +239,7 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
         row = dict(row)
         overrides = ",".join(filter(None, [overrides, row.pop("config_overrides", "")]))
         extra = row_arguments(row)
-    for option in ("dataset_config", "label_column"):
-        if getattr(arguments, option):
-            extra += [f"--{option}", getattr(arguments, option)]
+    extra += given_arguments(arguments, "dataset_config", "label_column")
     argv = [
         *("--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments)),
         *("--model-type", "convmixer" if convmixer else "vit_impulse_init", "--config-overrides", overrides),
@@ -252,7 +247,7 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
         *("--learning-rate", "0.01" if convmixer else "1e-3", "--weight-decay", "0.01"),
         *("--warmup-epochs", "10" if arguments.paper_recipe else "1"),
         *("--randaugment-layers", "2" if arguments.paper_recipe else "0", "--mixup", "0"),
-        *("--crop", arguments.crop, "--flip", arguments.flip),
+        *given_arguments(arguments, "crop", "flip"),
         *extra,
     ]
     return run_recipe(train, arguments.runs_dir / folder_name(name, seed, argv), argv)

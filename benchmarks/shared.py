@@ -11,12 +11,14 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import datasets
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from frugalvit.common.data import SUBSET
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.data import SUBSET, default_split, load_images
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.tables import format_table
@@ -73,6 +75,22 @@ def add_budget_arguments(parser: argparse.ArgumentParser, images: str, epochs: s
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
 
 
+def add_recipe_arguments(parser: CommandParser):
+    """The paper's recipe in the place of the reduced one, and what its data sets need."""
+    parser.add_argument("--config-overrides", default="", help="of the architecture, after the recipe's")
+    parser.add_argument("--paper-recipe", action="store_true", help="the paper's sizes and budget, see above")
+    parser.add_argument("--dataset-config", help="of a hub data set that has several")
+    parser.add_argument("--label-column", help="where a data set has several")
+    parser.add_argument("--crop", choices=["padded", "resized"], help="default: padded")
+    parser.add_argument("--flip", help="probability (default: 0.5)")
+
+
+def check_paper_recipe(parser: CommandParser, arguments):
+    """Stop at `--paper-recipe` on the images that ship, of which there are too few."""
+    if arguments.paper_recipe and SUBSET in arguments.dataset:
+        parser.error(f"--paper-recipe is for whole data sets, not for {SUBSET}: give --dataset, see --help.")
+
+
 def set_budget(arguments, images: int | None, epochs: int):
     """Fill in what was not given; no number of images means all."""
     arguments.images = arguments.images or images
@@ -118,9 +136,28 @@ def data_arguments(arguments) -> list[str]:
     return data
 
 
+def evaluation_images(arguments) -> datasets.Dataset:
+    """The images that a row's model is evaluated on."""
+    dataset = arguments.eval_dataset or arguments.dataset
+    return load_images(
+        dataset,
+        default_split(dataset, arguments.dataset_config),
+        name=arguments.dataset_config,
+        label_column=arguments.label_column,
+        class_names=arguments.class_names,
+    )
+
+
+def given_arguments(arguments, *options: str) -> list[str]:
+    """Those of a command's options that were given, as a recipe's command line names them."""
+    given = ((option, getattr(arguments, option)) for option in options)
+    return [text for option, value in given if value for text in (f"--{option}", value)]
+
+
 def row_arguments(row: dict) -> list[str]:
     """A row's arguments of a recipe as its command line names them."""
-    return [text for field, value in row.items() for text in (f"--{field}", str(value))]
+    values = {field: value if isinstance(value, list) else [value] for field, value in row.items()}
+    return [text for field, value in values.items() for text in (f"--{field}", *map(str, value))]
 
 
 def folder_name(row: str, seed: int, argv: Sequence[str] = ()) -> str:

@@ -42,11 +42,13 @@ def inherit(
     blocks = len(anatomy.blocks)
     if truncate is None:
         truncate = 0 if inherits_patches else 1 / 3
-    truncated = truncate if isinstance(truncate, int) else round(truncate * blocks)
-    if isinstance(truncate, bool) or not 0 <= truncated < blocks:
+    # From 1 on, whole numbers are counts, be they floats or not: a command line does not tell.
+    truncated = round(truncate * blocks) if truncate < 1 else int(truncate)
+    whole = truncate < 1 or truncate == truncated
+    if isinstance(truncate, bool) or truncate < 0 or not whole or truncated >= blocks:
         raise ValueError(
-            f"`truncate`={truncate} leaves none of the teacher's {blocks} blocks or more than it has; expected a "
-            f"fraction below 1 or a count from 0 to {blocks - 1}."
+            f"`truncate` is {truncate}; expected a fraction below 1 of the teacher's {blocks} blocks, or a count from "
+            f"0 to {blocks - 1}, that leaves at least one."
         )
     # The class may be one of a model's own code.
     needs_classifier = model_class.__name__.endswith("ForImageClassification")

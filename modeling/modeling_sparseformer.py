@@ -789,7 +789,8 @@ class SparseFormerPreTrainedModel(HubModel):
                 Latent tokens. By default, [CLS] counted, a quarter of the teacher's image tokens, of a teacher of 384
                 or more pixels of those that it would have at 224: 49 for ViT-L/16-384 as in the paper.
             truncate (`float` or `int`, *optional*):
-                Leading blocks left out, a fraction or a count; 1/3 if the focusing stage is new, else none.
+                Leading blocks left out: below 1 a fraction, from 1 on a count (1.0 is one block); 1/3 if the focusing
+                stage is new, else none.
             inherit_blocks (`bool`, *optional*, defaults to `True`):
                 With `False`, only the classifier's weights are inherited (an ablation of table 3).
             focusing (`str`, *optional*, defaults to `"paper"`):

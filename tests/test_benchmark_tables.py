@@ -5,9 +5,12 @@ import json
 import re
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
+from PIL import Image
 
+from frugalvit import BootstrappedViTConfig, BootstrappedViTForImageClassification
 from frugalvit.training import joint, train
 from frugalvit.training.components.arguments import parse_arguments
 
@@ -21,8 +24,9 @@ def table(request, monkeypatch):
 
 def built(recipe, argv: list[str], names: list[str]):
     if recipe is joint:
-        groups = [joint.TwinArguments, joint.JointOptimizerArguments, joint.JointRunArguments]
-        twins, *_ = parse_arguments(joint.PROG, "", [*groups, joint.RecipeArguments], argv)
+        groups = [joint.TwinArguments, joint.DataArguments, joint.RecipeArguments]
+        groups += [joint.JointOptimizerArguments, joint.JointRunArguments]
+        twins, *_ = parse_arguments(joint.PROG, "", groups, argv)
         return joint.build_twins(twins, names)
     groups = [train.ModelArguments, train.DataArguments, train.RecipeArguments]
     groups += [train.OptimizerArguments, train.RunArguments]
@@ -66,21 +70,117 @@ def test_every_row_starts(table, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("table", "name", "options", "message"),
     [
-        (["--rows", "mimetic", "mimetics"], "There is no row 'mimetics'; the rows are: truncated normal; "),
-        (["--paper-recipe"], "--paper-recipe is for whole data sets, not for cifar10-subset"),
+        ("impulse_tables", "longer", ["--rows", "mimetic", "mimetics"], "There is no row 'mimetics'; the rows are: "),
+        *(
+            (f"{name}_tables", "longer", ["--paper-recipe"], "is for whole data sets, not for cifar10-subset")
+            for name in ("impulse", "agent", "context_broadcast")
+        ),
+        ("agent_tables", "gradients", ["--paper-recipe", "--dataset", "x"], "is not for gradients"),
+        ("context_broadcast_tables", "insertion", ["--paper-recipe", "--dataset", "x"], "is not for insertion"),
     ],
+    indirect=["table"],
 )
-@pytest.mark.parametrize("table", ["impulse_tables"], indirect=True)
-def test_what_cannot_be_run_is_said_first(table, options, message, monkeypatch, tmp_path, capsys):
+def test_what_cannot_be_run_is_said_first(table, name, options, message, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(table, "run_recipe", lambda *_: pytest.fail("It trains."))
     folders = ["--runs-dir", str(tmp_path / "runs"), "--results-dir", str(tmp_path / "results")]
-    monkeypatch.setattr("sys.argv", ["impulse_tables.py", "longer", *options, *folders])
+    monkeypatch.setattr("sys.argv", ["x.py", name, *options, *folders])
     with pytest.raises(SystemExit) as stop:
         table.main()
     assert message in f"{stop.value}{capsys.readouterr().err}"
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def two_labels(tmp_path):
+    """Data as CIFAR-100 has them: a file for training, one for evaluation, each with labels of two kinds."""
+    labels = {name: datasets.ClassLabel(names=names) for name, names in (("coarse", ["a", "b"]), ("fine", [*"cdef"]))}
+    features = datasets.Features({"image": datasets.Image()} | labels)
+    for split in ("train", "test"):
+        records = {
+            "image": [Image.new("RGB", (32, 32), (4 * n, 0, 0)) for n in range(64)],
+            "coarse": [n % 2 for n in range(64)],
+            "fine": [n % 4 for n in range(64)],
+        }
+        datasets.Dataset.from_dict(records, features).to_parquet(tmp_path / "data" / f"{split}-00000.parquet")
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "rows"),
+    [
+        (
+            "agent_tables",
+            "agents",
+            # A ViT and its agent, with 4 classes; alone, as the tables have it.
+            {"joint": "joint-small", "joint, res-like agent": "joint-small-res", "joint, Agent-B": "joint-base"}
+            | {"ViT alone": 6.32, "ViT alone, SAM": 6.32},
+        ),
+        (
+            "context_broadcast_tables",
+            "positions",
+            dict.fromkeys(
+                ("none", "cb_gate at mlp_end and attention_end", "cb_hybrid at mlp_end and attention_end"), 21.7
+            ),
+        ),
+        ("context_broadcast_tables", "hierarchical", {"Swin, cb": 27.5, "PVT": 24.0, "PVTv2, cb": 13.5}),
+        ("context_broadcast_tables", "local_vit", {"LocalViT": 5.7, "LocalViT, cb": 5.7}),
+    ],
+    indirect=["table"],
+)
+def test_the_papers_recipe(table, name, rows, two_labels, monkeypatch, tmp_path):
+    """On images that have labels of two kinds; architectures are the papers', in millions of parameters."""
+    sizes, settings = {}, []
+
+    def size(recipe, folder, argv):
+        with torch.device("meta"):
+            sizes[folder.name] = built(recipe, ["--output", "unused", *argv], [*"cdef"]).num_parameters() / 1e6
+        settings.append(argv)
+        return {"epochs": [{"accuracy": 0.5, "agent_accuracy": 0.5}], "device": "cpu"}
+
+    monkeypatch.setattr(table, "run_recipe", size)
+    monkeypatch.setattr(table, "measured_once", lambda *_: {"accuracy": 0.5}, raising=False)
+    options = ["--paper-recipe", "--dataset", str(two_labels), "--label-column", "fine", "--seeds", "0"]
+    monkeypatch.setattr("sys.argv", ["x.py", name, *options, "--results-dir", str(tmp_path), "--rows", *rows])
+    table.main()
+    for expected, (folder, given) in zip(rows.values(), sizes.items(), strict=True):
+        if isinstance(expected, str):
+            with torch.device("meta"):
+                pair = BootstrappedViTConfig.from_variant(expected, num_labels=4)
+                expected = BootstrappedViTForImageClassification(pair).num_parameters() / 1e6
+        assert given == pytest.approx(expected, abs=0.05), folder
+    for argv in settings:
+        assert argv[argv.index("--train-split") + 1] == "train" and argv[argv.index("--label_column") + 1] == "fine"
+        assert int(argv[argv.index("--epochs") + 1]) == {"agents": 240, "positions": 300, "local_vit": 150}.get(
+            name, 120
+        )
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "row"),
+    [
+        ("agent_tables", "longer", "joint"),
+        ("context_broadcast_tables", "kinds", "cb at mlp_end"),
+        ("impulse_tables", "longer", "mimetic"),
+    ],
+    indirect=["table"],
+)
+def test_labels_of_two_kinds(table, name, row, two_labels, monkeypatch, tmp_path):
+    """Which of them is said by an option; without, the error says so, in one line."""
+    options = ["--dataset", str(two_labels), "--runs-dir", str(tmp_path / "runs"), "--results-dir", str(tmp_path)]
+    options += ["--images", "64", "--epochs", "1", "--seeds", "0", "--rows", row]
+    options += ["--config-overrides", "hidden_size=36,num_hidden_layers=1"]
+    monkeypatch.setattr("sys.argv", ["x.py", name, *options])
+    with pytest.raises((ValueError, SystemExit), match="--label-column"):
+        table.main()
+    monkeypatch.setattr("sys.argv", ["x.py", name, *options, "--label-column", "fine"])
+    table.main()
+    (file,) = tmp_path.glob("*.json")
+    assert json.loads(file.read_text(encoding="utf-8"))["rows"][0]["row"] == row
+    (config,) = (tmp_path / "runs").glob("*/config.json")
+    config = json.loads(config.read_text(encoding="utf-8"))
+    assert {**config["id2label"]} == {"0": "c", "1": "d", "2": "e", "3": "f"}
 
 
 @pytest.mark.parametrize("table", ["impulse_tables"], indirect=True)

@@ -564,7 +564,6 @@ def build_student(
         return student
     height, width = teacher_format.size
     image_size = height if height == width else [height, width]
-    truncate = int(pair.truncate) if pair.truncate >= 1 else pair.truncate
     if teacher.classifier is not None:
         student_class = SparseFormerForImageClassification
     else:
@@ -579,7 +578,7 @@ def build_student(
         teacher,
         num_latent_tokens=pair.num_latent_tokens,
         elastic_token_counts=pair.elastic_token_counts,
-        truncate=truncate,
+        truncate=pair.truncate,
         inherit_blocks=pair.inherit_blocks,
         focusing=pair.focusing,
         break_ties=pair.break_ties,

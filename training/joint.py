@@ -2,10 +2,10 @@
 
     accelerate launch -m frugalvit.training.joint --output OUT --variant joint-small
 
-The defaults are the reference implementation's for CIFAR-10, its start (`--initialization reference`) and places of
-dropout among them. Not as there: hints fade with every step, not with every epoch; images are padded by reflection
-unless `--padding-mode constant` is given, and biases and norms do not decay. The agent's BatchNorm knows the images of
-its own process alone, so that several processes do not have the losses of one to the digit.
+The defaults are the reference implementation's for CIFAR-10, its start (`--initialization reference`), places of
+dropout and clipping among them. Not as there: hints fade with every step, not with every epoch, and biases and norms
+do not decay. The agent's BatchNorm knows the images of its own process alone, so that several processes do not have
+the losses of one to the digit.
 """
 
 import dataclasses
@@ -50,6 +50,8 @@ from .components.sharding import prepare
 
 
 PROG = "frugalvit joint"
+# The reference's clipping of the ViT's gradient; for Joint- and Shared-S it has none.
+CLIPPING = {"joint-base": 2.0, "shared-base": 0.1}
 # Folders of the two models within a run's, and what their accuracies are called.
 PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
 
@@ -85,11 +87,17 @@ class TwinArguments:
 class RecipeArguments:
     """Views of the images, and the optimizer."""
 
+    crop: str = argument(
+        "padded",
+        "padded: a crop from the padded image, for small images. resized: a random part, resized.",
+        choices=["padded", "resized"],
+    )
+    crop_scale: list[float] = argument([0.6, 1.0], "Lowest and highest share of the area for --crop resized.")
     crop_size: int | None = argument(
         32, "Pixels of the images when they are padded and cropped, before they are resized for the model."
     )
     crop_padding: int = argument(4, "Pixels of padding on each side.")
-    padding_mode: str = argument("reflect", "What they show: the image, or black.", choices=["reflect", "constant"])
+    padding_mode: str = argument("constant", "What they show: the image, or black.", choices=["reflect", "constant"])
     flip: float = argument(0.5, "Probability of a horizontal flip.")
     optimizer: str = argument("adamw", "adamw, muon, or sam, adamw that seeks flat minima.", choices=[*OPTIMIZERS])
     sam_rho: float = argument(0.05, "How far --optimizer sam looks; the reference: 0.1.")
@@ -97,6 +105,8 @@ class RecipeArguments:
     def __post_init__(self):
         check_share(self, "flip")
         check_at_least(self, 0, "crop_padding", "sam_rho")
+        fits = len(self.crop_scale) == 2 and 0 < self.crop_scale[0] <= self.crop_scale[1]
+        check(self.crop_scale, fits, "crop_scale", "two positive numbers, lower first")
         if self.crop_size is not None:
             check_at_least(self, 1, "crop_size")
 
@@ -114,9 +124,16 @@ class JointRunArguments(RunArguments):
 
     epochs: int = argument(240, "Epochs, in whose steps the weight of the hints decays linearly to 0.")
     batch_size: int = argument(64, "Images of one optimizer step, over all processes and accumulation steps.")
-    max_grad_norm: float = argument(
-        0.0, "Clip the ViT's gradient to this norm; 0 does not. The reference: joint-base 2, shared-base 0.1."
+    max_grad_norm: float | None = argument(
+        None,
+        "Clip the ViT's gradient to this norm; 0 does not. Default: the reference's, 2 for joint-base, 0.1 for "
+        "shared-base, 0 for the small ones.",
     )
+
+    def __post_init__(self):
+        given, self.max_grad_norm = self.max_grad_norm, self.max_grad_norm or 0.0
+        super().__post_init__()
+        self.max_grad_norm = given
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -124,6 +141,8 @@ def main(argv: list[str] | None = None) -> int:
     groups = [TwinArguments, DataArguments, RecipeArguments, JointOptimizerArguments, JointRunArguments]
     all_arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
     arguments, data, recipe, optimization, run = all_arguments
+    if run.max_grad_norm is None:
+        run.max_grad_norm = CLIPPING.get(arguments.variant.removesuffix("-res"), 0.0)
     accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
 
     train_images, eval_images = load_splits(data, learns_labels=True)
@@ -141,9 +160,11 @@ def main(argv: list[str] | None = None) -> int:
     image_format = ImageFormat.from_processor(processor)
     view = SmallDataView(
         image_format,
+        recipe.crop,
         padding=recipe.crop_padding,
         padding_mode=recipe.padding_mode,
         crop_size=recipe.crop_size,
+        scale=recipe.crop_scale,
         flip=recipe.flip,
         randaugment_layers=0,
     )

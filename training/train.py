@@ -133,6 +133,7 @@ class RecipeArguments:
         choices=["padded", "resized"],
     )
     crop_padding: int = argument(4, "Pixels of padding on each side for --crop padded.")
+    padding_mode: str = argument("reflect", "What they show: the image, or black.", choices=["reflect", "constant"])
     crop_size: int | None = argument(
         None, "Pixels of the images when they are padded and cropped, before they are resized. Default: the model's."
     )
@@ -216,6 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         view_format,
         recipe.crop,
         recipe.crop_padding,
+        padding_mode=recipe.padding_mode,
         crop_size=recipe.crop_size,
         scale=recipe.crop_scale,
         ratio=recipe.crop_ratio,

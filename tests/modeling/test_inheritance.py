@@ -66,7 +66,7 @@ def test_a_mean_pooled_teacher_gives_a_mean_pooled_student():
     assert (config.pooling, config.pool_before_norm, config.use_cls_token) == ("latent_mean", False, True)
 
 
-@pytest.mark.parametrize(("truncate", "left"), [(0, 3), (1, 2), (1 / 3, 2), (0.5, 1), (2, 1)])
+@pytest.mark.parametrize(("truncate", "left"), [(0, 3), (1, 2), (1.0, 2), (1 / 3, 2), (0.5, 1), (2, 1)])
 def test_truncate_counts_or_shares(truncate, left):
     student = SparseFormerForImageClassification.from_teacher(transformers_vit(), truncate=truncate)
     assert len(student.sparseformer.layers) == student.config.num_hidden_layers == left
@@ -139,8 +139,8 @@ def test_refuses(name):
         SparseFormerForImageClassification.from_teacher(make())
 
 
-@pytest.mark.parametrize("truncate", [3, 1.0, -1, True])
-def test_refuses_to_leave_out_all_blocks(truncate):
+@pytest.mark.parametrize("truncate", [3, 3.0, 1.5, 0.9, -1, -0.1, True])
+def test_refuses_other_numbers_of_blocks_to_leave_out(truncate):
     with pytest.raises(ValueError, match="`truncate`"):
         SparseFormerForImageClassification.from_teacher(transformers_vit(), truncate=truncate)
 
