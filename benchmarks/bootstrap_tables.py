@@ -19,7 +19,7 @@ import frugalvit
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.tables import format_table
 from frugalvit.training import bootstrap, train
-from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, write_table
+from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, wanted_rows, write_table
 
 
 # Rows: name -> arguments of the recipe besides the shared ones. "{16 tokens}" is the folder of that row's run.
@@ -62,6 +62,7 @@ TABLES = {
 def main():
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
     parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="of every run but continued ones (default: %(default)s)")
@@ -73,7 +74,8 @@ def main():
 
     teacher_accuracy = run(arguments, "16 tokens", [], arguments.seeds[0])["best"]["teacher_accuracy"]
     rows = []
-    for name, extra in TABLES[arguments.table].items():
+    for name in wanted_rows(arguments, TABLES[arguments.table]):
+        extra = TABLES[arguments.table][name]
         measured = [run(arguments, name, extra, seed) for seed in arguments.seeds]
         folder = folder_of(arguments, name, arguments.seeds[0])
         model = AutoModelForImageClassification.from_pretrained(folder)
