@@ -206,7 +206,7 @@ class ClipGradient(torch.autograd.Function):
 def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -> torch.Tensor:
     """Sinusoidal encoding of RoIs, `(batch, tokens, 4)` to `(batch, tokens, hidden_size)`, in float32.
 
-    Supplement A.1 of the bootstrapping paper prints d/8 frequencies from 1 to 128, each with a sine and a cosine,
+    Supplement A.2 of the bootstrapping paper prints d/8 frequencies from 1 to 128, each with a sine and a cosine,
     interleaved: `kind="paper"`. The reference implementation, and so `kind="reference"`, spaces d/4 frequencies from 1
     to 128, takes the sine of the even and the cosine of the odd ones, and puts all sines of a coordinate before its
     cosines.
