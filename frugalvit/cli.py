@@ -1,14 +1,16 @@
 """The `frugalvit` command: finds the module that a command names and turns user errors into one clear line.
 
-Every command's module has `main(argv)` and is imported only when it runs.
+Every command's module has `main(argv)` and is imported only when it runs, after its options were read: what these are
+is in a module of `options/` beside it, which imports little.
 """
 
 import difflib
 import importlib
 import os
 import sys
+from types import ModuleType
 
-from .registry import register
+from .common.threads import bound_spinning
 from .version import __version__
 
 
@@ -44,6 +46,13 @@ COMMANDS = {
     ),
     "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after looking at everything"),
 }
+
+
+def options_of(command: str) -> ModuleType:
+    """The module of a command's options: `make_parser()`, and `parse(argv)`, which ends the process where they are
+    wrong."""
+    package, _, name = COMMANDS[command][0].rpartition(".")
+    return importlib.import_module(f"{package}.options.{name}")
 
 
 def usage() -> str:
@@ -93,7 +102,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     try:
-        register()
+        options_of(command).parse(rest)
+        bound_spinning()
         code = importlib.import_module(COMMANDS[command][0]).main(rest)
         sys.stdout.flush()
         return code or 0

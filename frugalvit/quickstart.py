@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from .common.comparison import compare_speeds, describe_pair, side_by_side, using_tokens
@@ -14,40 +13,22 @@ from .common.tables import format_table
 from .common.versions import origin
 from .evaluation.classification import classification_accuracy
 from .modeling.hosts import read_anatomy
+from .options.quickstart import parse
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
 from .resources import checkpoint_path
 from .training import bootstrap
-from .training.components.arguments import argument, check, parse_arguments
 
 
 # What a run leaves beside the model, to be resumed.
 NOT_IN_REPOSITORY = shutil.ignore_patterns("checkpoints", "logs", "metrics.jsonl", "results.json", "run.json")
-EMBEDDED_IMAGES, HELD_BACK_IMAGES = 12000, 2000
+HELD_BACK_IMAGES = 2000
 # Of which speeds are compared; what results.json says is that of the last.
 BATCH_SIZES = (1, 64)
 
 
-@dataclass
-class QuickstartArguments:
-    """Where to, and how long."""
-
-    output_dir: str = argument("quickstart", "Folder for results.json, model/ and rois.png.")
-    seed: int = argument(0, "Of initialization, order and augmentation.")
-    epochs: int | None = argument(None, "Epochs of bootstrapping. Default: 4 with fast bfloat16 arithmetic, else 3.")
-    images: int = argument(EMBEDDED_IMAGES, "Images to bootstrap on.")
-    elastic_token_counts: list[int] | None = argument(
-        None, "Counts of tokens that one student is to serve, for example 7 15, without [CLS]. Default: 15 alone."
-    )
-
-    def __post_init__(self):
-        check(self.epochs, self.epochs is None or self.epochs > 0, "epochs", "1 or more")
-        check(self.images, 128 <= self.images <= EMBEDDED_IMAGES, "images", f"from 128 to {EMBEDDED_IMAGES}")
-        check(self.seed, self.seed >= 0, "seed", "0 or more")
-
-
 def main(argv: list[str] | None = None) -> None:
-    (arguments,) = parse_arguments("frugalvit quickstart", __doc__, [QuickstartArguments], argv)
+    (arguments,) = parse(argv)
     folder = Path(arguments.output_dir)
     claim(folder)
     started = time.perf_counter()

@@ -8,9 +8,6 @@ from .arguments import OptimizerArguments
 from .muon import Muon, split_matrices
 
 
-OPTIMIZERS = ("adamw", "muon", "sam")
-
-
 def parameter_groups(model: torch.nn.Module, weight_decay: float, optimizer: str = "adamw") -> list[dict]:
     """Parameters for an optimizer: matrices and filters decay; biases, norms, positions, [CLS] and the like do not.
 
