@@ -26,7 +26,10 @@ def command(monkeypatch):
     def install(function):
         module = types.ModuleType("frugalvit.fake")
         module.main = function
+        options = types.ModuleType("frugalvit.options.fake")
+        options.parse = lambda argv: None
         monkeypatch.setitem(sys.modules, "frugalvit.fake", module)
+        monkeypatch.setitem(sys.modules, "frugalvit.options.fake", options)
         monkeypatch.setitem(cli.COMMANDS, "fake", ("frugalvit.fake", "a command for tests"))
 
     monkeypatch.delenv("FRUGALVIT_DEBUG", raising=False)
