@@ -1,7 +1,7 @@
 """Vision transformers that need less: fewer tokens, less data, no extra parameters.
 
-Importing this package lets Transformers' Auto classes know its models. These, and its names, are imported when they are
-first used.
+Importing this package lets Transformers' Auto classes know its models. These, and its names, are imported when they
+are first used.
 """
 
 import importlib

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from .common.files import whole_folder, write_json, write_text
 from .common.loading import choose_device
 from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
-from .common.speed import images_per_second
+from .common.speed import duration, images_per_second
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
 from .contenders import Contender, load_students, load_teachers
@@ -52,6 +53,9 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCH_SIZES = (1, 32)
 # Passes of single images are short: so many times as many as of batches.
 MORE_ROUNDS = 5
+# Images that the largest model looks at first, which tells how long all will take; how many times longer an image takes
+# alone; and seconds in which a process that measures memory starts.
+FIRST_IMAGES, SINGLE_SLOWER, STARTING = 8, 2, 5
 # What may say how good a contender is, the first choice first, and what it is called.
 SCORES = {
     "accuracy": "accuracy",
@@ -211,6 +215,15 @@ def compare(
         for contender in contenders
     ]
     reading = {"batch_size": batch_size, "num_workers": num_workers, "skip_corrupt": skip_corrupt}
+    costs = [macs_of(contender) for contender in contenders]
+    looked_at = len(test) + (0 if train is None else len(train))
+    seconds = foretell(contenders, costs, looked_at, rounds * len(precisions), memory)
+    parts = [f"{duration(value)} for {name}" for name, value in seconds.items()]
+    tqdm.write(
+        f"{len(contenders)} models, {looked_at:,} images: about {duration(sum(seconds.values()))} "
+        f"({', '.join(parts)}).",
+        file=sys.stderr,
+    )
     embeddings, indices = embed_all(contenders, test, **reading)
     labels = None if labels is None else labels[indices]
     known = None if train is None else embed_all(contenders, train, **reading)
@@ -225,7 +238,7 @@ def compare(
             right |= learns(embeddings[number], labels, known[0][number], known_labels, seed)
         answers.append(right)
         row = {"model": contender.name, "method": contender.method, "image_size": list(contender.image_size)}
-        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": macs_of(contender)}
+        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": costs[number]}
         for name, values in right.items():
             row |= describe_score(name, values, answers[0].get(name) if number else None)
         rows.append(row | {"cosine": mean_cosine(embeddings[number], embeddings[0])})
@@ -234,6 +247,39 @@ def compare(
     for row, contender in zip(rows, tqdm(contenders, desc="memory", leave=False, disable=None), strict=True):
         row["memory"] = peak_memory(contender.load) if memory and contender.load else None
     return rows
+
+
+@torch.inference_mode()
+def foretell(
+    contenders: Sequence[Contender], costs: Sequence[int], images: int, rounds: int, memory: bool
+) -> dict[str, float]:
+    """Seconds that each part of a comparison takes, from how long the largest contender needs for a few images: what
+    does not fit into memory fails with these.
+
+    Args:
+        contenders (sequence of `Contender`): All.
+        costs (sequence of `int`): Their multiply-accumulates for an image.
+        images (`int`): That all look at.
+        rounds (`int`): Timed passes in batches, of all precisions.
+        memory (`bool`): Whether that is measured, too.
+    """
+    largest = contenders[max(range(len(costs)), key=costs.__getitem__)]
+    pixels = torch.zeros(FIRST_IMAGES, 3, *largest.image_size, device=largest.device)
+    taken = []
+    # The first pass prepares much.
+    for _ in range(2):
+        started = time.perf_counter()
+        largest.model(pixels)
+        if pixels.device.type != "cpu":
+            torch.accelerator.synchronize()
+        taken.append(time.perf_counter() - started)
+    all_once = taken[-1] / FIRST_IMAGES * sum(costs) / max(costs)
+    draws = sum(cost * contender.draws for cost, contender in zip(costs, contenders, strict=True)) / sum(costs)
+    passes = sum(size * (MORE_ROUNDS * SINGLE_SLOWER if size == 1 else 1) for size in BATCH_SIZES)
+    seconds = {"accuracy": images * draws * all_once, "speed": rounds * passes * all_once}
+    if memory:
+        seconds["memory"] = len(contenders) * STARTING + BATCH_SIZES[-1] * all_once
+    return seconds
 
 
 def right_classes(contender: Contender, images: datasets.Dataset) -> torch.Tensor:
@@ -346,7 +392,9 @@ def measure_speeds(
 ) -> list[dict[str, dict[str, float]]]:
     """Images a second of each contender, by precision and batch size; their passes take turns."""
     found = [{precision: {} for precision in precisions} for _ in contenders]
-    total = len(precisions) * len(BATCH_SIZES)
+    times = {size: rounds * (MORE_ROUNDS if size == 1 else 1) for size in BATCH_SIZES}
+    # Two passes of each model are not counted.
+    total = len(precisions) * len(contenders) * sum(count + 2 for count in times.values())
     with tqdm(total=total, desc="speed", leave=False, disable=None) as progress:
         for precision in precisions:
             for contender in contenders:
@@ -356,16 +404,15 @@ def measure_speeds(
                 for number, contender in enumerate(contenders):
                     shape = (batch_size, 3, *contender.image_size)
                     images = torch.randn(shape, dtype=PRECISIONS[precision], device=contender.device)
-                    calls[number] = functools.partial(_call, contender.model, images)
-                times = rounds * (MORE_ROUNDS if batch_size == 1 else 1)
-                for number, speed in images_per_second(calls, images, times).items():
+                    calls[number] = functools.partial(_call, contender.model, images, progress)
+                for number, speed in images_per_second(calls, images, times[batch_size]).items():
                     found[number][precision][str(batch_size)] = speed
-                progress.update()
     return found
 
 
-def _call(model, own_images: torch.Tensor, _):
+def _call(model, own_images: torch.Tensor, progress: tqdm, _):
     """Each model has images of its own size."""
+    progress.update()
     return model(own_images)
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from .common.exported import (
 from .common.files import whole_folder, write_json
 from .common.loading import load_image_processor
 from .common.metrics import check_scores
-from .common.speed import images_per_second
+from .common.speed import duration, images_per_second
 from .common.tables import format_table
 from .common.views import ImageFormat
 from .compare import sample
@@ -96,6 +98,8 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         with whole_folder(arguments.output, arguments.overwrite) as folder:
             progress.update()
             progress.set_description("exporting")
+            tqdm.write(f"Exporting to {arguments.format}: minutes for a large model.", file=sys.stderr)
+            started = time.perf_counter()
             calibration, float_layers = None, arguments.float_layers
             if arguments.precision == "int8":
                 if arguments.format in PIXELS_IN_FLOAT:
@@ -132,6 +136,8 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
             write_json(folder / REPORT, report)
             progress.update()
             progress.set_description("comparing")
+            taken = duration(time.perf_counter() - started)
+            tqdm.write(f"Exported in {taken}. Comparing on {len(images):,} images.", file=sys.stderr)
             right = right_labels(model, images)
             for name, part in parts.items():
                 exported = ExportedModule(folder, name, trust_remote_code=True)

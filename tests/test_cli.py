@@ -58,7 +58,8 @@ for name in sorted(cli.COMMANDS, key=lambda name: (name == "quickstart", cli.COM
                 cli.main(argv)
             except SystemExit as stop:
                 code = stop.code
-        imported = (heavy if is_recipe else heavy | {"transformers", "numpy", "huggingface_hub", "PIL"}) & set(sys.modules)
+        others = set() if is_recipe else {"transformers", "numpy", "huggingface_hub", "PIL"}
+        imported = (heavy | others) & set(sys.modules)
         print(argv[0], code, sorted(imported))
 """
 

@@ -9,6 +9,7 @@ from .shared import add_dataset_arguments, add_reading_arguments, add_training_i
 # `contenders.BASELINES`, and keys of `compare.PRECISIONS`.
 BASELINES = ("lower-resolution", "random-patches")
 PRECISIONS = ("float32", "bf16")
+QUICK = {"limit": 200, "train_limit": 1000, "rounds": 3, "precision": ["float32"], "memory": False}
 
 
 def make_parser() -> CommandParser:
@@ -59,6 +60,12 @@ def make_parser() -> CommandParser:
         help="in which speed is measured (default: float32 and, where the device is fast at it, bf16)",
     )
     parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a first look: as --limit 200 --train-limit 1000 --rounds 3 --precision float32 --no-memory, of which "
+        "others that are given go before",
+    )
+    parser.add_argument(
         "--rounds", type=positive, default=10, help="timed passes of each model (default: %(default)s)"
     )
     parser.add_argument(
@@ -74,6 +81,9 @@ def make_parser() -> CommandParser:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    if arguments.quick:
+        parser.set_defaults(**QUICK)
+        arguments = parser.parse_args(argv)
     if "none" in arguments.baselines and len(arguments.baselines) > 1:
         parser.error(f"argument --baselines: got {' '.join(arguments.baselines)}, expected none alone or others")
     return arguments

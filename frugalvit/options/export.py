@@ -42,6 +42,11 @@ def make_parser() -> CommandParser:
     images.add_argument("--limit", type=positive, default=300, help="so many, at random (default: %(default)s)")
     images.add_argument("--calibration-data", nargs="+", metavar="DATA", help="of int8 (default: --dataset's train)")
     images.add_argument("--calibration-images", type=positive, default=300, help="default: %(default)s")
+    images.add_argument(
+        "--quick",
+        action="store_true",
+        help="a first try: as --limit 50 --calibration-images 100, unless these are given",
+    )
     images.add_argument("--seed", type=int, default=0, help="of the choice of images (default: %(default)s)")
     parser.add_argument(
         "--float-layers",
@@ -64,5 +69,8 @@ def make_parser() -> CommandParser:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    if arguments.quick:
+        parser.set_defaults(limit=50, calibration_images=100)
+        arguments = parser.parse_args(argv)
     require_model(parser, arguments)
     return arguments
