@@ -394,7 +394,7 @@ def load_pretrained(
 def _quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
     """How bitsandbytes is to hold a language model; what sees, and what both share, stays as it is."""
     if not is_bitsandbytes_available():
-        raise ValueError("--quantize is bitsandbytes', which is not installed: pip install frugalvit[quantize].")
+        raise ValueError("--quantize is bitsandbytes', which is not installed: pip install 'frugalvit[quantize]'.")
     return BitsAndBytesConfig(
         load_in_4bit=bits == "4bit",
         load_in_8bit=bits == "8bit",

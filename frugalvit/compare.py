@@ -53,8 +53,8 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCH_SIZES = (1, 32)
 # Passes of single images are short: so many times as many as of batches.
 MORE_ROUNDS = 5
-# Images that the largest model looks at first, which tells how long all will take; how many times longer an image takes
-# alone; and seconds in which a process that measures memory starts.
+# Images that the largest model looks at first, which tells how long all will take; how many times longer an image
+# takes alone; and seconds in which a process that measures memory starts.
 FIRST_IMAGES, SINGLE_SLOWER, STARTING = 8, 2, 5
 # What may say how good a contender is, the first choice first, and what it is called.
 SCORES = {

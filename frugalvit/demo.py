@@ -100,7 +100,7 @@ def gradio():
     try:
         import gradio
     except ImportError:
-        raise ValueError("The page needs gradio: pip install gradio.") from None
+        raise ValueError("The page needs gradio: pip install 'frugalvit[demo]'.") from None
     return gradio
 
 

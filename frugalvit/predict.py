@@ -195,16 +195,18 @@ def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path
         if path.is_dir():
             tables = (file for file in path.rglob("*.parquet") if file.is_file() and not file.name.startswith("."))
             files = sorted([*image_files(path), *tables])
-            problem = "no images in the folder"
+            problem = "are no images in the folder"
         elif path.exists() and not path.is_file():
             raise ValueError(f"{argument!r} is no file but a device or a pipe, expected an image.")
         elif path.exists():
             files, problem = [path], ""
         else:
             files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
-            problem = "no file matches the pattern" if glob.has_magic(argument) else "no such file or folder:"
+            problem = (
+                "is no file that matches the pattern" if glob.has_magic(argument) else "is no such file or folder:"
+            )
         if not files:
-            raise FileNotFoundError(f"There is {problem} {argument!r}; give image files, folders or patterns.")
+            raise FileNotFoundError(f"There {problem} {argument!r}; give image files, folders or patterns.")
         found += files
     in_folders = len({path.parent for path in found}) > 1 and not any(path.suffix == ".parquet" for path in found)
     if limit is not None and limit < len(found) and in_folders:

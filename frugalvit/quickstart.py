@@ -23,6 +23,7 @@ from .training import bootstrap
 # What a run leaves beside the model, to be resumed.
 NOT_IN_REPOSITORY = shutil.ignore_patterns("checkpoints", "logs", "metrics.jsonl", "results.json", "run.json")
 HELD_BACK_IMAGES = 2000
+RECIPE = "small"
 # Of which speeds are compared; what results.json says is that of the last.
 BATCH_SIZES = (1, 64)
 
@@ -36,13 +37,19 @@ def main(argv: list[str] | None = None) -> None:
     teacher_path = checkpoint_path("cifar10-vit")
     bf16 = choose_mixed_precision(choose_device()) == "bf16"
     epochs = arguments.epochs or (4 if bf16 else 3)
-    print(f"Bootstrapping a SparseFormer from {teacher_path.name} on {arguments.images} images without labels.")
+    views = epochs * bootstrap.RECIPES[RECIPE]["repeats"]
+    print(
+        f"Bootstrapping a SparseFormer from {teacher_path.name} on {arguments.images:,} images without labels. Each "
+        f"is shown {views} times: the bar counts to {views * arguments.images:,}. After each epoch, the student is "
+        f"judged on {HELD_BACK_IMAGES // 4:,} images that are held back; at the end on {HELD_BACK_IMAGES:,}, so that "
+        "the last number is another one."
+    )
     counts = arguments.elastic_token_counts
     bootstrap.main(
         [
             *(["--elastic-token-counts", *map(str, counts)] if counts else []),
             *("--teacher", str(teacher_path)),
-            *("--recipe", "small", "--no-compare"),
+            *("--recipe", RECIPE, "--no-compare"),
             *("--dataset", SUBSET, "--train-split", f"train[:{arguments.images}]"),
             # A glance after every epoch; all held-back images come at the end.
             *("--eval-split", f"test[:{HELD_BACK_IMAGES // 4}]"),
@@ -99,10 +106,26 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"The student keeps {results['student_accuracy'] / results['teacher_accuracy']:.1%} of the teacher's accuracy "
         f"at {times:.2f} times its speed (float32, batches of {BATCH_SIZES[-1]}). The student that ships, "
-        f"bootstrapped longer, reaches {results['shipped_student_accuracy']:.4g}.\n"
+        f"bootstrapped longer, reaches {results['shipped_student_accuracy']:.4g}.\n{explain(rows[0], largest)}\n"
         f"Model: {folder / 'model'}   Where its tokens look: {folder / 'rois.png'}   "
         f"{results['seconds']} seconds."
     )
+
+
+def explain(teacher: dict, student: dict) -> str:
+    """What surprises in their rows of the table."""
+    lines = []
+    if student["parameters"] > teacher["parameters"]:
+        lines.append(
+            "The student has more parameters, those that choose where its tokens look, and computes less all the "
+            "same: a block's parameters are used once for each token, of which there are fewer."
+        )
+    if student["images/s, 1"] <= teacher["images/s, 1"]:
+        lines.append(
+            "One image at a time it is no faster: so small a model spends its time on starting operations, of which "
+            "it has more, and not on computing."
+        )
+    return " ".join(lines)
 
 
 def claim(folder: Path):

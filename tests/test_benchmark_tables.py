@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from frugalvit.training import joint, train
-from frugalvit.training.components.arguments import parse_arguments
 
 
 @pytest.fixture
@@ -21,12 +20,9 @@ def table(request, monkeypatch):
 
 def built(recipe, argv: list[str], names: list[str]):
     if recipe is joint:
-        groups = [joint.TwinArguments, joint.JointOptimizerArguments, joint.JointRunArguments]
-        twins, *_ = parse_arguments(joint.PROG, "", [*groups, joint.RecipeArguments], argv)
+        twins, *_ = joint.parse(argv)
         return joint.build_twins(twins, names)
-    groups = [train.ModelArguments, train.DataArguments, train.RecipeArguments]
-    groups += [train.OptimizerArguments, train.RunArguments]
-    arguments, _, options, *_ = parse_arguments(train.PROG, "", groups, argv)
+    arguments, _, options, *_ = train.parse(argv)
     return train.build_model(arguments, options, names)[0]
 
 

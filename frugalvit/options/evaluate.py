@@ -232,7 +232,7 @@ def add_scienceqa(tasks) -> None:
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="hold the language model's weights so (pip install frugalvit[quantize])",
+        help="hold the language model's weights so (pip install 'frugalvit[quantize]')",
     )
     add_device_map_argument(parser)
     add_loop_arguments(parser, batch_size=8)

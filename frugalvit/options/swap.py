@@ -24,7 +24,7 @@ def make_parser() -> CommandParser:
         "--quantize",
         choices=QUANTIZATIONS,
         help="write the language model's weights so, which needs bitsandbytes wherever it is loaded (pip install "
-        "frugalvit[quantize])",
+        "'frugalvit[quantize]')",
     )
     parser.add_argument(
         "--dataset",

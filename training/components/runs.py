@@ -106,7 +106,7 @@ def trackers(names: list[str]) -> list[str]:
         if name not in installed:
             raise ValueError(
                 f"--report-to {name} is no tracker that is installed; these are: {', '.join(installed) or 'none'}. "
-                "TensorBoard comes with pip install tensorboard."
+                "TensorBoard comes with pip install 'frugalvit[track]'."
             )
     return names
 

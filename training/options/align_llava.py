@@ -41,7 +41,7 @@ class LlavaArguments:
     )
     quantize: str | None = argument(
         None,
-        "Hold the language model's weights so (pip install frugalvit[quantize]). They are written as they were.",
+        "Hold the language model's weights so (pip install 'frugalvit[quantize]'). They are written as they were.",
         choices=[*QUANTIZATIONS],
     )
     device_map: str | None = argument(
