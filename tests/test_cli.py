@@ -142,6 +142,25 @@ def test_a_model_is_named_by_an_option_or_by_its_place(command, capsys):
     assert "required: --model" in errors[0] and "there is no argument 'm'; the model is 'n'" in errors[1]
 
 
+def test_shells_complete_commands_and_options(tmp_path):
+    script = run("--print-completion", "bash")
+    assert script.returncode == 0, script.stderr
+    (tmp_path / "completion").write_text(script.stdout, encoding="utf-8")
+
+    def completed(*words: str) -> list[str]:
+        code = f"""source {tmp_path}/completion
+        COMP_WORDS=(frugalvit {" ".join(words)}) COMP_CWORD={len(words)}
+        $(complete -p frugalvit | sed 's/.*-F \\([^ ]*\\).*/\\1/') frugalvit "{words[-1]}" && echo "${{COMPREPLY[@]}}"
+        """
+        return subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60).stdout.split()
+
+    assert completed("boot") == ["bootstrap"]
+    assert completed("bootstrap", "--image-s") == ["--image-size"]
+    assert completed("evaluate", "kn") == ["knn"]
+    refused = run("--print-completion", "korn")
+    assert refused.returncode == 2 and "expected one of bash" in refused.stderr and refused.stderr.count("\n") == 1
+
+
 def test_help_lists_every_command():
     result = run("--help")
     assert result.returncode == 0
