@@ -17,17 +17,15 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 
+from .choices import NO_EVALUATION, SUBSET
 from .classes import match_labels
 from .decoding import is_image_file, to_rgb
 from .loading import split_revision
 from .views import ORDER, random_seed
 
 
-SUBSET = "cifar10-subset"
 # Splits that are there to evaluate on, the first choice first.
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
-# What `--eval-split` says for training without evaluation.
-NO_EVALUATION = "none"
 # Names of folders that hold a part of the images, as `datasets` has them; a year or number may follow.
 PART_FOLDERS = {
     "train": re.compile(r"train(ing)?([-._ 0-9].*)?", re.IGNORECASE),

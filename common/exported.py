@@ -31,11 +31,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
+from .choices import EXPORT_PRECISIONS as PRECISIONS
 from .files import forget_code
 from .views import vision_config_of
 
 
-PRECISIONS = ("float32", "bfloat16", "int8")
 MANIFEST, REPORT = "export.json", "report.json"
 # Sizes of batches that a program takes.
 MOST_IMAGES = 4_096

@@ -38,13 +38,10 @@ from transformers.utils import is_bitsandbytes_available, logging
 from ..modeling import modeling_sparseformer
 from ..modeling.hosts.timm import TIMM
 from ..modeling.open_clip_adapter import open_clip_image_processor
+from .choices import OPEN_CLIP
 from .exported import ExportedModule, is_exported
 
 
-OPEN_CLIP = "open_clip:"
-# Types of weights, and ways in which bitsandbytes can store those of a language model.
-DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("4bit", "8bit")
 # A side of an image, or of what an image processor makes.
 MOST_PIXELS = 16_384
 # Parts that no embedding of images reads: what pretraining needs, and an extra layer after [CLS].
@@ -397,7 +394,7 @@ def load_pretrained(
 def _quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
     """How bitsandbytes is to hold a language model; what sees, and what both share, stays as it is."""
     if not is_bitsandbytes_available():
-        raise ValueError("--quantize is bitsandbytes', which is not installed: pip install frugalvit[quantize].")
+        raise ValueError("--quantize is bitsandbytes', which is not installed: pip install 'frugalvit[quantize]'.")
     return BitsAndBytesConfig(
         load_in_4bit=bits == "4bit",
         load_in_8bit=bits == "8bit",

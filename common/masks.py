@@ -13,11 +13,11 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
+from .choices import IGNORED
 from .data import CorruptImageError, ImageError, is_image, load_parts, load_table, split_names
 from .views import ImageFormat, View
 
 
-IGNORED = 255
 MASK_FOLDERS = ("annotations", "masks", "labels")
 
 

@@ -15,13 +15,13 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from .attention import measure_attention, patch_grid
-from .common.command_line import CommandParser, add_device_argument, add_trust_argument
 from .common.comparison import using_tokens
 from .common.data import SUBSET, decode_image, load_images
 from .common.decoding import read_image
 from .common.exported import ExportedModule
 from .common.loading import choose_device, load_image_classifier
 from .features import draw_features, feature_maps, parts
+from .options.demo import parse
 from .pictures import denormalize, draw_maps
 from .predict import draw_predictions, has_rois, predict
 from .resources import checkpoint_path, shipped_checkpoints
@@ -49,23 +49,7 @@ CSS = """
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit demo",
-        description="Serve a page on this machine: choose a model and an image, see labels, the RoIs of tokens at "
-        "every step, sampling points, features and attention.",
-    )
-    parser.add_argument(
-        "models",
-        nargs="*",
-        metavar="MODEL",
-        help="folders or hub ids (@revision, too) of image classifiers (default: those that ship)",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: this machine alone)")
-    parser.add_argument("--port", type=int, help="default: the first free one from 7860")
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     check_port(arguments.port)
     choose_device(arguments.device)
     folders = {Path(model).name: model for model in arguments.models}
@@ -116,7 +100,7 @@ def gradio():
     try:
         import gradio
     except ImportError:
-        raise ValueError("The page needs gradio: pip install gradio.") from None
+        raise ValueError("The page needs gradio: pip install 'frugalvit[demo]'.") from None
     return gradio
 
 

@@ -18,20 +18,13 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from .common.command_line import (
-    CommandParser,
-    add_device_argument,
-    add_skip_argument,
-    add_trust_argument,
-    add_worker_argument,
-    positive,
-)
 from .common.comparison import LIMIT
 from .common.data import CorruptImageError, image_files
 from .common.files import whole_file, write_json
 from .common.metrics import check_scores
 from .common.speed import images_per_second
-from .evaluation.two_towers import TwoTowers, add_model_arguments, load_two_towers, name_models
+from .evaluation.two_towers import TwoTowers, load_two_towers, name_models
+from .options.index import parse
 from .predict import decode_file
 from .training.components.arguments import run_as_program
 
@@ -42,20 +35,7 @@ SHARD = 1_024
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit index",
-        description="Embed a folder of images with the image side of a CLIP or SigLIP. A command that was killed goes "
-        "on where it stopped; images that came or changed since are added when it runs again.",
-    )
-    parser.add_argument("folder", metavar="FOLDER", help="images, in folders of folders, too")
-    add_model_arguments(parser)
-    parser.add_argument("--output", metavar="INDEX", required=True, help="folder of embeddings and file names")
-    parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
-    add_worker_argument(parser)
-    add_skip_argument(parser)
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
 
     folder, output = Path(arguments.folder).expanduser(), Path(arguments.output)
     if not folder.is_dir():

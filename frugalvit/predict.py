@@ -17,61 +17,18 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .common.command_line import CommandParser, add_device_argument, add_skip_argument, add_trust_argument
 from .common.data import image_files
 from .common.decoding import read_image
 from .common.exported import ExportedModule
 from .common.loading import load_image_classifier
 from .common.metrics import check_scores
+from .options.predict import MAX_DRAWN, PAGE, parse
 from .resources import checkpoint_path
-from .tokens import add_token_arguments, choose_tokens
-
-
-# Images that are drawn, and those of a picture.
-MAX_DRAWN, PAGE = 32, 8
+from .tokens import choose_tokens
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit predict",
-        description="Print the top labels of images; with --rois, draw where the tokens of a SparseFormer look.",
-    )
-    parser.add_argument(
-        "images",
-        nargs="+",
-        metavar="IMAGE",
-        help="image files, folders, patterns such as 'photos/*.jpg', .parquet files",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="FOLDER",
-        help="model folder or hub id, owner/name@revision too (default: the SparseFormer for CIFAR-10 that ships)",
-    )
-    parser.add_argument("--top", type=int, default=5, help="labels for each image (default: 5)")
-    parser.add_argument("--limit", type=int, help="take only this many images")
-    parser.add_argument(
-        "--rois",
-        metavar="FILE",
-        help="draw the input, the token RoIs of the first, third and last focusing step and the last sampling points "
-        f"(at most {MAX_DRAWN} images, {PAGE} a picture) into this .png, .pdf or .svg, further ones numbered",
-    )
-    parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
-    parser.add_argument("--json", action="store_true", help="print JSON, an image after the other")
-    add_skip_argument(parser)
-    add_token_arguments(parser)
-    parser.add_argument("--batch-size", type=int, default=32, help="images at a time (default: 32)")
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    arguments = parser.parse_args(argv)
-    for name in ("top", "limit", "batch_size"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"argument --{name.replace('_', '-')}: got {value}, expected at least 1")
-    if arguments.all_steps and not arguments.rois:
-        parser.error("argument --all-steps: name the picture with --rois FILE")
-    if arguments.rois and arguments.confidence is not None:
-        parser.error("argument --rois: images of one picture have the same number of tokens; leave --confidence out")
-
+    arguments = parse(argv)
     # What costs little is checked before the model is loaded.
     paths = find_images(arguments.images, None if arguments.skip_corrupt else arguments.limit)
     if arguments.rois:
@@ -238,16 +195,18 @@ def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path
         if path.is_dir():
             tables = (file for file in path.rglob("*.parquet") if file.is_file() and not file.name.startswith("."))
             files = sorted([*image_files(path), *tables])
-            problem = "no images in the folder"
+            problem = "are no images in the folder"
         elif path.exists() and not path.is_file():
             raise ValueError(f"{argument!r} is no file but a device or a pipe, expected an image.")
         elif path.exists():
             files, problem = [path], ""
         else:
             files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
-            problem = "no file matches the pattern" if glob.has_magic(argument) else "no such file or folder:"
+            problem = (
+                "is no file that matches the pattern" if glob.has_magic(argument) else "is no such file or folder:"
+            )
         if not files:
-            raise FileNotFoundError(f"There is {problem} {argument!r}; give image files, folders or patterns.")
+            raise FileNotFoundError(f"There {problem} {argument!r}; give image files, folders or patterns.")
         found += files
     in_folders = len({path.parent for path in found}) > 1 and not any(path.suffix == ".parquet" for path in found)
     if limit is not None and limit < len(found) and in_folders:

@@ -10,9 +10,9 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .common.command_line import CommandParser, add_device_argument, add_trust_argument, positive
 from .evaluation.two_towers import TwoTowers, load_two_towers
 from .index import Shard, read_about, read_shards
+from .options.search import parse
 from .pictures import CAPTION_SIZE, TEXT_COLOR, check_picture_path, save_figure
 from .predict import decode_file
 
@@ -26,19 +26,7 @@ COLUMNS, PANEL = 4, 2.0
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit search",
-        description="Find images of an index that `frugalvit index` made. All of them are compared, by faiss where it "
-        "is installed.",
-    )
-    parser.add_argument("index", metavar="INDEX", help="what `frugalvit index` wrote")
-    parser.add_argument("query", metavar="WORDS|IMAGE", help="words, or a file with an image")
-    parser.add_argument("--top", type=positive, default=12, help="images (default: %(default)s)")
-    parser.add_argument("--picture", metavar="FILE", help="draw them into this .png, .pdf or .svg")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     if arguments.picture:
         check_picture_path(arguments.picture)
     index = Path(arguments.index).expanduser()

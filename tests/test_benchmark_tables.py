@@ -12,7 +12,6 @@ from PIL import Image
 
 from frugalvit import BootstrappedViTConfig, BootstrappedViTForImageClassification
 from frugalvit.training import joint, train
-from frugalvit.training.components.arguments import parse_arguments
 
 
 @pytest.fixture
@@ -24,13 +23,9 @@ def table(request, monkeypatch):
 
 def built(recipe, argv: list[str], names: list[str]):
     if recipe is joint:
-        groups = [joint.TwinArguments, joint.DataArguments, joint.RecipeArguments]
-        groups += [joint.JointOptimizerArguments, joint.JointRunArguments]
-        twins, *_ = parse_arguments(joint.PROG, "", groups, argv)
+        twins, *_ = joint.parse(argv)
         return joint.build_twins(twins, names)
-    groups = [train.ModelArguments, train.DataArguments, train.RecipeArguments]
-    groups += [train.OptimizerArguments, train.RunArguments]
-    arguments, _, options, *_ = parse_arguments(train.PROG, "", groups, argv)
+    arguments, _, options, *_ = train.parse(argv)
     return train.build_model(arguments, options, names)[0]
 
 

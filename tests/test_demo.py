@@ -209,5 +209,5 @@ def test_two_models_of_one_name(capsys):
 
 def test_without_gradio(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(ValueError, match="pip install gradio"):
+    with pytest.raises(ValueError, match="pip install 'frugalvit.demo.'"):
         demo.build_page({})

@@ -150,7 +150,7 @@ def test_corrupt_images_are_left_out_if_that_is_wanted(model_folder, images, bat
 def test_what_has_no_end_is_no_image(model_folder, node, tmp_path, capsys):
     node(tmp_path / "image.png")
     assert "is no file but a device or a pipe" in fails(tmp_path / "image.png", "--model", model_folder, capsys=capsys)
-    assert "There is no images in the folder" in fails(tmp_path, "--model", model_folder, capsys=capsys)
+    assert "There are no images in the folder" in fails(tmp_path, "--model", model_folder, capsys=capsys)
 
 
 def test_scores_that_are_no_numbers(model_folder, images, tmp_path, capsys):
@@ -294,7 +294,9 @@ def test_missing_file(model_folder, tmp_path, capsys):
 
 
 def test_empty_pattern(model_folder, tmp_path, capsys):
-    assert "no file matches" in fails(tmp_path / "*.png", "--model", model_folder, capsys=capsys)
+    assert "There is no file that matches the pattern" in fails(
+        tmp_path / "*.png", "--model", model_folder, capsys=capsys
+    )
 
 
 def test_empty_folder(model_folder, tmp_path, capsys):

@@ -71,6 +71,8 @@ def test_examples_are_short():
 def test_python_runs_as_it_stands(where, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Image.fromarray(np.zeros((40, 50, 3), dtype=np.uint8)).save("image.png")
+    # What README shows is there.
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
     given = {"dataset": [{"pixel_values": torch.randn(3, 32, 32), "labels": label} for label in (0, 1)]}
     if "clip" in code:
         given |= own_clip_and_llava()

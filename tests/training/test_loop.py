@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,9 @@ from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.data import CorruptImageError
 from frugalvit.common.files import locked, write_json
 from frugalvit.training import train
+from frugalvit.training.components import loop
 from frugalvit.training.components.checkpoints import CHECKSUMS, Checkpoints, checksums, damaged_files
+from frugalvit.training.components.loaders import TrainingLoader
 from frugalvit.training.components.loop import read_losses
 from frugalvit.training.components.optimizers import parameter_groups
 
@@ -45,6 +48,8 @@ def test_killed_runs_resume_bit_exactly(tmp_path):
         *("--train-split", "train[:64]", "--eval-split", "test[:50]"),
         *("--epochs", "3", "--batch-size", "16", "--warmup-epochs", "1"),
         *("--logging-steps", "2", "--checkpointing-steps", "3"),
+        # What is measured to be fast on a busy machine may be another precision each time.
+        *("--mixed-precision", "no"),
     ]
     program = Path(__file__).with_name("killed_runs.py")
     subprocess.run(
@@ -79,6 +84,7 @@ def test_runs_killed_at_random_leave_nothing_broken(tmp_path):
     arguments = [
         *("--config-overrides", vit, "--train-split", "train[:64]", "--eval-split", "test[:50]"),
         *("--epochs", "3", "--batch-size", "16", "--warmup-epochs", "1", "--checkpointing-steps", "1"),
+        *("--mixed-precision", "no"),
     ]
     program, kills = Path(__file__).with_name("killed_at_random.py"), os.environ.get("FRUGALVIT_KILLS", "3")
     process = subprocess.run(
@@ -91,6 +97,72 @@ def test_runs_killed_at_random_leave_nothing_broken(tmp_path):
     assert process.returncode == 0, process.stderr[-3000:]
     trained, published = map(int, (tmp_path / "ends").read_text().split())
     assert trained >= 1 and published <= int(kills)
+
+
+def at_step(number: tuple[int, int], happens):
+    """`TrainingLoader.epoch` in which something happens just before the batch of (epoch, step of the epoch)."""
+    epoch = TrainingLoader.epoch
+
+    def changed(self, epoch_number, start=0):
+        for at, batch in enumerate(epoch(self, epoch_number, start), start):
+            if (epoch_number, at) == number:
+                happens()
+            yield batch
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("sent", "raised", "code"), [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 143)]
+)
+def test_an_interruption_saves_the_step_and_says_how_to_go_on(sent, raised, code, tiny_run, tmp_path, capfd):
+    whole = tiny_run(name="whole")
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(raised) as stop:
+        patch.setattr(TrainingLoader, "epoch", at_step((1, 1), lambda: os.kill(os.getpid(), sent)))
+        tiny_run()
+    assert code is None or stop.value.code == code
+    # Step 2 of the second epoch of four was under way.
+    assert (tmp_path / "out" / "checkpoints" / "step-00000006").is_dir()
+    assert "step-00000006 is saved; run the same command to go on" in capfd.readouterr().err
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert without_times(tiny_run()["epochs"]) == without_times(whole["epochs"])
+
+
+def test_checkpoints_come_with_time_too(tiny_run, tmp_path, monkeypatch):
+    saved, save = [], Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda self, state: (saved.append(state.step), save(self, state)))
+    monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "SHARE_OF_WRITING", math.inf)
+    tiny_run()
+    assert saved == list(range(1, 9))
+
+
+def test_the_time_that_is_left_is_foretold_after_seconds(tiny_run, monkeypatch, capfd):
+    monkeypatch.setattr(loop, "FORETELLING_SECONDS", 0.0)
+    tiny_run(logging_steps=100)
+    assert capfd.readouterr().out.count(" left, evaluation aside.") == 1
+
+
+def test_a_run_without_a_step_blocks_nothing(tiny_run, tmp_path):
+    """What was interrupted before its first checkpoint gives way to other arguments and images."""
+
+    def fail():
+        raise RuntimeError("interrupted")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="interrupted"):
+        patch.setattr(TrainingLoader, "epoch", at_step((0, 0), fail))
+        tiny_run(seed=1)
+    assert (tmp_path / "out" / "run.json").is_file()
+    tiny_run(train_split="train[64:128]")
+
+
+def test_a_launch_that_became_one_process_is_said(tiny_run, monkeypatch, capsys):
+    """What `accelerate launch --cpu --num_processes 2` leaves in the environment."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    tiny_run(steps_per_epoch=1, epochs=1)
+    assert "one was started" in (said := capsys.readouterr().err)
+    assert "torchrun --nproc-per-node 2 -m frugalvit.training.train" in said
 
 
 def test_a_finished_run_is_left_as_it_is(tiny_run, tmp_path, capsys):

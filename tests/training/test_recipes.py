@@ -26,20 +26,12 @@ from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap, segment, train
 from frugalvit.training.components.arguments import (
     RECIPE_FILES,
-    DataArguments,
-    OptimizerArguments,
-    RunArguments,
-    parse_arguments,
     recipes_of,
 )
 from frugalvit.training.components.optimizers import optimizer_with_schedule
 
 
 BOOTSTRAP, SEGMENT, TRAIN = (recipes_of(f"frugalvit {command}") for command in ("bootstrap", "segment", "train"))
-ARGUMENTS = [
-    *(bootstrap.StudentArguments, bootstrap.AlignmentArguments, DataArguments),
-    *(bootstrap.ScheduleArguments, bootstrap.BootstrapRunArguments),
-]
 # ImageNet-1K's images.
 IMAGES = 1_281_167
 TINY = {"image_size": 32, "patch_size": 8, "hidden_size": 48, "num_attention_heads": 4}
@@ -142,7 +134,7 @@ def build(stand_in, tmp_path_factory):
             folder = tmp_path_factory.mktemp("student")
             earlier.save_pretrained(folder)
             argv += ["--student", str(folder)]
-        arguments = parse_arguments(bootstrap.PROG, "", ARGUMENTS, argv)
+        arguments = bootstrap.parse(argv)
         teacher, processor = load_vision_model(arguments[0].teacher, "cpu")
         image_format = ImageFormat.from_processor(processor)
         bootstrap.apply_recipe(arguments, image_format.size)
@@ -197,12 +189,8 @@ def test_segmentation(name, build, tmp_path):
     values, _ = read(SEGMENT[name])
     _, student, _ = build(values["model"])
     student.save_pretrained(tmp_path)
-    groups = [
-        *(segment.SegmenterArguments, segment.MaskedImageArguments, segment.AugmentationArguments),
-        *(segment.SegmentOptimizerArguments, segment.SegmentRunArguments),
-    ]
     argv = ["--config", name, "--model", str(tmp_path)]
-    segmenter, data, _, optimization, run = parse_arguments(segment.PROG, "", groups, argv)
+    segmenter, data, _, optimization, run = segment.parse(argv)
     model, processor = segment.build_model(segmenter, data)
     assert isinstance(model, SparseFormerForSemanticSegmentation) and data.reduce_labels
     assert (model.config.num_latent_tokens, model.config.num_labels) == (256, 150)
@@ -218,8 +206,7 @@ def test_segmentation(name, build, tmp_path):
 @pytest.mark.parametrize("name", TRAIN)
 def test_training(name):
     values, _ = read(TRAIN[name])
-    groups = [train.ModelArguments, DataArguments, train.RecipeArguments, OptimizerArguments, RunArguments]
-    model, _, recipe, _, run = parse_arguments(train.PROG, "", groups, ["--config", name, "--output", "out"])
+    model, _, recipe, _, run = train.parse(["--config", name, "--output", "out"])
     overrides = train.parse_overrides(model.model_type, model.config_overrides)
     config = transformers.AutoConfig.for_model(model.model_type, **overrides)
     assert config.image_size == 224 and run.batch_size == values["batch_size"]
@@ -268,11 +255,11 @@ def test_names_that_are_none_and_files_of_that_name(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     argv = ["--teacher", "t", "--config"]
     with pytest.raises(SystemExit):
-        parse_arguments(bootstrap.PROG, "", ARGUMENTS, [*argv, "augreg-bas-49-224"])
+        bootstrap.parse([*argv, "augreg-bas-49-224"])
     assert "is no file and no recipe; did you mean augreg-base-49-224, " in capsys.readouterr().err
     # A run's folder has the recipe's name; a file has what it says.
     (tmp_path / "dinov2-base").mkdir()
     (tmp_path / "dinov2-small").write_text("output_dir: mine")
     for size, folder in (("base", "dinov2-base"), ("small", "mine")):
-        *_, run = parse_arguments(bootstrap.PROG, "", ARGUMENTS, [*argv, f"dinov2-{size}"])
+        *_, run = bootstrap.parse([*argv, f"dinov2-{size}"])
         assert run.output_dir == folder

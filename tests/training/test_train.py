@@ -325,7 +325,10 @@ def test_arguments_from_a_file(tiny_run, tmp_path):
     ("arguments", "message"),
     [
         (["--output", "x", "--learning-rate", "-1"], "--learning-rate is -1.0, expected a positive number"),
-        (["--output", "x", "--learning-rates", "1"], "there is no argument --learning-rates"),
+        (
+            ["--output", "x", "--learning-rates", "1"],
+            "there is no option --learning-rates; did you mean --learning-rate?",
+        ),
         (["--output", "x", "--epochs", "many"], "invalid int value: 'many'"),
         (["--output", "x", "--epochs", "0"], "--epochs is 0, expected 1 or more"),
         (["--output", "x", "--batch-size", "0"], "--batch-size is 0, expected 1 or more"),

@@ -65,6 +65,14 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
             f"{started} processes were started and Accelerate sees {accelerator.num_processes}, so that each would "
             "train alone. On CPUs, set ACCELERATE_USE_CPU=true."
         )
+    if accelerator.num_processes == 1 and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
+        # So `accelerate launch` leaves it on CPUs, whatever --num_processes says.
+        module = f"frugalvit.training.{prog.split()[-1].replace('-', '_')}"
+        print(
+            "Warning: several processes were asked for and one was started. On CPUs, start them with\n"
+            f"    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 -m {module} …",
+            file=sys.stderr,
+        )
     check_output_folder(Path(run.output_dir), run, arguments)
     if getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_ram_efficient_loading", False):
         raise ValueError(
@@ -98,7 +106,7 @@ def trackers(names: list[str]) -> list[str]:
         if name not in installed:
             raise ValueError(
                 f"--report-to {name} is no tracker that is installed; these are: {', '.join(installed) or 'none'}. "
-                "TensorBoard comes with pip install tensorboard."
+                "TensorBoard comes with pip install 'frugalvit[track]'."
             )
     return names
 
@@ -141,12 +149,17 @@ def check_output_folder(folder: Path, run: RunArguments, arguments: list):
     # What may change was noted by one.
     there = {name: value for name, value in there.items() if name not in RESUMABLE}
     changed = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
-    if changed:
+    if changed and has_begun(folder):
         raise ValueError(
             f"--output {folder} holds another run ("
             + ", ".join(f"{name} is {there.get(name)!r} there, {here.get(name)!r} here" for name in changed[:3])
             + "). Give another folder, the same arguments to go on, or --overwrite to start anew."
         )
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether the run in a folder has left anything to go on with, or a model."""
+    return any((folder / "checkpoints").glob("step-*")) or (folder / "config.json").exists()
 
 
 def read_run(folder: Path) -> dict | None:
