@@ -174,7 +174,7 @@ def picture_of(model: PreTrainedModel, image_format: ImageFormat, images: datase
     for index, record in enumerate(images):
         picture = decode_image(record["image"], index)
         pixels.append(_resize(picture, image_format.size, image_format))
-        masks.append(read_mask(record["mask"], index, picture.size))
+        masks.append(read_mask(record["mask"], index, picture.size, picture.info["orientation"]))
     pixels = torch.stack(pixels)
     sparse = {"output_rois": True, "output_token_maps": True} if model.config.model_type == "sparseformer" else {}
     outputs = model(pixel_values=image_format.normalize(pixels).to(model.device), **sparse)
@@ -194,7 +194,8 @@ def _batches(
     for index in range(len(images)):
         try:
             picture = decode_image(images[index]["image"], index)
-            batch.append((picture, read_mask(images[index]["mask"], index, picture.size)))
+            mask = read_mask(images[index]["mask"], index, picture.size, picture.info["orientation"])
+            batch.append((picture, mask))
         except CorruptImageError:
             if not skip_corrupt:
                 raise

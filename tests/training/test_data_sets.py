@@ -302,7 +302,7 @@ def test_masks_are_held_back_or_found(tmp_path):
             draw(tmp_path / "parts" / kind / part, 3)
     for folder, counts, split in (
         ("flat", (18, 2), "train (2 images held back)"),
-        ("parts", (3, 3), "val"),
+        ("parts", (3, 3), "validation"),
     ):
         data = MaskedImageArguments(dataset=[str(tmp_path / folder)])
         assert tuple(map(len, load_masked_splits(data))) == counts and data.evaluated == split
