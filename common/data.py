@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import unicodedata
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 
-from .classes import match_labels
+from .classes import compose, match_labels
 from .decoding import UNREAD_ENDINGS, is_image_file, is_unread_picture, made_by_machines, read_record
 from .files import whole_folder
 from .loading import split_revision
@@ -680,7 +679,7 @@ def _read_parts(
 
 def _class_of(inside: str) -> str:
     """The class of an image by its path in a part."""
-    return _nfc(inside.partition("/")[0])
+    return compose(inside.partition("/")[0])
 
 
 def _part_of_folder(dataset, split: str, parts: dict[str, list[str]]) -> dict:
@@ -755,7 +754,9 @@ def _short(names: list[str]) -> str:
 
 def is_image(feature) -> bool:
     # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
-    return isinstance(feature, datasets.Image) or (isinstance(feature, dict) and feature.keys() == {"bytes", "path"})
+    return isinstance(feature, datasets.Image) or (
+        isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
+    )
 
 
 def check_image_column(features: datasets.Features, column: str, dataset):
@@ -808,7 +809,7 @@ def _find_column(features: Mapping, given: str | None, found: list[str], what: s
 def _name_labels(loaded, names: list[str] | None, default_names: list[str] | None):
     """The labels as a `ClassLabel`."""
     feature, streams = loaded.features["label"], isinstance(loaded, datasets.IterableDataset)
-    names, default_names = (given and [_nfc(name) for name in given] for given in (names, default_names))
+    names, default_names = (given and [compose(name) for name in given] for given in (names, default_names))
     if names is None and isinstance(feature, datasets.ClassLabel):
         if not streams and (highest := label_numbers(loaded).max(initial=-1)) >= len(feature.names):
             raise ValueError(f"The labels go up to {highest}, and {len(feature.names)} classes have names.")
@@ -841,16 +842,11 @@ def _name_labels(loaded, names: list[str] | None, default_names: list[str] | Non
 
 def _compose_labels(images: datasets.Dataset) -> datasets.Dataset:
     """Texts that are labels, with letters and accents in one, as names of classes are."""
-    if all(label is None or label == _nfc(label) for label in images.unique("label")):
+    if all(label is None or label == compose(label) for label in images.unique("label")):
         return images
     labels = images.select_columns("label").with_format("arrow")[:]["label"]
     composed = pc.utf8_normalize(labels, form="NFC").combine_chunks()
     return images.remove_columns("label").add_column("label", composed.to_pylist())
-
-
-def _nfc(text: str) -> str:
-    """macOS writes letters and their accents apart; here they are one character."""
-    return unicodedata.normalize("NFC", text)
 
 
 def check_labels(images: datasets.Dataset, split: str):

@@ -27,7 +27,7 @@ from .common.command_line import (
     positive,
 )
 from .common.comparison import LIMIT
-from .common.data import CorruptImageError, image_files
+from .common.data import CorruptImageError, image_files, say_unread
 from .common.files import whole_file, write_json
 from .common.metrics import check_scores
 from .common.speed import images_per_second
@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     about = {"folder": str(folder.resolve()), **models}
     check_about(output, about)
+    say_unread(folder)
     files = [describe(path, folder) for path in sorted(image_files(folder))]
     if not files:
         raise ValueError(f"There are no images in the folder {arguments.folder!r}.")
