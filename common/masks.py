@@ -27,7 +27,7 @@ from .data import (
     undecoded,
 )
 from .decoding import is_image_file, made_by_machines, open_record, orientation_of, turned
-from .views import ImageFormat, View
+from .views import LONGEST, ImageFormat, View
 
 
 IGNORED = 255
@@ -261,6 +261,17 @@ def resize_pair(
     return pixels, v2.functional.resize(mask[None], size, InterpolationMode.NEAREST_EXACT)[0]
 
 
+def part_of_strip(image: Image.Image, mask: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
+    """A random part of a strip and of its mask, `LONGEST` times as long as wide; other images as they are."""
+    longest = LONGEST * min(image.size)
+    if max(image.size) <= longest:
+        return image, mask
+    start = int(torch.randint(max(image.size) - longest + 1, ()))
+    left, top = (start if length > longest else 0 for length in image.size)
+    width, height = (min(length, longest) for length in image.size)
+    return image.crop((left, top, left + width, top + height)), mask[top : top + height, left : left + width]
+
+
 class SegmentationView(View):
     """Training for segmentation: random resize, crop, flip and photometric distortion, the same for image and mask.
 
@@ -301,6 +312,7 @@ class SegmentationView(View):
         )
 
     def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        image, mask = part_of_strip(image, mask)
         shorter = [int(torch.randint(self.sides[0], self.sides[1] + 1, ()))]
         pixels, mask = resize_pair(image, mask, shorter, self.interpolation)
         pair = tv_tensors.Image(pixels), tv_tensors.Mask(mask[None])

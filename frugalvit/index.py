@@ -31,6 +31,7 @@ from .common.data import CorruptImageError, image_files, say_unread
 from .common.files import whole_file, write_json
 from .common.metrics import check_scores
 from .common.speed import images_per_second
+from .common.views import prepare_images
 from .evaluation.two_towers import TwoTowers, add_model_arguments, load_two_towers, name_models
 from .predict import decode_file
 from .training.components.arguments import run_as_program
@@ -223,7 +224,7 @@ class _Collate:
                 tqdm.write(f"Left out: {file[0]} ({error})", file=sys.stderr)
                 continue
             readable.append(file)
-        pixel_values = self.image_processor(images, return_tensors="pt")["pixel_values"] if images else None
+        pixel_values = prepare_images(self.image_processor, images) if images else None
         return pixel_values, readable, len(files)
 
 

@@ -22,6 +22,7 @@ from .common.decoding import read_image, read_record
 from .common.exported import ExportedModule
 from .common.loading import load_image_classifier
 from .common.metrics import check_scores
+from .common.views import prepare_images
 from .resources import checkpoint_path
 from .tokens import add_token_arguments, choose_tokens
 
@@ -169,7 +170,7 @@ def predict(
     Raises:
         ValueError: if the model's scores are no numbers.
     """
-    pixel_values = image_processor(list(images), return_tensors="pt").pixel_values
+    pixel_values = prepare_images(image_processor, images)
     if confidence is None:
         outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))
     else:

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from .common.command_line import CommandParser, add_device_argument, add_trust_argument, positive
 from .common.decoding import is_image_file, is_unread_picture, open_image
+from .common.views import prepare_images
 from .evaluation.two_towers import TwoTowers, load_two_towers
 from .index import Shard, read_about, read_shards
 from .pictures import CAPTION_SIZE, TEXT_COLOR, check_picture_path, save_figure
@@ -72,8 +73,8 @@ def embed_query(towers: TwoTowers, query: str) -> torch.Tensor:
     """The embedding `(width,)` of words, or of the image in a file of that name, see `image_called`."""
     file = image_called(query)
     if file is not None:
-        pixel_values = towers.image_processor([decode_file(file, query, hint="")], return_tensors="pt")
-        return towers.embed_images(pixel_values["pixel_values"].to(towers.device))[0].cpu()
+        pixel_values = prepare_images(towers.image_processor, [decode_file(file, query, hint="")])
+        return towers.embed_images(pixel_values.to(towers.device))[0].cpu()
     return towers.embed_texts([query])[0].cpu()
 
 

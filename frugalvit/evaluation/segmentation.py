@@ -12,11 +12,11 @@ from tqdm import tqdm
 from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
 
 from ..common.command_line import add_skip_argument, positive
-from ..common.data import CorruptImageError, decode_image, evaluation_splits
+from ..common.data import CorruptImageError, ImageError, decode_image, evaluation_splits
 from ..common.loading import load_with_image_processor
 from ..common.masks import MaskReader, load_masked_images, masked_split_names
 from ..common.metrics import SegmentationScores, check_scores
-from ..common.views import ImageFormat
+from ..common.views import LONGEST, ImageFormat
 from ..pictures import check_picture_path, draw_segmentation, save_figure
 from .images import add_limit_argument, add_loop_arguments, add_part_arguments, take_first
 
@@ -239,6 +239,11 @@ def _slide(
     flip: bool,
 ) -> torch.Tensor:
     """Mean logits `(1, classes, height, width)` of the windows that see each pixel of the resized image."""
+    if max(picture.size) > LONGEST * min(picture.size):
+        raise ImageError(
+            f"An image has {picture.width:,} x {picture.height:,} pixels; where a --window slides it may be {LONGEST} "
+            "times as long as wide. Evaluate such images without."
+        )
     stride = stride or max(min(window) * 2 // 3, 1)
     pixels = image_format.normalize(_resize(picture, (shorter_side or min(window),), image_format)[None])
     height, width = pixels.shape[-2:]
