@@ -425,7 +425,7 @@ def _parts_of_archives(archives: list[Path]) -> dict[str, list[str]]:
     """The folders in zip files by split. A zip file is a folder of its name, which may name a part or a class; but
     several with folders of classes are together what one of them is."""
     root = _unpack(archives)
-    inside = _subfolders(root)
+    inside = subfolders(root)
     if any(part_called(folder.name) for folder in inside) or (len(inside) > 1 and any(map(_has_images, inside))):
         return find_parts(root)
     parts = defaultdict(list)
@@ -467,7 +467,7 @@ def _extract(archive: Path, folder: Path):
         file.extractall(folder)
     # What was packed as one folder, `photos.zip` with `photos/cat`, is that folder; a class or a part stays one.
     while len(inside := _visible(folder)) == 1 and inside[0].is_dir():
-        if inside[0].name != folder.name and (part_called(inside[0].name) or not _subfolders(inside[0])):
+        if inside[0].name != folder.name and (part_called(inside[0].name) or not subfolders(inside[0])):
             break
         inner = inside[0].rename(folder.with_name(f".{folder.name}"))
         shutil.rmtree(folder)
@@ -493,7 +493,7 @@ def find_parts(folder: str | Path) -> dict[str, list[str]]:
     while level:
         parts, below = defaultdict(list), []
         for parent in level:
-            children = _subfolders(parent)
+            children = subfolders(parent)
             named, others = _parts_among(children)
             # A class may be called so, too.
             if len(named) > 1 or not others:
@@ -536,7 +536,7 @@ def part_called(name: str, suffix: re.Pattern = _NUMBERS) -> str | None:
     return None
 
 
-def _subfolders(folder: Path) -> list[Path]:
+def subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not made_by_machines(path.name))
 
 
@@ -690,7 +690,7 @@ def _part_of_folder(dataset, split: str, parts: dict[str, list[str]]) -> dict:
     named = _names_in(split)
     if unknown := [name for name in named if name not in parts]:
         raise ValueError(f"Cannot load the split {unknown[0]!r} of {dataset!r}: it has {', '.join(parts)}.")
-    flat = {name: not any(map(_subfolders, map(Path, folders))) for name, folders in parts.items()}
+    flat = {name: not any(map(subfolders, map(Path, folders))) for name, folders in parts.items()}
     if len({flat[name] for name in named}) > 1:
         raise ValueError(f"Cannot load {split!r} of {dataset!r}: only some of these parts have classes.")
     data_files = {

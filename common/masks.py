@@ -24,9 +24,10 @@ from .data import (
     part_called,
     say_unread,
     split_names,
+    subfolders,
     undecoded,
 )
-from .decoding import is_image_file, made_by_machines, open_record, orientation_of, turned
+from .decoding import is_image_file, open_record, orientation_of, turned
 from .views import LONGEST, ImageFormat, View
 
 
@@ -120,7 +121,7 @@ def load_masked_images(
 def _pair_splits(images: Path) -> dict[str, list[str]]:
     """Folders of a folder of images by split: those called like a part (`train`, `training`, `train2017`, …) by that
     one's name, others by their own; without folders, all is "train"."""
-    folders = sorted(path.name for path in images.iterdir() if path.is_dir() and not made_by_machines(path.name))
+    folders = [folder.name for folder in subfolders(images) if next(image_files(folder), None)]
     splits = {}
     for folder in folders:
         splits.setdefault(part_called(folder) or folder, []).append(folder)
