@@ -91,7 +91,7 @@ def image_called(query: str) -> Path | None:
         exists = file.is_file()
     # Too long for a name, or a "~" that is nobody's home.
     except (OSError, RuntimeError):
-        return None
+        file, exists = Path(query), False
     called_so = is_image_file(file) or is_unread_picture(file)
     if exists and (called_so or os.sep in query or _holds_image(file)):
         return file
