@@ -23,6 +23,7 @@ from .common.data import decode_image, load_images
 from .common.files import check_file_path, write_json
 from .common.loading import load_image_classifier
 from .common.tables import format_table
+from .common.views import prepare_images
 from .configuration.configuration_base import pair
 from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
 from .modeling.initialization import initialize_attention_
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     measured = {}
     for name, model, image_processor in _models(arguments, names):
         batches = [
-            image_processor(images[start : start + 32], return_tensors="pt")["pixel_values"].to(model.device)
+            prepare_images(image_processor, images[start : start + 32]).to(model.device)
             for start in range(0, len(images), 32)
         ]
         measured[name] = measure_attention(model, tqdm(batches, desc=name, leave=False, disable=None))

@@ -33,6 +33,7 @@ from .common.precision import choose_mixed_precision
 from .common.speed import duration, images_per_second
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
+from .common.views import prepare_images
 from .contenders import Contender, load_students, load_teachers
 from .evaluation.embeddings import (
     LabeledFeatures,
@@ -307,8 +308,7 @@ class _Processors:
         self.processors = list(found.values())
 
     def __call__(self, images, return_tensors: str) -> dict[str, list[torch.Tensor]]:
-        made = [processor(images, return_tensors=return_tensors) for processor in self.processors]
-        return {"pixel_values": [values["pixel_values"] for values in made]}
+        return {"pixel_values": [prepare_images(processor, images) for processor in self.processors]}
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ from .common.data import SUBSET, decode_image, load_images
 from .common.decoding import read_image
 from .common.exported import ExportedModule
 from .common.loading import choose_device, load_image_classifier
+from .common.views import prepare_images
 from .features import draw_features, feature_maps, parts
 from .options.demo import parse
 from .pictures import denormalize, draw_maps
@@ -191,7 +192,7 @@ def look(
         with using_tokens(model, num_tokens):
             return look(model, image_processor, image, name)
     [prediction] = predict(model, image_processor, [image], output_rois=has_rois(model))
-    pixel_values = image_processor([image], return_tensors="pt")["pixel_values"].to(model.device)
+    pixel_values = prepare_images(image_processor, [image]).to(model.device)
     seen = denormalize(pixel_values, image_processor.image_mean, image_processor.image_std)
     rois = features = attention = None
     if has_rois(model):

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from .attention import patch_grid
 from .common.loading import load_image_classifier
+from .common.views import prepare_images
 from .options.features import parse
 from .pictures import check_picture_path, denormalize, draw_maps, save_figure
 from .predict import find_images, read_images
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     maps, seen = {}, None
     for name, folder in zip(names, arguments.models, strict=True):
         model, image_processor = load_image_classifier(folder, arguments.device, arguments.trust_remote_code)
-        pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
+        pixel_values = prepare_images(image_processor, images)
         if seen is None:
             seen = denormalize(pixel_values, image_processor.image_mean, image_processor.image_std)
         for part, alone in parts(name, model).items():

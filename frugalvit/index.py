@@ -19,10 +19,11 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from .common.comparison import LIMIT
-from .common.data import CorruptImageError, image_files
+from .common.data import CorruptImageError, image_files, say_unread
 from .common.files import whole_file, write_json
 from .common.metrics import check_scores
 from .common.speed import images_per_second
+from .common.views import prepare_images
 from .evaluation.two_towers import TwoTowers, load_two_towers, name_models
 from .options.index import parse
 from .predict import decode_file
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     about = {"folder": str(folder.resolve()), **models}
     check_about(output, about)
+    say_unread(folder)
     files = [describe(path, folder) for path in sorted(image_files(folder))]
     if not files:
         raise ValueError(f"There are no images in the folder {arguments.folder!r}.")
@@ -202,7 +204,7 @@ class _Collate:
                 tqdm.write(f"Left out: {file[0]} ({error})", file=sys.stderr)
                 continue
             readable.append(file)
-        pixel_values = self.image_processor(images, return_tensors="pt")["pixel_values"] if images else None
+        pixel_values = prepare_images(self.image_processor, images) if images else None
         return pixel_values, readable, len(files)
 
 

@@ -1,7 +1,6 @@
 """`frugalvit predict`: labels of images, and pictures of where the tokens look."""
 
 import glob
-import io
 import json
 import sys
 import textwrap
@@ -17,11 +16,12 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .common.data import image_files
-from .common.decoding import read_image
+from .common.data import features_of, find_image_column, image_files, parquet_files, say_unread
+from .common.decoding import read_image, read_record
 from .common.exported import ExportedModule
 from .common.loading import load_image_classifier
 from .common.metrics import check_scores
+from .common.views import prepare_images
 from .options.predict import MAX_DRAWN, PAGE, parse
 from .resources import checkpoint_path
 from .tokens import choose_tokens
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
 
     choose_tokens(model, arguments.num_tokens, arguments.confidence)
 
-    images = islice(read_images(paths, arguments.skip_corrupt), arguments.limit)
+    images = islice(read_images(paths, arguments.skip_corrupt, arguments.image_column), arguments.limit)
     drawn, captions, count, written = [], [], 0, False
     with tqdm(desc="predict", unit=" images", leave=False, disable=None) as progress:
         while batch := list(islice(images, arguments.batch_size)):
@@ -126,7 +126,7 @@ def predict(
     Raises:
         ValueError: if the model's scores are no numbers.
     """
-    pixel_values = image_processor(list(images), return_tensors="pt").pixel_values
+    pixel_values = prepare_images(image_processor, images)
     if confidence is None:
         outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))
     else:
@@ -193,8 +193,8 @@ def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path
     for argument in arguments:
         path = Path(argument).expanduser()
         if path.is_dir():
-            tables = (file for file in path.rglob("*.parquet") if file.is_file() and not file.name.startswith("."))
-            files = sorted([*image_files(path), *tables])
+            say_unread(path)
+            files = sorted([*image_files(path), *parquet_files(path)])
             problem = "are no images in the folder"
         elif path.exists() and not path.is_file():
             raise ValueError(f"{argument!r} is no file but a device or a pipe, expected an image.")
@@ -214,22 +214,25 @@ def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path
     return found
 
 
-def read_images(paths: Sequence[Path], skip_corrupt: bool = False) -> Iterator[tuple[str, Image.Image]]:
+def read_images(
+    paths: Sequence[Path], skip_corrupt: bool = False, image_column: str | None = None
+) -> Iterator[tuple[str, Image.Image]]:
     """Names and RGB images, see `to_rgb`, of image files and of parquet files with an image column.
 
     Args:
         paths (sequence of `Path`): The files.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read, and say so.
+        image_column (`str`, *optional*): Of parquet files, where names and types do not tell.
 
     Raises:
-        ValueError: if a file is no image or is corrupt.
+        ValueError: if a file is no image or is corrupt, or a parquet file has no column of images, or several.
     """
 
-    def files() -> Iterator[tuple[str, Path | io.BytesIO]]:
+    def files() -> Iterator[tuple[str, Path | dict]]:
         for path in paths:
             if path.suffix.lower() == ".parquet":
-                for index, encoded in enumerate(_read_parquet(path)):
-                    yield f"{path}[{index}]", io.BytesIO(encoded or b"")
+                for index, record in enumerate(_read_parquet(path, image_column)):
+                    yield f"{path}[{index}]", record
             else:
                 yield str(path), path
 
@@ -244,37 +247,29 @@ def read_images(paths: Sequence[Path], skip_corrupt: bool = False) -> Iterator[t
         yield name, image
 
 
-def _read_parquet(path: Path) -> Iterator[bytes | None]:
-    """Encoded images, from the columns that `datasets` writes, or from a column of bytes."""
+def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
+    """Undecoded images of the column that training takes, too."""
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"Cannot read {str(path)!r}: it is no parquet file or is corrupt.") from error
     with file:
-        for column in file.schema_arrow:
-            struct = pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0
-            if struct or pa.types.is_binary(column.type):
-                break
-        else:
-            raise ValueError(
-                f"{str(path)!r} has no column with images, only {', '.join(file.schema_arrow.names)}; expected one of "
-                "bytes, or as `datasets` writes them."
-            )
-        for batch in file.iter_batches(64, columns=[column.name]):
+        column = find_image_column(features_of(file.schema_arrow), image_column, str(path))
+        for batch in file.iter_batches(64, columns=[column]):
             for value in batch.column(0).to_pylist():
-                yield value["bytes"] if struct and value else value
+                yield value if isinstance(value, dict) else {"path" if isinstance(value, str) else "bytes": value}
 
 
 def decode_file(
-    file: Path | io.BytesIO, name: str, hint: str = " To go on without such images: --skip-corrupt."
+    file: Path | dict, name: str, hint: str = " To go on without such images: --skip-corrupt."
 ) -> Image.Image:
-    """The RGB image in a file.
+    """The RGB image in a file, or of an undecoded `datasets` record.
 
     Raises:
         ValueError: if it is no image or is corrupt, with a hint what to do.
     """
     try:
-        return read_image(file)
+        return read_record(file) if isinstance(file, dict) else read_image(file)
     except PermissionError:
         raise
     # Decoders raise whatever a broken file leads them to.

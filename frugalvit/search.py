@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from .common.decoding import is_image_file, is_unread_picture, open_image
+from .common.views import prepare_images
 from .evaluation.two_towers import TwoTowers, load_two_towers
 from .index import Shard, read_about, read_shards
 from .options.search import parse
@@ -55,12 +58,43 @@ class Found:
 
 @torch.inference_mode()
 def embed_query(towers: TwoTowers, query: str) -> torch.Tensor:
-    """The embedding `(width,)` of words, or of the image in a file of that name."""
-    file = Path(query).expanduser()
-    if file.is_file():
-        pixel_values = towers.image_processor([decode_file(file, query, hint="")], return_tensors="pt")
-        return towers.embed_images(pixel_values["pixel_values"].to(towers.device))[0].cpu()
+    """The embedding `(width,)` of words, or of the image in a file of that name, see `image_called`."""
+    file = image_called(query)
+    if file is not None:
+        pixel_values = prepare_images(towers.image_processor, [decode_file(file, query, hint="")])
+        return towers.embed_images(pixel_values.to(towers.device))[0].cpu()
     return towers.embed_texts([query])[0].cpu()
+
+
+def image_called(query: str) -> Path | None:
+    """The file with an image that a query names; without one, it is words.
+
+    A file counts if it is called as images are, is named with its folder, or holds an image.
+
+    Raises:
+        FileNotFoundError: if a query that ends as names of pictures do names no file.
+    """
+    try:
+        file = Path(query).expanduser()
+        exists = file.is_file()
+    # Too long for a name, or a "~" that is nobody's home.
+    except (OSError, RuntimeError):
+        file, exists = Path(query), False
+    called_so = is_image_file(file) or is_unread_picture(file)
+    if exists and (called_so or os.sep in query or _holds_image(file)):
+        return file
+    if called_so:
+        raise FileNotFoundError(f"There is no file {query!r}; give an image that is there, or words.")
+    return None
+
+
+def _holds_image(file: Path) -> bool:
+    try:
+        open_image(file).close()
+    # Whatever a file that is none leads Pillow to.
+    except Exception:
+        return False
+    return True
 
 
 def search(query: torch.Tensor, shards: Iterable[Shard], top: int, folder: Path | None = None) -> list[Found]:

@@ -140,8 +140,9 @@ def write_bomb(path):
         (lambda path: path.write_text("no image"), "cannot identify image"),
         (lambda path: path.write_bytes(encoded()[:200]), "Cannot show that"),
         (lambda path: path.write_bytes(b""), "cannot identify image"),
+        (lambda path: path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "cannot identify image"),
     ],
-    ids=["bomb", "text", "truncated", "empty"],
+    ids=["bomb", "text", "truncated", "empty", "PostScript"],
 )
 def test_what_is_no_image_is_said(write, message, ask, tmp_path):
     write(tmp_path / "image.png")

@@ -24,7 +24,7 @@ from frugalvit import SparseFormerVisionModelWithProjection, index
 from frugalvit.cli import main
 from frugalvit.common.data import SUBSET, decode_image, load_images
 from frugalvit.index import Shard, read_shards
-from frugalvit.search import search
+from frugalvit.search import image_called, search
 
 
 MODEL = str(frugalvit.checkpoint_path("cifar10-sparseformer-clip"))
@@ -178,6 +178,39 @@ def test_corrupt_images_may_be_left_out(images, tmp_path, capsys):
     path.write_bytes(b"{}")
     assert main(["search", str(tmp_path / "index"), "a photo of a ship"]) == 1
     assert "is damaged" in capsys.readouterr().err
+
+
+WORDS = [
+    "a photo of a cat that sits on a chair " * 12,
+    "a" * 5_000,
+    "cat",
+    "cat/dog",
+    "what is 3.5",
+    "a cat.",
+    "~nobody's cat",
+    "~",
+    "notes",
+    "photos",
+    "a\nb",
+]
+FILES = ["cat.png", "./cat.png", "a b.JPG", "photos/dog", "photos/notes.txt", "picture"]
+MISSING = ["holiday.jpg", "photos/holiday.PNG", "a photo of a cat.webp", "IMG_1.HEIC", "~nobody/x.jpg"]
+
+
+@pytest.mark.parametrize("query", WORDS + FILES + MISSING)
+def test_words_and_files_are_told_apart(query, tmp_path, monkeypatch):
+    """Beside files that are called like words."""
+    (tmp_path / "photos").mkdir()
+    for name in ("cat.png", "a b.JPG", "photos/dog", "picture"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name, "PNG")
+    for name in ("notes", "photos/notes.txt", "cat"):
+        (tmp_path / name).write_text("no image")
+    monkeypatch.chdir(tmp_path)
+    if query in MISSING:
+        with pytest.raises(FileNotFoundError, match="There is no file .*; give an image that is there, or words"):
+            image_called(query)
+    else:
+        assert image_called(query) == (Path(query) if query in FILES else None)
 
 
 @pytest.mark.parametrize("library", [faiss, None], ids=["faiss", "plain"])

@@ -16,6 +16,7 @@ from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassificatio
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.cli import main
+from frugalvit.common.data import decode_image, load_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.predict import draw_predictions, find_images, predict, read_images
 
@@ -177,14 +178,45 @@ def test_a_limit_takes_images_of_all_class_folders(tmp_path):
     assert len(find_images([str(tmp_path)], 12)) == len(find_images([str(tmp_path)])) == 12
 
 
-@pytest.mark.parametrize("column", ["struct", "bytes"])
-def test_parquet(model_folder, images, tmp_path, column, capsys):
+STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        lambda files: {"label": [1, 2], "img": [{"bytes": file.read_bytes(), "path": None} for file in files]},
+        lambda files: {"img": [{"bytes": file.read_bytes()} for file in files]},
+        lambda files: {"img": pa.array([{"bytes": None, "path": str(file)} for file in files], STRUCT)},
+        lambda files: {"bits": [file.read_bytes() for file in files]},
+        lambda files: {"image": pa.array([file.read_bytes() for file in files], pa.large_binary())},
+        lambda files: {"hash": [b"a", b"b"], "photo": [file.read_bytes() for file in files]},
+        lambda files: {"hash": [b"a", b"b"], "image": [{"bytes": file.read_bytes(), "path": None} for file in files]},
+        lambda files: {"key": pa.array([b"ab", b"cd"], pa.binary(2)), "IMG": [file.read_bytes() for file in files]},
+        lambda files: {"name": ["a", "b"], "file_name": list(map(str, files))},
+        lambda files: {"path": ["x", "y"], "image": pa.array(map(str, files), pa.large_string())},
+    ],
+)
+def test_parquet(columns, model_folder, images, tmp_path, capsys):
+    """The images that training takes from such files."""
+    files = [images / name for name in ("a.png", "b.jpg")]
+    pq.write_table(pa.table(columns(files)), tmp_path / "images.parquet")
+    for (name, image), (_, expected) in zip(
+        read_images([tmp_path / "images.parquet"]), read_images(files), strict=True
+    ):
+        assert image.tobytes() == expected.tobytes() and name.startswith(f"{tmp_path / 'images.parquet'}[")
+    if not any(pa.types.is_fixed_size_binary(field.type) for field in pq.read_schema(tmp_path / "images.parquet")):
+        trained = load_images(str(tmp_path / "images.parquet"))
+        assert decode_image(trained[1]["image"], 1).tobytes() == image.tobytes()
+
+
+def test_a_parquet_file_is_labeled(model_folder, images, tmp_path, capsys):
     encoded = [(images / name).read_bytes() for name in ("a.png", "b.jpg")]
-    values = [{"bytes": item, "path": None} for item in encoded] if column == "struct" else encoded
-    pq.write_table(pa.table({"label": [1, 2], "img": values}), tmp_path / "images.parquet")
+    pq.write_table(pa.table({"one": encoded, "two": encoded[::-1]}), tmp_path / "images.parquet")
     arguments = ["--model", model_folder, "--json"]
     _, expected, _ = run(images / "a.png", images / "b.jpg", *arguments, capsys=capsys)
-    _, output, _ = run(tmp_path / "images.parquet", *arguments, capsys=capsys)
+    error = fails(tmp_path / "images.parquet", *arguments, capsys=capsys)
+    assert "has 2 image columns among one, two; expected one. Name it with --image-column" in error
+    _, output, _ = run(tmp_path / "images.parquet", *arguments, "--image-column", "one", capsys=capsys)
     assert [r["labels"] for r in json.loads(output)] == [r["labels"] for r in json.loads(expected)]
     assert json.loads(output)[1]["image"] == f"{tmp_path / 'images.parquet'}[1]"
 
@@ -319,7 +351,7 @@ def test_corrupt_parquet(model_folder, tmp_path, capsys):
     assert "no parquet file or is corrupt" in fails(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
     pq.write_table(pa.table({"label": [1], "name": ["a"]}), tmp_path / "x.parquet")
     error = fails(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
-    assert "no column with images, only label, name" in error
+    assert "has no image columns among label, name; expected one" in error
 
 
 def test_corrupt_image_in_parquet_is_named_by_its_index(model_folder, images, tmp_path, capsys):

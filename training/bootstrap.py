@@ -317,6 +317,11 @@ def build_student(
         if pair.image_size:
             set_image_size(student.config, pair.image_size)
         return student
+    if teacher_format.reverse_channels and pair.focusing == "inherited":
+        raise ValueError(
+            f"--teacher {pair.teacher} takes blue, green and red; a student gets red, green and blue, for which the "
+            "teacher's patches are not made. Leave --focusing inherited out."
+        )
     height, width = teacher_format.size
     image_size = height if height == width else [height, width]
     if teacher.classifier is not None:

@@ -98,7 +98,8 @@ def classification_accuracy(
             if occluded_share:
                 pixel_values = occlude_center(pixel_values, occluded_share)
             if fgsm_eps:
-                mean, std = image_format.mean, image_format.std
+                order = -1 if image_format.reverse_channels else 1
+                mean, std = image_format.mean[::order], image_format.std[::order]
                 pixel_values = fgsm(model, pixel_values, right, fgsm_eps, mean, std, classes)
             yield {"pixel_values": pixel_values, "labels": right}
 

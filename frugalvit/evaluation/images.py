@@ -16,6 +16,7 @@ from ..common.data import (
     load_images,
     split_names,
 )
+from ..common.views import prepare_images
 
 
 def images_to_evaluate(
@@ -88,5 +89,5 @@ class _Collate:
                     raise
                 continue
             readable.append(index)
-        pixel_values = self.image_processor(decoded, return_tensors="pt")["pixel_values"] if decoded else None
+        pixel_values = prepare_images(self.image_processor, decoded) if decoded else None
         return pixel_values, readable, len(indices)

@@ -11,11 +11,11 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
 
-from ..common.data import CorruptImageError, decode_image, evaluation_splits
+from ..common.data import CorruptImageError, ImageError, decode_image, evaluation_splits
 from ..common.loading import load_with_image_processor
 from ..common.masks import MaskReader, load_masked_images, masked_split_names
 from ..common.metrics import SegmentationScores, check_scores
-from ..common.views import ImageFormat
+from ..common.views import LONGEST, ImageFormat
 from ..pictures import check_picture_path, draw_segmentation, save_figure
 from .images import take_first
 
@@ -132,7 +132,7 @@ def picture_of(model: PreTrainedModel, image_format: ImageFormat, images: datase
     for index, record in enumerate(images):
         picture = decode_image(record["image"], index)
         pixels.append(_resize(picture, image_format.size, image_format))
-        masks.append(read_mask(record["mask"], index, picture.size))
+        masks.append(read_mask(record["mask"], index, picture.size, picture.info["orientation"]))
     pixels = torch.stack(pixels)
     sparse = {"output_rois": True, "output_token_maps": True} if model.config.model_type == "sparseformer" else {}
     outputs = model(pixel_values=image_format.normalize(pixels).to(model.device), **sparse)
@@ -152,7 +152,8 @@ def _batches(
     for index in range(len(images)):
         try:
             picture = decode_image(images[index]["image"], index)
-            batch.append((picture, read_mask(images[index]["mask"], index, picture.size)))
+            mask = read_mask(images[index]["mask"], index, picture.size, picture.info["orientation"])
+            batch.append((picture, mask))
         except CorruptImageError:
             if not skip_corrupt:
                 raise
@@ -196,6 +197,11 @@ def _slide(
     flip: bool,
 ) -> torch.Tensor:
     """Mean logits `(1, classes, height, width)` of the windows that see each pixel of the resized image."""
+    if max(picture.size) > LONGEST * min(picture.size):
+        raise ImageError(
+            f"An image has {picture.width:,} x {picture.height:,} pixels; where a --window slides it may be {LONGEST} "
+            "times as long as wide. Evaluate such images without."
+        )
     stride = stride or max(min(window) * 2 // 3, 1)
     pixels = image_format.normalize(_resize(picture, (shorter_side or min(window),), image_format)[None])
     height, width = pixels.shape[-2:]

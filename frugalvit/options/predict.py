@@ -26,6 +26,7 @@ def make_parser() -> CommandParser:
         metavar="FOLDER",
         help="model folder or hub id, owner/name@revision too (default: the SparseFormer for CIFAR-10 that ships)",
     )
+    parser.add_argument("--image-column", help="of parquet files, where names and types do not tell")
     parser.add_argument("--top", type=positive, default=5, help="labels for each image (default: 5)")
     parser.add_argument("--limit", type=positive, help="take only this many images")
     parser.add_argument(

@@ -68,7 +68,9 @@ class ViewDataset(Dataset):
         """The image of a record, and its mask if it has one; raises `ImageError`."""
         record = self.images[index] if record is None else record
         image = decode_image(record["image"], index)
-        return (image, self.view.read_mask(record["mask"], index, image.size)) if "mask" in record else (image,)
+        if "mask" not in record:
+            return (image,)
+        return image, self.view.read_mask(record["mask"], index, image.size, image.info["orientation"])
 
     def sample(self, epoch: int, index: int, record: dict) -> dict | None:
         """The view of a record that belongs to (seed, epoch, index), with what a batch needs besides."""
