@@ -261,11 +261,11 @@ def main(argv: list[str] | None = None) -> int:
     teacher_macs = count_macs(teacher, image_format.size).macs_with_attention
 
     uses_labels = merging.search_macs is not None or merging.loss == "labels"
-    train_images, eval_images = load_splits(data, learns_labels=uses_labels)
+    train_images, eval_images, test_images = load_splits(data, learns_labels=uses_labels)
     view = BootstrapView(image_format, scale=merging.crop_scale)
     evaluation = (eval_images, EvalView(image_format))
-    loader, eval_loader = make_loaders(
-        accelerator, data, run, (train_images, view), evaluation, view_epochs=merging.view_epochs
+    loader, eval_loader, test_loader = make_loaders(
+        accelerator, data, run, (train_images, view), evaluation, test_images, view_epochs=merging.view_epochs
     )
     cache = None
     if merging.teacher_cache:
@@ -294,9 +294,9 @@ def main(argv: list[str] | None = None) -> int:
         target = cache(batch["index"], embed) if cache else embed()
         return (1 - F.cosine_similarity(outputs.embedding.float(), target)).mean()
 
-    def evaluate(model):
+    def evaluate(model, loader):
         update_rates(vit)
-        return evaluate_classifier(accelerator, model, eval_loader)
+        return evaluate_classifier(accelerator, model, loader)
 
     fit(
         accelerator,
@@ -306,7 +306,9 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=eval_loader and evaluate,
+        evaluate=evaluate,
+        eval_loader=eval_loader,
+        test_loader=test_loader,
         # The model that counts is that of the last checkpoint, see `load_last`.
         save=lambda folder, state, weights: None,
         before_epoch=lambda epoch: cache.open(loader.sampler.views_of(epoch)) if cache else None,

@@ -44,8 +44,9 @@ def describe_pair(
 ) -> list[dict[str, object]]:
     """What teacher and student cost, in this order, the student for each count of tokens that it is made for.
 
-    Each has a `model`, `tokens` in the last block, [CLS] and registers counted, `parameters` of what sees images, and
-    `macs`, the multiply-accumulates of one image, attention's products counted; `None` where they cannot be counted.
+    Each has a `model`, `num_tokens`, a teacher's patches or a student's latent tokens, `tokens` in the last block,
+    [CLS] and registers counted, `parameters` of what sees images, and `macs`, the multiply-accumulates of one image,
+    attention's products counted; `None` where they cannot be counted.
 
     Args:
         teacher (`Anatomy`): Of the teacher, which is frozen.
@@ -58,6 +59,7 @@ def describe_pair(
     rows = [
         {
             "model": "teacher",
+            "num_tokens": patches,
             "tokens": teacher.num_prefix_tokens + patches,
             "parameters": count_parameters(teacher),
             "macs": macs_if_countable(ImageSide(teacher), teacher_size),
@@ -67,6 +69,7 @@ def describe_pair(
         with using_tokens(student, count):
             row = {
                 "model": "student",
+                "num_tokens": count,
                 "tokens": student.config.num_prefix_tokens + count,
                 "parameters": student.num_parameters(),
                 "macs": macs_if_countable(student, student_size),
@@ -141,7 +144,7 @@ def slower_than_teacher(rows: list[dict[str, object]]) -> list[str]:
     teacher, *students = rows
     return [
         f"{student[name] / teacher[name]:.2f} times its images/s in batches of {name.removeprefix('images/s, ')}"
-        + (f" with {student['tokens']} tokens" if len(students) > 1 else "")
+        + (f" with {student['num_tokens']} latent tokens" if len(students) > 1 else "")
         for student in students
         for name in student
         if name.startswith("images/s") and student[name] <= teacher[name]

@@ -125,14 +125,14 @@ def load_images(
 
 def load_splits(
     data, learns_labels: bool = False
-) -> tuple[datasets.Dataset | datasets.IterableDataset, datasets.Dataset | None]:
-    """The images to train on and those to evaluate on that `DataArguments` tell, see `load_parts`.
+) -> tuple[datasets.Dataset | datasets.IterableDataset, datasets.Dataset | None, datasets.Dataset | None]:
+    """The images to train on, to evaluate on and to test on that `DataArguments` tell, see `load_parts`.
 
     Labels of -1, as in ImageNet's test split, or none at all are no labels: images to evaluate on of which some lack
     theirs (of a recipe that learns from labels, all) count as unlabeled, which is printed.
 
     Args:
-        data (`DataArguments`): What the command line says; `data.evaluated` is filled.
+        data (`DataArguments`): What the command line says; `data.evaluated` and `data.tested` are filled.
         learns_labels (`bool`, *optional*, defaults to `False`): Whether the recipe learns from the labels, which then
             have to be there, and of all classes that are evaluated. Of a stream that is not known.
 
@@ -155,7 +155,7 @@ def load_splits(
         names = names or class_names(images)
         return images
 
-    train, evaluation = load_parts(data, load, lambda dataset: split_names(dataset, data.dataset_config))
+    train, evaluation, test = load_parts(data, load, lambda dataset: split_names(dataset, data.dataset_config))
     names, labeled = class_names(train), not data.streaming and "label" in train.features
     if learns_labels:
         if names is None:
@@ -166,73 +166,75 @@ def load_splits(
             check_labels(train, data.train_split)
     elif labeled and (label_numbers(train) < 0).any():
         train, labeled = train.remove_columns("label"), False
-    if evaluation is None or "label" not in evaluation.features:
-        return train, evaluation
 
-    unlabeled = label_numbers(evaluation) < 0
-    if unlabeled.any() and (unlabeled.all() or not learns_labels):
-        count = "The" if unlabeled.all() else f"{unlabeled.sum():,} of {len(unlabeled):,}"
-        PartialState().print(f"{count} images of the split {data.evaluated!r} have no labels; it counts as unlabeled.")
-        return train, evaluation.remove_columns("label")
-    check_labels(evaluation, data.evaluated)
-    eval_names = class_names(evaluation)
-    if names and names != eval_names:
-        raise ValueError(
-            f"The training images have the classes {_short(names)}, the evaluation images {_short(eval_names)}; "
-            "expected the same. Name them with --class-names if the data sets do not."
-        )
-    lacking = np.setdiff1d(label_numbers(evaluation), label_numbers(train)) if labeled else ()
-    if len(lacking):
-        message = (
-            f"Among the training images ({data.train_split}) there are none of {len(lacking)} classes that are "
-            f"evaluated: {_short([eval_names[label] for label in lacking])}."
-        )
-        if learns_labels:
+    def check_part(evaluation: datasets.Dataset | None, split: str | None) -> datasets.Dataset | None:
+        if evaluation is None or "label" not in evaluation.features:
+            return evaluation
+        unlabeled = label_numbers(evaluation) < 0
+        if unlabeled.any() and (unlabeled.all() or not learns_labels):
+            count = "The" if unlabeled.all() else f"{unlabeled.sum():,} of {len(unlabeled):,}"
+            PartialState().print(f"{count} images of the split {split!r} have no labels; it counts as unlabeled.")
+            return evaluation.remove_columns("label")
+        check_labels(evaluation, split)
+        eval_names = class_names(evaluation)
+        if names and names != eval_names:
             raise ValueError(
-                f"{message} Are the images sorted by class, so that a slice has only some? Without --eval-split, a "
-                "part of each class is held back where there is no split for evaluation."
+                f"The training images have the classes {_short(names)}, the evaluation images {_short(eval_names)}; "
+                "expected the same. Name them with --class-names if the data sets do not."
             )
-        PartialState().print(message)
-    return train, evaluation
+        lacking = np.setdiff1d(label_numbers(evaluation), label_numbers(train)) if labeled else ()
+        if len(lacking):
+            message = (
+                f"Among the training images ({data.train_split}) there are none of {len(lacking)} classes that are "
+                f"evaluated: {_short([eval_names[label] for label in lacking])}."
+            )
+            if learns_labels:
+                raise ValueError(
+                    f"{message} Are the images sorted by class, so that a slice has only some? Without --eval-split, "
+                    "a part of each class is held back where there is no split for evaluation."
+                )
+            PartialState().print(message)
+        return evaluation
+
+    return train, check_part(evaluation, data.evaluated), check_part(test, data.tested)
 
 
-def match_classes(train, evaluation, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
-    """The images to train on, those to evaluate on, and what a trained classifier calls each of their classes, `None`
-    where there are no labels: they are left out where nothing learns from them and the classifier does not know them,
-    which is printed.
+def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
+    """The images to train on, to evaluate on and to test on, and what a trained classifier calls each of their
+    classes, `None` where there are no labels: they are left out where nothing learns from them and the classifier does
+    not know them, which is printed.
 
     Args:
-        train, evaluation: What `load_splits` returns.
+        parts: What `load_splits` returns.
         id2label (`Mapping[int, str]`, *optional*): The classifier's classes; `None` where there is no classifier.
         learns_labels (`bool`): Whether the recipe learns from the labels.
 
     Raises:
         ValueError: if it does, and the classifier does not know all of them.
     """
-    names = class_names(train) or (class_names(evaluation) if evaluation is not None else None)
+    names = next(filter(None, (class_names(part) for part in parts if part is not None)), None)
     if id2label is None or names is None:
-        return train, evaluation, None
+        return *parts, None
     try:
-        return train, evaluation, match_labels(names, id2label)
+        return *parts, match_labels(names, id2label)
     except ValueError as error:
         if learns_labels:
             raise
         PartialState().print(f"{error} They are left out: nothing is learned from them, and no accuracy is measured.")
-    train = train.remove_columns("label") if "label" in train.features else train
-    if evaluation is not None and "label" in evaluation.features:
-        evaluation = evaluation.remove_columns("label")
-    return train, evaluation, None
+    labeled = [part is not None and "label" in part.features for part in parts]
+    return *(part.remove_columns("label") if has else part for part, has in zip(parts, labeled, strict=True)), None
 
 
 def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
-    """The images to train on, and those to evaluate on or `None`, which are never streamed.
+    """The images to train on, those to evaluate on and those to test on, which are never streamed, or `None`.
 
-    Without `--eval-split`, the latter are the first of `EVALUATION_SPLITS` that is there, if possible one with labels;
-    the images of an `--eval-dataset` without such a split; or else a part of the training images that is held back,
-    see `hold_back`, which is printed.
+    Without `--eval-split`, images to evaluate on are the first of `EVALUATION_SPLITS` that is there, if possible one
+    with labels; the images of an `--eval-dataset` without such a split; or else a part of the training images that is
+    held back, see `hold_back`, which is printed. Where there is a split for validation beside "test", the best epoch
+    is chosen on that, and "test" is what it is tested on.
 
     Args:
-        data (`ImageArguments`): What the command line says; `data.evaluated` is filled.
+        data (`ImageArguments`): What the command line says; `data.evaluated` and `data.tested` are filled.
         load: Takes data set, split, and `streaming` as a keyword, to images.
         names_of_splits: Takes a data set to the names of its splits.
 
@@ -240,33 +242,39 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
         ValueError: as what is called, and if nothing can be held back.
     """
     train = load(data.dataset, data.train_split, streaming=data.streaming)
-    source, data.evaluated = data.eval_dataset or data.dataset, data.eval_split
+    source, data.evaluated, data.tested = data.eval_dataset or data.dataset, data.eval_split, None
     if data.eval_split == NO_EVALUATION:
         data.evaluated = None
         PartialState().print("There is no evaluation: the model of the last epoch is kept.")
-        return train, None
+        return train, None, None
     if data.eval_split is not None:
-        return train, load(source, data.eval_split)
+        return train, load(source, data.eval_split), None
     splits = names_of_splits(source)
     usual = evaluation_splits(splits) or (splits if data.eval_dataset else [])
     if not data.eval_dataset:
         usual = [split for split in usual if split not in _names_in(data.train_split)]
     if usual:
         evaluation, data.evaluated = load_first_labeled(usual, lambda split: load(source, split))
-        return train, evaluation
+        if data.evaluated != "test" or len(usual) == 1:
+            return train, evaluation, None
+        chooses, split = load_first_labeled(usual[1:], lambda split: load(source, split))
+        if _is_labeled(chooses) != _is_labeled(evaluation):
+            return train, evaluation, None
+        data.evaluated, data.tested = split, "test"
+        return train, chooses, evaluation
     if data.streaming:
         raise ValueError(
             f"{' '.join(source)} has no split to evaluate on, and nothing can be held back from a stream. Give "
             f"--eval-split (of {', '.join(splits)}), --eval-dataset, or go without: --eval-split {NO_EVALUATION}."
         )
     train, evaluation = hold_back(train)
-    data.evaluated = f"{data.train_split} ({len(evaluation):,} images held back)"
+    data.evaluated = f"{data.train_split}, held back"
     total = len(train) + len(evaluation)
     PartialState().print(
         f"{' '.join(source)} has no split to evaluate on: {len(evaluation):,} of {total:,} images of "
         f"{data.train_split} are held back for that, the same in every run. To choose: --eval-split, --eval-dataset."
     )
-    return train, evaluation
+    return train, evaluation, None
 
 
 def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -311,10 +319,14 @@ def load_first_labeled(splits: list[str], load: Callable) -> tuple[datasets.Data
     first = None
     for split in splits:
         images = load(split)
-        if "mask" in images.features or ("label" in images.features and (label_numbers(images) >= 0).any()):
+        if _is_labeled(images):
             return images, split
         first = first or (images, split)
     return first
+
+
+def _is_labeled(images: datasets.Dataset) -> bool:
+    return "mask" in images.features or ("label" in images.features and (label_numbers(images) >= 0).any())
 
 
 def default_split(dataset: str | list[str], name: str | None = None) -> str:

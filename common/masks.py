@@ -37,8 +37,10 @@ MASK_FOLDERS = ("annotations", "masks", "labels")
 LOSSY = {".jpg", ".jpeg", ".webp"}
 
 
-def load_masked_splits(data) -> tuple[datasets.Dataset | datasets.IterableDataset, datasets.Dataset | None]:
-    """The images to train on and those to evaluate on, see `load_parts`, that `MaskedImageArguments` tell.
+def load_masked_splits(
+    data,
+) -> tuple[datasets.Dataset | datasets.IterableDataset, datasets.Dataset | None, datasets.Dataset | None]:
+    """The images to train on, to evaluate on and to test on, see `load_parts`, that `MaskedImageArguments` tell.
 
     Raises:
         ValueError: as `load_masked_images`, and if nothing can be held back.

@@ -7,19 +7,22 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import jinja2
 import torch
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import OfflineModeIsEnabled
+
+# `HTTPError` is that of the client that huggingface_hub uses, httpx or httpx2; what has no answer raises it.
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
 from .common.exported import is_exported
 from .common.files import forget_code, strangers, whole_folder
+from .common.licenses import check_license
 from .common.tables import format_table
-from .modeling.hub import upload_folder
+from .modeling.hub import model_card, upload_folder
 from .options.publish import parse
-from .validation import load_model, validate_exported, validate_repository
+from .validation import load_model, read_metadata, validate_exported, validate_repository
 
 
 # What goes along as it is, besides weights, configuration and code: cards, pictures in them, processors, tokenizers.
@@ -45,8 +48,10 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("--results has numbers for a template; name it with --card.")
     if arguments.card and not Path(arguments.card).is_file():
         raise ValueError(f"--card: there is no file {arguments.card!r}; expected a model card in Markdown.")
-    if arguments.license and not (arguments.card or (Path(arguments.model) / "README.md").is_file()):
-        raise ValueError(f"{arguments.model!r} has no model card (README.md) to write --license into; give a --card.")
+    if arguments.license:
+        check_license(arguments.license)
+    if arguments.repo_id:
+        check_repo_id(arguments.repo_id)
     if not (arguments.repo_id or arguments.output or arguments.dry_run):
         raise ValueError(
             "Give a REPO_ID to upload to, --output to write a folder, or --dry-run to look at everything."
@@ -65,19 +70,45 @@ def main(argv: list[str] | None = None) -> None:
         print(format_table([{"file": path.name, "bytes": path.stat().st_size} for path in files]))
         print(f"\n{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB.")
         print("\n".join(f"ok: {line}." for line in checked))
+        if not read_metadata(folder).eval_results:
+            print("Note: the card lists no measured results (model-index), so the hub shows none.")
         if arguments.repo_id and not arguments.dry_run:
-            try:
-                upload_folder(folder, arguments.repo_id, private=arguments.private or None)
-            except (httpx.HTTPError, OfflineModeIsEnabled) as error:
-                raise OSError(
-                    f"Cannot upload to {arguments.repo_id}: {' '.join(str(error).split()) or type(error).__name__}. "
-                    "Is there a network, and HF_HUB_OFFLINE unset?"
-                ) from error
+            upload(folder, arguments.repo_id, arguments.private)
             print(f"Uploaded to {arguments.repo_id}.")
     if arguments.output:
         print(f"Wrote {arguments.output}.")
     if arguments.dry_run:
         print("Nothing was uploaded.")
+
+
+def check_repo_id(repo_id: str):
+    """Raise a ValueError if the hub takes no repository of that name, or it lacks its owner, with whom the card's code
+    loads it."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"REPO_ID is {repo_id!r}, expected owner/name: {error}") from error
+    if "/" not in repo_id:
+        raise ValueError(f"REPO_ID is {repo_id!r}, expected owner/name, your name on the hub or an organization's.")
+
+
+def upload(folder: Path, repo_id: str, private: bool):
+    """Upload a folder in one commit.
+
+    Raises:
+        OSError: if there is no way to the hub, or it refuses.
+    """
+    try:
+        upload_folder(folder, repo_id, private=private or None)
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        refused = isinstance(error, HfHubHTTPError)
+        hint = (
+            "Is the token of `hf auth login` one that may write"
+            if refused
+            else "Is there a network, and HF_HUB_OFFLINE unset"
+        )
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise OSError(f"Cannot upload to {repo_id}: {reason}. {hint}?") from error
 
 
 @contextmanager
@@ -99,7 +130,10 @@ def prepared(arguments: argparse.Namespace):
                 (folder / "README.md").write_text(render_card(arguments.card, arguments.results), encoding="utf-8")
             elif arguments.card:
                 shutil.copyfile(arguments.card, folder / "README.md")
-            if arguments.license:
+            if not exported and not (folder / "README.md").is_file():
+                # What `Trainer` and `save_pretrained` wrote of a model of Transformers.
+                model_card(model).save(folder / "README.md")
+            if arguments.license and not isinstance(read_metadata(folder), str):
                 card = ModelCard.load(folder / "README.md")
                 card.data.license = arguments.license
                 card.save(folder / "README.md")

@@ -20,7 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import frugalvit
 
 from .common.exported import REPORT, ExportedModule, example_of
+from .common.licenses import license_problem
 from .common.loading import load_image_processor, load_pretrained
+from .common.names import is_hub_id, places_in
 from .common.views import vision_config_of
 from .configuration.configuration_base import pair
 from .modeling.hub import HubModel, auto_class, flatten_imports, pipeline_tag
@@ -106,7 +108,7 @@ def check_files(folder: Path) -> list[str]:
     return problems
 
 
-def _metadata(folder: Path) -> ModelCardData | str:
+def read_metadata(folder: Path) -> ModelCardData | str:
     """What the card's metadata are, or why they cannot be read."""
     try:
         return ModelCard.load(folder / "README.md").data
@@ -117,7 +119,7 @@ def _metadata(folder: Path) -> ModelCardData | str:
 
 def check_card(folder: Path) -> list[str]:
     """The card names library, license, task and tags."""
-    data, problems = _metadata(folder), []
+    data, problems = read_metadata(folder), []
     if isinstance(data, str):
         return [data]
     if missing := [name for name in METADATA if not data.get(name)]:
@@ -125,28 +127,24 @@ def check_card(folder: Path) -> list[str]:
             f"the metadata of README.md lack {', '.join(missing)}: add them there, or give a complete card by --card"
             f"{', or a license by --license' * ('license' in missing)}"
         )
+    if data.license and (problem := license_problem(data.license)):
+        problems.append(f"license in README.md: {problem}")
     base = data.base_model or []
     for name in [base] if isinstance(base, str) else base:
-        if name.count("/") != 1:
+        if not is_hub_id(name):
             problems.append(f"base_model is {name!r} in README.md, expected an id of the hub like owner/name")
+    if paths := places_in((folder / "README.md").read_text(encoding="utf-8")):
+        problems.append(f"README.md names a place on this machine, {paths[0]!r}; take it out")
     return problems
 
 
 def check_results(folder: Path) -> list[str]:
-    """The card has measured results."""
-    data = _metadata(folder)
-    if isinstance(data, str):
-        # `check_card` says so.
-        return []
-    results = data.eval_results or []
-    if not results:
-        return [
-            "the metadata of README.md lack model-index, measured results: add them there, or give a complete card by "
-            "--card"
-        ]
+    """The card's measured results are numbers."""
+    data = read_metadata(folder)
+    # `check_card` says why metadata cannot be read.
     return [
         f"the result {result.metric_type!r} of README.md is {result.metric_value!r}, expected a number"
-        for result in results
+        for result in (not isinstance(data, str) and data.eval_results) or []
         if isinstance(result.metric_value, bool) or not isinstance(result.metric_value, int | float)
     ]
 

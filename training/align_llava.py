@@ -11,6 +11,7 @@ LLaVA's files of conversations (`--dataset FILE.json`), it learns their answers.
 model, too (Hu et al. 2022), which is written with what was learned added to its weights.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from ..common.conversations import (
 )
 from ..common.data import NO_EVALUATION, load_splits
 from ..common.loading import load_llava, load_vision_model
+from ..common.names import without_place
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.image_tokens import projected_tokens
 from ..modeling.layers import divergence
@@ -41,7 +43,7 @@ from .components.arguments import (
     run_as_program,
 )
 from .components.augmentation import BootstrapView, PairedEvalView
-from .components.cards import name_of, write_card
+from .components.cards import choice_of_epoch, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     single = accelerator.num_processes == 1
     check(parts.device_map, parts.device_map is None or single, "device_map", "none with several processes")
 
-    train, evaluation = load_questions(data, asking, run.seed)
+    train, evaluation, test = load_questions(data, asking, run.seed)
     dtype = getattr(torch, parts.dtype)
     original, processor = load_llava(parts.model, accelerator.device, dtype, parts.quantize, parts.device_map)
     prompt = default_prompt(processor) if asking.prompt is None else asking.prompt
@@ -92,13 +94,14 @@ def main(argv: list[str] | None = None) -> int:
     teacher_format = ImageFormat.from_processor(processor.image_processor) if learns_from_original else None
     eval_view = PairedEvalView(student_format, teacher_format)
     view = BootstrapView(student_format, teacher_format, asking.crop_scale, flip=asking.flip)
-    loader, eval_loader = make_loaders(
+    loader, eval_loader, test_loader = make_loaders(
         accelerator,
         data,
         run,
         # What is said of a part of an image may be about another one.
         (train.images, view if learns_from_original else eval_view),
         (evaluation.images, eval_view),
+        test.images,
     )
 
     learned = [parameter for parameter in learner.parameters() if parameter.requires_grad]
@@ -152,22 +155,20 @@ def main(argv: list[str] | None = None) -> int:
         distance = (seen - answers.seen).square().sum(1) / answers.seen.square().sum(1)
         return loss + asking.feature_loss_weight * distance.mean()
 
-    # What there is to say about each batch of evaluation images, which are the same in every epoch.
-    found: dict[int, Answers] = {}
+    # What there is to say about each batch of a loader's images, which are the same in every epoch.
+    found: dict[object, dict[int, Answers]] = defaultdict(dict)
 
     @torch.inference_mode()
-    def evaluate(model) -> dict[str, float]:
+    def evaluate(model, loader) -> dict[str, float]:
         model.eval()
-        shares = []
+        shares, known = [], found[loader]
         # Finding the answers takes long.
-        progress = tqdm(
-            eval_loader, desc="answers", leave=False, disable=None if accelerator.is_main_process else True
-        )
+        progress = tqdm(loader, desc="answers", leave=False, disable=None if accelerator.is_main_process else True)
         for number, batch in enumerate(progress):
-            if number not in found:
+            if number not in known:
                 # Distributions of all answers would fill the memory.
-                found[number] = Answers(ask(batch, evaluation).conversations)
-            answers = found[number]
+                known[number] = Answers(ask(batch, evaluation if loader is eval_loader else test).conversations)
+            answers = known[number]
             with accelerator.autocast():
                 said, tokens, lengths, _ = read(model, batch, answers)
             right = (said.argmax(-1) == tokens).float().split(lengths)
@@ -176,19 +177,19 @@ def main(argv: list[str] | None = None) -> int:
 
     before = None
     if eval_loader:
-        before = evaluate(model)["agreement"]
+        before = evaluate(model, test_loader or eval_loader)["agreement"]
         accelerator.print(f"Before: {before:.2%} of the answers' tokens are right.")
 
     def describe(state: TrainingState) -> str:
         language_model = f" and the language model (LoRA of rank {parts.lora_rank})" if parts.lora_rank else ""
         source = "answers of the LLaVA as it was" if learns_from_original else "conversations"
         text = (
-            f"{name_of(parts.model)} with {llava.config.image_seq_length} tokens an image, those of "
-            f"{name_of(parts.vision_model)}; the projector{language_model} learned from {source}"
+            f"{without_place(parts.model)} with {llava.config.image_seq_length} tokens an image, those of "
+            f"{without_place(parts.vision_model)}; the projector{language_model} learned from {source}"
         )
         if before is None:
             return f"{text}, not evaluated."
-        return f"{text}: {state.best['agreement']:.2%} of the answers' tokens are right, {before:.2%} before."
+        return f"{text}: {state.measured['agreement']:.2%} of the answers' tokens are right, {before:.2%} before."
 
     def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         plain = load_llava(parts.model, "cpu", dtype)[0].model.language_model if parts.quantize else None
@@ -214,13 +215,15 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=eval_loader and evaluate,
+        evaluate=evaluate,
+        eval_loader=eval_loader,
+        test_loader=test_loader,
         save=save,
         saved=learner,
         metric="agreement",
     )
     accelerator.print(describe(state))
-    accelerator.print(f"See {run.output_dir}.")
+    accelerator.print(f"It is {choice_of_epoch(data, run, state)}. See {run.output_dir}.")
     return 0
 
 
@@ -240,21 +243,22 @@ class Questions:
     conversations: list[list[tuple[str, str]]] | None = None
 
 
-def load_questions(data: DataArguments, asking: AnswerArguments, seed: int) -> tuple[Questions, Questions]:
-    """What to train and to evaluate on."""
+def load_questions(data: DataArguments, asking: AnswerArguments, seed: int) -> tuple[Questions, Questions, Questions]:
+    """What to train, to evaluate and to test on."""
     if not is_conversations(data.dataset):
         return tuple(Questions(images) for images in load_splits(data))
     train = read_conversations(data.dataset[0], asking.image_folder)
     data.evaluated = "all"
     if data.eval_split == NO_EVALUATION:
         data.evaluated = None
-        return Questions(*train), Questions(None)
+        return Questions(*train), Questions(None), Questions(None)
     if data.eval_dataset:
         check(data.eval_dataset, is_conversations(data.eval_dataset), "eval_dataset", "a file of conversations, too")
-        return Questions(*train), Questions(*read_conversations(data.eval_dataset[0], asking.image_folder))
+        evaluation = read_conversations(data.eval_dataset[0], asking.image_folder)
+        return Questions(*train), Questions(*evaluation), Questions(None)
     data.evaluated = "a tenth, held back"
     train, held_back = hold_back(*train, seed)
-    return Questions(*train), Questions(*held_back)
+    return Questions(*train), Questions(*held_back), Questions(None)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import json
 import math
 import random
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +29,7 @@ from ..common.data import load_splits, match_classes
 from ..common.files import write_json
 from ..common.loading import load_vision_model
 from ..common.metrics import TopKAccuracy
+from ..common.names import without_place
 from ..common.precision import hold_teacher
 from ..common.tables import format_markdown, format_table
 from ..common.views import ImageFormat
@@ -46,7 +48,7 @@ from .components.arguments import (
 )
 from .components.attended_windows import attended_windows
 from .components.augmentation import BootstrapView, PairedEvalView
-from .components.cards import add_table, name_of, write_card
+from .components.cards import add_table, choice_of_epoch, count_measured, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -77,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     apply_recipe(arguments, teacher_format.size)
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
 
-    train_images, eval_images = load_splits(data, learns_labels=alignment.label_loss_weight > 0)
+    parts = load_splits(data, learns_labels=alignment.label_loss_weight > 0)
     teacher.requires_grad_(False).to(accelerator.device)
     anatomy = read_anatomy(teacher, teacher_format.size)
     check_teacher(anatomy, pair, alignment, accelerator.distributed_type)
@@ -91,8 +93,8 @@ def main(argv: list[str] | None = None) -> int:
             f"--loss kl and --label-loss-weight compare classes, and {pair.teacher} is no classifier; align its "
             "embedding (--loss cosine)."
         )
-    train_images, eval_images, classes = match_classes(
-        train_images, eval_images, classify and student.config.id2label, alignment.label_loss_weight > 0
+    train_images, eval_images, test_images, classes = match_classes(
+        parts, classify and student.config.id2label, alignment.label_loss_weight > 0
     )
     view = BootstrapView(
         student_format,
@@ -103,12 +105,13 @@ def main(argv: list[str] | None = None) -> int:
         alignment.zoom_out,
     )
     evaluation = (eval_images, PairedEvalView(student_format, teacher_format))
-    loader, eval_loader = make_loaders(
+    loader, eval_loader, test_loader = make_loaders(
         accelerator,
         data,
         run,
         (train_images, view),
         evaluation,
+        test_images,
         classes=classes,
         repeats=schedule.repeats,
         view_epochs=alignment.view_epochs,
@@ -129,7 +132,8 @@ def main(argv: list[str] | None = None) -> int:
         accelerator.print(line)
     length = f"{run.epochs} x {loader.steps_per_epoch:,} x {run.batch_size:,}"
     evaluated = "not" if eval_images is None else f"on {len(eval_images):,} images, {data.evaluated}"
-    accelerator.print(f"Recipe {pair.recipe}; epochs x steps x images: {length}; evaluated {evaluated}.")
+    tested = "" if test_images is None else f"; the best epoch tested on {len(test_images):,} images, {data.tested}"
+    accelerator.print(f"Recipe {pair.recipe}; epochs x steps x images: {length}; evaluated {evaluated}{tested}.")
 
     optimizer, scheduler = build_optimizer(student, tuned, schedule, loader.steps_per_epoch, run.epochs)
     student.to(accelerator.device)
@@ -205,15 +209,17 @@ def main(argv: list[str] | None = None) -> int:
             loss = loss + alignment.token_loss_weight * align_tokens(outputs, batch["teacher_tokens"])
         return loss
 
-    # What the teacher makes of each batch of evaluation images, which are the same in every epoch.
-    targets: dict[int, torch.Tensor] = {}
+    # What the teacher makes of each batch of a loader's images, which are the same in every epoch.
+    targets: dict[object, dict[int, torch.Tensor]] = defaultdict(dict)
 
-    def evaluate(model):
-        return evaluate_student(accelerator, model, student.config, project, classify, anatomy, eval_loader, targets)
+    def evaluate(model, loader):
+        known = targets[loader]
+        return evaluate_student(accelerator, model, student.config, project, classify, anatomy, loader, known)
 
     def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         student.save_pretrained(folder, state_dict=weights)
-        write_card(folder, student, describe(pair, student, uses_labels, state), data, run, state, pair.teacher)
+        summary = describe(pair, student, uses_labels, state, count_measured(run))
+        write_card(folder, student, summary, data, run, state, pair.teacher)
 
     state = fit(
         accelerator,
@@ -223,15 +229,17 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=eval_loader and evaluate,
+        evaluate=evaluate,
+        eval_loader=eval_loader,
+        test_loader=test_loader,
         save=save,
         saved=student,
         metric="alignment",
         before_epoch=lambda epoch: cache.open(loader.sampler.views_of(epoch)) if cache else None,
     )
     watching.close()
-    accelerator.print(describe(pair, student, uses_labels, state))
-    accelerator.print(f"See {run.output_dir}.")
+    accelerator.print(describe(pair, student, uses_labels, state, count_measured(run)))
+    accelerator.print(f"It is {choice_of_epoch(data, run, state)}. See {run.output_dir}.")
     if run.compare and accelerator.is_main_process:
         compare(anatomy, type(student), sizes, costs, Path(run.output_dir), state)
     return 0
@@ -486,9 +494,16 @@ def introduce(costs: list[dict], sizes: Sequence[tuple[int, int]], names: Sequen
         macs = "" if cost["macs"] is None else f"{cost['macs'] / 1e9:.3g} G multiply-accumulates, "
         lines.append(
             f"{role.capitalize()}: {names[role == 'student']}, {cost['parameters']:,} parameters, {macs}"
-            f"{cost['tokens']:,} tokens, {height} x {width} pixels."
+            f"{tokens_of(cost)}, {height} x {width} pixels."
         )
     return lines
+
+
+def tokens_of(cost: dict) -> str:
+    """The tokens of a row of `describe_pair`, as they are asked for, and those that always are among them."""
+    kind = "patches" if cost["model"] == "teacher" else "latent tokens"
+    others = cost["tokens"] - cost["num_tokens"]
+    return f"{cost['num_tokens']:,} {kind}{f' and {others} more (such as [CLS])' if others else ''}"
 
 
 def compare(
@@ -521,30 +536,35 @@ def scores_of(state: TrainingState, config) -> list[dict[str, float]]:
     """What the best epoch's evaluation said of the teacher and of the student, for each count of tokens: accuracy, or
     else alignment."""
     counts = config.trained_token_counts
-    name = next((name for name in ("accuracy", "alignment") if name in state.best), None)
+    measured = state.measured
+    name = next((name for name in ("accuracy", "alignment") if name in measured), None)
     if name is None:
         return [{} for _ in ("teacher", *counts)]
     names = [name] if len(counts) == 1 else [f"{name}_{count}" for count in counts]
-    return [{name: state.best.get(key)} for key in (f"teacher_{name}", *names)]
+    return [{name: measured.get(key)} for key in (f"teacher_{name}", *names)]
 
 
-def describe(pair: StudentArguments, student: SparseFormerPreTrainedModel, labels: bool, state: TrainingState) -> str:
-    """What came out, in a sentence, and for several counts of tokens a table."""
+def describe(
+    pair: StudentArguments, student: SparseFormerPreTrainedModel, labels: bool, state: TrainingState, images: str
+) -> str:
+    """What came out, in a sentence, of so many `images`, and for several counts of tokens a table."""
     config = student.config
     counts = config.trained_token_counts
-    tokens = ", ".join(str(count + config.use_cls_token) for count in counts)
-    choice = "" if len(counts) == 1 else ", of which a call chooses (`num_tokens`, without [CLS])"
+    tokens = f"{', '.join(map(str, counts))} latent tokens{' and [CLS]' if config.use_cls_token else ''}"
+    choice = "" if len(counts) == 1 else ", of which a call chooses (`num_tokens`)"
     text = (
-        f"A SparseFormer with {tokens} tokens{choice}, bootstrapped from {name_of(pair.teacher)}"
+        f"A SparseFormer with {tokens}{choice}, bootstrapped from {without_place(pair.teacher)}"
         f"{'' if labels else ' without labels'}"
     )
-    if "accuracy" in state.best:
-        text = f"{text}: accuracy {state.best['accuracy']:.2%}, the teacher's is {state.best['teacher_accuracy']:.2%}."
-    elif "alignment" in state.best:
-        text = f"{text}: mean cosine with the teacher's embeddings {state.best['alignment']:.4f}."
+    measured = state.measured
+    if "accuracy" in measured:
+        own, teachers = measured["accuracy"], measured["teacher_accuracy"]
+        text = f"{text}: accuracy {own:.2%}{images}, the teacher's is {teachers:.2%}."
+    elif "alignment" in measured:
+        text = f"{text}: mean cosine with the teacher's embeddings {measured['alignment']:.4f}{images}."
     else:
         text = f"{text}, not evaluated."
-    if len(counts) > 1 and "alignment" in state.best:
+    if len(counts) > 1 and "alignment" in measured:
         _, *scores = scores_of(state, config)
         rows = [{"num_tokens": count, **score} for count, score in zip(counts, scores, strict=True)]
         text = f"{text}\n\n{format_markdown(rows)}"

@@ -23,7 +23,7 @@ from .components.arguments import (
     run_as_program,
 )
 from .components.augmentation import SmallDataView
-from .components.cards import write_card
+from .components.cards import choice_of_epoch, count_measured, name_images, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
 
     # What is said about them is made of their labels.
-    train_images, eval_images = load_splits(data, learns_labels=True)
+    train_images, eval_images, test_images = load_splits(data, learns_labels=True)
     names = class_names(train_images)
     if eval_images is not None and class_names(eval_images) is None:
         raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
@@ -57,8 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     image_format = ImageFormat.from_processor(image_processor)
 
-    loader, eval_loader = make_loaders(
-        accelerator, data, run, (train_images, SmallDataView(image_format)), (eval_images, EvalView(image_format))
+    view, evaluation = SmallDataView(image_format), (eval_images, EvalView(image_format))
+    loader, eval_loader, test_loader = make_loaders(
+        accelerator, data, run, (train_images, view), evaluation, test_images
     )
     optimizer, scheduler = optimizer_with_schedule(model, optimization, run.epochs, loader.steps_per_epoch)
     model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
@@ -81,9 +82,11 @@ def main(argv: list[str] | None = None) -> int:
         trained.save_pretrained(folder, state_dict=weights)
         CLIPProcessor(image_processor, tokenizer).save_pretrained(folder)
         accuracy = (
-            f": zero-shot accuracy {state.best['accuracy']:.2%}" if "accuracy" in state.best else ", not evaluated"
+            f": zero-shot accuracy {state.measured['accuracy']:.2%}{count_measured(run)}"
+            if eval_loader
+            else ", not evaluated"
         )
-        summary = f"A CLIP trained on images of {' '.join(data.dataset)} and sentences about their classes{accuracy}."
+        summary = f"A CLIP trained on {name_images(data.dataset)} and sentences about the classes{accuracy}."
         write_card(folder, trained, summary, data, run, state)
 
     state = fit(
@@ -94,11 +97,13 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=eval_loader and (lambda model: evaluate_zero_shot(accelerator, model, tokens, eval_loader)),
+        evaluate=lambda model, loader: evaluate_zero_shot(accelerator, model, tokens, loader),
+        eval_loader=eval_loader,
+        test_loader=test_loader,
         save=save,
     )
-    accuracy = f"Best zero-shot accuracy {state.best['accuracy']:.4f}" if eval_loader else "Not evaluated"
-    accelerator.print(f"{accuracy}, epoch {state.best['epoch']}. See {run.output_dir}.")
+    accuracy = f"Zero-shot accuracy {state.measured['accuracy']:.4f}" if eval_loader else "Not evaluated"
+    accelerator.print(f"{accuracy}: {choice_of_epoch(data, run, state)}. See {run.output_dir}.")
     return 0
 
 

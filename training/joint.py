@@ -9,6 +9,7 @@ the losses of one to the digit.
 """
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from .components.arguments import (
     run_as_program,
 )
 from .components.augmentation import SmallDataView
-from .components.cards import write_card
+from .components.cards import choice_of_epoch, count_measured, name_images, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         run.max_grad_norm = CLIPPING.get(arguments.variant.removesuffix("-res"), 0.0)
     accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
 
-    train_images, eval_images = load_splits(data, learns_labels=True)
+    train_images, eval_images, test_images = load_splits(data, learns_labels=True)
     names = class_names(train_images)
     if eval_images is not None and class_names(eval_images) is None:
         raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
@@ -78,7 +79,9 @@ def main(argv: list[str] | None = None) -> int:
         randaugment_layers=0,
     )
     evaluation = (eval_images, EvalView(image_format))
-    loader, eval_loader = make_loaders(accelerator, data, run, (train_images, view), evaluation)
+    loader, eval_loader, test_loader = make_loaders(
+        accelerator, data, run, (train_images, view), evaluation, test_images
+    )
     optimizer, scheduler = optimizer_with_schedule(
         model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer, sam_rho=recipe.sam_rho
     )
@@ -93,7 +96,9 @@ def main(argv: list[str] | None = None) -> int:
         trained = accelerator.unwrap_model(model)
         trained.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
-        write_card(folder, trained, f"A ViT and its agent CNN, {accuracies(data, state.best)}", data, run, state)
+        write_card(
+            folder, trained, f"A ViT and its agent CNN, {accuracies(data, run, state.measured)}", data, run, state
+        )
 
     state = fit(
         accelerator,
@@ -105,7 +110,9 @@ def main(argv: list[str] | None = None) -> int:
         compute_loss=lambda model, batch: (
             model(pixel_values=batch["pixel_values"], labels=batch["labels"], hint_share=hint_share).loss
         ),
-        evaluate=eval_loader and (lambda model: evaluate_twins(accelerator, model, eval_loader)),
+        evaluate=functools.partial(evaluate_twins, accelerator),
+        eval_loader=eval_loader,
+        test_loader=test_loader,
         save=save,
         before_step=before_step,
         clipped=lambda model: accelerator.unwrap_model(model).vit,
@@ -115,9 +122,9 @@ def main(argv: list[str] | None = None) -> int:
             save_alone(name, accuracy, processor, data, run, state)
     result = "Not evaluated"
     if eval_loader:
-        result = f"Best accuracy {state.best['accuracy']:.4f}, its agent's {state.best['agent_accuracy']:.4f}"
+        result = f"Accuracy {state.measured['accuracy']:.4f}, its agent's {state.measured['agent_accuracy']:.4f}"
     accelerator.print(
-        f"{result}, epoch {state.best['epoch']}. See {run.output_dir}; the ViT alone is in "
+        f"{result}: {choice_of_epoch(data, run, state)}. See {run.output_dir}; the ViT alone is in "
         f"{Path(run.output_dir) / 'vit'}."
     )
     return 0
@@ -178,21 +185,25 @@ def evaluate_twins(accelerator: Accelerator, model, loader) -> dict[str, float]:
     return {"loss": loss / count, **measured}
 
 
-def accuracies(data: DataArguments, best: dict[str, float]) -> str:
-    together = f"trained together on {' '.join(data.dataset)}"
-    if "accuracy" not in best:
+def accuracies(data: DataArguments, run: RunArguments, measured: dict[str, float]) -> str:
+    together = f"trained together on {name_images(data.dataset)}"
+    if "accuracy" not in measured:
         return f"{together}, not evaluated."
-    return f"{together}: accuracy {best['accuracy']:.2%} and {best['agent_accuracy']:.2%}."
+    both = f"{measured['accuracy']:.2%} and {measured['agent_accuracy']:.2%}"
+    return f"{together}: accuracy {both}{count_measured(run)}."
 
 
 def save_alone(name: str, accuracy: str, processor, data: DataArguments, run: RunArguments, state: TrainingState):
     """Write one of the two, as it was in the best epoch, to a folder of its own within the run's."""
     model = getattr(BootstrappedViTForImageClassification.from_pretrained(run.output_dir), name)
-    alone = dataclasses.replace(state, best={"accuracy": state.best[accuracy]} if accuracy in state.best else {})
+    best = {"epoch": state.best["epoch"]}
+    if accuracy in state.measured:
+        best["accuracy"] = state.measured[accuracy]
+    alone = dataclasses.replace(state, best=best)
     with whole_folder(Path(run.output_dir) / name, overwrite=True) as folder:
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
-        summary = f"The {name} of the two that were {accuracies(data, state.best)}"
+        summary = f"The {name} of the two that were {accuracies(data, run, state.measured)}"
         write_card(folder, model, summary, data, run, alone)
 
 

@@ -27,7 +27,7 @@ from ..modeling.segmentation import semantic_segmentation_loss
 from .components.arguments import (
     run_as_program,
 )
-from .components.cards import write_card
+from .components.cards import choice_of_epoch, count_measured, name_images, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     segmenter, data, augmentation, optimization, run = all_arguments
     accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
 
-    train_images, eval_images = load_masked_splits(data)
+    train_images, eval_images, test_images = load_masked_splits(data)
     model, processor = build_model(segmenter, data)
     num_labels = model.config.num_labels
     if run.compile:
@@ -61,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         *(augmentation.flip, augmentation.distort),
     )
     evaluation = (eval_images, SegmentationEvalView(image_format, read_mask))
-    loader, eval_loader = make_loaders(accelerator, data, run, (train_images, view), evaluation)
+    loader, eval_loader, test_loader = make_loaders(
+        accelerator, data, run, (train_images, view), evaluation, test_images
+    )
     run.epochs = run.epochs or math.ceil(80_000 / loader.steps_per_epoch)
     optimization.warmup_epochs = optimization.warmup_epochs or optimization.warmup_steps / loader.steps_per_epoch
     if optimization.warmup_epochs >= run.epochs:
@@ -86,10 +88,10 @@ def main(argv: list[str] | None = None) -> int:
         trained = accelerator.unwrap_model(model)
         trained.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
-        summary = f"A {trained.config.model_type} for semantic segmentation trained on {' '.join(data.dataset)}"
-        if "mean_iou" in state.best:
+        summary = f"A {trained.config.model_type} for semantic segmentation trained on {name_images(data.dataset)}"
+        if eval_loader:
             size = " x ".join(map(str, segmenter.size))
-            summary += f": mean IoU {state.best['mean_iou']:.2%}, measured at {size} pixels."
+            summary += f": mean IoU {state.measured['mean_iou']:.2%}{count_measured(run)}, measured at {size} pixels."
         else:
             summary += ", not evaluated."
         write_card(folder, trained, summary, data, run, state, segmenter.model, metric="mean_iou")
@@ -102,12 +104,14 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=eval_loader and (lambda model: evaluate_segmenter(accelerator, model, eval_loader, num_labels)),
+        evaluate=lambda model, loader: evaluate_segmenter(accelerator, model, loader, num_labels),
+        eval_loader=eval_loader,
+        test_loader=test_loader,
         save=save,
         metric="mean_iou",
     )
-    mean_iou = f"Best mean IoU {state.best['mean_iou']:.4f}" if eval_loader else "Not evaluated"
-    accelerator.print(f"{mean_iou}, epoch {state.best['epoch']}. See {run.output_dir}.")
+    mean_iou = f"Mean IoU {state.measured['mean_iou']:.4f}" if eval_loader else "Not evaluated"
+    accelerator.print(f"{mean_iou}: {choice_of_epoch(data, run, state)}. See {run.output_dir}.")
     return 0
 
 

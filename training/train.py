@@ -6,6 +6,7 @@ RandAugment, mixup, label smoothing, AdamW, warm-up and cosine, on any image cla
 package.
 """
 
+import functools
 import inspect
 import statistics
 from dataclasses import fields, replace
@@ -35,7 +36,7 @@ from .components.arguments import (
     run_as_program,
 )
 from .components.augmentation import Mix, SmallDataView
-from .components.cards import write_card
+from .components.cards import choice_of_epoch, count_measured, name_images, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments, data, recipe, optimization, run = all_arguments
     accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
 
-    train_images, eval_images = load_splits(data, learns_labels=True)
+    train_images, eval_images, test_images = load_splits(data, learns_labels=True)
     names = class_names(train_images)
     if eval_images is not None and class_names(eval_images) is None:
         raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
@@ -109,7 +110,9 @@ def main(argv: list[str] | None = None) -> int:
     mix = Mix(len(names), recipe.mixup, recipe.cutmix, recipe.label_smoothing, run.seed)
     evaluation = (eval_images, EvalView(image_format))
     views = {"mix": mix, "repeated_augmentation": recipe.repeated_augmentation}
-    loader, eval_loader = make_loaders(accelerator, data, run, (train_images, view), evaluation, **views)
+    loader, eval_loader, test_loader = make_loaders(
+        accelerator, data, run, (train_images, view), evaluation, test_images, **views
+    )
     length = f"{run.epochs} x {loader.steps_per_epoch:,} x {run.batch_size:,}"
     accelerator.print(
         f"{type(model).__name__}: {model.num_parameters():,} parameters, "
@@ -139,9 +142,11 @@ def main(argv: list[str] | None = None) -> int:
         trained = accelerator.unwrap_model(model)
         trained.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
-        accuracy = f": accuracy {state.best['accuracy']:.2%}" if "accuracy" in state.best else ", not evaluated"
+        accuracy = (
+            f": accuracy {state.measured['accuracy']:.2%}{count_measured(run)}" if eval_loader else ", not evaluated"
+        )
         architecture = getattr(trained.config, "architecture", trained.config.model_type)
-        summary = f"A {architecture} classifier trained on {' '.join(data.dataset)}{accuracy}."
+        summary = f"A {architecture} classifier trained on {name_images(data.dataset)}{accuracy}."
         write_card(folder, trained, summary, data, run, state, arguments.model)
 
     state = fit(
@@ -152,11 +157,13 @@ def main(argv: list[str] | None = None) -> int:
         scheduler=scheduler,
         loader=loader,
         compute_loss=compute_loss,
-        evaluate=eval_loader and (lambda model: evaluate_classifier(accelerator, model, eval_loader)),
+        evaluate=functools.partial(evaluate_classifier, accelerator),
+        eval_loader=eval_loader,
+        test_loader=test_loader,
         save=save,
     )
-    accuracy = f"Best accuracy {state.best['accuracy']:.4f}" if eval_loader else "Not evaluated"
-    accelerator.print(f"{accuracy}, epoch {state.best['epoch']}. See {run.output_dir}.")
+    accuracy = f"Accuracy {state.measured['accuracy']:.4f}" if eval_loader else "Not evaluated"
+    accelerator.print(f"{accuracy}: {choice_of_epoch(data, run, state)}. See {run.output_dir}.")
     return 0
 
 

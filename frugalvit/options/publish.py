@@ -14,7 +14,9 @@ def make_parser() -> CommandParser:
     parser.add_argument("model", metavar="FOLDER", help="a model, for example a recipe's output folder")
     parser.add_argument("repo_id", metavar="REPO_ID", nargs="?", help="hub repository to upload to, in one commit")
     parser.add_argument("--output", metavar="OUT", help="also keep what is uploaded in this folder")
-    parser.add_argument("--card", metavar="FILE", help="model card to publish with it (default: the one in FOLDER)")
+    parser.add_argument(
+        "--card", metavar="FILE", help="model card to publish with it (default: the one in FOLDER, or a short one)"
+    )
     parser.add_argument(
         "--results",
         metavar="RESULTS",

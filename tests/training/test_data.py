@@ -156,7 +156,7 @@ def test_training_and_evaluation_must_agree_on_classes(write_parquet):
     train, test = write_parquet("a.parquet"), write_parquet("b.parquet", names=("odd", "even"))
     with pytest.raises(ValueError, match=r"classes even, odd \(2\), the evaluation images odd, even \(2\)"):
         load_splits(DataArguments(dataset=[train], eval_dataset=[test]))
-    images, _ = load_splits(DataArguments(dataset=[train], eval_dataset=[test], class_names=["a", "b"]))
+    images, *_ = load_splits(DataArguments(dataset=[train], eval_dataset=[test], class_names=["a", "b"]))
     assert class_names(images) == ["a", "b"]
 
 

@@ -149,27 +149,29 @@ def parquet_with_test(folder):
 @pytest.mark.parametrize(
     ("layout", "trained", "evaluated", "split", "names"),
     [
-        (flat, 18, 2, "train (2 images held back)", None),
-        (classes, 36, 4, "train (4 images held back)", ["cat", "dog"]),
-        (class_called_train, 36, 4, "train (4 images held back)", ["bus", "train"]),
+        (flat, 18, 2, "train, held back", None),
+        (classes, 36, 4, "train, held back", ["cat", "dog"]),
+        (class_called_train, 36, 4, "train, held back", ["bus", "train"]),
         (imagenet, 20, 10, "validation", ["cat", "dog"]),
         (imagenet_as_extracted, 20, 5, "validation", ["cat", "dog"]),
         (validation, 20, 10, "validation", ["cat", "dog"]),
         (fewer_classes, 30, 10, "validation", ["ant", "cat", "dog"]),
-        (validation_and_test, 20, 8, "test", ["cat", "dog"]),
+        (validation_and_test, 20, 10, "validation", ["cat", "dog"]),
         (flat_parts, 10, 5, "validation", None),
-        pytest.param(metadata, 18, 2, "train (2 images held back)", ["cat", "dog"], marks=LEFT_OPEN),
+        pytest.param(metadata, 18, 2, "train, held back", ["cat", "dog"], marks=LEFT_OPEN),
         pytest.param(metadata_in_parts, 12, 6, "validation", ["cat", "dog", "owl"], marks=LEFT_OPEN),
         pytest.param(numbers_in_parts, 12, 6, "validation", ["0", "1", "2"], marks=LEFT_OPEN),
-        (parquet, 18, 2, "train (2 images held back)", ["cat", "dog"]),
+        (parquet, 18, 2, "train, held back", ["cat", "dog"]),
         (parquet_with_test, 20, 20, "test", ["cat", "dog"]),
     ],
 )
 def test_what_people_have(layout, trained, evaluated, split, names, tmp_path, capsys):
     folder = str(layout(tmp_path) or tmp_path)
     data = DataArguments(dataset=[folder])
-    train, evaluation = load_splits(data)
+    train, evaluation, test = load_splits(data)
     assert (len(train), len(evaluation), data.evaluated) == (trained, evaluated, split)
+    # Where there are both, the best epoch is chosen on the one and tested on the other.
+    assert (test and len(test), data.tested) == ((8, "test") if layout is validation_and_test else (None, None))
     assert class_names(train) == names
     assert ("held back" in split) == ("are held back" in capsys.readouterr().out)
     if "label" in evaluation.features:
@@ -237,7 +239,7 @@ def test_evaluated_classes_are_trained(tmp_path, tiny_run, capsys):
     with pytest.raises(ValueError, match=rf"\(train\[:80%\]\) there are {message}.*sorted by class"):
         tiny_run(dataset=tmp_path / "images", **sorted_by_class)
     # What is learned without labels is evaluated on any.
-    train, evaluation = load_splits(
+    train, evaluation, _ = load_splits(
         DataArguments(dataset=[str(tmp_path / "images")], train_split="train[:80%]", eval_split="train[80%:]")
     )
     assert (len(train), len(evaluation)) == (40, 10) and "none of 2 classes" in capsys.readouterr().out
@@ -247,7 +249,7 @@ def test_evaluated_classes_are_trained(tmp_path, tiny_run, capsys):
     )
     assert results["best"]["step"] == 5
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "the best on the split train (5 images held back) of" in card
+    assert "epoch 1 of 1, chosen and measured on train, held back (5 images)" in card
 
 
 def test_labels_of_minus_one_are_none(tmp_path, write_parquet, tiny_run, capsys):
@@ -263,7 +265,7 @@ def test_labels_of_minus_one_are_none(tmp_path, write_parquet, tiny_run, capsys)
     labeled, some = write("train", [0, 1] * 12), write("some", [0, -1, 1, None], "other")
     plain = {"train_split": None, "eval_split": None}
     data = DataArguments(dataset=[labeled], eval_dataset=[secret])
-    train, evaluation = load_splits(data)
+    train, evaluation, _ = load_splits(data)
     assert "label" in train.features and "label" not in evaluation.features and len(evaluation) == 6
     assert "The images of the split 'train' have no labels" in capsys.readouterr().out
     with pytest.raises(ValueError, match="The evaluation images have no labels"):
@@ -275,7 +277,7 @@ def test_labels_of_minus_one_are_none(tmp_path, write_parquet, tiny_run, capsys)
         tiny_run(dataset=labeled, eval_dataset=some, **plain)
     with pytest.raises(ValueError, match="Image 0 of the split 'train' has no label, as 5 others of 6"):
         tiny_run(dataset=secret, eval_dataset=labeled, **plain)
-    train, evaluation = load_splits(DataArguments(dataset=[some], eval_dataset=[some]))
+    train, evaluation, _ = load_splits(DataArguments(dataset=[some], eval_dataset=[some]))
     assert "label" not in train.features and "label" not in evaluation.features
     # By default the labels count: of two splits, the one that has them.
     assert default_split(str(tmp_path / "unlabeled")) == "test"
@@ -306,11 +308,11 @@ def test_masks_are_held_back_or_found(tmp_path):
         for kind in ("images", "annotations"):
             draw(tmp_path / "parts" / kind / part, 3)
     for folder, counts, split in (
-        ("flat", (18, 2), "train (2 images held back)"),
+        ("flat", (18, 2), "train, held back"),
         ("parts", (3, 3), "validation"),
     ):
         data = MaskedImageArguments(dataset=[str(tmp_path / folder)])
-        assert tuple(map(len, load_masked_splits(data))) == counts and data.evaluated == split
+        assert tuple(map(len, load_masked_splits(data)[:2])) == counts and data.evaluated == split
     data = MaskedImageArguments(dataset=[str(tmp_path / "flat")], eval_split="none")
     assert load_masked_splits(data)[1] is None and data.evaluated is None
 

@@ -180,7 +180,7 @@ def test_bootstrapping(name, build, write_parquet, tmp_path):
     for split in ("train", data.eval_split):
         write_parquet(f"{split}-00000.parquet")
     data.dataset = [str(tmp_path)]
-    train, evaluation = load_splits(data)
+    train, evaluation, _ = load_splits(data)
     assert len(train) == len(evaluation) == 12
 
 

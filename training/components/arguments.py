@@ -20,6 +20,7 @@ from transformers import HfArgumentParser
 from ...common.choices import NO_EVALUATION, SUBSET
 from ...common.command_line import HelpFormatter, OneSpelling, spelled
 from ...common.files import read_text
+from ...common.licenses import check_license
 
 
 # What may change when a run is resumed: these alter nothing that was done. A run that met an image that cannot be read
@@ -74,8 +75,9 @@ class ImageArguments:
     eval_dataset: list[str] | None = argument(None, "Data set to evaluate on, if not another split of --dataset.")
     eval_split: str | None = argument(
         None,
-        f'Split to evaluate on, or "{NO_EVALUATION}". Default: "test", else "validation"; else all of --eval-dataset, '
-        "or, without one, a tenth of the training images, at most 5,000, which is held back.",
+        f'Split to choose the best epoch on, or "{NO_EVALUATION}". Default: "validation", whose best is then measured '
+        'on "test", or the one of the two that is there; else all of --eval-dataset, or, without one, a tenth of the '
+        "training images, at most 5,000, which is held back.",
     )
     image_column: str | None = argument(None, "Name of the image column, where types do not tell.")
     class_names: list[str] | None = argument(None, "Names of the labels 0, 1, …, where the data set has none.")
@@ -88,8 +90,10 @@ class ImageArguments:
         min(8, (os.cpu_count() or 1) - 1) if (os.cpu_count() or 1) > 2 else 0,
         "Processes that decode images, for every training process. They change nothing but speed.",
     )
-    # The images that are evaluated, for cards, noted when they are loaded; None for none.
+    # The images on which the best epoch is chosen, None for none, and those on which it is measured, None for the
+    # same, for cards; noted when they are loaded.
     evaluated: str | None = field(default=None, init=False, repr=False)
+    tested: str | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
         check_at_least(self, 0, "num_workers")
@@ -139,6 +143,8 @@ class RunArguments:
         check_at_least(self, 1, "epochs", "batch_size", "eval_batch_size", "gradient_accumulation_steps")
         check_at_least(self, 1, "logging_steps", "checkpointing_steps")
         check_at_least(self, 0, "seed", "max_grad_norm")
+        if self.license is not None:
+            check_license(self.license)
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Model cards of recipes, with what they measured."""
 
 import json
-import re
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
@@ -10,6 +9,7 @@ from huggingface_hub.errors import HFValidationError
 from ...common.data import SUBSET
 from ...common.files import write_text
 from ...common.loading import split_revision
+from ...common.names import is_hub_id, is_place, portable_command
 from ...common.tables import format_markdown
 from ...modeling.hub import loading_example, pipeline_tag
 from .arguments import ImageArguments, RunArguments
@@ -62,17 +62,18 @@ def write_card(
     # Projections of embeddings have no pipeline of their own.
     task = pipeline_tag(model) or "image-feature-extraction"
     base = base_model and split_revision(base_model)[0]
-    metric = metric if metric in state.best else "alignment"
+    measured = state.measured
+    metric = metric if metric in measured else "alignment"
     results = None
-    if metric in state.best:
-        evaluated = data.eval_dataset or data.dataset
+    if metric in measured:
+        evaluated = hub_ids(data.eval_dataset or data.dataset) or ["images"]
         result = EvalResult(
             task_type=task,
-            dataset_type=(hub_ids(evaluated) or ["images"])[0],
-            dataset_name=" ".join(Path(each).name for each in evaluated),
-            dataset_split=data.evaluated,
+            dataset_type=evaluated[0],
+            dataset_name=" ".join(evaluated),
+            dataset_split=data.tested or data.evaluated,
             metric_type=metric,
-            metric_value=round(state.best[metric], 4),
+            metric_value=round(measured[metric], 4),
         )
         results = [result]
     card = ModelCardData(
@@ -82,27 +83,55 @@ def write_card(
         tags=["frugalvit", model.config.model_type],
         pipeline_tag=task,
         # The hub knows its own ids only, neither folders nor open_clip's names nor revisions.
-        base_model=None if base is None or Path(base).is_dir() or ":" in base else base,
+        base_model=base if base and is_hub_id(base) and not is_place(base) else None,
         model_name=name,
         eval_results=results,
     )
     command = json.loads((Path(run.output_dir) / "run.json").read_text(encoding="utf-8"))["command"]
     num_parameters = num_parameters or sum(parameter.numel() for parameter in model.parameters())
     use = USES.get(pipeline_tag(model), "") if use is None else use
-    evaluated = f"the best on the split {data.evaluated} of {' '.join(data.eval_dataset or data.dataset)}"
+    command = portable_command(command, [*data.dataset, *(data.eval_dataset or [])])
     ModelCard(
         f"---\n{card.to_yaml()}\n---\n\n# {name}\n\n{summary}\n\n"
-        f"{num_parameters:,} parameters; epoch {state.epoch} of {run.epochs}, "
-        f"{'none was evaluated' if data.evaluated is None else evaluated}; seed {run.seed}.\n\n"
+        f"{num_parameters:,} parameters; {choice_of_epoch(data, run, state)}; seed {run.seed}.\n\n"
         f"```python\n{loading_example(model)}{use}\n```\n\n"
         f"Made by\n\n```\n{command}\n```\n"
     ).save(folder / "README.md")
 
 
+def choice_of_epoch(data: ImageArguments, run: RunArguments, state: TrainingState) -> str:
+    """Which epoch a run kept, on which images it was chosen, and on which it was measured."""
+    images = run.record.get("images", {})
+
+    def part(split: str, which: str) -> str:
+        count = images.get(f"{which} images")
+        return f"{split}{'' if count is None else f' ({count:,} images)'}"
+
+    epoch = f"epoch {(state.best or {}).get('epoch', state.epoch)} of {run.epochs}"
+    if data.evaluated is None:
+        return f"{epoch}, none was evaluated"
+    chosen = part(data.evaluated, "evaluation")
+    if data.tested is None:
+        return f"{epoch}, chosen and measured on {chosen}"
+    return f"{epoch}, chosen on {chosen}, measured on {part(data.tested, 'test')}"
+
+
+def count_measured(run: RunArguments) -> str:
+    """Of how many images what is measured is, behind a share."""
+    images = run.record.get("images", {})
+    count = images.get("test images", images.get("evaluation images"))
+    return "" if count is None else f" of {count:,} images"
+
+
 def hub_ids(datasets: list[str]) -> list[str]:
     """The ids of those data sets that are on the hub; files and folders of this machine have none."""
     ids = [EMBEDDED if name == SUBSET else split_revision(name)[0] for name in datasets]
-    return [name for name in ids if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists()]
+    return [name for name in ids if is_hub_id(name) and not is_place(name)]
+
+
+def name_images(datasets: list[str]) -> str:
+    """Data sets as a card speaks of them."""
+    return " ".join(hub_ids(datasets)) or "images that are on no hub"
 
 
 def license_of(model: str | None) -> str | None:
@@ -122,11 +151,6 @@ def license_of(model: str | None) -> str | None:
     # As many ways to fail as YAML has: a card that cannot be read says nothing.
     except Exception:
         return None
-
-
-def name_of(model: str) -> str:
-    """A model as a card speaks of it: where a folder is on this machine says nothing to others."""
-    return Path(model).name if Path(model).is_dir() else model
 
 
 def add_table(folder: Path, title: str, rows: list[dict]):

@@ -14,6 +14,8 @@ from accelerate.utils import broadcast_object_list
 from ...common.files import disk_errors, write_json
 
 
+# Before what is measured on images to test on, where the best epoch is chosen on others.
+TEST = "test_"
 # What each file of a checkpoint was when it was written.
 CHECKSUMS = "checksums.json"
 
@@ -44,6 +46,16 @@ class TrainingState:
     def epochs(self) -> list[dict]:
         """The records of whole epochs."""
         return [record for record in self.log if "train_loss" in record]
+
+    @property
+    def measured(self) -> dict:
+        """What the best epoch is said to reach, see `measured_of`."""
+        return measured_of(self.best or {})
+
+
+def measured_of(record: dict) -> dict:
+    """An epoch's numbers: on the images to test on, where it was chosen on others."""
+    return record | {name.removeprefix(TEST): value for name, value in record.items() if name.startswith(TEST)}
 
 
 class Checkpoints:

@@ -515,22 +515,27 @@ def make_loaders(
     run,
     train: tuple,
     evaluation: tuple,
+    test: datasets.Dataset | None = None,
     classes: Sequence[int] | None = None,
     **options,
-) -> tuple[TrainingLoader, DeviceLoader | None]:
-    """The loaders of a recipe, `None` where nothing is evaluated.
+) -> tuple[TrainingLoader, DeviceLoader | None, DeviceLoader | None]:
+    """The loaders of a recipe, to train, to choose the best epoch and to test it, `None` where that is not done.
 
     Args:
         accelerator (`Accelerator`): As in `TrainingLoader`.
         data (`DataArguments`), run (`RunArguments`): What the command line says.
         train, evaluation (pairs of images and `View`): What is shown of which images, `None` for no images.
+        test (`Dataset`, *optional*): Images that are shown as those of `evaluation`.
         classes (sequence of `int`, *optional*): What the model calls each class, see `match_classes`.
         options: Of the `TrainingLoader`, besides those that the arguments tell.
     """
     shared = {"num_workers": data.num_workers, "skip_corrupt": data.skip_corrupt, "classes": classes}
-    run.record["images"] = describe_images(train[0]) | {
-        f"evaluation {name}": value for name, value in describe_images(evaluation[0]).items()
-    }
+    parts = {"": train, "evaluation ": evaluation, "test ": (test, evaluation[1])}
+    run.record["images"] = {
+        f"{part}{name}": value
+        for part, (images, _) in parts.items()
+        for name, value in describe_images(images).items()
+    } | {f"{part} split": split for part, split in (("evaluation", data.evaluated), ("test", data.tested)) if split}
     training_loader = TrainingLoader(
         accelerator,
         *train,
@@ -541,8 +546,12 @@ def make_loaders(
         **shared,
         **options,
     )
-    if evaluation[0] is None:
-        return training_loader, None
-    if not data.skip_corrupt:
-        check_images(ViewDataset(*evaluation), accelerator)
-    return training_loader, evaluation_loader(accelerator, *evaluation, batch_size=run.eval_batch_size, **shared)
+
+    def make_evaluation_loader(images: datasets.Dataset | None, view: View) -> DeviceLoader | None:
+        if images is None:
+            return None
+        if not data.skip_corrupt:
+            check_images(ViewDataset(images, view), accelerator)
+        return evaluation_loader(accelerator, images, view, batch_size=run.eval_batch_size, **shared)
+
+    return training_loader, make_evaluation_loader(*evaluation), make_evaluation_loader(test, evaluation[1])

@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 from ...common.files import disk_errors, locked, write_json, write_text
 from .arguments import RunArguments
-from .checkpoints import Checkpoints, TrainingState
+from .checkpoints import TEST, Checkpoints, TrainingState
 from .interruptions import Interruption
-from .loaders import TrainingLoader
+from .loaders import DeviceLoader, TrainingLoader
 from .runs import has_begun, read_run
 from .sharding import ordinary_class
 
@@ -105,7 +105,9 @@ def fit(
     scheduler,
     loader: TrainingLoader,
     compute_loss: Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor],
-    evaluate: Callable[[torch.nn.Module], dict[str, float]] | None,
+    evaluate: Callable[[torch.nn.Module, DeviceLoader], dict[str, float]],
+    eval_loader: DeviceLoader | None,
+    test_loader: DeviceLoader | None,
     save: Callable[[Path, TrainingState, dict[str, torch.Tensor]], None],
     saved: torch.nn.Module | None = None,
     metric: str = "accuracy",
@@ -121,7 +123,10 @@ def fit(
         model, optimizer, scheduler: What `prepare` returns; the scheduler steps with the optimizer.
         loader (`TrainingLoader`): Gives the batches.
         compute_loss: Takes model and batch to the mean loss over this process' share.
-        evaluate (*optional*): Takes the model to numbers, after every epoch; without it, the last one is best.
+        evaluate: Takes the model and a loader to numbers.
+        eval_loader (*optional*): What is evaluated after every epoch; without it, the last one is best.
+        test_loader (*optional*): What an epoch that is the best so far is measured on besides; the record has its
+            numbers as `test_…`.
         save: Writes a complete model repository, with its card, into a folder, given the weights; called on the main
             process after an epoch that is the best so far.
         saved (*optional*): What the weights are those of, if not of `model` alone.
@@ -286,12 +291,14 @@ def fit(
             "train_loss": sum(state.losses) / len(state.losses),
             "images_per_second": len(state.losses) * loader.batch_size / state.seconds,
             **({"skipped": state.skipped} if state.skipped else {}),
-            **(evaluate(model) if evaluate else {}),
+            **(evaluate(model, eval_loader) if eval_loader else {}),
         }
+        is_best = not eval_loader or state.best is None or record[metric] > state.best[metric]
+        if is_best and test_loader:
+            record |= {f"{TEST}{name}": value for name, value in evaluate(model, test_loader).items()}
         for name, value in record.items():
             if isinstance(value, float):
                 check_finite(f"{name} of epoch {epoch + 1}", value, state.step, checkpoints)
-        is_best = evaluate is None or state.best is None or record[metric] > state.best[metric]
         state = TrainingState(epoch + 1, state.step, record if is_best else state.best, state.log)
         # Where each process has a part of the weights, all of them gather the whole.
         weights = accelerator.get_state_dict(model if saved is None else saved) if is_best else None
