@@ -28,6 +28,7 @@ from .classes import compose, match_labels
 from .decoding import UNREAD_ENDINGS, is_image_file, is_unread_picture, made_by_machines, read_record
 from .files import whole_folder
 from .loading import split_revision
+from .tables import printable
 from .views import ORDER, random_seed
 
 
@@ -598,11 +599,6 @@ def _leave_out(paths: Iterable[Path], reason: str):
 @functools.cache
 def _say_once(message: str, where: str):
     PartialState().print(message, file=sys.stderr)
-
-
-def printable(path: str | Path) -> str:
-    """A path whose bytes that are no UTF-8 are escaped."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def undecoded(path: str | Path) -> dict[str, str | None]:

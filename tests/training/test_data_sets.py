@@ -672,9 +672,9 @@ def test_names_that_are_not_utf8_are_named(name, tmp_path):
     draw_classes(tmp_path, 2)
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
     save(path)
-    escaped = re.escape(name.decode("utf-8", "backslashreplace"))
-    with pytest.raises(ValueError, match=rf"The name of the file .*{escaped}.* is not UTF-8. Rename it"):
+    with pytest.raises(ValueError, match=r"The name of the file .*\\udc.* is not UTF-8. Rename it") as error:
         load_images(str(tmp_path))
+    assert str(error.value).isascii()
     # Where names are not kept with the pixels, they may be any.
     assert len(list(read_images(find_images([str(tmp_path)])))) == 5
 
