@@ -5,12 +5,15 @@ from huggingface_hub.dataclasses import strict
 from .configuration_base import FrugalViTConfig, pair
 
 
+INITIALIZATIONS = ("default", "reference")
+
+
 @strict
 class AgentCNNConfig(FrugalViTConfig):
     r"""
     Configuration of an agent CNN (Zhang et al., *Bootstrapping ViTs*, arXiv 2112.03552, tables 1 and 2): a vision
     transformer's blocks with a generalized convolution in the place of attention. The defaults are Agent-S, but for
-    `branch_dropout`; `from_variant` has the rest.
+    `branch_dropout` and `initialization`; `from_variant` has the rest.
 
     Args:
         image_size (`int` or pair of `int`, *optional*, defaults to 224):
@@ -37,6 +40,10 @@ class AgentCNNConfig(FrugalViTConfig):
         branch_dropout (`float`, *optional*):
             Dropout at the end of the MLPs, which the reference implementation does not have; `dropout` if not given.
         batch_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the BatchNorms.
+        initialization (`str`, *optional*, defaults to `"default"`):
+            How weights of a fresh model are drawn: `"default"`, PyTorch's way, or `"reference"`, the reference
+            implementation's, which the variants have: standard normal patch projections with biases of zero, other
+            weights Xavier-uniform, biases of the MLPs and of the res-like stem standard normal.
         image_mean, image_std (`float` or sequence of `float`, *optional*):
             Normalization written into the image processor, for all channels or each.
         resize_size (`int`, *optional*):
@@ -65,6 +72,7 @@ class AgentCNNConfig(FrugalViTConfig):
     dropout: float | int = 0.1
     branch_dropout: float | int | None = None
     batch_norm_eps: float | int = 1e-5
+    initialization: str = "default"
     image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
     resize_size: int | None = None
@@ -102,7 +110,7 @@ class AgentCNNConfig(FrugalViTConfig):
 
     def validate_choices(self):
         """Fields with a fixed set of values."""
-        self._check_choices(stem=("patch", "res"), norm_position=("before", "after"))
+        self._check_choices(stem=("patch", "res"), norm_position=("before", "after"), initialization=INITIALIZATIONS)
         self._check_rates("dropout", "branch_dropout")
         self._check_positive("batch_norm_eps")
 
@@ -116,6 +124,7 @@ _SMALL = {
     "num_hidden_layers": 6,
     "num_positions": 9,
     "branch_dropout": 0.0,
+    "initialization": "reference",
     "num_labels": 10,
 }
 _BASE = {
@@ -124,6 +133,7 @@ _BASE = {
     "num_positions": 6,
     "norm_position": "after",
     "branch_dropout": 0.0,
+    "initialization": "reference",
     "num_labels": 10,
 }
 VARIANTS = {

@@ -3,8 +3,8 @@
 from huggingface_hub.dataclasses import strict
 from transformers import ViTConfig
 
+from .configuration_agent_cnn import INITIALIZATIONS, AgentCNNConfig
 from .configuration_agent_cnn import VARIANTS as AGENTS
-from .configuration_agent_cnn import AgentCNNConfig
 from .configuration_base import FrugalViTConfig, pair
 
 
@@ -36,6 +36,9 @@ class BootstrappedViTConfig(FrugalViTConfig):
         mlp_dropout (`float`, *optional*, defaults to 0.0):
             Dropout after the activation of the transformer's MLPs, which Transformers' own does not have and the
             reference implementation does.
+        initialization (`str`, *optional*, defaults to `"default"`):
+            How fresh weights of both are drawn: `"default"`, Transformers' and PyTorch's way, or `"reference"`, the
+            reference implementation's, which the variants have; see `reference_init_` and `AgentCNNConfig`.
         image_mean, image_std (`float` or sequence of `float`, *optional*):
             Normalization written into the image processor, for all channels or each.
         resize_size (`int`, *optional*):
@@ -62,6 +65,7 @@ class BootstrappedViTConfig(FrugalViTConfig):
     hint_layers: list[int] | tuple[int, ...] | None = None
     embedding_dropout: float | int | None = None
     mlp_dropout: float | int = 0.0
+    initialization: str = "default"
     image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
     resize_size: int | None = None
@@ -83,10 +87,10 @@ class BootstrappedViTConfig(FrugalViTConfig):
         self.agree()
 
     def agree(self):
-        """Hand the labels to both, and to the agent how images are prepared."""
+        """Hand the labels to both, and to the agent how images are prepared and how it starts."""
         for config in (self.vit_config, self.agent_config):
             config.id2label, config.label2id = self.id2label, self.label2id
-        for name in ("image_size", "image_mean", "image_std", "resize_size", "resample"):
+        for name in ("image_size", "image_mean", "image_std", "resize_size", "resample", "initialization"):
             setattr(self.agent_config, name, getattr(self, name))
 
     @property
@@ -101,7 +105,7 @@ class BootstrappedViTConfig(FrugalViTConfig):
 
     def validate_twins(self):
         """The agent's blocks stand beside the transformer's."""
-        self._check_choices(sharing=SHARING)
+        self._check_choices(sharing=SHARING, initialization=INITIALIZATIONS)
         self._check_counts("resize_size")
         vit, agent = self.vit_config, self.agent_config
         twins = {name: name for name in ("num_hidden_layers", "hidden_size", "num_channels")}
@@ -165,6 +169,7 @@ VARIANTS = {
         "sharing": sharing,
         "embedding_dropout": 0.0,
         "mlp_dropout": vit["hidden_dropout_prob"],
+        "initialization": "reference",
     }
     for name, sharing in (("joint", "none"), ("shared", "weights"))
     for size, vit in (("small", VIT_SMALL), ("base", VIT_BASE))

@@ -21,6 +21,7 @@ from ..configuration.configuration_agent_cnn import AgentCNNConfig
 from .generalized_convolution import GeneralizedConv2d
 from .hub import HubModel
 from .layers import GenericForImageClassification, activation, check_pixel_values
+from .reference_initialization import REFERENCE, init_patches_, init_xavier_
 
 
 class AgentCNNEmbeddings(nn.Module):
@@ -116,6 +117,21 @@ class AgentCNNPreTrainedModel(HubModel):
             init.zeros_(module.running_mean)
             init.ones_(module.running_var)
             init.zeros_(module.num_batches_tracked)
+        if self.config.initialization == REFERENCE:
+            self._init_as_reference(module)
+
+    def _init_as_reference(self, module: nn.Module):
+        """A module comes after those within, which it draws once more; classifiers are PyTorch's."""
+        if isinstance(module, GeneralizedConv2d):
+            init_xavier_(module)
+        elif isinstance(module, AgentCNNMLP):
+            init_xavier_(module.fc1, bias_std=1.0)
+            init_xavier_(module.fc2, bias_std=1.0)
+        elif isinstance(module, AgentCNNEmbeddings) and module.is_res:
+            init_xavier_(module.convolution)
+            init_xavier_(module.projection, bias_std=1.0)
+        elif isinstance(module, AgentCNNEmbeddings):
+            init_patches_(module.projection)
 
 
 class AgentCNNModel(AgentCNNPreTrainedModel):

@@ -21,6 +21,7 @@ from .generalized_convolution import generalized_conv2d
 from .hub import HubModel
 from .layers import check_pixel_values, divergence, image_classification_loss
 from .modeling_agent_cnn import AgentCNNForImageClassification, AgentCNNLayer, AgentCNNMLP
+from .reference_initialization import REFERENCE, reference_init_
 
 
 @dataclass
@@ -130,7 +131,7 @@ class BootstrappedViTForImageClassification(HubModel):
         config.validate()
         config.agree()
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels, self.hint_share = config.num_labels, 1.0
         self.vit = ViTForImageClassification._from_config(config.vit_config)
         self.twin = AgentCNNForImageClassification._from_config(config.agent_config)
         if config.sharing == "weights":
@@ -179,22 +180,25 @@ class BootstrappedViTForImageClassification(HubModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """The two initialize themselves."""
+        """The two initialize themselves, before this is called with the pair."""
+        if module is self and self.config.initialization == REFERENCE:
+            reference_init_(self.vit)
 
     @can_return_tuple
     def forward(
         self,
         pixel_values: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        hint_share: float | torch.Tensor = 1.0,
+        hint_share: float | torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BootstrappedViTOutput:
         """
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             labels (`torch.Tensor`, *optional*): `(batch,)` class indices. Without, the transformer alone runs.
-            hint_share (`float`, *optional*, defaults to 1.0):
-                Factor of the hints' weight; the recipe lets it decay linearly to 0, step by step.
+            hint_share (`float`, *optional*):
+                Factor of the hints' weight; the recipe lets it decay linearly to 0, step by step. The model's own
+                `hint_share` if not given, which is 1 unless a `HintDecayCallback` sets it.
             kwargs: Passed to the transformer's `forward`.
 
         Returns:
@@ -204,7 +208,7 @@ class BootstrappedViTForImageClassification(HubModel):
             ValueError: if pixel values are missing, no such floats, or (looked at on CPU) none or not finite, or
                 labels are no class indices of the model.
         """
-        config = self.config
+        config, hint_share = self.config, self.hint_share if hint_share is None else hint_share
         check_pixel_values(pixel_values, config.vit_config.num_channels, 1)
         if labels is None:
             outputs = self.vit(pixel_values, **kwargs)

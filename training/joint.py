@@ -139,6 +139,7 @@ def build_twins(arguments: TwinArguments, names: list[str]) -> BootstrappedViTFo
             "vit_config": values["vit_config"] | read_values("vit", arguments.vit),
             "agent_config": values["agent_config"] | read_values("agent", arguments.agent),
             **read_values("config_overrides", arguments.config_overrides),
+            "initialization": REFERENCE if arguments.initialization == REFERENCE else "default",
         },
         id2label=dict(enumerate(names)),
         label2id={name: index for index, name in enumerate(names)},
@@ -149,9 +150,8 @@ def build_twins(arguments: TwinArguments, names: list[str]) -> BootstrappedViTFo
         hinted = range(blocks) if config.hint_layers is None else config.hint_layers
         config.hint_layers = [layer for layer in hinted if layer not in without]
     model = BootstrappedViTForImageClassification._from_config(config)
-    if arguments.initialization != "default" or arguments.initialization_options:
-        part = model if arguments.initialization == REFERENCE else model.vit
-        initialize(part, arguments.initialization, arguments.initialization_options)
+    if arguments.initialization in INITIALIZATIONS or arguments.initialization_options:
+        initialize(model.vit, arguments.initialization, arguments.initialization_options)
     return model
 
 

@@ -1,15 +1,29 @@
 """The recipe for a ViT beside its agent, on a few embedded images."""
 
+import copy
 import json
 import shutil
 
 import datasets
 import pytest
 import torch
+from accelerate.utils import set_seed
 from safetensors.torch import load_file
-from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTForImageClassification
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    Trainer,
+    TrainingArguments,
+    ViTForImageClassification,
+)
 
-from frugalvit import AgentCNNForImageClassification, BootstrappedViTForImageClassification
+from frugalvit import (
+    AgentCNNConfig,
+    AgentCNNForImageClassification,
+    BootstrappedViTForImageClassification,
+    HintDecayCallback,
+)
 from frugalvit.attention import measure_attention
 from frugalvit.common.data import load_images
 from frugalvit.modeling.reference_initialization import reference_init_
@@ -119,6 +133,98 @@ def test_both_start_as_the_reference_has_it(variant):
         layer = model.twin.base_model.layers[0]
         assert layer.convolution.weight.abs().max().item() == pytest.approx((6 / (2 * 9 * 36)) ** 0.5, rel=0.02)
         assert not layer.convolution.bias.any() and 0.6 < layer.mlp.fc1.bias.std() < 1.4
+
+
+@pytest.mark.parametrize("variant", ["joint-small", "shared-small"])
+def test_the_start_travels_with_the_configuration(variant, tmp_path):
+    """The recipe's start is what the saved configuration draws; what is loaded is not drawn again."""
+    sizes = {"vit": f"{SIZES},image_size=32", "agent": SIZES}
+    torch.manual_seed(0)
+    model = joint.build_twins(joint.TwinArguments(variant=variant, **sizes), ["a", "b"])
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    again = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(tmp_path))
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name
+    other = type(model).from_pretrained(tmp_path, num_labels=3, ignore_mismatched_sizes=True).state_dict()
+    assert {name for name, weight in model.state_dict().items() if not torch.equal(weight, other[name])} == {
+        f"{part}.classifier.{kind}" for part in ("vit", "twin") for kind in ("weight", "bias")
+    }
+    # The agent by itself starts as in the pair.
+    assert AutoConfig.from_pretrained(tmp_path).agent_config.initialization == "reference"
+
+
+def test_agents_alone_start_as_the_reference_has_it():
+    sizes = {"hidden_size": 36, "num_hidden_layers": 1, "patch_size": 8, "num_labels": 2}
+    fresh = AgentCNNForImageClassification(AgentCNNConfig.from_variant("agent-small", **sizes))
+    default = AgentCNNForImageClassification(AgentCNNConfig(**sizes))
+    assert default.base_model.embeddings.projection.weight.std() < 0.1
+    reference_init_(default)
+    assert default.config.initialization == "reference"
+    for model in (fresh, default):
+        embeddings, (layer,) = model.base_model.embeddings, model.base_model.layers
+        assert embeddings.projection.weight.std().item() == pytest.approx(1, abs=0.03)
+        assert not layer.convolution.bias.any() and 0.6 < layer.mlp.fc1.bias.std() < 1.4
+        assert model.classifier.weight.abs().max() <= 1 / 6
+
+
+def test_trainer_gives_the_recipes_weights(run, monkeypatch, tmp_path):
+    """On the recipe's batches, with its optimizer; dropout, whose random numbers differ, aside."""
+    batches, forward = [], BootstrappedViTForImageClassification.forward
+
+    def watch(self, pixel_values, labels=None, **options):
+        if self.training:
+            batches.append((pixel_values.clone(), labels.clone()))
+        return forward(self, pixel_values, labels=labels, **options)
+
+    monkeypatch.setattr(BootstrappedViTForImageClassification, "forward", watch)
+    run(
+        vit=f"{SIZES},image_size=32,hidden_dropout_prob=0,attention_probs_dropout_prob=0",
+        agent=f"{SIZES},dropout=0",
+        config_overrides="mlp_dropout=0",
+        weight_decay=0,
+    )
+    monkeypatch.undo()
+    trained = BootstrappedViTForImageClassification.from_pretrained(tmp_path / "out")
+    set_seed(0)
+    model = AutoModelForImageClassification.from_config(trained.config, attn_implementation="eager")
+    examples = [
+        {"pixel_values": image, "labels": label} for batch in batches for image, label in zip(*batch, strict=True)
+    ]
+    arguments = TrainingArguments(
+        str(tmp_path / "trainer"),
+        per_device_train_batch_size=16,
+        num_train_epochs=1,
+        train_sampling_strategy="sequential",
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        max_grad_norm=0,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+    def distance(callbacks: list) -> float:
+        """From the weights of the recipe's last step."""
+        copied = copy.deepcopy(model)
+        Trainer(copied, arguments, train_dataset=examples, callbacks=callbacks).train()
+        assert copied.hint_share == 1
+        weights = load_file(max((tmp_path / "out" / "checkpoints").iterdir()) / "model.safetensors")
+        return max((copied.state_dict()[name] - weight).abs().max().item() for name, weight in weights.items())
+
+    assert len(batches) == 8
+    assert distance([HintDecayCallback()]) < 1e-5
+    assert distance([]) > 1e-4
+
+
+def test_only_hints_can_decay(tmp_path):
+    model = AgentCNNForImageClassification(AgentCNNConfig(hidden_size=8, num_hidden_layers=1, num_labels=2))
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
+    trainer = Trainer(model, arguments, train_dataset=[{}], callbacks=[HintDecayCallback()])
+    with pytest.raises(ValueError, match="AgentCNNForImageClassification has no hints to decay"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("variant", ["joint-small", "shared-small"])
