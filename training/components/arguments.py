@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from ...common.command_line import OneSpelling, spelled
 from ...common.data import NO_EVALUATION, SUBSET
 from ...common.files import read_text
+from ...common.tables import printable
 
 
 # What may change when a run is resumed: these alter nothing that was done. A run that met an image that cannot be read
@@ -209,7 +210,7 @@ def parse_arguments(prog: str, description: str, dataclass_types: list[type], ar
             raise ValueError(f"there is no argument {rest[0]}")
         return tuple(parsed)
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(printable(" ".join(str(error).split())))
 
 
 def recipes_of(prog: str) -> dict[str, Path]:
@@ -278,7 +279,7 @@ def reason(error: BaseException) -> str | None:
     if message.startswith("Caught "):
         # What such a process raised comes with its traceback.
         message = message.strip().splitlines()[-1]
-    return " ".join(message.split()) or type(error).__name__
+    return printable(" ".join(message.split())) or type(error).__name__
 
 
 def run_as_program(main: Callable, prog: str):
