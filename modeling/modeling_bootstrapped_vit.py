@@ -19,7 +19,7 @@ from transformers.utils.generic import can_return_tuple
 from ..configuration.configuration_bootstrapped_vit import BootstrappedViTConfig
 from .generalized_convolution import generalized_conv2d
 from .hub import HubModel
-from .layers import check_pixel_values, divergence, image_classification_loss
+from .layers import check_pixel_values, divergence, image_classification_loss, in_float32
 from .modeling_agent_cnn import AgentCNNForImageClassification, AgentCNNLayer, AgentCNNMLP
 
 
@@ -90,7 +90,7 @@ def hint(tokens: torch.Tensor, feature_map: torch.Tensor) -> torch.Tensor:
         tokens (`torch.Tensor`): `(batch, patches, hidden_size)`.
         feature_map (`torch.Tensor`): `(batch, hidden_size, rows, columns)`.
     """
-    sequences = [tokens.float().mT, feature_map.detach().float().flatten(2)]
+    sequences = [in_float32(tokens).mT, in_float32(feature_map.detach()).flatten(2)]
     length = min(sequence.shape[-1] for sequence in sequences)
     sequences = [x if x.shape[-1] == length else F.adaptive_avg_pool1d(x, length) for x in sequences]
     return F.mse_loss(*(F.layer_norm(sequence.mT, sequence.shape[1:2]) for sequence in sequences))
@@ -201,11 +201,11 @@ class BootstrappedViTForImageClassification(HubModel):
             `BootstrappedViTOutput`: The loss is the sum of the terms that `losses` has.
 
         Raises:
-            ValueError: if pixel values are missing, no such floats, or (looked at on CPU) none or not finite, or
-                labels are no class indices of the model.
+            ValueError: if pixel values are missing, no such floats, smaller than a patch, or (looked at on CPU) none
+                or not finite, or labels are no class indices of the model.
         """
         config = self.config
-        check_pixel_values(pixel_values, config.vit_config.num_channels, 1)
+        check_pixel_values(pixel_values, config.vit_config.num_channels, config.vit_config.patch_size)
         if labels is None:
             outputs = self.vit(pixel_values, **kwargs)
             return BootstrappedViTOutput(

@@ -56,7 +56,7 @@ def claim(folder: Path, run: RunArguments):
         here, there = run.record.get("images", {}), found.get("images", {})
         changed = [name for name in here if name in there and here[name] != there[name]]
         if changed:
-            counted = [name for name in changed if isinstance(here[name], int)]
+            counted = [name for name in changed if isinstance(here[name], int) and isinstance(there[name], int)]
             counts = "".join(f", {there[name]:,} {name} then and {here[name]:,} now" for name in counted)
             raise ValueError(
                 f"The images are not those that the run in --output {folder} began with (other "
@@ -135,6 +135,11 @@ def fit(
     accelerator.init_trackers("frugalvit", {k: v for k, v in values if isinstance(v, int | float | str)})
     set_seed(run.seed, device_specific=True)
     state = checkpoints.resume()
+    if not 0 <= state.step - state.epoch * loader.steps_per_epoch <= loader.steps_per_epoch:
+        raise ValueError(
+            f"{folder} has a checkpoint of {state.epoch} epochs and {state.step} steps, and an epoch has "
+            f"{loader.steps_per_epoch}; give another folder, or start anew with --overwrite."
+        )
     metrics = folder / "metrics.jsonl"
     if accelerator.is_main_process:
         # What a run that was killed logged after its last checkpoint is logged again.
@@ -250,7 +255,7 @@ def fit(
         for name, value in record.items():
             if isinstance(value, float):
                 check_finite(f"{name} of epoch {epoch + 1}", value, state.step, checkpoints)
-        is_best = evaluate is None or state.best is None or record[metric] > state.best[metric]
+        is_best = evaluate is None or state.best is None or record[metric] > state.best.get(metric, -math.inf)
         state = TrainingState(epoch + 1, state.step, record if is_best else state.best, state.log)
         # Where each process has a part of the weights, all of them gather the whole.
         weights = accelerator.get_state_dict(model if saved is None else saved) if is_best else None
