@@ -192,10 +192,15 @@ class AttentionStartConfig(FrugalViTConfig):
     impulse_per_layer: bool = True
     impulse_value_init: str | None = None
 
+    @staticmethod
+    def _starts() -> tuple[str, ...]:
+        """Values of `initialization`."""
+        return "default", *INITIALIZATIONS
+
     def validate_start(self):
         """The start exists."""
         self._check_choices(
-            initialization=("default", *INITIALIZATIONS),
+            initialization=self._starts(),
             impulse_solver=SOLVERS,
             impulse_value_init=(None, *VALUE_INITS),
         )

@@ -97,11 +97,13 @@ class ViTImpulseInitConfig(AttentionStartConfig, PatchTransformerConfig):
                 "cosine of two coordinates) wants it."
             )
 
+    @staticmethod
+    def _starts() -> tuple[str, ...]:
+        return INITIALIZATIONS
+
     def validate_choices(self):
         """Fields with a fixed set of values."""
-        self._check_choices(
-            position_embedding=("sincos", "learned", "random"), pooling=("mean", "cls"), initialization=INITIALIZATIONS
-        )
+        self._check_choices(position_embedding=("sincos", "learned", "random"), pooling=("mean", "cls"))
         self._check_positive("position_std")
 
     @staticmethod

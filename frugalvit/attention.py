@@ -336,7 +336,7 @@ def draw_attention(
                     )
                 if row == 0 and part == 0:
                     title = f"{name}, head {head}" if len(columns) > len(measured) else name
-                    axes.set_title(title, loc="left", fontsize=8, color=TEXT_COLOR, pad=4)
+                    axes.set_title(title, loc="left", fontsize=8, color=TEXT_COLOR, pad=4, parse_math=False)
     style = {"va": "center", "size": LEGEND_SIZE, "color": LEGEND_COLOR}
     scale_y, scale = bottom - 0.16, 0.8
     figure.text(left / width, scale_y / height, "attention: 0", ha="left", **style)

@@ -112,7 +112,7 @@ def measure_all(
         compiled (`bool`): Each model compiled, too, as another row.
     """
     macs = {
-        name: model.report["macs"]
+        name: model.report.get("macs")
         if isinstance(model, ExportedModule)
         else count_macs(model, image_size[1:], image_size[0]).macs_with_attention
         for name, model in models.items()

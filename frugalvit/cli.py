@@ -133,6 +133,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"frugalvit: error: there is no command {command!r}; {hint}", file=sys.stderr)
         return 2
 
+    # What a terminal has no letters for, it is told in escapes.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options_of(command).parse(rest)
         bound_spinning()

@@ -21,6 +21,7 @@ from .common.decoding import read_image, read_record
 from .common.exported import ExportedModule
 from .common.loading import load_image_classifier
 from .common.metrics import check_scores
+from .common.tables import printable
 from .common.views import prepare_images
 from .options.predict import MAX_DRAWN, PAGE, parse
 from .resources import checkpoint_path
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
                     tqdm.write(format_prediction(name, prediction))
                 if draws and len(drawn) < MAX_DRAWN:
                     drawn.append(prediction)
-                    captions.append(f"{Path(name).name}: {format_labels(prediction.labels[:3])}")
+                    captions.append(f"{printable(Path(name).name)}: {format_labels(prediction.labels[:3])}")
             count += len(batch)
             progress.update(len(batch))
     if not count:
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
             page = slice(start, start + PAGE)
             pages.append(path.with_stem(f"{path.stem}-{len(pages) + 1}") if pages else path)
             save_figure(draw_predictions(drawn[page], captions[page], arguments.all_steps), pages[-1])
-        print(f"Drew {len(drawn)} of {count} images: {', '.join(map(str, pages))}", file=sys.stderr)
+        print(f"Drew {len(drawn)} of {count} images: {printable(', '.join(map(str, pages)))}", file=sys.stderr)
 
 
 @dataclass
@@ -174,12 +175,13 @@ def draw_predictions(
 
 
 def format_labels(labels: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(f"{label} {score:.1%}" for label, score in labels)
+    return ", ".join(f"{printable(label)} {score:.1%}" for label, score in labels)
 
 
 def format_prediction(name: str, prediction: Prediction) -> str:
     tokens = "" if prediction.num_tokens is None else f" ({prediction.num_tokens} tokens)"
-    return "\n".join([f"{name}{tokens}", *(f"{score:8.1%}  {label}" for label, score in prediction.labels)])
+    lines = [f"{score:8.1%}  {printable(label)}" for label, score in prediction.labels]
+    return "\n".join([f"{printable(name)}{tokens}", *lines])
 
 
 def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path]:
@@ -242,7 +244,7 @@ def read_images(
         except (ValueError, PermissionError) as error:
             if not skip_corrupt:
                 raise
-            tqdm.write(f"Left out: {error}", file=sys.stderr)
+            tqdm.write(f"Left out: {printable(str(error))}", file=sys.stderr)
             continue
         yield name, image
 

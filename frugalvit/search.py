@@ -1,5 +1,6 @@
 """`frugalvit search`: images of an index by words, or by an image that is like them."""
 
+import functools
 import json
 import math
 import os
@@ -12,9 +13,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from .common.decoding import is_image_file, is_unread_picture, open_image
+from .common.tables import printable
 from .common.views import prepare_images
 from .evaluation.two_towers import TwoTowers, load_two_towers
-from .index import Shard, read_about, read_shards
+from .index import Shard, describe, read_about, read_shards
 from .options.search import parse
 from .pictures import CAPTION_SIZE, TEXT_COLOR, check_picture_path, save_figure
 from .predict import decode_file
@@ -40,10 +42,10 @@ def main(argv: list[str] | None = None) -> None:
     paths = [str(folder / each.name) for each in found]
     if arguments.json:
         rows = [{"image": path, "cosine": each.cosine} for path, each in zip(paths, found, strict=True)]
-        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        print(json.dumps(rows, indent=2))
     else:
         for path, each in zip(paths, found, strict=True):
-            print(f"{each.cosine:7.4f}  {path}")
+            print(f"{each.cosine:7.4f}  {printable(path)}")
     if arguments.picture:
         save_figure(draw_found(paths, found, arguments.query), arguments.picture)
 
@@ -100,11 +102,12 @@ def _holds_image(file: Path) -> bool:
 def search(query: torch.Tensor, shards: Iterable[Shard], top: int, folder: Path | None = None) -> list[Found]:
     """The images that are most like a query, the best first.
 
-    Of an image that changed since it was embedded first, the last embedding counts.
+    Of an image that was embedded several times, the embedding of the file that is there counts, by its bytes and time;
+    if none is of it, or it is not looked at, the last.
 
     Args:
         query (`torch.Tensor`): `(width,)` of norm 1.
-        shards (iterable of `Shard`): The index.
+        shards (iterable of `Shard`): The index, in the order in which it was made.
         top (`int`): Images, at most.
         folder (`Path`, *optional*): Where they lie; those that are gone are left out.
 
@@ -119,21 +122,27 @@ def search(query: torch.Tensor, shards: Iterable[Shard], top: int, folder: Path 
             )
         files += shard.files
         embeddings.append(shard.embeddings)
-    latest = {}
-    for number, (name, _, changed) in enumerate(files):
-        if name not in latest or changed >= files[latest[name]][2]:
-            latest[name] = number
+    rows = {}
+    for number, (name, *_) in enumerate(files):
+        rows.setdefault(name, []).append(number)
+
+    @functools.cache
+    def row_of(name: str) -> int | None:
+        """The embedding that counts, `None` for an image that is gone."""
+        there = describe(folder / name) if folder else files[rows[name][-1]][1:]
+        return there and next((row for row in reversed(rows[name]) if files[row][1:] == there), rows[name][-1])
+
     found, seen = [], 0
     # More of them, as long as what was found is gone or has changed since.
     while len(found) < top and seen < len(files):
         count = min(len(files), max(top, 2 * seen))
         for cosine, number in list(zip(*nearest(embeddings, query, count), strict=True))[seen:]:
             name = files[number][0]
-            if latest[name] == number and (folder is None or (folder / name).is_file()):
+            if row_of(name) == number:
                 found.append(Found(name, cosine))
         seen = count
     if not found:
-        raise ValueError(f"The index has no images, or none of its {len(latest):,} is there any more.")
+        raise ValueError(f"The index has no images, or none of its {len(rows):,} is there any more.")
     return found[:top]
 
 
@@ -166,11 +175,12 @@ def draw_found(paths: list[str], found: list[Found], query: str) -> Figure:
     rows = math.ceil(len(paths) / COLUMNS)
     figure = Figure(figsize=(COLUMNS * PANEL, rows * (PANEL + 0.3) + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(query, color=TEXT_COLOR, fontsize=CAPTION_SIZE + 2)
+    style = {"color": TEXT_COLOR, "parse_math": False}
+    figure.suptitle(printable(query), fontsize=CAPTION_SIZE + 2, **style)
     panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
     for axes in panels:
         axes.set_axis_off()
     for axes, path, each in zip(panels, paths, found, strict=False):
         axes.imshow(decode_file(Path(path), path, hint=""))
-        axes.set_title(f"{Path(path).name}, {each.cosine:.3f}", color=TEXT_COLOR, fontsize=CAPTION_SIZE)
+        axes.set_title(f"{printable(Path(path).name)}, {each.cosine:.3f}", fontsize=CAPTION_SIZE, **style)
     return figure

@@ -164,7 +164,7 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
             hidden_size)`, and `pooler_output`, `(batch, hidden_size)`, its [CLS].
         """
         weight = self.embeddings.patch_embeddings.projection.weight
-        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min(weight.shape[2:]))
+        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, tuple(weight.shape[2:]))
         hidden_states = self.embeddings(pixel_values.to(weight.dtype), interpolate_pos_encoding)
         for layer in self.layers:
             hidden_states = layer(hidden_states, **kwargs)

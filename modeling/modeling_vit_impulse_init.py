@@ -176,7 +176,7 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
             `pooler_output`, `(batch, hidden_size)`, which the classifier reads.
         """
         weight = self.embeddings.patch_embeddings.projection.weight
-        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min(weight.shape[2:]))
+        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, tuple(weight.shape[2:]))
         hidden_states = self.embeddings(pixel_values.to(weight.dtype), interpolate_pos_encoding)
         for layer in self.layers:
             hidden_states = layer(hidden_states, **kwargs)

@@ -222,8 +222,8 @@ def test_search_is_sorting(library, count, top, seed):
     query = torch.nn.functional.normalize(torch.randn(4, generator=generator), dim=-1)
     files = [[f"{number}.png", 1, 1] for number in range(count)]
     half = count // 2
-    old = Shard([[name, size, 0] for name, size, _ in files[:half]], -embeddings[:half])
-    shards = [Shard(files[:half], embeddings[:half]), Shard(files[half:], embeddings[half:]), old]
+    old = Shard([[name, size, 2] for name, size, _ in files[:half]], -embeddings[:half])
+    shards = [old, Shard(files[:half], embeddings[:half]), Shard(files[half:], embeddings[half:])]
     with patch.object(frugalvit.search, "faiss", library):
         found = search(query, [shard for shard in shards if shard.files], top)
     order = (embeddings @ query).argsort(descending=True)[:top].tolist()

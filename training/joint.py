@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from transformers import ViTImageProcessor
 
 from ..common.data import class_names, load_splits
@@ -25,7 +24,6 @@ from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
-from ..modeling.reference_initialization import REFERENCE
 from .components.arguments import (
     DataArguments,
     RunArguments,
@@ -36,7 +34,7 @@ from .components.cards import choice_of_epoch, count_measured, name_images, writ
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
-from .components.models import choose_attention, initialize, read_values
+from .components.models import choose_attention, configure_start, read_values
 from .components.optimizers import optimizer_with_schedule
 from .components.runs import start_accelerator
 from .components.sharding import prepare
@@ -60,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     if eval_images is not None and class_names(eval_images) is None:
         raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
 
-    model = build_twins(arguments, names)
+    model = build_twins(arguments, names, run.seed)
     # An agent has no attention.
     choose_attention(model.vit, arguments.attn_implementation, accelerator.device)
     if run.compile:
@@ -130,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def build_twins(arguments: TwinArguments, names: list[str]) -> BootstrappedViTForImageClassification:
+def build_twins(arguments: TwinArguments, names: list[str], seed: int = 0) -> BootstrappedViTForImageClassification:
     """The pair for these class names, in float32."""
     values = VARIANTS[arguments.variant]
     config = BootstrappedViTConfig(
@@ -139,7 +137,7 @@ def build_twins(arguments: TwinArguments, names: list[str]) -> BootstrappedViTFo
             "vit_config": values["vit_config"] | read_values("vit", arguments.vit),
             "agent_config": values["agent_config"] | read_values("agent", arguments.agent),
             **read_values("config_overrides", arguments.config_overrides),
-            "initialization": REFERENCE if arguments.initialization == REFERENCE else "default",
+            "initialization": "default",
         },
         id2label=dict(enumerate(names)),
         label2id={name: index for index, name in enumerate(names)},
@@ -149,10 +147,9 @@ def build_twins(arguments: TwinArguments, names: list[str]) -> BootstrappedViTFo
     if without:
         hinted = range(blocks) if config.hint_layers is None else config.hint_layers
         config.hint_layers = [layer for layer in hinted if layer not in without]
-    model = BootstrappedViTForImageClassification._from_config(config)
-    if arguments.initialization in INITIALIZATIONS or arguments.initialization_options:
-        initialize(model.vit, arguments.initialization, arguments.initialization_options)
-    return model
+    configure_start(config, arguments.initialization, arguments.initialization_options, seed)
+    config.agree()
+    return BootstrappedViTForImageClassification._from_config(config)
 
 
 def starting_twins(values: dict, config) -> BootstrappedViTForImageClassification:
@@ -160,8 +157,8 @@ def starting_twins(values: dict, config) -> BootstrappedViTForImageClassificatio
     arguments = TwinArguments(
         **{f.name: values[f.name] for f in dataclasses.fields(TwinArguments) if f.name in values}
     )
-    set_seed(values["seed"])
-    return build_twins(arguments, [config.id2label[label] for label in range(config.num_labels)])
+    names = [config.id2label[label] for label in range(config.num_labels)]
+    return build_twins(arguments, names, values["seed"])
 
 
 @torch.inference_mode()

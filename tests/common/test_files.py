@@ -42,7 +42,7 @@ def write_and_die(output: Path, before: str, count: int):
 
 @pytest.mark.parametrize(
     ("before", "count", "left"),
-    [("rename", 1, "old"), ("rename", 2, None), ("rmtree", 3, "new")],
+    [("rename", 1, "old"), ("rename", 2, None), ("rmtree", 2, "new")],
     ids=["before the old one goes", "before the new one comes", "before the old one is removed"],
 )
 def test_a_process_that_is_killed_loses_no_folder(before, count, left, tmp_path):

@@ -21,6 +21,7 @@ from ...common.choices import NO_EVALUATION, SUBSET
 from ...common.command_line import HelpFormatter, OneSpelling, spelled
 from ...common.files import read_text
 from ...common.licenses import check_license
+from ...common.tables import printable
 
 
 # What may change when a run is resumed: these alter nothing that was done. A run that met an image that cannot be read
@@ -225,7 +226,7 @@ class ArgumentParser(OneSpelling, HfArgumentParser):
                 raise ValueError(f"there is no argument {rest[0]}")
             return tuple(parsed)
         except (ValueError, OSError) as error:
-            self.error(" ".join(str(error).split()))
+            self.error(printable(" ".join(str(error).split())))
 
 
 def parse_arguments(prog: str, description: str, dataclass_types: list[type], argv: list[str] | None) -> tuple:
@@ -302,7 +303,7 @@ def reason(error: BaseException) -> str | None:
     if message.startswith("Caught "):
         # What such a process raised comes with its traceback.
         message = message.strip().splitlines()[-1]
-    return " ".join(message.split()) or type(error).__name__
+    return printable(" ".join(message.split())) or type(error).__name__
 
 
 def run_as_program(main: Callable, prog: str):

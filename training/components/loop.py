@@ -62,7 +62,7 @@ def claim(folder: Path, run: RunArguments):
         here, there = run.record.get("images", {}), found.get("images", {})
         changed = [name for name in here if name in there and here[name] != there[name]]
         if changed:
-            counted = [name for name in changed if isinstance(here[name], int)]
+            counted = [name for name in changed if isinstance(here[name], int) and isinstance(there[name], int)]
             counts = "".join(f", {there[name]:,} {name} then and {here[name]:,} now" for name in counted)
             raise ValueError(
                 f"The images are not those that the run in --output {folder} began with (other "
@@ -154,6 +154,11 @@ def fit(
     accelerator.init_trackers("frugalvit", {k: v for k, v in values if isinstance(v, int | float | str)})
     set_seed(run.seed, device_specific=True)
     state = checkpoints.resume()
+    if not 0 <= state.step - state.epoch * loader.steps_per_epoch <= loader.steps_per_epoch:
+        raise ValueError(
+            f"{folder} has a checkpoint of {state.epoch} epochs and {state.step} steps, and an epoch has "
+            f"{loader.steps_per_epoch}; give another folder, or start anew with --overwrite."
+        )
     metrics = folder / "metrics.jsonl"
     if accelerator.is_main_process:
         # What a run that was killed logged after its last checkpoint is logged again.
@@ -293,7 +298,7 @@ def fit(
             **({"skipped": state.skipped} if state.skipped else {}),
             **(evaluate(model, eval_loader) if eval_loader else {}),
         }
-        is_best = not eval_loader or state.best is None or record[metric] > state.best[metric]
+        is_best = not eval_loader or state.best is None or record[metric] > state.best.get(metric, -math.inf)
         if is_best and test_loader:
             record |= {f"{TEST}{name}": value for name, value in evaluate(model, test_loader).items()}
         for name, value in record.items():

@@ -39,17 +39,23 @@ def configure_start(config, name: str, text: str, seed: int) -> bool:
     Raises:
         ValueError: if an option has no field.
     """
+    options = start_options(name, text)
     if isinstance(config, FrugalViTConfig):
         config.initialization_seed = seed
-    if name not in INITIALIZATIONS or not isinstance(config, AttentionStartConfig):
-        return name == "default" and not text
+    if name == "default":
+        return True
+    if name == REFERENCE and hasattr(config, "initialization"):
+        config.initialization = name
+        return True
+    if name == REFERENCE or not isinstance(config, AttentionStartConfig):
+        return False
+    if unknown := sorted(options.keys() - START_FIELDS.keys()):
+        raise ValueError(
+            f"--initialization-options: {unknown[0]!r} of a {config.model_type} is its configuration's; say "
+            "position_embedding in --config-overrides."
+        )
     config.initialization = name
-    for option, value in start_options(name, text).items():
-        if option not in START_FIELDS:
-            raise ValueError(
-                f"--initialization-options: {option!r} of a {config.model_type} is its configuration's; say "
-                "position_embedding in --config-overrides."
-            )
+    for option, value in options.items():
         setattr(config, START_FIELDS[option], value)
     return True
 

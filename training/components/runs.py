@@ -19,10 +19,14 @@ from accelerate.utils import (
     set_seed,
 )
 
-from ...common.files import LOCK
+from ...common.files import LOCK, read_json, refuse_links
 from ...common.precision import choose_mixed_precision, describe_device
 from ...common.versions import origin
 from .arguments import RESUMABLE, RunArguments
+
+
+# What a run writes into its folder by these names, besides its checkpoints and the files of the best model.
+WRITTEN = ("run.json", "results.json", "metrics.jsonl", "README.md", "logs")
 
 
 def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, arguments: list) -> Accelerator:
@@ -115,7 +119,7 @@ def automatic_precision(run: RunArguments) -> str:
     """The precision that the run in the output folder began with, or the one that the main process' device is fast
     at."""
     there = None if run.overwrite else read_run(Path(run.output_dir))
-    if there and "mixed_precision" in there["arguments"]:
+    if there and there["arguments"].get("mixed_precision") in ("no", "bf16", "fp16"):
         return there["arguments"]["mixed_precision"]
     # As Accelerate asks for processes on CPUs, before it is told the precision.
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
@@ -139,6 +143,9 @@ def check_output_folder(folder: Path, run: RunArguments, arguments: list):
         raise ValueError(
             f"{checkpoints} is no folder of the run in --output {folder} but leads elsewhere; give another one."
         )
+    refuse_links(folder, *WRITTEN)
+    if checkpoints.is_dir():
+        refuse_links(checkpoints, *(path.relative_to(checkpoints) for path in checkpoints.rglob("*")))
     if run.overwrite:
         return
     defaults = {f.name: _default(f) for group in arguments for f in dataclasses.fields(group)}
@@ -165,10 +172,11 @@ def has_begun(folder: Path) -> bool:
 def read_run(folder: Path) -> dict | None:
     """What a recipe noted about the run in a folder, or None if none did."""
     try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
+        return read_json(folder / "run.json", {"arguments": dict, "images": dict | None})
+    except PermissionError:
+        raise
+    except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("arguments"), dict) else None
 
 
 def _fixed_values(arguments: list) -> dict:
