@@ -173,8 +173,8 @@ def parts_of_layers(model: nn.Module) -> VisionTransformer:
 
 
 def is_drawn(model: nn.Module) -> bool:
-    """Whether the attention of a base model of ours, or of Transformers' ViT, is fresh: loaded weights are marked, and nothing is solved for
-    them or without memory."""
+    """Whether the attention of a base model of ours, or of Transformers' ViT, is fresh: loaded weights are marked, and
+    nothing is solved for them or without memory."""
     weights = [layer.attention.q_proj.weight for layer in model.layers]
     return not any(weight.is_meta or getattr(weight, "_is_hf_initialized", False) for weight in weights)
 

@@ -9,6 +9,7 @@ import datasets
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
     ResNetConfig,
@@ -20,7 +21,7 @@ from transformers import (
 
 from frugalvit.attention import measure_attention
 from frugalvit.common.data import class_names, load_images
-from frugalvit.training import train
+from frugalvit.training import joint, train
 from frugalvit.training.components.arguments import recipes_of
 
 
@@ -140,6 +141,56 @@ def test_a_start_leaves_alone_what_it_is_told_to(name):
     attention = model.vit.layers[0].attention
     assert attention.v_proj.weight.std() < 0.03
     assert model.vit.embeddings.position_embeddings.std() > 2
+
+
+IMPULSE = "solver=adam_bounded,steps=3,renormalize_every=2,kernel_size=5,value_init=default,pseudo_input=uniform"
+STARTS = {
+    "impulse": ["", IMPULSE, "mass=null,per_layer=false"],
+    "mimetic": ["value_init=default"],
+    "trunc_normal": ["std=0.05,value_init=mimetic"],
+    "kaiming_uniform": [""],
+    "default": [""],
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "initialization", "options"),
+    [
+        *(
+            (model_type, name, each)
+            for model_type in ("vit_impulse_init", "vit_context_broadcast", "bootstrapped_vit")
+            for name, options in STARTS.items()
+            for each in options
+        ),
+        ("bootstrapped_vit", "reference", ""),
+        ("agent_cnn", "reference", ""),
+        ("convmixer", "default", ""),
+    ],
+)
+def test_a_published_configuration_draws_the_start_again(model_type, initialization, options, tmp_path):
+    """Of every initialization and recipe: what a run saves says how it began."""
+    start = {"initialization": initialization, "initialization_options": options}
+    if model_type == "bootstrapped_vit":
+        sizes = "patch_size=8,hidden_size=16,num_hidden_layers=2,intermediate_size=32"
+        twins = joint.TwinArguments(vit=f"image_size=32,num_attention_heads=2,{sizes}", agent=sizes, **start)
+        model = joint.build_twins(twins, ["ant", "bee"], seed=3)
+    else:
+        sizes = {"convmixer": "hidden_size=16,num_hidden_layers=2", "agent_cnn": "image_size=32,patch_size=8"}
+        heads = "image_size=32,patch_size=8,hidden_size=16,num_hidden_layers=2,num_attention_heads=2"
+        arguments = train.ModelArguments(model_type=model_type, config_overrides=sizes.get(model_type, heads), **start)
+        model, _ = train.build_model(arguments, train.RecipeArguments(), ["ant", "bee"], seed=3)
+    expected = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # training
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(99)
+    config = AutoConfig.from_pretrained(tmp_path)
+    drawn = AutoModelForImageClassification.from_config(config).state_dict()
+    assert all(torch.equal(drawn[name], weight) for name, weight in expected.items())
+    config.initialization_seed = 4
+    other = AutoModelForImageClassification.from_config(config).state_dict()
+    assert not all(torch.equal(other[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize(
