@@ -59,7 +59,7 @@ from shared import (
 def impulse(**options) -> dict:
     """A row that starts with impulses."""
     text = ",".join(
-        f"{name}={json.dumps(value) if isinstance(value, list) else value}" for name, value in options.items()
+        f"{name}={json.dumps(value) if isinstance(value, list | bool) else value}" for name, value in options.items()
     )
     return {"initialization": "impulse", "initialization_options": text}
 
