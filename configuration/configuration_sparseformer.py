@@ -181,6 +181,8 @@ class SparseFormerConfig(FrugalViTConfig):
     """
 
     model_type = "sparseformer"
+    # Of a CLIP or a LLaVA with a SparseFormer, the configuration of that.
+    base_config_key = "vision_config"
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
     keys_to_ignore_at_inference = [
         "rois",

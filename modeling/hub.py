@@ -104,7 +104,8 @@ def auto_class(model: PreTrainedModel) -> str | None:
             return "AutoModelForSemanticSegmentation"
         is_clip = hasattr(model, "get_text_features")
         return "AutoModelForZeroShotImageClassification" if is_clip else "AutoModelForImageClassification"
-    return next((auto for auto, own in reversed(model.auto_classes.items()) if own == type(model).__name__), None)
+    names = reversed(model.auto_classes.items())
+    return next((auto for auto, own in names if own == type(model).__name__), model.loads_with)
 
 
 def pipeline_tag(model: PreTrainedModel) -> str | None:
@@ -131,7 +132,7 @@ def loading_example(model: PreTrainedModel) -> str:
     return _LOADING_BY_CLASS_NAME.format(module=module, name=type(model).__name__)
 
 
-def model_card(model: "HubModel") -> ModelCard:
+def model_card(model: PreTrainedModel) -> ModelCard:
     """A card that says what the model is and how to load it; recipes write theirs with measured results instead."""
     data = ModelCardData(
         library_name="transformers",
@@ -139,9 +140,11 @@ def model_card(model: "HubModel") -> ModelCard:
         pipeline_tag=pipeline_tag(model),
     )
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    about = "" if type(model).__doc__ is None else f"{inspect.getdoc(type(model))}\n\n"
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n# {type(model).__name__}\n\n"
-        f"A {model.config.model_type} model with {parameters:,} parameters.\n\n"
+        f"A {model.config.model_type} model with {parameters:,} parameters. No measurement is noted here.\n\n"
+        f"{about if isinstance(model, HubModel) else ''}"
         f"```python\n{loading_example(model)}\n```\n"
     )
 
@@ -168,10 +171,12 @@ class HubModel(PreTrainedModel):
     """A `PreTrainedModel` whose `save_pretrained` (and so `Trainer` and `push_to_hub`) writes a folder that loads with
     `trust_remote_code=True` where frugalvit is not installed.
 
-    Families set `auto_classes`, Auto class name to class name, for `auto_map`.
+    Families set `auto_classes`, Auto class name to class name, for `auto_map`. A class that is not in there and that an
+    Auto class loads all the same names it as `loads_with`.
     """
 
     auto_classes: dict[str, str] = {}
+    loads_with: str | None = None
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

@@ -117,6 +117,7 @@ class SparseFormerVisionModelWithProjectionOutput(ModelOutput):
 
     image_embeds: torch.FloatTensor | None = None
     last_hidden_state: torch.FloatTensor | None = None
+    pooler_output: torch.FloatTensor | None = None
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     attentions: tuple[torch.FloatTensor, ...] | None = None
     rois: tuple[torch.FloatTensor, ...] | None = None
@@ -626,6 +627,24 @@ class SparseFormerPreTrainedModel(HubModel):
         "attentions": OutputRecorder(SelfAttention, index=1, layer_name="layers"),
     }
 
+    # Of a model that has a SparseFormer as its image side, a vision class takes that.
+    _keys_to_ignore_on_load_unexpected = [
+        r"^text_(model|projection)\.",
+        r"^logit_(scale|bias)$",
+        r"^(model\.)?(language_model|multi_modal_projector|lm_head)\.",
+    ]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As in Transformers. Of a CLIP, a SigLIP, a LLaVA or a PaliGemma with a SparseFormer, the image side is
+        loaded."""
+        base = "" if issubclass(cls, SparseFormerModel) else f"{cls.base_model_prefix}."
+        kwargs.setdefault("key_mapping", {r"^(vision_model|model\.vision_tower)\.": base})
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        # Saved, weights have the names that they have here.
+        (loaded[0] if isinstance(loaded, tuple) else loaded)._weight_conversions = None
+        return loaded
+
     def get_input_embeddings(self) -> nn.Module:
         base = self.base_model
         return base.final_focusing_layer.sampling.projection if self.config.patch_size else base.stem.convolution
@@ -829,6 +848,16 @@ class SparseFormerPreTrainedModel(HubModel):
 
 class SparseFormerModel(SparseFormerPreTrainedModel):
     """The bare SparseFormer, from pixels to tokens; what `AutoModel` loads, and the vision tower of LLaVA."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
+        """As in Transformers; with a `config` that names `SparseFormerVisionModelWithProjection`, that class."""
+        # `AutoModel` has one class for all SparseFormers and gives it the folder's configuration.
+        architectures = getattr(config, "architectures", None) or ()
+        chosen = super()
+        if cls is SparseFormerModel and SparseFormerVisionModelWithProjection.__name__ in architectures:
+            chosen = SparseFormerVisionModelWithProjection
+        return chosen.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
     def __init__(self, config: SparseFormerConfig):
         config.validate()
@@ -1198,9 +1227,16 @@ class SparseFormerVisionModel(SparseFormerModel):
     The same weights under the same names as `SparseFormerModel`, which `AutoModel` loads from the same folder.
     """
 
+    loads_with = "AutoModel"
+
 
 class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
-    """SparseFormer with a linear projection of the pooled token, in the place of `CLIPVisionModelWithProjection`."""
+    """SparseFormer with a linear projection of the pooled token, in the place of `CLIPVisionModelWithProjection`.
+
+    `AutoModel` loads it from a folder that it was saved to.
+    """
+
+    loads_with = "AutoModel"
 
     def __init__(self, config: SparseFormerConfig):
         if config.projection_dim is None:
@@ -1221,6 +1257,7 @@ class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
         return SparseFormerVisionModelWithProjectionOutput(
             image_embeds=self.visual_projection(outputs.pooler_output),
             last_hidden_state=outputs.last_hidden_state,
+            pooler_output=outputs.pooler_output,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             rois=outputs.rois,

@@ -45,7 +45,7 @@ def swap_vision_tower(
             Of Transformers, in the style of LLaVA 1.5; PaliGemma 1 or 2. Its language model and projector become part
             of the new model; they are not copied. Accelerate may have shared it out among devices (`device_map`); the
             new model is shared out alike.
-        vision_model (`SparseFormerVisionModel`, `...WithProjection` or `SparseFormerModel`):
+        vision_model (`SparseFormerVisionModel`, `...WithProjection`, `SparseFormerModel`, or a CLIP or SigLIP with one):
             Bootstrapped from the tower that it replaces. It is copied, in that one's precision, to where `llava` takes
             its inputs.
 
@@ -69,7 +69,7 @@ def swap_vision_tower(
             f"Got a {type(llava).__name__}, whose images are rows of tiles with a token that ends each row; a "
             "SparseFormer's tokens have no rows. Expected a LLaVA in the style of 1.5."
         )
-    tower = vision_model.base_model
+    tower = getattr(vision_model, "vision_model", vision_model).base_model
     if getattr(tower.config, "model_type", None) != SparseFormerConfig.model_type:
         raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
     if llava.config.model_type in ("llava", SparseFormerLlavaConfig.model_type):

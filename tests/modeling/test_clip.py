@@ -117,6 +117,43 @@ def test_loads_by_auto_classes(folder, model, inputs):
         assert torch.equal(loaded(**inputs).logits_per_image, model(**inputs).logits_per_image)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name", ["SparseFormerVisionModelWithProjection", "SparseFormerVisionModel", "SparseFormerModel"]
+)
+@pytest.mark.parametrize("whole", ["clip", "siglip", "llava"])
+def test_vision_classes_load_from_a_whole_model(name, whole, folder, model, vision_model, inputs, tmp_path):
+    """As `CLIPVisionModelWithProjection` does from a CLIP; saved again, it is a folder of its own."""
+    projects = name.endswith("WithProjection")
+    if whole == "llava":
+        folder, model = frugalvit.checkpoint_path("cifar10-sparseformer-llava"), None
+    elif whole == "siglip":
+        config = frugalvit.SparseFormerSiglipConfig(
+            text_config=TEXT | {"vocab_size": 9, "projection_size": 64},
+            vision_config=vision_model.config.to_dict() | {"projection_dim": None},
+        )
+        model = randomize(frugalvit.SparseFormerSiglipModel(config))
+        model.save_pretrained(folder := tmp_path / "siglip")
+    if projects and whole == "siglip":
+        with pytest.raises(ValueError, match="`projection_dim` of the configuration is None"):
+            getattr(frugalvit, name).from_pretrained(folder)
+        return
+    loaded, info = getattr(frugalvit, name).from_pretrained(folder, output_loading_info=True)
+    missing = {"visual_projection.weight"} if projects and whole == "llava" else set()
+    assert info["missing_keys"] == missing and info["unexpected_keys"] <= {"visual_projection.weight"}
+    if model is not None:
+        expected = model.get_image_features(inputs["pixel_values"]).pooler_output if projects else None
+        tokens = model.vision_model(inputs["pixel_values"]).last_hidden_state
+        outputs = loaded(inputs["pixel_values"])
+        assert torch.equal(outputs.last_hidden_state, tokens)
+        assert not projects or torch.equal(outputs.image_embeds, expected)
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoModel.from_pretrained(tmp_path / "again")
+    assert again.state_dict().keys() == loaded.state_dict().keys()
+    assert all(torch.equal(weight, loaded.state_dict()[key]) for key, weight in again.state_dict().items())
+    assert hasattr(again, "visual_projection") == projects
+
+
 def test_loads_without_the_package(folder, model, inputs, tmp_path):
     save_file(inputs, tmp_path / "inputs.safetensors")
     run_without_frugalvit(
