@@ -6,7 +6,7 @@ Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 20
 the teacher's blocks without the leading third, learns to focus from random weights, tunes the next third, keeps the
 rest frozen, and aligns its final embedding with the teacher's. For teachers of more than 96 pixels the defaults are
 the paper's; it names no optimizer, AdamW is our choice. Continued bootstrapping starts from `--student`, with more
-tokens or pixels. `recipes/` has a file for each student of the paper.
+tokens or pixels. `recipes/` has a file for each student of the paper, of ablations with an option that it names.
 """
 
 import json

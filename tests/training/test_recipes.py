@@ -1,5 +1,6 @@
 """The files of training/recipes/: each is read by its command and builds what it says, small, and counted in full."""
 
+import itertools
 import re
 from functools import partial
 
@@ -12,6 +13,8 @@ import yaml
 from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, ViTImageProcessor
 
 from frugalvit import (
+    BootstrappedViTConfig,
+    BootstrappedViTForImageClassification,
     SparseFormerConfig,
     SparseFormerForImageClassification,
     SparseFormerForSemanticSegmentation,
@@ -23,7 +26,7 @@ from frugalvit.common.loading import load_vision_model
 from frugalvit.common.macs import count_macs
 from frugalvit.common.views import ImageFormat
 from frugalvit.modeling.hosts import read_anatomy
-from frugalvit.training import bootstrap, segment, train
+from frugalvit.training import bootstrap, joint, segment, train
 from frugalvit.training.components.arguments import (
     RECIPE_FILES,
     recipes_of,
@@ -31,7 +34,9 @@ from frugalvit.training.components.arguments import (
 from frugalvit.training.components.optimizers import optimizer_with_schedule
 
 
-BOOTSTRAP, SEGMENT, TRAIN = (recipes_of(f"frugalvit {command}") for command in ("bootstrap", "segment", "train"))
+BOOTSTRAP, SEGMENT, TRAIN, JOINT = (
+    recipes_of(f"frugalvit {command}") for command in ("bootstrap", "segment", "train", "joint")
+)
 # ImageNet-1K's images.
 IMAGES = 1_281_167
 TINY = {"image_size": 32, "patch_size": 8, "hidden_size": 48, "num_attention_heads": 4}
@@ -146,8 +151,8 @@ def build(stand_in, tmp_path_factory):
 
 
 def test_every_file_belongs_to_a_command():
-    assert {*BOOTSTRAP, *SEGMENT, *TRAIN} == {file.stem for file in RECIPE_FILES.iterdir()}
-    assert len(BOOTSTRAP) + len(SEGMENT) + len(TRAIN) == len([*RECIPE_FILES.iterdir()])
+    names = [*BOOTSTRAP, *SEGMENT, *TRAIN, *JOINT]
+    assert sorted(names) == sorted(file.stem for file in RECIPE_FILES.iterdir())
     assert {read(file)[0]["teacher"] for file in BOOTSTRAP.values()} == TEACHERS.keys()
     for name, file in (BOOTSTRAP | SEGMENT).items():
         values, comment = read(file)
@@ -166,7 +171,7 @@ def test_bootstrapping(name, build, write_parquet, tmp_path):
     assert student.config.num_latent_tokens == len(student.base_model.latents.initial_rois) == tokens
     assert student.config.image_size in (values.get("image_size"), 32, [32, 32])
     assert (blocks, values["tune"]) in ((12, 4), (24, 8))
-    assert len(student.base_model.layers) == blocks - values["tune"]
+    assert len(student.base_model.layers) == blocks - (0 if name.endswith("untruncated") else values["tune"])
 
     tuned = bootstrap.freeze(student, pair, blocks)
     assert tuned == {*student.base_model.layers[: values["tune"]].parameters()}
@@ -206,16 +211,185 @@ def test_segmentation(name, build, tmp_path):
 @pytest.mark.parametrize("name", TRAIN)
 def test_training(name):
     values, _ = read(TRAIN[name])
-    model, _, recipe, _, run = train.parse(["--config", name, "--output", "out"])
+    model, data, recipe, optimization, run = train.parse(["--config", name, "--output", "out"])
     overrides = train.parse_overrides(model.model_type, model.config_overrides)
     config = transformers.AutoConfig.for_model(model.model_type, **overrides)
-    assert config.image_size == 224 and run.batch_size == values["batch_size"]
-    # What the papers train with.
-    assert (recipe.augmentation, recipe.randaugment_magnitude, recipe.erasing) == ("timm", 9, 0.25)
+    train.set_drop_path(config, recipe.drop_path)
+    assert run.batch_size == values["batch_size"] and config.image_size in (32, 224, (224, 224))
+    for arguments in (model, data, recipe, optimization, run):
+        for field, value in values.items():
+            if hasattr(arguments, field):
+                assert getattr(arguments, field) == ([value] if field == "dataset" else value), field
+    # What the papers train with at 224 pixels.
+    if values["dataset"] == "ILSVRC/imagenet-1k":
+        assert (recipe.augmentation, recipe.randaugment_magnitude, recipe.erasing) == ("timm", 9, 0.25)
+    optimizer, _ = optimizer_with_schedule(torch.nn.Linear(1, 1), optimization, 1, 1)
+    assert optimizer.defaults["eps"] == values.get("adam_epsilon", 1e-8)
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_joint_training(name):
+    """Every value is the command's default for that pair, and the reference implementation's clipping."""
+    values, _ = read(JOINT[name])
+    groups = joint.parse(["--config", name, "--output", "out"])
+    defaults = joint.parse(["--output", "out"])
+    for arguments, default in zip(groups, defaults, strict=True):
+        for field in vars(default):
+            if field not in ("dataset", "label_column", "variant", "max_grad_norm"):
+                assert getattr(arguments, field) == getattr(default, field), field
+    assert (
+        groups[-1].max_grad_norm == joint.CLIPPING.get(name, 0) == {"joint-base": 2, "shared-base": 0.1}.get(name, 0)
+    )
+    assert values["variant"] == name and f"--variant {name}-res" in read(JOINT[name])[1]
+
+
+# Each trained model of the papers' tables: its file, and the options that make it of that, which the file's comment
+# names. Rows without training here (teachers, ToMe, DiffRate, other authors' models) and pictures are left out.
+def _crossed(text: str, *values) -> list[str]:
+    return [text.format(*each) for each in itertools.product(*values)]
+
+
+STARTS = (
+    "--initialization kaiming_uniform --initialization_options value_init=default",
+    "--initialization trunc_normal --initialization_options value_init=default",
+    "--initialization mimetic --initialization_options value_init=mimetic",
+    "",
+    "--initialization_options solver=adam,value_init=default,kernel_size=5",
+)
+HEADS = "--config_overrides num_hidden_layers=8,hidden_size={},num_attention_heads={} {}"
+ROWS = {
+    "Gao et al. 2024, table 2": [
+        *("augreg-base-49-224", "augreg-base-80-224", "augreg-base-80-320"),
+        *("augreg-large-49-224", "augreg-large-80-224", "augreg-large-80-320"),
+        *("augreg-large-49-384", "augreg-large-144-384", "augreg-large-196-384"),
+    ],
+    "Gao et al. 2024, table 3": [
+        "augreg-base-49-224",
+        "augreg-base-49-224 --label-loss-weight 1",
+        "augreg-base-49-224 --no-inherit-blocks",
+        "augreg-base-49-224 --loss kl --temperature 3",
+        "augreg-base-49-224 --loss kl --temperature 5",
+        "sparseformer-base-scratch",
+    ],
+    "Gao et al. 2024, table 4": [
+        *("augreg-base-80-224", "augreg-base-80-320", "augreg-base-100-320"),
+        *("augreg-large-80-224", "augreg-large-80-320", "augreg-large-100-320", "augreg-large-196-384"),
+    ],
+    "Gao et al. 2024, table 5": ["segment-augreg-base", "segment-augreg-large"],
+    "Gao et al. 2024, table 6": [
+        *("clip-base-49-224", "clip-large-64-224", "clip-large-128-224", "clip-large-144-336"),
+    ],
+    "Gao et al. 2024, table 7": ["scienceqa-clip-large-64-224", "scienceqa-clip-large-128-224"],
+    "Gao et al. 2024, table 1 of the supplement": [
+        *("augreg-base-49-224", "augreg-base-49-224 --tune 0", "augreg-base-49-224 --tune-all"),
+        "augreg-base-49-224-untruncated",
+        *("augreg-large-49-224", "augreg-large-49-224 --tune 0", "augreg-large-49-224 --tune-all"),
+        *("augreg-large-49-224-untruncated", "augreg-large-49-224-untruncated --tune 16"),
+    ],
+    "Gao et al. 2024, SparseFormer": ["sparseformer-v1-tiny", "sparseformer-v1-small", "sparseformer-v1-base"],
+    "Zheng et al. 2024, table 1": _crossed(
+        "impulse-cifar10 --initialization default --config_overrides position_embedding={},pooling={}",
+        ("learned", "sincos"),
+        ("cls", "mean"),
+    ),
+    "Zheng et al. 2024, table 2": _crossed("impulse-{} {}", ("cifar10", "cifar100", "svhn", "tiny"), STARTS),
+    "Zheng et al. 2024, table 3": _crossed(
+        "impulse-cifar100 --config_overrides hidden_size={},num_attention_heads={} {}", (192,), (3, 8), STARTS
+    )
+    + _crossed(
+        "impulse-cifar100 --config_overrides hidden_size={},num_attention_heads={} {}", (384,), (6, 16), STARTS
+    ),
+    "Zheng et al. 2024, table 4": _crossed(
+        "convmixer --config_overrides hidden_size={},kernel_size={},spatial_filters={}",
+        (256, 512),
+        (3, 5, 8),
+        ("trained", "random", "impulse", "box"),
+    ),
+    "Zheng et al. 2024, tables 5 and 7": _crossed(
+        f"impulse-cifar10 {HEADS}", (64, 128, 256, 512), (4, 8, 16, 32), STARTS
+    ),
+    "Zheng et al. 2024, table 6": _crossed(
+        'impulse-cifar10 --initialization_options pseudo_input=["{}","{}"],per_layer={}',
+        ("pe", "uniform", "pe+uniform"),
+        ("pe", "uniform", "pe+uniform"),
+        ("true", "false"),
+    ),
+    "Zhang et al. 2022, figure 1 of the supplement": _crossed(
+        "{}-{} --without-hint-at {}", ("joint", "shared"), ("small", "base"), (0.25, 0.5, 0.75, 1)
+    ),
+    "Zhang et al. 2022, tables 1 and 2 of the supplement": [
+        *("joint-small", "joint-base", "shared-small", "shared-base"),
+        *_crossed("{0}-{1} --variant {0}-{1}-res", ("joint", "shared"), ("small", "base")),
+        *("agent-small", "agent-base", "agent-small-res", "agent-base-res", "alone-small", "alone-base"),
+        *_crossed("alone-{} --optimizer sam --sam-rho 0.1 --max-grad-norm 0", ("small", "base")),
+    ],
+    "Hyeon-Woo et al. 2023, tables S1 and S2": _crossed(
+        "context-broadcast-{} --config_overrides context_broadcast={},use_distillation_token=true",
+        ("small", "base"),
+        ("null", "cb", "cb_s"),
+    )
+    + ["context-broadcast-small --config_overrides hidden_size=192,num_attention_heads=3"],
+    # LocalViT: `benchmarks/context_broadcast_tables.py local_vit --paper-recipe`.
+    "Hyeon-Woo et al. 2023, table S3": [
+        *("context-broadcast-pvt-small", "context-broadcast-pvt-v2-b1", "context-broadcast-swin-tiny"),
+    ],
+    "Hyeon-Woo et al. 2023, table S4": [
+        "context-broadcast-cifar100",
+        "context-broadcast-cifar100 --config_overrides context_broadcast=null",
+    ],
+    "Hyeon-Woo et al. 2023, tables S5 and S6": _crossed(
+        "context-broadcast-small --config_overrides context_broadcast={},context_broadcast_position={}",
+        ("cb", "cb_gate", "cb_hybrid"),
+        ('["mlp_front"]', '["mlp_mid"]', '["mlp_end"]', '["attention_end"]', '["mlp_end","attention_end"]'),
+    ),
+}
+# Files for models that no paper has.
+OF_NO_PAPER = {"dinov2-small", "dinov2-base", "dinov2-large", "dinov3-small", "dinov3-base", "siglip2-base"}
+
+
+@pytest.mark.parametrize("table", ROWS)
+def test_each_row_of_the_papers_has_a_file(table):
+    """Its options are the command's, and the file's comment names them."""
+    commands = [(BOOTSTRAP, bootstrap), (TRAIN, train), (JOINT, joint)]
+    for row in ROWS[table]:
+        name, *options = row.split()
+        if name in SEGMENT:
+            assert not options
+            continue
+        [(files, recipe)] = [command for command in commands if name in command[0]]
+        parsed = recipe.parse(["--config", name, "--output", "out", *options])
+        text = f"{read(files[name])[1]} {files[name].read_text(encoding='utf-8')}".replace("_", "-")
+        for option in options:
+            for word in re.findall(r"^--[\w-]+|\w+(?==)", option):
+                assert word.replace("_", "-").removeprefix("--") in text, (row, word)
+        if files is TRAIN:
+            train.parse_overrides(parsed[0].model_type, parsed[0].config_overrides)
+
+
+def test_no_file_is_in_no_table():
+    named = {row.split()[0] for rows in ROWS.values() for row in rows}
+    assert named | OF_NO_PAPER == {*BOOTSTRAP, *SEGMENT, *TRAIN, *JOINT} and not named & OF_NO_PAPER
+
+
+# Classes of the data sets that models are trained on from scratch.
+CLASSES = {"ILSVRC/imagenet-1k": 1000, "uoft-cs/cifar100": 100, "uoft-cs/cifar10": 10, "ufldl-stanford/svhn": 10}
+
+
+def of_train(values: dict):
+    """The model of a recipe for `frugalvit train` or `joint`, and the pixels that it sees."""
+    classes = CLASSES[values["dataset"]]
+    if "variant" in values:
+        config = BootstrappedViTConfig.from_variant(values["variant"], num_labels=classes)
+        return BootstrappedViTForImageClassification(config), config.image_size
+    overrides = train.parse_overrides(values["model_type"], values["config_overrides"])
+    config = transformers.AutoConfig.for_model(values["model_type"], num_labels=classes, **overrides)
+    return transformers.AutoModelForImageClassification.from_config(config), config.image_size
 
 
 def in_full(name: str):
     """The student of a recipe at its true size, without numbers in it, and the pixels that it sees."""
+    if name in TRAIN or name in JOINT:
+        return of_train(read((TRAIN | JOINT)[name])[0])
     if name in SEGMENT:
         values, _ = read(SEGMENT[name])
         fields = {"num_latent_tokens": values["num_latent_tokens"], "num_labels": values["num_labels"]}
@@ -236,15 +410,18 @@ def in_full(name: str):
     return student_class.from_teacher(anatomy, **options), pixels
 
 
-@pytest.mark.parametrize("name", [*BOOTSTRAP, *SEGMENT])
+@pytest.mark.parametrize("name", [*BOOTSTRAP, *SEGMENT, *TRAIN, *JOINT])
 def test_costs(name):
     """What the comments say is counted, and, but for the head of segmentation, the paper's within a percent."""
+    _, comment = read((BOOTSTRAP | SEGMENT | TRAIN | JOINT)[name])
+    counted = re.search(r"Counted: ([\d,]+) parameters(?:, ([\d.]+) G multiply)?", comment)
+    parameters, billions = counted.groups()
     with torch.device("meta"), fx_config.patch(meta_nonzero_assume_all_nonzero=True):
         student, pixels = in_full(name)
-        macs = count_macs(student, pixels).macs_with_attention
-    _, comment = read((BOOTSTRAP | SEGMENT)[name])
-    parameters, billions = re.search(r"Counted: ([\d,]+) parameters, ([\d.]+) G multiply", comment).groups()
-    assert (parameters, billions) == (f"{student.num_parameters():,}", f"{macs / 1e9:.3f}")
+        # A pair stands apart after training.
+        macs = count_macs(student, pixels).macs_with_attention if billions else 0
+    assert parameters == f"{student.num_parameters():,}"
+    assert billions == (f"{macs / 1e9:.3f}" if name not in JOINT else None)
     if name in BOOTSTRAP and (printed := re.search(r"([\d.]+)G FLOPs", comment)):
         assert float(printed[1]) == pytest.approx(macs / 1e9, rel=0.01)
     if name in BOOTSTRAP and (printed := re.search(r"(\d+)M parameters", comment)):

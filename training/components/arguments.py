@@ -156,11 +156,13 @@ class OptimizerArguments:
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, positions and [CLS].")
     adam_beta1: float = argument(0.9, "AdamW's first decay.")
     adam_beta2: float = argument(0.999, "AdamW's second decay.")
+    adam_epsilon: float = argument(1e-8, "What AdamW adds to the root of the squared gradients' mean.")
     warmup_epochs: float = argument(5.0, "Epochs of linear warm-up from 0.")
     lr_scheduler: str = argument("cosine", "Schedule after the warm-up, a name of transformers.get_scheduler.")
 
     def __post_init__(self):
-        check(self.learning_rate, 0 < self.learning_rate < math.inf, "learning_rate", "a positive number")
+        for name in ("learning_rate", "adam_epsilon"):
+            check(getattr(self, name), 0 < getattr(self, name) < math.inf, name, "a positive number")
         check_at_least(self, 0, "weight_decay", "warmup_epochs")
         for name in ("adam_beta1", "adam_beta2"):
             check(getattr(self, name), 0 <= getattr(self, name) < 1, name, "a number from 0 to below 1")

@@ -42,11 +42,12 @@ class Muon(torch.optim.AdamW):
         groups: Iterable[dict],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         momentum: float = 0.95,
     ):
         groups = [{"matrices": False, "momentum": momentum, **group} for group in groups]
         # Not fused: a fused AdamW takes over what a gradient scaler does, which Muon's part would miss.
-        super().__init__(groups, lr=lr, betas=betas)
+        super().__init__(groups, lr=lr, betas=betas, eps=eps)
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None):

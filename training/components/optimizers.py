@@ -108,6 +108,7 @@ def optimizer_with_schedule(
         groups,
         lr=optimization.learning_rate,
         betas=(optimization.adam_beta1, optimization.adam_beta2),
+        eps=optimization.adam_epsilon,
         **options,
     )
     scheduler = transformers.get_scheduler(
