@@ -186,6 +186,7 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
     model.save_pretrained(tmp_path)
     torch.manual_seed(99)
     config = AutoConfig.from_pretrained(tmp_path)
+    assert config.initialization_seed == 3 and getattr(config, "initialization", initialization) == initialization
     drawn = AutoModelForImageClassification.from_config(config).state_dict()
     assert all(torch.equal(drawn[name], weight) for name, weight in expected.items())
     config.initialization_seed = 4

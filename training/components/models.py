@@ -55,7 +55,9 @@ def configure_start(config, name: str, text: str, seed: int) -> bool:
             "position_embedding in --config-overrides."
         )
     config.initialization = name
-    for option, value in options.items():
+    # What is not given is said, too.
+    own = inspect.signature(INITIALIZATIONS[name]).parameters["value_init"].default
+    for option, value in ({"value_init": own} | options).items():
         setattr(config, START_FIELDS[option], value)
     return True
 
