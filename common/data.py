@@ -177,6 +177,8 @@ def load_splits(
             PartialState().print(f"{count} images of the split {split!r} have no labels; it counts as unlabeled.")
             return evaluation.remove_columns("label")
         check_labels(evaluation, split)
+        if "[" in split:
+            say_if_few_classes(evaluation, split)
         eval_names = class_names(evaluation)
         if names and names != eval_names:
             raise ValueError(
@@ -198,6 +200,21 @@ def load_splits(
         return evaluation
 
     return train, check_part(evaluation, data.evaluated), check_part(test, data.tested)
+
+
+def say_if_few_classes(images: datasets.Dataset, part: str):
+    """Say that images are the first of a data set that is sorted by class, so that what is measured on them is of
+    those classes alone."""
+    if "label" not in images.features or not len(images):
+        return
+    labels, names = label_numbers(images), class_names(images)
+    known = np.unique(labels[labels >= 0])
+    if len(labels) > 1 and len(known) < len(names) and (np.diff(labels) >= 0).all():
+        PartialState().print(
+            f"Note: {part} is the beginning of images that are sorted by class, {len(labels):,} images of "
+            f"{_short([names[label] for label in known])} of {len(names)} classes, and no sample of all.",
+            file=sys.stderr,
+        )
 
 
 def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:

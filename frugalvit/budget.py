@@ -29,6 +29,7 @@ from .modeling.swap import matching_processor
 from .options.budget import parse
 from .quickstart import NOT_IN_REPOSITORY
 from .resources import checkpoint_path, shipped_checkpoints
+from .training.components.checkpoints import measured_of
 from .validation import model_class
 
 
@@ -78,6 +79,7 @@ def main(argv: list[str] | None = None) -> None:
             row |= score
 
         settings = {
+            "scored_on": scored_on(source),
             "device": device,
             "dtype": arguments.dtype,
             "batch_size": arguments.batch_size,
@@ -196,7 +198,7 @@ def measure_counts(
 
 def scores_of(source: Path, rows: list[dict[str, object]]) -> list[dict[str, float | None]]:
     """What the training or the card in a folder says of each row: accuracy, or else alignment."""
-    found = read_results(source).get("best") or {}
+    found = measured_of(read_results(source).get("best") or {})
     card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else None
     counts = [row["num_tokens"] for row in rows if row["model"] != "teacher"]
     for name in SCORES:
@@ -212,6 +214,20 @@ def scores_of(source: Path, rows: list[dict[str, object]]) -> list[dict[str, flo
             teacher = found.get(f"teacher_{name}")
             return [{name: teacher if row["model"] == "teacher" else scores.get(row["num_tokens"])} for row in rows]
     return [{SCORES[0]: None} for _ in rows]
+
+
+def scored_on(source: Path) -> str | None:
+    """Of which images the scores are, as the training or the card in a folder says."""
+    results = read_results(source)
+    images, arguments = results.get("images", {}), results.get("arguments", {})
+    for part in ("test", "evaluation"):
+        if split := images.get(f"{part} split"):
+            names = arguments.get("eval_dataset") or arguments.get("dataset") or []
+            return f"{split} of {' '.join(names)} ({images.get(f'{part} images', 0):,} images)"
+    if not (source / "README.md").is_file():
+        return None
+    listed = ModelCard.load(source / "README.md").data.eval_results or []
+    return next((" of ".join(filter(None, (each.dataset_split, each.dataset_name))) for each in listed), None)
 
 
 def read_table(text: str, name: str) -> dict[int, float]:
@@ -261,9 +277,10 @@ def measured(row: dict[str, object], budget: Budget) -> str:
 def describe(settings: dict[str, object]) -> str:
     """How the rows were measured, in a sentence."""
     threads = f", {settings['threads']} threads" if settings["device"] == "cpu" else ""
+    scores = f" Accuracy or alignment is what the training noted, on {settings['scored_on']}."
     return (
         f"On {settings['device']}{threads} in {settings['dtype']}, batches of {settings['batch_size']}; num_tokens "
-        "counts latent tokens or patches, neither [CLS] nor registers."
+        f"counts latent tokens or patches, neither [CLS] nor registers.{scores if settings['scored_on'] else ''}"
     )
 
 

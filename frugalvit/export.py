@@ -29,6 +29,7 @@ from .common.exported import (
     parts_of,
 )
 from .common.files import whole_folder, write_json
+from .common.licenses import check_license
 from .common.loading import load_image_processor
 from .common.metrics import check_scores
 from .common.speed import duration, images_per_second
@@ -61,6 +62,8 @@ NOISE = 16
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
+    if arguments.license:
+        check_license(arguments.license)
 
     # What costs little is checked before the model is loaded.
     check_format(arguments.format, arguments.precision)

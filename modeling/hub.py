@@ -171,8 +171,8 @@ class HubModel(PreTrainedModel):
     """A `PreTrainedModel` whose `save_pretrained` (and so `Trainer` and `push_to_hub`) writes a folder that loads with
     `trust_remote_code=True` where frugalvit is not installed.
 
-    Families set `auto_classes`, Auto class name to class name, for `auto_map`. A class that is not in there and that
-    an Auto class loads all the same names it as `loads_with`.
+    Families set `auto_classes`, Auto class name to class name, for `auto_map`. A class that is not in there, but that
+    an Auto class loads, names that in `loads_with`.
     """
 
     auto_classes: dict[str, str] = {}

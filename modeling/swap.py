@@ -45,9 +45,9 @@ def swap_vision_tower(
             Of Transformers, in the style of LLaVA 1.5; PaliGemma 1 or 2. Its language model and projector become part
             of the new model; they are not copied. Accelerate may have shared it out among devices (`device_map`); the
             new model is shared out alike.
-        vision_model (`SparseFormerVisionModel`, `…WithProjection`, `SparseFormerModel`, a CLIP or SigLIP with one):
-            Bootstrapped from the tower that it replaces. It is copied, in that one's precision, to where `llava` takes
-            its inputs.
+        vision_model (`SparseFormerVisionModel`, `...WithProjection` or `SparseFormerModel`):
+            Bootstrapped from the tower that it replaces, or a CLIP or SigLIP with one that was. It is copied, in that
+            one's precision, to where `llava` takes its inputs.
 
     Returns:
         `SparseFormerLlavaForConditionalGeneration` or `SparseFormerPaliGemmaForConditionalGeneration`, in the mode,

@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -167,6 +168,30 @@ def test_imports_point_one_way(path):
             if first == "frugalvit":
                 target = target if target in ROOMS else "frugalvit"
                 assert ROOMS.index(target) <= ROOMS.index(room), f"{room} imports {ast.unparse(node)}"
+
+
+# Modules of packages with other names.
+DISTRIBUTIONS = {"faiss": "faiss_cpu", "open_clip": "open_clip_torch", "PIL": "pillow", "yaml": "pyyaml"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_imported_is_a_dependency(path):
+    """And not what some dependency happened to bring. What an extra brings is imported where it is used."""
+    needed, extra = set(), set()
+    for each in importlib.metadata.requires("frugalvit"):
+        name = re.match(r"[\w-]+", each)[0].lower().replace("-", "_")
+        (extra if "extra ==" in each else needed).add(name)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module]
+        else:
+            continue
+        for module in {each.partition(".")[0] for each in modules} - sys.stdlib_module_names - {"frugalvit"}:
+            name = DISTRIBUTIONS.get(module, module).lower()
+            assert name in needed or (name in extra and node not in tree.body), ast.unparse(node)
 
 
 RECIPES = sorted(path for path in (ROOT / "training").glob("*.py") if path.name != "__init__.py")

@@ -1,6 +1,7 @@
 """`frugalvit publish`: half the bytes, the same model, and nothing uploaded that is not right."""
 
 import argparse
+import functools
 import itertools
 import json
 import re
@@ -9,10 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageClassification, CLIPConfig, CLIPModel
+from transformers import (
+    AutoModelForImageClassification,
+    CLIPConfig,
+    CLIPModel,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
 
 import frugalvit
 from frugalvit import publish
@@ -125,13 +135,64 @@ def test_a_dry_run_writes_what_would_be_uploaded_with_the_name_in_its_card(train
     assert not hub.created and not hub.commits
 
 
-def test_publishing_without_a_network_is_said(trained, monkeypatch, capsys):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert main(["publish", str(trained), "someone/model"]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("frugalvit publish: error: Cannot upload to someone/model: ")
-    assert error.endswith("Is there a network, and HF_HUB_OFFLINE unset?")
+@pytest.mark.parametrize("offline", [True, False])
+def test_publishing_without_a_network_is_said(offline, trained, monkeypatch):
+    """What huggingface_hub's client raises is an error of httpx or httpx2, as its version has it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    monkeypatch.setattr("frugalvit.modeling.hub.HfApi", functools.partial(HfApi, endpoint="http://127.0.0.1:9"))
+    with pytest.raises(OSError, match=r"^Cannot upload to someone/model: .* Is there a network, and HF_HUB_OFFLINE"):
+        publish.upload(trained, "someone/model", private=False)
+
+
+def test_what_the_hub_refuses_is_said(trained, hub, monkeypatch):
+    monkeypatch.setattr(hub, "do_POST", lambda self: self.answer({}, "RepoNotFound"))
+    with pytest.raises(OSError, match=r"^Cannot upload to someone/model: .* Is the token of `hf auth login` one that"):
+        publish.upload(trained, "someone/model", private=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("my model", "someone/my model", "model", "a/b/c", "someone/a--b", "someone/a..b", "someone/model.git"),
+        *(".hidden/model", "someone/-model", "someone/mödel", f"someone/{'x' * 97}", "https://huggingface.co/a/b"),
+    ],
+)
+def test_names_that_the_hub_does_not_take_are_refused_before_all_else(name, capsys):
+    assert main(["publish", "no-folder", name, "--license", "mit", "--dry-run"]) == 1
+    [error] = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"frugalvit publish: error: REPO_ID is {name!r}, expected owner/name")
+
+
+@pytest.mark.parametrize(
+    ("license", "hint"),
+    [
+        *(("MIT", "mit"), ("Apache 2.0", "apache-2.0"), ("apache2", "apache-2.0"), ("cc-by-nc", "cc-by-nc-")),
+        ("proprietary", 'give "other"'),
+    ],
+)
+def test_licenses_that_the_hub_does_not_know_are_refused_before_all_else(license, hint, capsys):
+    assert main(["publish", "no-folder", "--license", license, "--dry-run"]) == 1
+    [error] = capsys.readouterr().err.splitlines()
+    assert f"--license: the hub knows no license {license!r}; " in error and hint in error
+
+
+def test_a_folder_without_a_card_gets_a_short_one(tmp_path, capsys):
+    """`Trainer` writes none of models of Transformers. That nothing is measured is said."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))
+    arguments = TrainingArguments(tmp_path / "run", report_to=[], use_cpu=True)
+    processor = ViTImageProcessor(size={"height": 16, "width": 16})
+    Trainer(model, arguments, processing_class=processor).save_model(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "README.md").exists()
+    with pytest.raises(ValueError, match="lack license: add them there, .* or a license by --license"):
+        publish.main([str(tmp_path / "saved"), "--dry-run"])
+    publish.main([str(tmp_path / "saved"), "--license", "mit", "--output", str(tmp_path / "out")])
+    assert "the card lists no measured results" in capsys.readouterr().out
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (card.data.license, card.data.pipeline_tag) == ("mit", "image-classification")
+    assert "AutoModelForImageClassification.from_pretrained" in card.text
 
 
 def test_a_folder_without_code_loads_with_the_package(trained, tmp_path):
@@ -206,9 +267,15 @@ def edit_code(folder):
         (spoil_weights, r"classifier\.bias in model\.safetensors has values that are not finite"),
         (cut_weights, r"model\.safetensors cannot be read"),
         (edit_card("license: mit\n", ""), "lack license: add them there"),
-        (edit_card("model-index", "model-indices"), "lack model-index, measured results"),
+        (edit_card("license: mit", "license: MIT license"), "the hub knows no license 'MIT license'; did you mean"),
+        (edit_card("license: mit", "license: {name: mit}"), "the hub knows no license"),
+        (
+            edit_card("A card", "A card of /usr/lib/photographs"),
+            "README.md names a place on this machine, '/usr/lib/p",
+        ),
         (edit_card("value: 0.1", "value: high"), "'accuracy' of README.md is 'high', expected a number"),
         (edit_card("tags: ", "base_model: my-folder\ntags: "), "base_model is 'my-folder' in README.md"),
+        (edit_card("tags: ", "base_model: my/good model\ntags: "), "base_model is 'my/good model' in README.md"),
         (
             edit_card("image-classification\ndatasets", "image-segmentation\ndatasets"),
             "expected 'image-classification'",

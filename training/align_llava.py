@@ -43,7 +43,7 @@ from .components.arguments import (
     run_as_program,
 )
 from .components.augmentation import BootstrapView, PairedEvalView
-from .components.cards import choice_of_epoch, write_card
+from .components.cards import choice_of_epoch, say_license, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     parts, asking, data, optimization, run = arguments
     choose_precision(parts.dtype, run)
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
+    say_license(accelerator, run, parts.model)
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         raise ValueError("What learns is small and the rest stays as it is: leave FSDP and DeepSpeed out.")
     single = accelerator.num_processes == 1

@@ -48,7 +48,7 @@ from .components.arguments import (
 )
 from .components.attended_windows import attended_windows
 from .components.augmentation import BootstrapView, PairedEvalView
-from .components.cards import add_table, choice_of_epoch, count_measured, write_card
+from .components.cards import add_table, choice_of_epoch, count_measured, say_license, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -78,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     teacher_format = ImageFormat.from_processor(processor)
     apply_recipe(arguments, teacher_format.size)
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
+    say_license(accelerator, run, pair.teacher)
 
     parts = load_splits(data, learns_labels=alignment.label_loss_weight > 0)
     teacher.requires_grad_(False).to(accelerator.device)
@@ -503,7 +504,9 @@ def tokens_of(cost: dict) -> str:
     """The tokens of a row of `describe_pair`, as they are asked for, and those that always are among them."""
     kind = "patches" if cost["model"] == "teacher" else "latent tokens"
     others = cost["tokens"] - cost["num_tokens"]
-    return f"{cost['num_tokens']:,} {kind}{f' and {others} more (such as [CLS])' if others else ''}"
+    return f"{cost['num_tokens']:,} {kind}" + {0: "", 1: " and [CLS]"}.get(
+        others, f" and {others} more, [CLS] and registers"
+    )
 
 
 def compare(

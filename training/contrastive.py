@@ -23,7 +23,7 @@ from .components.arguments import (
     run_as_program,
 )
 from .components.augmentation import SmallDataView
-from .components.cards import choice_of_epoch, count_measured, name_images, write_card
+from .components.cards import choice_of_epoch, count_measured, name_images, say_license, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     clip, data, optimization, run = arguments
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
+    say_license(accelerator, run)
 
     # What is said about them is made of their labels.
     train_images, eval_images, test_images = load_splits(data, learns_labels=True)

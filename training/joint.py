@@ -30,7 +30,7 @@ from .components.arguments import (
     run_as_program,
 )
 from .components.augmentation import SmallDataView
-from .components.cards import choice_of_epoch, count_measured, name_images, write_card
+from .components.cards import choice_of_epoch, count_measured, name_images, say_license, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if run.max_grad_norm is None:
         run.max_grad_norm = CLIPPING.get(arguments.variant.removesuffix("-res"), 0.0)
     accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
+    say_license(accelerator, run)
 
     train_images, eval_images, test_images = load_splits(data, learns_labels=True)
     names = class_names(train_images)

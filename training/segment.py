@@ -27,7 +27,7 @@ from ..modeling.segmentation import semantic_segmentation_loss
 from .components.arguments import (
     run_as_program,
 )
-from .components.cards import choice_of_epoch, count_measured, name_images, write_card
+from .components.cards import choice_of_epoch, count_measured, name_images, say_license, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     all_arguments = parse(argv)
     segmenter, data, augmentation, optimization, run = all_arguments
     accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
+    say_license(accelerator, run, segmenter.model)
 
     train_images, eval_images, test_images = load_masked_splits(data)
     model, processor = build_model(segmenter, data)

@@ -36,7 +36,7 @@ from .components.arguments import (
     run_as_program,
 )
 from .components.augmentation import Mix, SmallDataView
-from .components.cards import choice_of_epoch, count_measured, name_images, write_card
+from .components.cards import choice_of_epoch, count_measured, name_images, say_license, write_card
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     all_arguments = parse(argv)
     arguments, data, recipe, optimization, run = all_arguments
     accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
+    say_license(accelerator, run, arguments.model)
 
     train_images, eval_images, test_images = load_splits(data, learns_labels=True)
     names = class_names(train_images)

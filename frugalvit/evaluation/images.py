@@ -14,6 +14,7 @@ from ..common.data import (
     evaluation_splits,
     load_first_labeled,
     load_images,
+    say_if_few_classes,
     split_names,
 )
 from ..common.views import prepare_images
@@ -36,7 +37,10 @@ def images_to_evaluate(
     images, split = load_first_labeled(
         splits or ["train"], lambda split: load_images(arguments.dataset, split, **options)
     )
-    return take_first(images, arguments.limit), split
+    images = take_first(images, arguments.limit)
+    if arguments.limit or "[" in split:
+        say_if_few_classes(images, f"--limit {arguments.limit}" if arguments.limit else split)
+    return images, split
 
 
 def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:

@@ -436,7 +436,7 @@ def test_says_what_it_does_and_ends_with_both_side_by_side(teacher, tmp_path, ca
     first, second, third = [line for line in printed.splitlines() if line.startswith(starts)]
     assert first.startswith(f"Teacher: ViTForImageClassification, {model.num_parameters():,} parameters, ")
     assert second.startswith(f"Student: SparseFormerForImageClassification, {student.num_parameters():,} parameters, ")
-    assert "4 tokens, 32 x 32 pixels." in second
+    assert "4 latent tokens, 32 x 32 pixels." in second
     assert third.startswith("Recipe small; epochs x steps x images: 1 x 4 x 32; evaluated on 64 images")
     assert "images/s, 32" in printed
 
@@ -554,7 +554,8 @@ def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert student.config.elastic_token_counts == counts
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "with 5, 7, 10, 13, 17 tokens" in card and "| num_tokens |" in card and "\n| 12 |" in card
+    assert "with 4, 6, 9, 12, 16 latent tokens and [CLS], of which a call chooses" in card
+    assert "| num_tokens |" in card and "\n| 12 |" in card
     other = inherited(teacher, tmp_path / "alone", "--learning-rate", "5e-3", epochs=6)["epochs"][-1]
     # What trains for one count alone is worse at others.
     alone = AutoModelForImageClassification.from_pretrained(tmp_path / "alone")

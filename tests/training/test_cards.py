@@ -1,10 +1,17 @@
 """Cards of recipes: what the hub reads of them, and what of this machine it must not."""
 
-import pytest
-from huggingface_hub import ModelCard, ModelCardData
+import json
 
-from frugalvit.training import bootstrap
-from frugalvit.training.components.cards import add_table, hub_ids, license_of
+import pytest
+from accelerate import Accelerator
+from huggingface_hub import ModelCard, ModelCardData
+from PIL import Image
+
+from frugalvit import publish
+from frugalvit.common.names import places_in, portable_command
+from frugalvit.training import bootstrap, train
+from frugalvit.training.components.arguments import RunArguments
+from frugalvit.training.components.cards import add_table, hub_ids, license_of, say_license
 from frugalvit.validation import check_card
 
 
@@ -27,6 +34,73 @@ def test_a_bootstrapped_model_can_be_published_as_it_is(teacher, tmp_path):
     assert (result.dataset_type, result.dataset_split) == ("uoft-cs/cifar10", "test[:16]")
     assert f"bootstrapped from {teacher.name} " in card.text
     assert card.text.count("## Beside the teacher") == 1 and "| student |" in card.text
+
+
+def test_nothing_of_this_machine_is_in_what_is_published(teacher, tmp_path, capsys):
+    """Neither card nor configuration names a place, whatever the command named."""
+    images = tmp_path / "my photographs"
+    for part, count in (("train", 12), ("val", 4), ("test", 6)):
+        for index in range(count):
+            (images / part / "ab"[index % 2]).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32), (20 * index, 0, 0)).save(images / part / "ab"[index % 2] / f"{index}.png")
+    run = ["--model", teacher, "--dataset", images, "--output", tmp_path / "out", "--license", "mit"]
+    run += ["--epochs", "2", "--batch-size", "6", "--crop", "resized", "--num-workers", "0"]
+    train.main([str(text) for text in run])
+    # Chosen on the one, measured on the other.
+    line = "epoch 1 of 2, chosen on validation (4 images), measured on test (6 images)"
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    best = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["best"]
+    line = line.replace("epoch 1", f"epoch {best['epoch']}")
+    assert line in card.text and line in capsys.readouterr().out
+    assert f"accuracy {best['test_accuracy']:.2%} of 6 images" in card.text
+    [result] = card.data.eval_results
+    assert (result.dataset_type, result.dataset_name, result.dataset_split) == ("images", "images", "test")
+    assert result.metric_value == round(best["test_accuracy"], 4) and card.data.base_model is None
+    assert f"--model {teacher.name} --dataset path/to/images --output out" in card.text
+    publish.main([str(tmp_path / "out"), "--output", str(tmp_path / "published")])
+    for file in (tmp_path / "published").iterdir():
+        content = file.read_bytes()
+        assert not [each for each in (str(tmp_path), "my photographs", str(teacher)) if each.encode() in content]
+
+
+@pytest.mark.parametrize(
+    ("given", "portable"),
+    [
+        ("--dataset /data/a /data/b --output /data/runs/out", "--dataset path/to/images path/to/images --output out"),
+        ("--dataset=/data/a", "--dataset=path/to/images"),
+        ("--teacher open_clip:local-dir:/models/clip", "--teacher open_clip:local-dir:clip"),
+        ("--teacher ~/models/vit --config ../c.yaml", "--teacher vit --config c.yaml"),
+        ("--prompt 'USER: {image}\n{question} yes/no'", "--prompt 'USER: {image}\n{question} yes/no'"),
+        ("--model owner/name --epochs 3", "--model owner/name --epochs 3"),
+    ],
+)
+def test_commands_that_others_can_give(given, portable):
+    assert portable_command(f"frugalvit train {given}", ["/data/a", "/data/b"]) == f"frugalvit train {portable}"
+
+
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        ("see /usr/lib/x and ~/notes.txt.", ["/usr/lib/x", "~/notes.txt"]),
+        ("[/usr/lib/photos]", ["/usr/lib/photos"]),
+        ('https://huggingface.co/usr/lib and path/or/id and/or 224/16 "/nowhere/at/all" ViT-S/14', []),
+    ],
+)
+def test_places_in_a_text(text, places):
+    assert places_in(text) == places
+
+
+def test_a_missing_license_is_said_when_training_begins(tmp_path, capsys):
+    run = RunArguments(output_dir="out")
+    save_card(tmp_path, license="mit")
+    save_card(tmp_path / "none")
+    for license, base, said in (
+        *((None, None, True), (None, str(tmp_path / "none"), True)),
+        *(("mit", None, False), (None, str(tmp_path), False)),
+    ):
+        run.license = license
+        say_license(Accelerator(cpu=True), run, base)
+        assert ("The card will name no license" in capsys.readouterr().out) == said
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from accelerate import Accelerator
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
@@ -132,6 +133,15 @@ def hub_ids(datasets: list[str]) -> list[str]:
 def name_images(datasets: list[str]) -> str:
     """Data sets as a card speaks of them."""
     return " ".join(hub_ids(datasets)) or "images that are on no hub"
+
+
+def say_license(accelerator: Accelerator, run: RunArguments, base_model: str | None = None):
+    """Say before a training that its card will name no license, which `frugalvit publish` asks for."""
+    if not (run.license or license_of(base_model and split_revision(base_model)[0])):
+        accelerator.print(
+            "The card will name no license, without which nothing is published: --license, for example apache-2.0, "
+            "here or of `frugalvit publish`."
+        )
 
 
 def license_of(model: str | None) -> str | None:
