@@ -303,21 +303,20 @@ def _open_lock(path: Path):
     Raises:
         ValueError: if there is something else under its name: a link to a file of the user's, for example.
     """
-    problem = f"{str(path)!r} is no lock that this program made; remove it or give another folder."
     refuse_links(path.parent, path.name)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o666)
-    file = os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
     status = os.fstat(descriptor)
     # A second name of a file elsewhere, too, would have that emptied.
-    regular = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
-    if regular:
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        file = os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
         file.seek(0)
-        regular = file.read(len(OWNER)) in ("", OWNER)
-        file.seek(0)
-    if not regular:
+        if file.read(len(OWNER)) in ("", OWNER):
+            file.seek(0)
+            return file
         file.close()
-        raise ValueError(problem)
-    return file
+    else:
+        os.close(descriptor)
+    raise ValueError(f"{str(path)!r} is no lock that this program made; remove it or give another folder.")
 
 
 @contextmanager

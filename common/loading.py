@@ -43,7 +43,7 @@ from .exported import ExportedModule, is_exported
 
 
 # A side of an image, or of what an image processor makes.
-MOST_PIXELS = 16_384
+MOST_PIXELS = 4_096
 # Parts that no embedding of images reads: what pretraining needs, and an extra layer after [CLS].
 _UNREAD = frozenset({"pooler", "decoder", "mask_token"})
 
@@ -97,14 +97,23 @@ def load_image_classifier(
         `tuple`: The model and the image processor.
 
     Raises:
-        ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
+        ValueError: if there is no such model, it classifies nothing, weights are missing or left over, or a class has
+            no name.
     """
     if is_exported(name):
         model = load_exported(name, device, trust_remote_code, "an image classifier", ["logits"])
-        return model, load_image_processor(name, False, "an image classifier")
-    return load_with_image_processor(
-        name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification
-    )
+        image_processor = load_image_processor(name, False, "an image classifier")
+    else:
+        model, image_processor = load_with_image_processor(
+            name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification
+        )
+    labels = model.config.id2label
+    if labels.keys() != {*range(len(labels))} or not all(isinstance(label, str) for label in labels.values()):
+        raise ValueError(
+            f"Cannot load {os.fspath(name)!r} as an image classifier: id2label in its config.json has no names of the "
+            f"classes 0 to {len(labels) - 1}, one each."
+        )
+    return model, image_processor
 
 
 def load_exported(

@@ -147,7 +147,9 @@ def build_page(
             labels, *figures = look(*load(name), read_image(file, MAX_PIXELS), name, num_tokens)
         # Decoders raise whatever a broken file leads them to.
         except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise gr.Error(f"Cannot show that: {error}") from error
+            # Where the page keeps what it is given is nobody's concern.
+            message = str(error).replace(str(Path(file).parent) + os.sep, "")
+            raise gr.Error(f"Cannot show that: {message}") from error
         return labels, *(gr.update(value=figure, visible=figure is not None) for figure in figures)
 
     with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(CACHE_SECONDS, CACHE_SECONDS)) as page:
@@ -157,6 +159,8 @@ def build_page(
                 model = gr.Dropdown(list(folders), value=next(iter(folders)), label="Model")
                 # Its file, so that nothing is decoded before its size is known.
                 image = gr.Image(type="filepath", image_mode=None, label="Image", height=300, elem_id="image")
+                # It would open the file once more, and say of a broken one where it lies.
+                image.preprocess = lambda payload: payload and payload.path
                 tokens = gr.Slider(1, MAX_TOKENS, MAX_TOKENS, step=1, visible=False)
             labels = gr.Label(num_top_classes=5, label="Labels")
         if examples:

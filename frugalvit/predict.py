@@ -125,7 +125,7 @@ def predict(
         probabilities otherwise.
 
     Raises:
-        ValueError: if the model's scores are no numbers.
+        ValueError: if the model's scores are no numbers, or are not as many as there are names of classes.
     """
     pixel_values = prepare_images(image_processor, images)
     if confidence is None:
@@ -134,6 +134,11 @@ def predict(
         outputs = model.classify_adaptively(pixel_values.to(model.device), confidence)
     logits = outputs.logits.float()
     check_scores(logits)
+    if logits.shape[-1] != len(model.config.id2label):
+        raise ValueError(
+            f"The model computes {logits.shape[-1]} scores, and its config.json has names of "
+            f"{len(model.config.id2label)} classes."
+        )
     multi_label = model.config.problem_type == "multi_label_classification"
     scores, indices = (logits.sigmoid() if multi_label else logits.softmax(-1)).topk(min(top, logits.shape[-1]))
     predictions = [

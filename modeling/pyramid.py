@@ -61,7 +61,7 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
 def sample_maps(maps: list[torch.Tensor], points: torch.Tensor, padding_mode: str) -> list[torch.Tensor]:
     """`sample_features` of several maps at the same points."""
     # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
-    points = in_float32(points).clamp(-2, 3)
+    points = points.to(torch.promote_types(in_float32(points).dtype, maps[0].dtype)).clamp(-2, 3)
     # It lets NaN pass, which on CPUs addresses memory outside the map, and the backward pass writes there.
     grid = (points.nan_to_num() * 2 - 1).expand(maps[0].shape[0], -1, -1, -1)
     # Adds 0, or NaN where a coordinate is NaN, so that a model that diverged does not look sound.

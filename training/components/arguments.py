@@ -262,12 +262,20 @@ def _value_of(option: str, argv: list[str]) -> str | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """As YAML 1.2 has it, `no` is a word: the precision of that name, for example."""
+    """As YAML 1.2 has it, `no` is a word: the precision of that name, for example. Aliases stand for single values:
+    those of lists of lists of them unfold without end."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def compose_node(self, parent, index):
+        alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if alias and not isinstance(node, yaml.ScalarNode):
+            raise yaml.YAMLError("an alias of a list or of names and values, which are not taken; write them out")
+        return node
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("true|True|TRUE|false|False|FALSE"), "tTfF")
