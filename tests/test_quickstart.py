@@ -59,7 +59,7 @@ def test_makes_a_repository_a_picture_and_results(tmp_path, capsys):
     table = printed[printed.index("both models in this run") :]
     rows = [line.split() for line in table.splitlines() if line.startswith(("teacher", "student"))]
     assert [row[0] for row in rows] == ["teacher", "student", "student"] and "images/s" in table
-    assert [row[2] for row in rows] == ["65", "8", "16"]
+    assert [row[2:4] for row in rows] == [["64", "65"], ["7", "8"], ["15", "16"]]
 
     # What a reader would ask.
     assert "128 images without labels. Each is shown 2 times: the bar counts to 256." in printed

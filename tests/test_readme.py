@@ -145,7 +145,8 @@ def test_the_readme_is_short():
 
 
 def test_names_and_commands_exist():
-    text = "\n".join(PAGES.values())
+    # Places in the code, which docs/papers.md names, have a test of their own.
+    text = "\n".join(page for name, page in PAGES.items() if name != "docs/papers.md")
     families = r"\b(?:SparseFormer|ViTImpulseInit|ViTContextBroadcast|ConvMixer|AgentCNN|BootstrappedViT)[A-Z]\w+"
     assert {*re.findall(families, text)} <= {*public_names()}
     assert {*re.findall(r"(?:^|`|&& )frugalvit ([a-z][a-z-]*)", text, re.MULTILINE)} <= {*COMMANDS}

@@ -243,7 +243,7 @@ def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[
     return model, processor
 
 
-def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: list[str], seed: int):
+def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: list[str], seed: int = 0):
     """A pretrained or a new model, its image processor with it, before Context Broadcasting is inserted."""
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     if arguments.model:

@@ -30,7 +30,7 @@ def test_the_splits_of_folders_are_called_as_elsewhere(folders, evaluated, tmp_p
             for number in range(count):
                 draw(tmp_path / kind / folder / f"{number}.png")
     data = MaskedImageArguments(dataset=[str(tmp_path)])
-    train, evaluation = load_masked_splits(data)
+    train, evaluation, *_ = load_masked_splits(data)
     assert data.evaluated == evaluated and (len(train), len(evaluation)) == (4, 3)
     # A folder's own name is understood, too.
     assert len(load_masked_images(str(tmp_path), f"{folders[0]}[:2]")) == 2

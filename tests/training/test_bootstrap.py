@@ -436,7 +436,7 @@ def test_says_what_it_does_and_ends_with_both_side_by_side(teacher, tmp_path, ca
     first, second, third = [line for line in printed.splitlines() if line.startswith(starts)]
     assert first.startswith(f"Teacher: ViTForImageClassification, {model.num_parameters():,} parameters, ")
     assert second.startswith(f"Student: SparseFormerForImageClassification, {student.num_parameters():,} parameters, ")
-    assert "4 latent tokens, 32 x 32 pixels." in second
+    assert "3 latent tokens and [CLS], 32 x 32 pixels." in second
     assert third.startswith("Recipe small; epochs x steps x images: 1 x 4 x 32; evaluated on 64 images")
     assert "images/s, 32" in printed
 

@@ -536,7 +536,7 @@ def test_pictures_that_are_not_read_are_said_once(names, said, tmp_path, capsys)
             save(tmp_path / name)
         else:
             (tmp_path / name).write_bytes(b"\0\0\0\x18ftypheic" + bytes(64))
-    train, evaluation = load_splits(DataArguments(dataset=[str(tmp_path)]))
+    train, evaluation, _ = load_splits(DataArguments(dataset=[str(tmp_path)]))
     printed = capsys.readouterr().err
     assert printed.count("they are not read") == (said is not None) and re.search(said or "", printed)
     assert len(train) + len(evaluation) == 4 + names[0].endswith("avif")
