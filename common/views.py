@@ -161,47 +161,53 @@ class ImageFormat:
         Raises:
             ValueError: if its pixels are others all the same.
         """
-        name, open_shape = type(processor).__name__, getattr(processor, "max_num_patches", None)
-        square = min(PICTURE)
-        size = self.size[::-1] if not getattr(processor, "do_resize", True) else PICTURE
-        # Where a processor leaves the shape open, or squashes before a crop, squares are followed.
-        squashes = self.resize is not None and "height" in dict(getattr(processor, "size", None) or {})
-        size = (square, square) if size == PICTURE and (open_shape or squashes) else size
+        name, size = type(processor).__name__, PICTURE
+        square = (min(PICTURE), min(PICTURE))
+        if not getattr(processor, "do_resize", True):
+            size = self.size[::-1]
+        elif getattr(processor, "max_num_patches", None) or (
+            self.resize is not None and "height" in dict(getattr(processor, "size", None) or {})
+        ):
+            # What takes any shape, or is squashed before a crop, is followed on squares.
+            size = square
         made = self._made_by(processor, size)
-        if made.shape[1:] != (3, *self.size) and size == PICTURE:
-            size = (square, square)
+        if size == PICTURE and made.shape[1:] != (3, *self.size):
+            # So is what makes other shapes of others.
+            size = square
             made = self._made_by(processor, size)
         if made.shape[1:] != (3, *self.size):
             raise ValueError(
                 f"{name} makes pixels of the shape {tuple(made.shape[1:])}, which training does not follow; expected "
                 f"{(3, *self.size)}."
             )
-        black, white, red, picture = made
+        *flat, expected = made
+        measured, levels = self._normalized_as(name, flat), []
+        for resize in self._shorter_sides(processor):
+            image_format = replace(measured, resize=resize)
+            pixels = EvalView(image_format)(_test_picture(size))["pixel_values"]
+            levels.append((255 * image_format.denormalize(expected) - pixels).abs().mean((1, 2)).max().item())
+            if levels[-1] <= MOST_LEVELS:
+                return image_format
+        raise ValueError(
+            f"{name} prepares images in a way that training does not follow: of a test picture its pixels differ by "
+            f"{min(levels):.1f} of 255 levels from what is resized to {self.resize or self.size}, cropped in the "
+            "middle, rescaled and normalized."
+        )
+
+    def _normalized_as(self, name: str, flat: Sequence[torch.Tensor]) -> "ImageFormat":
+        """This format, normalized as a processor did with black, white and red; as it says where that is the same."""
         middle = (..., self.size[0] // 2, self.size[1] // 2)
-        low, high, reddish = black[middle].double(), white[middle].double(), red[middle].double()
+        low, high, red = (pixels[middle].double() for pixels in flat)
         scale = high - low
         if not (scale.isfinite().all() and scale.abs().min() > 0):
             raise ValueError(f"{name} makes the same pixels of black and white, {low.tolist()}; check its image_std.")
-        reverse = bool((reddish - low).abs().argmax() == 2)
-        mean, std = -low / scale, 1 / scale
-        mean, std = (values.flip(0) if reverse else values for values in (mean, std))
-        measured = {"mean": tuple(mean.tolist()), "std": tuple(std.tolist()), "reverse_channels": reverse}
-        said = torch.tensor([self.mean, self.std], dtype=torch.float64)
-        if not reverse and torch.allclose(torch.stack([mean, std]), said, rtol=1e-4, atol=1e-4):
-            measured = {}
-        differences = {}
-        for resize in self._shorter_sides(processor):
-            image_format = replace(self, resize=resize, **measured)
-            pixels = image_format.normalize(EvalView(image_format)(_test_picture(size))["pixel_values"][None])[0]
-            levels = 255 * ((pixels - picture).abs().mean((1, 2)) / scale.abs()).max().item()
-            if levels <= MOST_LEVELS:
-                return image_format
-            differences[resize] = levels
-        raise ValueError(
-            f"{name} prepares images in a way that training does not follow: of a test picture its pixels differ by "
-            f"{min(differences.values()):.1f} of 255 levels from what is resized to {self.resize or self.size}, "
-            "cropped in the middle, rescaled and normalized."
-        )
+        reverse = bool((red - low).abs().argmax() == 2)
+        values = torch.stack([-low / scale, 1 / scale])
+        values = values.flip(1) if reverse else values
+        if not reverse and torch.allclose(values, values.new_tensor([self.mean, self.std]), rtol=1e-4, atol=1e-4):
+            return self
+        mean, std = map(tuple, values.tolist())
+        return replace(self, mean=mean, std=std, reverse_channels=reverse)
 
     def _made_by(self, processor, size: tuple[int, int]) -> torch.Tensor:
         """What a processor makes of a black, a white and a red image and of a test picture of this width and height:
