@@ -292,8 +292,17 @@ def train_llava(arguments, clip: Path, seed: int) -> Path:
         num_additional_image_tokens=1,
         vision_feature_select_strategy="default",
     )
-    check_image_tokens(processor, llava)
+    train_answers(llava, processor, images, folder, arguments.llava_steps, seed)
+    return folder
 
+
+def train_answers(
+    llava: LlavaForConditionalGeneration, processor, images: datasets.Dataset, folder: Path, steps: int, seed: int
+):
+    """Train a LLaVA, all of it that is not frozen, to answer `QUESTIONS` about images, and write it and its processor
+    into a new folder."""
+    check_image_tokens(processor, llava)
+    tokenizer, names = processor.tokenizer, class_names(images)
     pixels = torch.cat([pixel_values for pixel_values, _ in image_batches(processor.image_processor, images, 256)])
     labels, questions = images["label"], list(QUESTIONS.items())
 
@@ -323,11 +332,11 @@ def train_llava(arguments, clip: Path, seed: int) -> Path:
 
     training = TrainingArguments(
         str(folder.with_name(f"{folder.name}-checkpoints")),
-        max_steps=arguments.llava_steps,
+        max_steps=steps,
         per_device_train_batch_size=32,
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
-        warmup_steps=100,
+        warmup_steps=steps // 10,
         save_strategy="no",
         logging_steps=100,
         report_to="none",
@@ -339,7 +348,6 @@ def train_llava(arguments, clip: Path, seed: int) -> Path:
     with whole_folder(folder) as aside:
         llava.save_pretrained(aside)
         processor.save_pretrained(aside)
-    return folder
 
 
 def question_ids(tokenizer, question: str, image_tokens: int = 64) -> list[int]:

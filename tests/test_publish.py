@@ -29,6 +29,7 @@ from frugalvit import publish
 from frugalvit.cli import main
 from frugalvit.info import describe
 from frugalvit.publish import render_card
+from frugalvit.training.components.arguments import RECIPE_FILES
 from frugalvit.validation import (
     check_card,
     check_code,
@@ -42,7 +43,8 @@ from frugalvit.validation import (
 )
 
 
-CARDS, RESULTS = (Path(__file__).parents[1] / name for name in ("model_cards", "results"))
+ROOT = Path(__file__).parents[1]
+CARDS, RESULTS = ROOT / "model_cards" / "templates", ROOT / "results"
 CARD = """---
 library_name: transformers
 license: mit
@@ -317,6 +319,30 @@ def test_nothing_is_uploaded_that_is_not_right(trained, tmp_path, hub, capsys):
     assert not hub.created and not hub.commits and not (tmp_path / "out").exists()
 
 
+def test_cards_of_the_papers_models_are_those_of_the_recipes(monkeypatch):
+    """`python model_cards/render.py` writes them; whose weights are not here says so, and whose numbers it has."""
+    monkeypatch.syspath_prepend(str(ROOT / "model_cards"))
+    import render
+
+    cards, folder = render.render(), ROOT / "model_cards"
+    assert cards == {
+        str(path.relative_to(folder)): path.read_text(encoding="utf-8")
+        for path in (folder / "README.md", *folder.glob("papers/*.md"))
+    }
+    of_papers = {path: text for path, text in cards.items() if path != "README.md"}
+    assert len(of_papers) == len([*RECIPE_FILES.glob("*.yaml")]) > 20
+    for path, text in of_papers.items():
+        name = Path(path).stem
+        assert text.startswith(f"# {name}\n\n") and "**Weights are not published here.**" in text
+        assert re.search(rf"^frugalvit [a-z]+ --config {name}\b", text, re.MULTILINE)
+        assert re.search(r"counted: [\d,]+ parameters", text)
+        # What the papers say stands in one place, which says so.
+        assert len(re.findall("The (?:paper|authors)[:,] ", text)) == text.count("not reproduced here")
+    towers = {path for path, text in of_papers.items() if "`SparseFormerVisionModelWithProjection`" in text}
+    assert {"papers/clip-base-49-224.md"} < towers
+    assert "It is a `SparseFormerVisionModel`, which classifies nothing" in of_papers["papers/siglip2-base.md"]
+
+
 def test_cards_are_templates(tmp_path):
     table = {"epochs": [{"accuracy": 0.25}], "rows": [{"row": "a", "x": 0.123456}]}
     (tmp_path / "mine.json").write_text(json.dumps(table), encoding="utf-8")
@@ -396,7 +422,7 @@ class TestShippedModels:
 
     def test_are_listed_in_the_readme(self, card):
         [result] = ModelCard(render_card(card, RESULTS)).data.eval_results
-        [line] = re.findall(rf"^\| `{card.stem}` \|.*$", (CARDS.parent / "README.md").read_text("utf-8"), re.MULTILINE)
+        [line] = re.findall(rf"^\| `{card.stem}` \|.*$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
         *_, parameters, accuracy = line.strip("| ").split(" | ")
         assert accuracy == f"{100 * result.metric_value:.2f} %"
         assert parameters == f"{describe(card.stem)['parameters']:,}"

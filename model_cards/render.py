@@ -1,0 +1,145 @@
+"""Write a card for each file in `training/recipes/`, `papers/NAME.md`, and a list of these and of models that ship.
+
+python model_cards/render.py
+"""
+
+import re
+from pathlib import Path
+
+import yaml
+from huggingface_hub import ModelCard
+
+from frugalvit.info import variants
+from frugalvit.training.components.arguments import RECIPE_FILES
+
+
+HERE = Path(__file__).resolve().parent
+CHECKPOINTS = HERE.parent / "checkpoints"
+# What a model is loaded as, and what it gives, by the kind of model.
+KINDS = {
+    "classifier": ("AutoModelForImageClassification", "logits = model(**inputs).logits  # (1, classes)"),
+    "vision tower": ("AutoModel", "embedding = model(**inputs).image_embeds  # (1, channels), beside a CLIP's texts"),
+    "vision model": (
+        "AutoModel",
+        "outputs = model(**inputs)\n"
+        "tokens, embedding = outputs.last_hidden_state, outputs.pooler_output  # (1, tokens, channels), (1, channels)",
+    ),
+    "segmenter": (
+        "AutoModelForSemanticSegmentation",
+        "outputs = model(**inputs)\n"
+        "[classes] = processor.post_process_semantic_segmentation(outputs)  # (height, width)",
+    ),
+}
+# What to do with a model besides.
+USES = {
+    "vision tower": "It is a `SparseFormerVisionModelWithProjection`. `SparseFormerCLIPModel.from_clip(clip, model)` "
+    "puts it into its CLIP, `swap_vision_tower(llava, model)` into a LLaVA with that CLIP's tower.",
+    "vision model": "It is a `SparseFormerVisionModel`, which classifies nothing: a classifier, a SigLIP "
+    "(`SparseFormerCLIPModel.from_clip`) or a LLaVA (`swap_vision_tower`) reads its embedding or its tokens.",
+}
+
+
+def read_recipe(file: Path) -> dict:
+    """A recipe's arguments, and what its comment says: what it is, its commands, notes, size, the paper's numbers."""
+    text = file.read_text(encoding="utf-8")
+    lines = [line.removeprefix("#").removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
+    # Commands are indented.
+    commands = [line[2:] for line in lines if line.startswith("  ")]
+    about, *notes = re.split(r"(?:(?:^|\n)(?:  .*)?)+\n", "\n".join(lines))
+    about, notes = " ".join(about.split()), " (above) ".join(" ".join(part.split()) for part in notes)
+    counted = re.search(r"Counted: ([\d,]+) parameters( of both)?(?:, ([\d.]+) G multiply-accumulates)?\. ?", notes)
+    theirs = re.search(r"(The (?:paper|authors)[,:] .*?)(?:;| \() ?not reproduced here[.)]? ?", notes)
+    for found in filter(None, (counted, theirs)):
+        notes = notes.replace(found[0], "")
+    return {
+        "arguments": yaml.safe_load(text),
+        "about": about,
+        "commands": commands,
+        "notes": notes.strip(),
+        "parameters": counted and counted[1],
+        "of_both": counted and (counted[2] or ""),
+        "macs": counted and counted[3],
+        "paper": theirs and theirs[1],
+    }
+
+
+def kind_of(recipe: dict) -> str:
+    """Which of `KINDS` a recipe makes."""
+    command, arguments = recipe["commands"][0].split()[1], recipe["arguments"]
+    if command == "segment":
+        return "segmenter"
+    if command != "bootstrap" or arguments["teacher"].startswith("timm/"):
+        return "classifier"
+    return "vision tower" if "clip" in arguments["teacher"] else "vision model"
+
+
+def variant_of(name: str, recipe: dict) -> str | None:
+    """What `frugalvit info` and `from_variant` call the model, where they have it."""
+    known = variants()
+    names = (name, name.removeprefix("sparseformer-"), recipe["arguments"].get("variant"))
+    return next((each for each in names if each in known), None)
+
+
+def card_of(name: str, recipe: dict) -> str:
+    """A card in Markdown."""
+    kind, known = kind_of(recipe), variants()
+    auto_class, use = KINDS[kind]
+    about = [f"# {name}", recipe["about"], "**Weights are not published here.** These lines make them:"]
+    about += ["```bash\n" + "\n".join(recipe["commands"]) + "\n```"]
+    if recipe["paper"]:
+        about.append(f"**The paper's numbers, not reproduced here.** {recipe['paper']}.")
+    macs = f", {recipe['macs']} G multiply-accumulates of an image" if recipe["macs"] else ""
+    about.append(f"**Size**, counted: {recipe['parameters']} parameters{recipe['of_both']}{macs}.")
+    if variant := variant_of(name, recipe):
+        about.append(f'**Configuration.** `{known[variant].__name__}.from_variant("{variant}")`, without weights.')
+    about += [
+        f"**Use**, once it is trained. {USES.get(kind, '')}".strip(),
+        f"```python\nimport frugalvit\nfrom transformers import AutoImageProcessor, {auto_class}\n\n"
+        f'processor = AutoImageProcessor.from_pretrained("{name}")\n'
+        f'model = {auto_class}.from_pretrained("{name}")\n'
+        f'inputs = processor(image, return_tensors="pt")\n{use}\n```',
+    ]
+    if recipe["notes"]:
+        about.append(f"**Notes.** {recipe['notes']}")
+    about.append(f"**Arguments**: [`training/recipes/{name}.yaml`](../../training/recipes/{name}.yaml).")
+    return "\n\n".join(about) + "\n"
+
+
+def list_of(recipes: dict[str, dict]) -> str:
+    """The list of all cards in Markdown."""
+    shipped = []
+    for folder in sorted(path for path in CHECKPOINTS.iterdir() if (path / "README.md").is_file()):
+        [result] = ModelCard.load(folder / "README.md").data.eval_results
+        measured = f"{result.metric_type} {100 * result.metric_value:.2f} % on {result.dataset_name}"
+        shipped.append(f"| [{folder.name}](../checkpoints/{folder.name}/README.md) | {measured} |")
+    rows = [
+        f"| [{name}](papers/{name}.md) | {kind_of(recipe)} | {recipe['parameters'] or ''} | "
+        f"{recipe['macs'] and recipe['macs'] + ' G' or ''} |"
+        for name, recipe in recipes.items()
+    ]
+    return "\n".join(
+        [
+            "# Model cards\n",
+            "Models that ship, measured here. `frugalvit publish` made their cards of `templates/` and `results/`.\n",
+            "| | |\n| --- | --- |",
+            *shipped,
+            "\nModels of the papers and of today's backbones, with the command that makes each. **Their weights are\n"
+            "not published here**, and the numbers in their cards are the papers'. Sizes are counted.\n"
+            "`python model_cards/render.py` wrote these cards.\n",
+            "| | | parameters | multiply-accumulates |\n| --- | --- | --- | --- |",
+            *rows,
+            "",
+        ]
+    )
+
+
+def render() -> dict[str, str]:
+    """All that this writes: texts by path, from here on."""
+    recipes = {file.stem: read_recipe(file) for file in sorted(RECIPE_FILES.glob("*.yaml"))}
+    cards = {f"papers/{name}.md": card_of(name, recipe) for name, recipe in recipes.items()}
+    return {"README.md": list_of(recipes), **cards}
+
+
+if __name__ == "__main__":
+    for path, text in render().items():
+        (HERE / path).write_text(text, encoding="utf-8")
