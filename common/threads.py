@@ -4,7 +4,8 @@ import os
 
 
 # How often a thread of OpenMP looks whether the others are done before it gives its core away. It is 300,000 times
-# otherwise: on a busy machine the one that is waited for then has no core. results/busy_threads.json has both sides.
+# otherwise: on a busy machine the one that is waited for then has no core. benchmarks/busy_threads.py measures both
+# sides; this number is between them, and not yet chosen by it.
 SPINS = "2000"
 
 
