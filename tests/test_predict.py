@@ -1,8 +1,10 @@
 """`frugalvit predict`: labels, RoI pictures, every kind of image, and errors of one line."""
 
+import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +154,58 @@ def test_what_has_no_end_is_no_image(model_folder, node, tmp_path, capsys):
     node(tmp_path / "image.png")
     assert "is no file but a device or a pipe" in fails(tmp_path / "image.png", "--model", model_folder, capsys=capsys)
     assert "There are no images in the folder" in fails(tmp_path, "--model", model_folder, capsys=capsys)
+
+
+@pytest.fixture
+def odd_labels(model_folder, tmp_path):
+    """Function that writes the model with other names of its classes."""
+
+    def write(change) -> Path:
+        folder = shutil.copytree(model_folder, tmp_path / "odd")
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"id2label": change(config["id2label"]), "label2id": {}}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_names_of_others_say_nothing_to_a_terminal(encoding, odd_labels, images, tmp_path, monkeypatch, capsys):
+    """Whatever it has letters for."""
+    label, stdout = "\x1b]0;title\x07猫\r\nfake", io.BytesIO()
+    model = odd_labels(lambda labels: {number: f"{label}{number}" for number in labels})
+    image, broken = tmp_path / "\x1b[31mä.png", tmp_path / "\x1b[32mö.png"
+    shutil.copyfile(images / "a.png", image)
+    broken.touch()
+    for more in ([], ["--json"]):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stdout, encoding=encoding))
+        assert main(["predict", str(image), str(broken), "--model", str(model), "--skip-corrupt", *more]) == 0
+        sys.stdout.detach()
+    printed = stdout.getvalue().decode(encoding) + capsys.readouterr().err
+    assert not set(printed) & {*map(chr, range(32)), "\x7f"} - {"\n"}
+    assert "\\x1b]0;title\\x07" in printed and "\\x1b[32m" in printed
+    start = printed.index("\n[") + 1
+    [answer] = json.loads(printed[start : printed.index("\n]") + 2])
+    assert answer["image"] == str(image) and answer["labels"][0]["label"].startswith(label)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda labels: {"0": "a", "1": "b", "2": "c", "5": "d"},
+        lambda labels: {"1": "a", "2": "b", "3": "c", "4": "d"},
+        lambda labels: {"-1": "a", "0": "b", "1": "c", "2": "d"},
+        lambda labels: labels | {"2": 5},
+        lambda labels: labels | {"2": None},
+        lambda labels: labels | {"2": ["a"]},
+        lambda labels: {"0": "a"},
+        lambda labels: labels | {"4": "e"},
+    ],
+)
+def test_classes_have_a_name_each(change, odd_labels, images, capsys):
+    said = fails(images / "a.png", "--model", odd_labels(change), capsys=capsys)
+    assert "has no names of the classes 0 to" in said or "Cannot load" in said or "has other shapes of" in said
 
 
 def test_scores_that_are_no_numbers(model_folder, images, tmp_path, capsys):

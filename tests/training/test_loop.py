@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -330,6 +331,147 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(name, damage, tmp_path):
     damage(folders[0] / name)
     with pytest.raises(ValueError, match="All checkpoints in .* are damaged; start anew with --overwrite"):
         checkpoints.newest_whole()
+
+
+STATE = {"epoch": 1, "step": 6, "best": {"epoch": 1}, "log": [], "losses": [0.5], "seconds": 1.5, "skipped": 0}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint that holds its state alone."""
+    folder = tmp_path / "step-00000006"
+    folder.mkdir()
+    write_json(folder / "state.json", STATE)
+    write_json(folder / CHECKSUMS, {})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step-backup", "step-00000009-copy", "step-00000009.old", "step-", "step-٩", "step--9", "old-step-00000009"],
+)
+@pytest.mark.parametrize("is_file", [False, True])
+def test_what_a_user_keeps_beside_checkpoints_is_none(name, is_file, saved, tmp_path):
+    """It is neither the newest, nor is one of them removed for it."""
+    (tmp_path / name).touch() if is_file else shutil.copytree(saved, tmp_path / name)
+    checkpoints = Checkpoints(None, tmp_path)
+    assert checkpoints.all() == [saved] and checkpoints.newest_whole() == saved
+    shutil.copytree(saved, tmp_path / "step-100000000")
+    write_json(tmp_path / "step-100000000" / "state.json", STATE | {"step": 10**8})
+    assert checkpoints.newest_whole() == tmp_path / "step-100000000"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        *(("state.json", content) for content in ("", "[]", "null", "5", '"text"', "[" * 100_000)),
+        ("state.json", STATE | {"unknown": 1}),
+        ("state.json", STATE | {"epoch": -1}),
+        ("state.json", STATE | {"epoch": 0.5}),
+        ("state.json", STATE | {"epoch": True}),
+        ("state.json", STATE | {"step": "6"}),
+        ("state.json", STATE | {"step": 7}),
+        ("state.json", STATE | {"step": 10**400}),
+        ("state.json", STATE | {"best": []}),
+        ("state.json", STATE | {"log": {}}),
+        ("state.json", STATE | {"log": [5]}),
+        ("state.json", STATE | {"losses": ["0.5"]}),
+        ("state.json", STATE | {"losses": [0.5] * 7}),
+        ("state.json", STATE | {"seconds": None}),
+        ("state.json", STATE | {"seconds": -1.0}),
+        ("state.json", STATE | {"skipped": -1}),
+        (CHECKSUMS, "{"),
+        (CHECKSUMS, "[" * 100_000),
+        (CHECKSUMS, []),
+        (CHECKSUMS, {"model.safetensors": "5"}),
+        (CHECKSUMS, {"model.safetensors": 5}),
+    ],
+)
+def test_a_checkpoint_with_odd_json_is_damaged(file, content, saved, tmp_path):
+    assert not damaged_files(saved)
+    (saved / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    assert damaged_files(saved)
+    with pytest.raises(ValueError, match="All checkpoints in .* are damaged"):
+        Checkpoints(None, tmp_path).newest_whole()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("optimizer.bin", None, "cannot be read: .* Remove it to go on from an earlier one, or start anew"),
+        ("optimizer.bin", {"state": {}}, "cannot be read"),
+        ("scheduler.bin", [], "cannot be read"),
+        ("random_states_0.pkl", None, "cannot be read"),
+        ("random_states_0.pkl", {"torch_manual_seed": "five"}, "cannot be read"),
+        ("model.safetensors", {}, "cannot be read"),
+    ],
+)
+def test_foreign_files_of_a_checkpoint_are_said(file, content, message, tiny_run, tmp_path):
+    """Also where their checksums are right."""
+    tiny_run(steps_per_epoch=1)
+    newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
+    if content is None:
+        (newest / file).write_bytes(pickle.dumps(Path(file)))
+    else:
+        torch.save(content, newest / file)
+    written = checksums(newest)
+    write_json(newest / CHECKSUMS, {name: written[name] for name in written if name not in ("state.json", CHECKSUMS)})
+    with pytest.raises(ValueError, match=message):
+        tiny_run(steps_per_epoch=1)
+
+
+def test_random_numbers_that_are_not_restored_are_said(tiny_run, tmp_path, capsys):
+    """Of a checkpoint that fewer processes wrote, for example."""
+    tiny_run(steps_per_epoch=1)
+    for checkpoint in (tmp_path / "out" / "checkpoints").iterdir():
+        (checkpoint / "random_states_0.pkl").unlink()
+        (checkpoint / CHECKSUMS).unlink()
+    tiny_run(steps_per_epoch=1)
+    assert "Process 0 goes on with other random numbers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("run.json", "results.json", "metrics.jsonl", "README.md", ".lock", "checkpoints/.aside", "logs"),
+        *("checkpoints/step-00000001/state.json", "checkpoints/step-00000003", "checkpoints/.removed"),
+    ],
+)
+def test_what_a_run_writes_follows_no_link(place, tiny_run, tmp_path):
+    tiny_run(epochs=1, steps_per_epoch=1)
+    path, mine = tmp_path / "out" / place, tmp_path / "mine"
+    if path.exists() and path.suffix:
+        shutil.move(path, mine)
+    else:
+        mine.mkdir()
+    path.symlink_to(mine)
+    before = {file: file.stat().st_mtime_ns for file in [mine, *mine.rglob("*")]}
+    for more in ([], ["--overwrite"]):
+        with pytest.raises(ValueError, match=f"{Path(place).name}' is a link"):
+            tiny_run(*more, epochs=1, steps_per_epoch=1)
+    assert {file: file.stat().st_mtime_ns for file in [mine, *mine.rglob("*")]} == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: [],
+        lambda run: 5,
+        lambda run: {},
+        lambda run: {"arguments": []},
+        lambda run: run | {"images": 5},
+        lambda run: run | {"images": dict.fromkeys(run["images"], "five")},
+        lambda run: run | {"arguments": run["arguments"] | {"epochs": []}},
+        lambda run: run | {"arguments": run["arguments"] | {"mixed_precision": ["no"]}},
+        lambda run: run | {"arguments": run["arguments"] | {"unknown": 1}},
+    ],
+)
+def test_an_odd_run_is_not_gone_on_with(change, tiny_run, tmp_path):
+    tiny_run(epochs=1, steps_per_epoch=1)
+    file = tmp_path / "out" / "run.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    with pytest.raises(ValueError, match="holds no run|holds another run|are not those that the run"):
+        tiny_run(epochs=1, steps_per_epoch=1)
 
 
 def test_goes_on_from_the_older_checkpoint(tiny_run, tmp_path, capsys):
