@@ -406,7 +406,7 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
     with one_error(model_type, "an architecture to train from scratch"):
         config = AutoConfig.for_model(model_type, **({"num_labels": len(names)} | overrides), **labels)
     set_drop_path(config, recipe.drop_path)
-    if arguments.initialization in INITIALIZATIONS and hasattr(config, "initialization"):
+    if arguments.initialization in INITIALIZATIONS and model_type == ViTImpulseInitConfig.model_type:
         # What one start leaves alone should not be another's, the family's own.
         config.initialization = "trunc_normal"
     if hasattr(config, "image_mean"):
