@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from .modeling.swap import matching_processor as matching_processor
     from .modeling.swap import swap_vision_tower as swap_vision_tower
     from .resources import checkpoint_path as checkpoint_path
-    from .training.callbacks import HintDecayCallback as HintDecayCallback
+    from .training.components.callbacks import HintDecayCallback as HintDecayCallback
 
 _NAMES = public_names()
 

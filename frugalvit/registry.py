@@ -64,7 +64,7 @@ FUNCTIONS = {
     "extract_features": "frugalvit.evaluation.embeddings",
     "from_open_clip": "frugalvit.modeling.open_clip_adapter",
     "GeneralizedConv2d": "frugalvit.modeling.generalized_convolution",
-    "HintDecayCallback": "frugalvit.training.callbacks",
+    "HintDecayCallback": "frugalvit.training.components.callbacks",
     "impulse_init_": "frugalvit.modeling.initialization",
     "insert_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
     "initialize_attention_": "frugalvit.modeling.initialization",

@@ -1,13 +1,13 @@
 """The recipe for image classifiers, from its command line to a folder that loads."""
 
 import json
-import re
 import runpy
 import sys
 
 import datasets
 import pytest
 import torch
+import yaml
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -31,11 +31,18 @@ SPARSE = (
     "focusing_hidden_size=32,focusing_num_attention_heads=2,stem_channels=8,num_sampling_points=4,resize_size=null"
 )
 SWIN = "image_size=32,patch_size=4,embed_dim=16,depths=[1,1],num_heads=[1,2],window_size=4"
-# Width, and cutmix, erasing and drop path, of the recipes.
+# A recipe for each architecture, and what makes it small.
 RECIPES = {
-    "context-broadcast-base": (768, (1.0, 0.25, 0.2)),
-    "context-broadcast-small": (384, (1.0, 0.25, 0.1)),
-    "impulse-tiny": (192, (0.5, 0.25, 0.0)),
+    **dict.fromkeys(
+        ("context-broadcast-base", "context-broadcast-small", "impulse-tiny", "impulse-cifar10"),
+        "image_size=32,patch_size=8,num_hidden_layers=1,resize_size=null",
+    ),
+    "context-broadcast-swin-tiny": "image_size=32,embed_dim=24,depths=[1,1],num_heads=[1,2],window_size=4",
+    "alone-small": "image_size=32,patch_size=8,num_hidden_layers=1",
+    "agent-small-res": "image_size=32,num_hidden_layers=1,downsample_after=[0]",
+    "convmixer": "patch_size=8,num_hidden_layers=1",
+    "sparseformer-v1-tiny": "image_size=32,num_latent_tokens=9,focusing_hidden_size=64,hidden_size=128,"
+    "num_hidden_layers=1,resize_size=null",
 }
 
 
@@ -265,6 +272,14 @@ CONTEXT_BROADCAST = (
 )
 
 
+def test_pads_with_what_it_is_told(tiny_run, monkeypatch):
+    views, view = [], train.SmallDataView
+    monkeypatch.setattr(train, "SmallDataView", lambda *a, **options: views.append(view(*a, **options)) or views[-1])
+    tiny_run(epochs=1)
+    tiny_run(name="black", epochs=1, padding_mode="constant")
+    assert [each.padding_mode for each in views] == ["reflect", "constant"]
+
+
 @pytest.fixture
 def sure_teacher(tmp_path):
     """A classifier that takes every image for a ship."""
@@ -320,20 +335,20 @@ def test_inserts_context_broadcast(tiny_run, tmp_path):
     assert len(again["epochs"]) == 2
 
 
-@pytest.mark.parametrize(("recipe", "file"), recipes_of("frugalvit train").items(), ids=recipes_of("frugalvit train"))
-def test_recipes_of_the_papers_can_be_read(recipe, file, tiny_run, tmp_path):
-    """As they are, but for fewer and smaller images and layers."""
-    (width, numbers), content = RECIPES[recipe], file.read_text(encoding="utf-8")
-    assert f"frugalvit train --config {recipe} " in content
-    overrides = re.search("config_overrides: (.*)", content)[1]
-    small = {"dataset": "cifar10-subset", "mixed_precision": "no", "learning_rate": 1e-3}
-    tiny = "image_size=32,patch_size=8,num_hidden_layers=1,resize_size=null"
-    results = tiny_run(config=recipe, config_overrides=f"{overrides},{tiny}", **small)
-    assert tuple(results["arguments"][name] for name in ("cutmix", "erasing", "drop_path")) == numbers
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_of_the_papers_can_be_read(recipe, tiny_run, tmp_path):
+    """One of each architecture, but for fewer and smaller images and layers, and fewer steps of Algorithm 1."""
+    values = yaml.safe_load(recipes_of("frugalvit train")[recipe].read_text(encoding="utf-8"))
+    small = {"dataset": "cifar10-subset", "mixed_precision": "no", "learning_rate": 1e-3, "label_column": "label"}
+    if "initialization_options" in values:
+        small["initialization_options"] = values["initialization_options"] + ",steps=2"
+    results = tiny_run(config=recipe, config_overrides=f"{values['config_overrides']},{RECIPES[recipe]}", **small)
+    for name in ("cutmix", "erasing", "drop_path", "initialization", "context_broadcast", "padding_mode"):
+        assert results["arguments"][name] == values.get(name, results["arguments"][name])
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert model.config.hidden_size == width
-    assert model.config.context_broadcast == (None if recipe == "impulse-tiny" else "cb")
-    assert results["arguments"]["initialization"] == ("impulse" if recipe == "impulse-tiny" else "default")
+    wanted = train.parse_overrides(values["model_type"], values["config_overrides"])
+    for name in ("context_broadcast", "spatial_filters", "stem", "mixing_bias"):
+        assert getattr(model.config, name, None) == wanted.get(name, getattr(model.config, name, None))
 
 
 def test_other_architectures(tiny_run, tmp_path):
@@ -452,6 +467,7 @@ def test_wrong_arguments_are_one_line(arguments, message, capsys):
             {"initialization": "mimetic", "initialization_options": "mass=0.3"},
             "--initialization mimetic has no 'mass'",
         ),
+        ({"model_type": "agent_cnn", "initialization": "impulse", "config_overrides": ""}, "found no attention"),
         ({"initialization": "impulse", "initialization_options": "mass=3"}, "`mass` is 3, expected a number above 0"),
         ({"config_overrides": "hidden_size"}, "--config-overrides is 'hidden_size', expected name=value pairs"),
         ({"model_type": "unheard-of"}, "unheard-of"),
