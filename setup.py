@@ -6,12 +6,14 @@ from setuptools import setup
 PACKAGES = {
     "frugalvit": "frugalvit",
     "frugalvit.evaluation": "frugalvit/evaluation",
+    "frugalvit.options": "frugalvit/options",
     "frugalvit.configuration": "configuration",
     "frugalvit.modeling": "modeling",
     "frugalvit.modeling.hosts": "modeling/hosts",
     "frugalvit.common": "common",
     "frugalvit.training": "training",
     "frugalvit.training.components": "training/components",
+    "frugalvit.training.options": "training/options",
     "frugalvit.checkpoints": "checkpoints",
 }
 

@@ -3,6 +3,7 @@
     python benchmarks/bootstrap_tables.py tokens    # table 2: fewer and more tokens, continued, more pixels
     python benchmarks/bootstrap_tables.py losses    # table 3: what to align, what to inherit
     python benchmarks/bootstrap_tables.py blocks    # supplement, table 1: truncate, tune, freeze
+    python benchmarks/bootstrap_tables.py choices   # where paper, code and ours differ
 
 Runs are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side
 before all of them are put together. Writes bootstrap_TABLE.json.
@@ -18,7 +19,7 @@ import frugalvit
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.tables import format_table
 from frugalvit.training import bootstrap, train
-from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, write_table
+from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, wanted_rows, write_table
 
 
 # Rows: name -> arguments of the recipe besides the shared ones. "{16 tokens}" is the folder of that row's run.
@@ -34,6 +35,7 @@ TABLES = {
     "losses": {
         "bootstrapping": [],
         "with classification loss": ["--label-loss-weight", "1"],
+        "with classification loss, weight 10": ["--label-loss-weight", "10"],
         "with tokens aligned": ["--token-loss-weight", "2"],  # ours
         "without reusing weights": ["--no-inherit-blocks"],
         "KL distillation, temperature 3": ["--loss", "kl", "--temperature", "3"],
@@ -47,12 +49,20 @@ TABLES = {
         "without truncation, tune 2 of 6": ["--truncate", "0"],
         "without truncation, tune 4 of 6": ["--truncate", "0", "--tune", "4"],
     },
+    "choices": {
+        "ours": [],
+        "equal initial RoIs left equal, as paper and code do": ["--no-break-ties"],
+        "RoIs encoded as the paper prints it, not as its code does": [
+            *("--config-overrides", f"{STUDENT},roi_encoding=paper")
+        ],
+    },
 }
 
 
 def main():
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
     parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="of every run but continued ones (default: %(default)s)")
@@ -64,7 +74,8 @@ def main():
 
     teacher_accuracy = run(arguments, "16 tokens", [], arguments.seeds[0])["best"]["teacher_accuracy"]
     rows = []
-    for name, extra in TABLES[arguments.table].items():
+    for name in wanted_rows(arguments, TABLES[arguments.table]):
+        extra = TABLES[arguments.table][name]
         measured = [run(arguments, name, extra, seed) for seed in arguments.seeds]
         folder = folder_of(arguments, name, arguments.seeds[0])
         model = AutoModelForImageClassification.from_pretrained(folder)
@@ -93,7 +104,7 @@ def main():
 
 def folder_of(arguments, name: str, seed: int) -> Path:
     """The folder of a run; equal runs of different tables share one."""
-    if name in ("bootstrapping", "default: truncate 2, tune 2 of 4"):
+    if name in ("bootstrapping", "default: truncate 2, tune 2 of 4", "ours"):
         name = "16 tokens"
     return arguments.runs_dir / folder_name(name, seed)
 

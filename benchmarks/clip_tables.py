@@ -51,6 +51,7 @@ from frugalvit.modeling.swap import check_image_tokens
 from frugalvit.swap import pixel_pairs
 from frugalvit.training import align_llava, bootstrap, contrastive
 from frugalvit.training.contrastive import word_tokenizer
+from frugalvit.training.options.contrastive import SENTENCES
 from shared import (
     STUDENT,
     add_data_arguments,
@@ -193,7 +194,7 @@ def measure_clips(arguments, seed: int) -> dict[str, dict[str, float | int]]:
 def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.Dataset) -> dict[str, float | int]:
     towers = load_two_towers(str(clip), student and str(student), "cpu")
     names = class_names(images)
-    classifier = zero_shot_classifier(towers, names, contrastive.SENTENCES)
+    classifier = zero_shot_classifier(towers, names, SENTENCES)
     # Retrieval among ten images, one of each class, and their captions: captions of one class are all alike.
     embeddings = embed_all_images(towers, images, 256, 0)
     captions = embed_all_texts(towers, [f"a photo of a {name} ." for name in names], 64)

@@ -166,6 +166,7 @@ TABLES = {
         # The paper does not print where the scale starts.
         "cb_s at mlp_end": vit("cb_s"),
         "cb_s at mlp_end, scale from 0.1": scaled(0.1),
+        "cb_s at mlp_end, scale from 0.5": scaled(0.5),
         "cb_s at mlp_end, scale from 1": scaled(1),
         "cb_gate at mlp_end": vit("cb_gate"),
         "cb_hybrid at mlp_end": vit("cb_hybrid"),

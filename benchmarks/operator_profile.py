@@ -14,7 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from frugalvit.benchmark import DTYPES, build_model
+from frugalvit.benchmark import build_model
+from frugalvit.common.choices import DTYPES
 from frugalvit.common.command_line import CommandParser, positive
 from frugalvit.common.tables import format_table
 from shared import add_results_argument, write_table

@@ -17,10 +17,12 @@ import torch
 from torch import nn
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.benchmark import DTYPES, ROUNDS, build_model, measure_all
+from frugalvit.benchmark import build_model, measure_all
+from frugalvit.common.choices import DTYPES
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.tables import format_table
 from frugalvit.modeling.conversion import convert_showlab
+from frugalvit.options.benchmark import ROUNDS
 from shared import add_results_argument, write_table
 
 

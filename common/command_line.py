@@ -2,12 +2,15 @@
 and earlier spellings are taken, too."""
 
 import argparse
+import difflib
+import itertools
 import re
 import sys
+import textwrap
+
+from .choices import DEVICE_MAPS
 
 
-# How Accelerate shares a model out among devices.
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 # Earlier names of options.
 EARLIER = {"--output-dir": "--output"}
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
@@ -19,23 +22,80 @@ def spelled(option: str) -> str:
     return EARLIER.get(option, option)
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Help texts in which no word is broken, with every default said once."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.indent("\n".join(self._split_lines(text, width)), indent)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        nothing = action.default is None or action.default is False or action.default in ("", [], argparse.SUPPRESS)
+        if nothing or "default" in action.help.lower() or not action.option_strings:
+            return action.help
+        many = isinstance(action.default, (list, tuple))
+        default = " ".join(map(str, action.default)) if many else str(action.default)
+        return f"{action.help.rstrip('.')} (default: {default.replace('%', '%%')})"
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        # What HfArgumentParser makes of a switch: `--compare true` is taken and need not be listed.
+        is_switch = action.nargs == "?" and action.const is True
+        return "" if is_switch else super()._format_args(action, default_metavar)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return {int: "N", positive: "N", float: "X"}.get(action.type, action.dest.rpartition("_")[2].upper())
+
+
 class OneSpelling:
-    """Mixed into an `argparse.ArgumentParser`: options are listed in one spelling and taken in all."""
+    """Mixed into an `argparse.ArgumentParser`: options are listed in one spelling and taken in all, and of those that
+    there are not the nearest is named."""
 
     def add_argument(self, *names, **kwargs):
-        if names and names[0].startswith("--"):
-            kwargs.setdefault("dest", names[0].lstrip("-").replace("-", "_"))
-            names = dict.fromkeys(spelled(name) for name in names)
+        names, kwargs = _one_spelling(names, kwargs)
         return super().add_argument(*names, **kwargs)
+
+    def add_argument_group(self, *args, **kwargs):
+        group = super().add_argument_group(*args, **kwargs)
+        add = group.add_argument
+
+        def add_argument(*names, **kwargs):
+            names, kwargs = _one_spelling(names, kwargs)
+            return add(*names, **kwargs)
+
+        group.add_argument = add_argument
+        return group
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else args
         args = [_respelled(text, following) for text, following in zip(args, [*args[1:], ""], strict=False)]
+        self.refuse_unknown_options(args)
         return super().parse_known_args(args, namespace)
+
+    def refuse_unknown_options(self, args: list[str]):
+        """End the process with an error that names the nearest option, before another error hides it."""
+        if any(isinstance(action.choices, dict) for action in self._actions):
+            # Commands within this one have options of their own.
+            return
+        known = [name for action in self._actions for name in action.option_strings]
+        listed = [n for action in self._actions if action.help != argparse.SUPPRESS for n in action.option_strings]
+        for text in itertools.takewhile(lambda text: text != "--", args):
+            name = text.partition("=")[0]
+            if _OPTION.fullmatch(name) and not any(option.startswith(name) for option in known):
+                close = difflib.get_close_matches(name, listed, n=1)
+                self.error(f"there is no option {name}" + (f"; did you mean {close[0]}?" if close else ""))
 
 
 class CommandParser(OneSpelling, argparse.ArgumentParser):
     """The parser of commands that are no recipes."""
+
+    def __init__(self, *args, **kwargs):
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        super().__init__(*args, **kwargs)
 
 
 def positive(text: str) -> int:
@@ -68,6 +128,14 @@ def add_skip_argument(parser: argparse.ArgumentParser):
 
 def add_worker_argument(parser: argparse.ArgumentParser):
     parser.add_argument("--num-workers", type=int, default=0, help="processes that decode images")
+
+
+def _one_spelling(names: tuple[str, ...], kwargs: dict) -> tuple[tuple[str, ...], dict]:
+    """Names of an argument in one spelling, and where it is kept whatever it is called."""
+    if names and names[0].startswith("--"):
+        kwargs.setdefault("dest", names[0].lstrip("-").replace("-", "_"))
+        names = tuple(dict.fromkeys(spelled(name) for name in names))
+    return names, kwargs
 
 
 def _respelled(text: str, following: str) -> str:

@@ -1,6 +1,7 @@
 """A SparseFormer beside its teacher: what they cost and how fast they are."""
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from .speed import images_per_second
 
 # Seconds after which a comparison of speeds begins no further round.
 LIMIT = 3.0
+_REGISTERING = threading.Lock()
 
 
 class ImageSide(nn.Module):
@@ -31,12 +33,26 @@ class ImageSide(nn.Module):
 
 @contextmanager
 def using_tokens(student: nn.Module, num_tokens: int) -> Iterator[None]:
-    """Within, a SparseFormer computes with so many latent tokens where a call chooses none."""
-    before, student.config.num_tokens = student.config.num_tokens, num_tokens
+    """Within, this thread's calls of a SparseFormer compute with so many latent tokens where they choose none; the
+    model and what other threads ask of it stay as they are."""
+    thread = threading.get_ident()
+
+    def choose(module, args, kwargs=None):
+        # A hook that another thread removes just now is called without `kwargs`.
+        if kwargs is None or threading.get_ident() != thread or kwargs.get("num_tokens") is not None:
+            return None
+        return args, kwargs | {"num_tokens": num_tokens}
+
+    # Heads and towers around it pass the choice on.
+    bases = [part for part in student.modules() if hasattr(part, "check_num_tokens") and part.base_model is part]
+    # The last hook that was registered is asked first; numbers of hooks are not given atomically.
+    with _REGISTERING:
+        hooks = [base.register_forward_pre_hook(choose, prepend=True, with_kwargs=True) for base in bases]
     try:
         yield
     finally:
-        student.config.num_tokens = before
+        for hook in hooks:
+            hook.remove()
 
 
 def describe_pair(

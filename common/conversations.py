@@ -11,28 +11,13 @@ from transformers import PaliGemmaProcessor
 
 from .data import HELD_BACK_SHARE, MOST_HELD_BACK
 from .files import read_text
+from .prompts import PALIGEMMA_PROMPT, PROMPT
 
 
-# The prompts of LLaVA 1.5 and of PaliGemma.
-PROMPT = "USER: {image}{question} ASSISTANT:"
-PALIGEMMA_PROMPT = "{image}{question}\n"
 # What stands for an image in LLaVA's files.
 PLACEHOLDER = "<image>"
 # The label of tokens that are no part of an answer, as in Transformers.
 NO_ANSWER = -100
-
-
-def check_prompt(prompt: str):
-    """Raise a ValueError unless a prompt has places for an image and a question, and no others."""
-    if "{image}" not in prompt or "{question}" not in prompt:
-        raise ValueError(f"--prompt is {prompt!r}, expected {{image}} and {{question}} in it.")
-    try:
-        prompt.format(image="", question="")
-    except (ValueError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(
-            f"--prompt is {prompt!r}, expected no braces but {{image}} and {{question}} "
-            f"({type(error).__name__}: {error})."
-        ) from error
 
 
 def default_prompt(processor) -> str:

@@ -1,39 +1,52 @@
 """Images to train and evaluate on: found, read, and brought into one form."""
 
+import functools
 import glob
+import hashlib
 import os
 import re
+import shutil
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import zipfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 from accelerate import PartialState
 from PIL import Image
 
-from .classes import match_labels
-from .decoding import is_image_file, to_rgb
+from .choices import NO_EVALUATION, SUBSET
+from .classes import compose, match_labels
+from .decoding import UNREAD_ENDINGS, is_image_file, is_unread_picture, made_by_machines, read_record
+from .files import whole_folder
 from .loading import split_revision
+from .tables import printable
 from .views import ORDER, random_seed
 
 
-SUBSET = "cifar10-subset"
 # Splits that are there to evaluate on, the first choice first.
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
-# What `--eval-split` says for training without evaluation.
-NO_EVALUATION = "none"
-# Names of folders that hold a part of the images, as `datasets` has them; a year or number may follow.
+# Names of folders that hold a part of the images, as `datasets` has them.
 PART_FOLDERS = {
-    "train": re.compile(r"train(ing)?([-._ 0-9].*)?", re.IGNORECASE),
-    "validation": re.compile(r"(validation|valid|val|dev)([-._ 0-9].*)?", re.IGNORECASE),
-    "test": re.compile(r"(test(ing)?|eval|evaluation)([-._ 0-9].*)?", re.IGNORECASE),
+    "train": re.compile(r"train(ing)?", re.IGNORECASE),
+    "validation": re.compile(r"val(id(ation)?)?|dev", re.IGNORECASE),
+    "test": re.compile(r"test(ing)?|eval(uation)?", re.IGNORECASE),
 }
+# What may follow the name of a part: years and numbers, and of parquet files how many there are of them and a hash; or
+# other words, which may as well name a class ("train freight").
+_NUMBERS = re.compile(r"[-._ 0-9]*|-\d+-of-\d+(-[0-9a-f]+)?")
+_WORDS = re.compile(r"[-._ 0-9].*")
+# Columns of images that have no type of their own, and columns of their files.
+IMAGE_COLUMNS = re.compile(r"(image|img|picture|photo)s?(_bytes)?|jpe?g|png|webp", re.IGNORECASE)
+PATH_COLUMNS = re.compile(r"((image|img)_)?(file|path)|file_?(name|path)", re.IGNORECASE)
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # Images that are held back to evaluate on, where there is no split for that: a share of them, and the most.
 HELD_BACK_SHARE, MOST_HELD_BACK = 0.1, 5_000
@@ -92,10 +105,9 @@ def load_images(
     if loaded.features is None:
         loaded = loaded._resolve_features()
     features = loaded.features
-    image = _find_column(features, image_column, is_image, "image", dataset)
-    label = _find_column(
-        features, label_column, lambda feature: isinstance(feature, datasets.ClassLabel), "label", dataset
-    )
+    image = find_image_column(features, image_column, dataset)
+    classes = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
+    label = _find_column(features, label_column, classes, "label", dataset)
     # A stream does not tell which texts there are.
     numbered = ("int",) if streaming and not class_names else ("int", "string")
     if label is None and "label" in features and _holds(features["label"], *numbered):
@@ -386,21 +398,120 @@ def _find(dataset: str | list[str], name: str | None) -> dict:
     if len(paths) > 1:
         raise ValueError(f"Several data sets, {', '.join(paths)}; expected one, or several parquet files.")
     if path.is_dir():
-        if any(file.name not in METADATA_FILES for file in path.rglob("*.parquet")):
-            return {"path": "parquet", "data_files": find_parquet_parts(path)}
-        if any(path.glob("*.zip")):
-            return {"path": "imagefolder", "data_dir": str(path)}
-        return {"path": "imagefolder", "data_files": find_parts(path)}
+        return _find_in_folder(path)
+    if path.suffix.lower() == ".zip" and path.is_file():
+        return {"path": "imagefolder", "data_files": _parts_of_archives([path])}
     if path.exists() or paths[0].startswith((".", "~", os.sep)) or hub_id.count("/") > 1:
         raise ValueError(f"{paths[0]!r} is no data set; {_EXPECTED}.")
     return {"path": hub_id, "name": name, **revision}
+
+
+def _find_in_folder(folder: Path) -> dict:
+    """What `datasets.load_dataset` takes for a folder: its images; or its parquet files, where they hold more of them;
+    or, where it has neither, those in its zip files."""
+    tables, archives = parquet_files(folder), sorted(file for file in folder.glob("*.zip") if file.is_file())
+    images = sum(1 for _ in image_files(folder)) if tables else int(next(image_files(folder), None) is not None)
+    holding = {table: rows for table in tables if (rows := _rows_with_images(table))}
+    if tables and (not images or sum(holding.values()) > images):
+        if images:
+            _leave_out(image_files(folder), f"the parquet files of {folder} hold more images")
+        if others := [table for table in tables if holding and table not in holding]:
+            _leave_out(others, "they hold no images")
+        return {"path": "parquet", "data_files": _parts_of_tables(folder, list(holding) or tables)}
+    if not images and archives:
+        return {"path": "imagefolder", "data_files": _parts_of_archives(archives)}
+    if others := [*tables, *archives]:
+        _leave_out(others, f"the images of {folder} lie in its folders")
+    return {"path": "imagefolder", "data_files": find_parts(folder)}
+
+
+def parquet_files(folder: Path) -> list[Path]:
+    """The parquet files in a folder and those within it but for metadata of images."""
+    return list(files_within(folder, lambda path: path.suffix == ".parquet" and path.name not in METADATA_FILES))
+
+
+def _rows_with_images(table: Path) -> int:
+    """Rows of a parquet file with a column of images, else 0."""
+    try:
+        with pq.ParquetFile(table) as file:
+            return file.metadata.num_rows if image_columns(features_of(file.schema_arrow), sure=True) else 0
+    # Who reads it says so.
+    except (pa.ArrowException, OSError):
+        return 0
+
+
+def features_of(schema: pa.Schema) -> dict:
+    """The columns that `datasets` has types for."""
+    features = {}
+    for field in schema:
+        with suppress(ValueError):
+            features[field.name] = datasets.features.features.generate_from_arrow_type(field.type)
+    return features
+
+
+def _parts_of_archives(archives: list[Path]) -> dict[str, list[str]]:
+    """The folders in zip files by split. A zip file is a folder of its name, which may name a part or a class; but
+    several with folders of classes are together what one of them is."""
+    root = _unpack(archives)
+    inside = subfolders(root)
+    if any(part_called(folder.name) for folder in inside) or (len(inside) > 1 and any(map(_has_images, inside))):
+        return find_parts(root)
+    parts = defaultdict(list)
+    for folder in inside:
+        for split, folders in find_parts(folder).items():
+            parts[split] += folders
+    return dict(parts)
+
+
+def _unpack(archives: list[Path]) -> Path:
+    """A folder with what is in zip files, each in a folder of its name, beside the copies of `datasets`, where it
+    stays for the next time.
+
+    Raises:
+        ValueError: if one cannot be read, or there is no room.
+    """
+    keys = [(str(archive.resolve()), (stat := archive.stat()).st_size, stat.st_mtime_ns) for archive in archives]
+    name = hashlib.sha256(repr(keys).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    output = Path(datasets.config.HF_DATASETS_CACHE) / "unpacked" / name
+    shown = _short([archive.name for archive in archives])
+    with PartialState().main_process_first():
+        if not output.is_dir():
+            try:
+                with whole_folder(output) as aside:
+                    for archive in archives:
+                        _extract(archive, aside / archive.stem)
+            # RuntimeError: a password is needed. NotImplementedError: a way to compress that Python does not know.
+            except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError, OSError) as error:
+                raise ValueError(f"Cannot unpack {shown}: {_first_line(error)}") from error
+            PartialState().print(f"Unpacked {shown} into {output}.", file=sys.stderr)
+    return output
+
+
+def _extract(archive: Path, folder: Path):
+    with zipfile.ZipFile(archive) as file:
+        size, free = sum(info.file_size for info in file.infolist()), shutil.disk_usage(folder.parent).free
+        if size > free:
+            raise OSError(f"{size:,} bytes are needed and {free:,} free; unpack it elsewhere and give that folder.")
+        file.extractall(folder)
+    # What was packed as one folder, `photos.zip` with `photos/cat`, is that folder; a class or a part stays one.
+    while len(inside := _visible(folder)) == 1 and inside[0].is_dir():
+        if inside[0].name != folder.name and (part_called(inside[0].name) or not subfolders(inside[0])):
+            break
+        inner = inside[0].rename(folder.with_name(f".{folder.name}"))
+        shutil.rmtree(folder)
+        inner.rename(folder)
+
+
+def _visible(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if not made_by_machines(path.name)]
 
 
 def find_parts(folder: str | Path) -> dict[str, list[str]]:
     """The folders that a folder of images consists of, by split.
 
     These are the topmost folders that are called like a part (`train`, `val`, `validation`, `test`, …), as ImageNet
-    has them. Without such folders all of it is "train". In a part, images lie in one folder a class; or flat, without
+    has them, with a year or number or without. Other words may follow (`train_images`) where nothing else there holds
+    images. Without such folders all of it is "train". In a part, images lie in one folder a class; or flat, without
     labels; or a `metadata.csv` (`file_name,label`) names them. Names of files say nothing.
 
     Raises:
@@ -410,9 +521,8 @@ def find_parts(folder: str | Path) -> dict[str, list[str]]:
     while level:
         parts, below = defaultdict(list), []
         for parent in level:
-            children = _subfolders(parent)
-            named = {child: split for child in children if (split := _part_called(child.name))}
-            others = [child for child in children if child not in named and next(image_files(child), None)]
+            children = subfolders(parent)
+            named, others = _parts_among(children)
             # A class may be called so, too.
             if len(named) > 1 or not others:
                 if named and others:
@@ -428,64 +538,133 @@ def find_parts(folder: str | Path) -> dict[str, list[str]]:
             if not _has_images(parent):
                 below += children
         if parts:
-            return {split: parts[split] for split in PART_FOLDERS if split in parts}
+            break
         level = below
-    return {"train": [str(folder)]}
+    return {split: parts[split] for split in PART_FOLDERS if split in parts} or {"train": [str(folder)]}
 
 
-def _part_called(name: str) -> str | None:
-    return next((split for split, pattern in PART_FOLDERS.items() if pattern.fullmatch(name)), None)
+def _parts_among(children: list[Path]) -> tuple[dict[Path, str], list[Path]]:
+    """Which folders beside each other are parts, by their names, and the others that hold images."""
+    named = {child: split for child in children if (split := part_called(child.name))}
+    worded = {child: split for child in children if (split := part_called(child.name, _WORDS)) and child not in named}
+    others = [child for child in children if child not in named | worded and next(image_files(child), None)]
+    splits = {*named.values(), *worded.values()}
+    # Two flat folders are two classes unless one is to train on and another is not.
+    flat = len(named | worded) > 1 and any(map(_has_images, worded)) and not (len(splits) > 1 and "train" in splits)
+    if others or flat:
+        return named, [*others, *(child for child in worded if next(image_files(child), None))]
+    return named | worded, []
 
 
-def _subfolders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+def part_called(name: str, suffix: re.Pattern = _NUMBERS) -> str | None:
+    """The split that the name of a folder names, with numbers after it or without, or with what matches `suffix`."""
+    for split, pattern in PART_FOLDERS.items():
+        if (found := pattern.match(name)) and suffix.fullmatch(name, found.end()):
+            return split
+    return None
+
+
+def subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not made_by_machines(path.name))
 
 
 def _has_images(folder: Path) -> bool:
     return any(map(is_image_file, folder.iterdir()))
 
 
-def image_files(folder: str | Path) -> Iterator[Path]:
-    """The images in a folder and those within it, through symbolic links, too, which may not lead round in circles."""
+def files_within(folder: str | Path, fits: Callable[[Path], bool]) -> Iterator[Path]:
+    """Files that are people's own in a folder and those within it, through symbolic links, too, which may not lead
+    round in circles; those whose names fit."""
     for parent, folders, names in os.walk(folder, followlinks=True):
         above = os.path.realpath(parent)
         folders[:] = sorted(
             name
             for name in folders
-            if not name.startswith(".")
+            if not made_by_machines(name)
             and not f"{above}{os.sep}".startswith(f"{os.path.realpath(os.path.join(parent, name))}{os.sep}")
         )
-        found = (Path(parent, name) for name in sorted(names) if is_image_file(Path(name)))
+        found = (Path(parent, name) for name in sorted(names) if not name.startswith(".") and fits(Path(name)))
         yield from (path for path in found if path.is_file())
 
 
-def _leave_out(paths: Sequence[Path], reason: str):
-    names = _short([path.name for path in paths])
-    PartialState().print(f"Left out, as {reason}: {names}.", file=sys.stderr)
+def image_files(folder: str | Path) -> Iterator[Path]:
+    """The images in a folder and those within it, see `files_within`."""
+    return files_within(folder, is_image_file)
 
 
-def find_parquet_parts(folder: Path) -> dict[str, list[str]]:
+def say_unread(folder: str | Path):
+    """Print how many pictures in a folder and within it are not read, such as .heic, and what to do."""
+    _say_unread(list(files_within(folder, is_unread_picture)))
+
+
+def _say_unread(pictures: list[Path]):
+    by_advice = defaultdict(list)
+    for ending, count in sorted(Counter(path.suffix.lower() for path in pictures).items()):
+        by_advice[UNREAD_ENDINGS[ending]].append(f"{count:,} {ending}")
+    for advice, found in by_advice.items():
+        where = printable(os.path.commonpath([path.parent for path in pictures]))
+        _say_once(f"Left out, as they are not read: {', '.join(found)} in {where}. To have them: {advice}.", where)
+
+
+def _leave_out(paths: Iterable[Path], reason: str):
+    paths = list(paths)
+    names = _short([printable(path.name) for path in paths])
+    _say_once(f"Left out, as {reason}: {names}.", str(paths[0].parent))
+
+
+# A folder is looked through for its parts, and then for each of them.
+@functools.cache
+def _say_once(message: str, where: str):
+    PartialState().print(message, file=sys.stderr)
+
+
+def undecoded(path: str | Path) -> dict[str, str | None]:
+    """The record of an image file, as `datasets` has it.
+
+    Raises:
+        ValueError: if its name is not UTF-8.
+    """
+    path = str(path)
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"The name of the file {printable(path)} is not UTF-8. Rename it, or all that are so with: convmv -f "
+            "latin1 -t utf8 -r --notest FOLDER."
+        ) from None
+    return {"bytes": None, "path": path}
+
+
+def _parts_of_tables(folder: Path, tables: Sequence[Path]) -> dict[str, list[str]]:
     """The parquet files of a folder by split, which names of files and folders in there tell (`train-00000.parquet`);
-    without any such name, all of them are "train"."""
+    without any such name, all of them are "train". Other words may stand beside such a name (`cifar10-train`) where
+    every file has one."""
+    names = {path: path.relative_to(folder).with_suffix("").parts for path in tables}
+    named = {path: next(filter(None, map(part_called, parts)), None) for path, parts in names.items()}
+    words = {path: [word for part in parts for word in re.split(r"[-._ ]", part)] for path, parts in names.items()}
+    worded = {path: named[path] or next(filter(None, map(part_called, words[path])), None) for path in tables}
     parts, others = defaultdict(list), []
-    for path in sorted(path for path in folder.rglob("*.parquet") if path.name not in METADATA_FILES):
-        if path.name.startswith("."):
-            continue
-        words = [word for part in path.relative_to(folder).with_suffix("").parts for word in re.split(r"[-._ ]", part)]
-        split = next(filter(None, map(_part_called, words)), None)
-        (parts[split] if split else others).append(glob.escape(str(path)))
+    for path, split in (worded if all(worded.values()) else named).items():
+        (parts[split] if split else others).append(path)
     if not parts:
-        return {"train": others}
+        parts, others = {"train": others}, []
     if others:
-        _leave_out(list(map(Path, others)), f"other files of {folder} are called {', '.join(parts)}")
-    return {split: parts[split] for split in PART_FOLDERS if split in parts}
+        _leave_out(others, f"other files of {folder} are called {', '.join(parts)}")
+    return {split: [glob.escape(str(path)) for path in parts[split]] for split in PART_FOLDERS if split in parts}
 
 
 def _files_within(folders: list[str]) -> list[tuple[str, str]]:
-    """Images in folders, in order: their paths in there, and their paths."""
-    return sorted(
-        (path.relative_to(folder).as_posix(), str(path)) for folder in folders for path in image_files(folder)
-    )
+    """Images in folders, in order: their paths in there, and their paths. Pictures that are not read are counted and
+    said."""
+    found, unread = [], []
+    for folder in folders:
+        for path in files_within(folder, lambda path: is_image_file(path) or is_unread_picture(path)):
+            if is_image_file(path):
+                found.append((path.relative_to(folder).as_posix(), str(path)))
+            else:
+                unread.append(path)
+    _say_unread(unread)
+    return sorted(found)
 
 
 def _read_parts(
@@ -499,7 +678,7 @@ def _read_parts(
     found = {name: _files_within(folders) for name, folders in parts.items()}
     if empty := [name for name in named if not found[name]]:
         raise ValueError(f"Cannot load {dataset!r}: there are no images in {', '.join(parts[empty[0]])}; {_EXPECTED}.")
-    classes = {name: {inside.partition("/")[0] for inside, _ in found[name] if "/" in inside} for name in found}
+    classes = {name: {_class_of(inside) for inside, _ in found[name] if "/" in inside} for name in found}
     if len({bool(classes[name]) for name in named}) > 1:
         raise ValueError(f"Cannot load {split!r} of {dataset!r}: only some of these parts have classes.")
     # Names are those of all parts: one part may lack a class.
@@ -513,12 +692,17 @@ def _read_parts(
     if names and (loose := [Path(path) for inside, path in files if "/" not in inside]):
         _leave_out(loose, "they lie beside the folders of classes")
         files = [file for file in files if "/" in file[0]]
-    features, columns = {"image": datasets.Image()}, {"image": [{"bytes": None, "path": path} for _, path in files]}
+    features, columns = {"image": datasets.Image()}, {"image": [undecoded(path) for _, path in files]}
     if names:
         features["label"] = datasets.ClassLabel(names=names)
-        columns["label"] = [number_of[inside.partition("/")[0]] for inside, _ in files]
+        columns["label"] = [number_of[_class_of(inside)] for inside, _ in files]
     table = datasets.Dataset.from_dict(columns, datasets.Features(features))
     return table.to_iterable_dataset(min(len(table), FOLDER_SHARDS) or 1) if streaming else table
+
+
+def _class_of(inside: str) -> str:
+    """The class of an image by its path in a part."""
+    return compose(inside.partition("/")[0])
 
 
 def _part_of_folder(dataset, split: str, parts: dict[str, list[str]]) -> dict:
@@ -529,7 +713,7 @@ def _part_of_folder(dataset, split: str, parts: dict[str, list[str]]) -> dict:
     named = _names_in(split)
     if unknown := [name for name in named if name not in parts]:
         raise ValueError(f"Cannot load the split {unknown[0]!r} of {dataset!r}: it has {', '.join(parts)}.")
-    flat = {name: not any(map(_subfolders, map(Path, folders))) for name, folders in parts.items()}
+    flat = {name: not any(map(subfolders, map(Path, folders))) for name, folders in parts.items()}
     if len({flat[name] for name in named}) > 1:
         raise ValueError(f"Cannot load {split!r} of {dataset!r}: only some of these parts have classes.")
     data_files = {
@@ -593,7 +777,9 @@ def _short(names: list[str]) -> str:
 
 def is_image(feature) -> bool:
     # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
-    return isinstance(feature, datasets.Image) or (isinstance(feature, dict) and feature.keys() == {"bytes", "path"})
+    return isinstance(feature, datasets.Image) or (
+        isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
+    )
 
 
 def check_image_column(features: datasets.Features, column: str, dataset):
@@ -606,12 +792,35 @@ def _holds(feature, *types: str) -> bool:
     return isinstance(feature, datasets.Value) and feature.dtype.removeprefix("large_").startswith(types)
 
 
-def _find_column(features, given: str | None, fits, what: str, dataset) -> str | None:
+def image_columns(features: Mapping, sure: bool = False) -> list[str]:
+    """The columns of images: those of that type; or else of bytes, if possible with a name that says so; or else of
+    texts that are called as paths of images are. With `sure`, only where type or name say that these are images."""
+    binary = [name for name, feature in features.items() if _holds(feature, "binary")]
+    texts = [name for name, feature in features.items() if _holds(feature, "string")]
+    signs = [
+        [name for name, feature in features.items() if is_image(feature)],
+        [name for name in binary if IMAGE_COLUMNS.fullmatch(name)],
+        binary,
+        [name for name in texts if IMAGE_COLUMNS.fullmatch(name)],
+        [name for name in texts if PATH_COLUMNS.fullmatch(name)],
+    ]
+    return next(filter(None, signs[:2] if sure else signs), [])
+
+
+def find_image_column(features: Mapping, given: str | None, dataset) -> str:
+    """The one column of images, or the given one.
+
+    Raises:
+        ValueError: if there is none or several, or no column is called so.
+    """
+    return _find_column(features, given, image_columns(features), "image", dataset)
+
+
+def _find_column(features: Mapping, given: str | None, found: list[str], what: str, dataset) -> str | None:
     if given is not None:
         if given not in features:
             raise ValueError(f"{dataset!r} has no column {given!r} (--{what}-column); it has {', '.join(features)}.")
         return given
-    found = [name for name, feature in features.items() if fits(feature)]
     if len(found) > 1 or (what == "image" and not found):
         raise ValueError(
             f"{dataset!r} has {len(found) or 'no'} {what} columns among {', '.join(features)}; expected one. "
@@ -623,6 +832,7 @@ def _find_column(features, given: str | None, fits, what: str, dataset) -> str |
 def _name_labels(loaded, names: list[str] | None, default_names: list[str] | None):
     """The labels as a `ClassLabel`."""
     feature, streams = loaded.features["label"], isinstance(loaded, datasets.IterableDataset)
+    names, default_names = (given and [compose(name) for name in given] for given in (names, default_names))
     if names is None and isinstance(feature, datasets.ClassLabel):
         if not streams and (highest := label_numbers(loaded).max(initial=-1)) >= len(feature.names):
             raise ValueError(f"The labels go up to {highest}, and {len(feature.names)} classes have names.")
@@ -632,6 +842,7 @@ def _name_labels(loaded, names: list[str] | None, default_names: list[str] | Non
         if names is None:
             raise ValueError("The stream's labels have no names; give them with --class-names.")
     elif _holds(feature, "string"):
+        loaded = _compose_labels(loaded)
         found = sorted(filter(None, loaded.unique("label")))
         names = names or found
         if unknown := [label for label in found if label not in names]:
@@ -652,15 +863,21 @@ def _name_labels(loaded, names: list[str] | None, default_names: list[str] | Non
     return loaded.cast_column("label", datasets.ClassLabel(names=names))
 
 
+def _compose_labels(images: datasets.Dataset) -> datasets.Dataset:
+    """Texts that are labels, with letters and accents in one, as names of classes are."""
+    if all(label is None or label == compose(label) for label in images.unique("label")):
+        return images
+    labels = images.select_columns("label").with_format("arrow")[:]["label"]
+    composed = pc.utf8_normalize(labels, form="NFC").combine_chunks()
+    return images.remove_columns("label").add_column("label", composed.to_pylist())
+
+
 def check_labels(images: datasets.Dataset, split: str):
     """Raise a ValueError if an image has no label: the test splits of some data sets keep theirs secret."""
     missing = np.flatnonzero(label_numbers(images) < 0)
     if len(missing):
         others = f", as {len(missing) - 1:,} others of {len(images):,}" if len(missing) > 1 else ""
         raise ValueError(f"Image {missing[0]} of the split {split!r} has no label{others}; choose another split.")
-
-
-_DECODER = datasets.Image()
 
 
 def decode_image(image: dict, index: int) -> Image.Image:
@@ -670,7 +887,7 @@ def decode_image(image: dict, index: int) -> Image.Image:
         CorruptImageError: with the index, if it cannot be read.
     """
     try:
-        return to_rgb(_DECODER.decode_example(image))
+        return read_record(image)
     except Exception as error:
         path = f", {image['path']}" if image and image.get("path") else ""
         raise CorruptImageError(

@@ -1,20 +1,92 @@
 """Image files to RGB, the same way wherever this package reads one."""
 
+import contextlib
 import io
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-from PIL import Image, ImageOps
+from datasets.utils.file_utils import is_local_path, xopen
+from PIL import ExifTags, Image, ImageFile, ImageOps
 
 
-# Endings of files that Pillow reads; those that it only writes, such as .pdf, are not among them.
-IMAGE_ENDINGS = frozenset(ImageFolder.EXTENSIONS)
+# Pillow reads more where these are installed.
+with contextlib.suppress(ImportError):
+    from pillow_heif import register_heif_opener
+
+    register_heif_opener()
+with contextlib.suppress(ImportError):
+    import pillow_jxl  # noqa: F401
+
+Image.init()
+# PostScript is a program, which Pillow gives to Ghostscript; IPTC holds a file of any format, PostScript, too; of MPEG
+# Pillow knows the size alone, and of others (stubs) the name.
+_NOT_READ = {"EPS", "IPTC", "MPEG"}
+# Formats of Pillow that are read.
+FORMATS = [
+    name
+    for name in Image.ID
+    if name not in _NOT_READ
+    and not (isinstance(reader := Image.OPEN[name][0], type) and issubclass(reader, ImageFile.StubImageFile))
+]
+# Endings of files in these formats; MPO is what Pillow calls a JPEG with several pictures.
+IMAGE_ENDINGS = frozenset(
+    ending for ending, name in Image.registered_extensions().items() if name in {*FORMATS, "MPO"}
+)
+_HEIF, _RAW = "pip install pillow-heif", "convert them to JPEG or TIFF"
+# Endings of pictures that are not read, and how they could be.
+UNREAD_ENDINGS = {
+    ending: advice
+    for endings, advice in {
+        ".heic .heics .heif .heifs .hif": _HEIF,
+        ".avif .avifs": "pip install -U pillow",
+        ".jxl": "pip install pillow-jxl-plugin",
+        ".3fr .arw .cr2 .cr3 .dng .erf .kdc .mef .mrw .nef .nrw .orf .pef .raf .rw2 .sr2 .srf .srw .x3f": _RAW,
+        ".eps .jxr .ps .psb .svg .svgz .wdp .wmf .emf .xcf": "convert them to PNG",
+    }.items()
+    for ending in endings.split()
+    if ending not in IMAGE_ENDINGS
+}
+# Folders that machines make beside people's own: network disks, operating systems and programs. They hold thumbnails,
+# copies and what was thrown away. Hidden ones begin with a dot.
+_MADE_BY_MACHINES = {
+    *("@eadir", "#recycle", "#snapshot", "@recycle", "@recently-snapshot", "@tmp", "@sharebin", "@sharesnap"),
+    *("__macosx", "$recycle.bin", "recycler", "system volume information", "lost+found", "__pycache__", "_vti_cnf"),
+}
+ORIENTATION = ExifTags.Base.Orientation
 
 
 def is_image_file(path: Path) -> bool:
     """Whether a file looks like an image by its name; `._x.jpg`, which macOS leaves on foreign disks, does not."""
     return path.suffix.lower() in IMAGE_ENDINGS and not path.name.startswith(".")
+
+
+def is_unread_picture(path: Path) -> bool:
+    """Whether a file looks by its name like a picture that is not read."""
+    return path.suffix.lower() in UNREAD_ENDINGS and not path.name.startswith(".")
+
+
+def made_by_machines(folder: str) -> bool:
+    """Whether a folder is called as those that machines make, whose images are not people's own."""
+    return folder.startswith(".") or folder.lower() in _MADE_BY_MACHINES or folder.lower().endswith(".lrdata")
+
+
+def open_image(file: str | Path | io.BytesIO) -> Image.Image:
+    """`PIL.Image.open` for the formats that are read, whatever a file is called."""
+    return Image.open(file, formats=FORMATS)
+
+
+def open_record(record: Mapping) -> Image.Image:
+    """The image, not yet decoded, of an undecoded `datasets` record: in its bytes, or at its path or address."""
+    path, encoded = record.get("path"), record.get("bytes")
+    if encoded is None and path is None:
+        raise ValueError("it has neither bytes nor a path")
+    if encoded is None and is_local_path(path):
+        return open_image(path)
+    if encoded is None:
+        with xopen(path, "rb") as file:
+            encoded = file.read()
+    return open_image(io.BytesIO(encoded))
 
 
 def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> Image.Image:
@@ -24,12 +96,39 @@ def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> 
         ValueError: if it has more than `max_pixels`, which is known before they are decoded.
         Exception: whatever a broken file leads Pillow to.
     """
-    with Image.open(file) as image:
+    with open_image(file) as image:
         if max_pixels and image.width * image.height > max_pixels:
             raise ValueError(
                 f"It has {image.width:,} x {image.height:,} pixels, expected at most {max_pixels / 1e6:g} million."
             )
-        return to_rgb(ImageOps.exif_transpose(image))
+        return _upright_rgb(image)
+
+
+def read_record(record: Mapping) -> Image.Image:
+    """The RGB image of an undecoded `datasets` record, see `to_rgb`, upright; errors as in `read_image`."""
+    with open_record(record) as image:
+        return _upright_rgb(image)
+
+
+def _upright_rgb(image: Image.Image) -> Image.Image:
+    """RGB, turned as EXIF says, which `info["orientation"]` keeps: a mask may lie as the file does."""
+    orientation = orientation_of(image)
+    image = to_rgb(image if orientation == 1 else ImageOps.exif_transpose(image))
+    image.info["orientation"] = orientation
+    return image
+
+
+def orientation_of(image: Image.Image) -> int:
+    """How EXIF says that an image lies: 1, as it is to be seen, to 8."""
+    orientation = image.getexif().get(ORIENTATION)
+    return orientation if orientation in range(2, 9) else 1
+
+
+def turned(image: Image.Image, orientation: int) -> Image.Image:
+    """An image that lies so, upright."""
+    image = image.copy()
+    image.getexif()[ORIENTATION] = orientation
+    return ImageOps.exif_transpose(image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -31,16 +31,18 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
-from .files import forget_code
+from .choices import EXPORT_PRECISIONS as PRECISIONS
+from .files import forget_code, misshapen, read_json
 from .views import vision_config_of
 
 
-PRECISIONS = ("float32", "bfloat16", "int8")
 MANIFEST, REPORT = "export.json", "report.json"
 # Sizes of batches that a program takes.
 MOST_IMAGES = 4_096
 # Formats whose int8 leaves the layer that reads the pixels in float32: results/int8_layers.json has what it suffers.
 PIXELS_IN_FLOAT = ("openvino",)
+# What holds tensors in a program's inputs and outputs.
+PLAIN_TYPES = (None, "builtins.dict", "builtins.list", "builtins.tuple")
 # Operators that ONNX Runtime computes in integers. All others stay in floating point.
 INTEGER_OPERATORS = ["MatMul", "Gemm", "Conv"]
 
@@ -355,6 +357,61 @@ def is_exported(folder: str | os.PathLike) -> bool:
     return all((Path(folder).expanduser() / name).is_file() for name in (MANIFEST, REPORT))
 
 
+def read_report(folder: Path) -> dict:
+    """What `frugalvit export` noted in a folder, whose programs are of the format that it says.
+
+    Raises:
+        ValueError: if it is none that it writes, or the programs are others: a format that runs code when it is loaded
+            must not pass for one that does not.
+    """
+    wrong = f"Cannot load {str(folder)!r}: "
+    try:
+        report = read_json(
+            folder / REPORT, {"format": str, "precision": str, "parts": dict[str, dict], "macs": int | None}
+        )
+        manifest = read_json(folder / MANIFEST, {"export_format": str, "components": dict[str, dict]})
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{wrong}{REPORT} or {MANIFEST} is none that frugalvit export wrote. {error}") from error
+    found = FORMATS.get(report["format"])
+    if found is None or report["precision"] not in PRECISIONS:
+        raise ValueError(f"{wrong}{report['format']}, {report['precision']} is none of its formats.")
+    components, parts = manifest["components"], report["parts"]
+    if manifest["export_format"] != found.name.lower() or not components or components.keys() != parts.keys():
+        raise ValueError(f"{wrong}{REPORT} and {MANIFEST} speak of other programs; export the model again.")
+    for name, component in components.items():
+        if problem := misshapen(component, {"file": str, "metadata": dict}) or misshapen(
+            parts[name], {"outputs": list[str]}
+        ):
+            raise ValueError(f"{wrong}the program {name!r} is described in another way than expected: {problem}.")
+        file, outputs, expected = component["file"], parts[name]["outputs"], found.program.format(name)
+        if file != expected or Path(file).name != file or not (folder / file).is_file():
+            raise ValueError(f"{wrong}{MANIFEST} names the file {file!r}, expected {expected!r} beside it.")
+        if not outputs or not {*outputs} <= ExportedOutput.__dataclass_fields__.keys():
+            raise ValueError(f"{wrong}the program {name!r} computes {outputs}, expected names of `ExportedOutput`.")
+        for spec in ("in_spec", "out_spec"):
+            if not _is_plain(component["metadata"].get(spec)):
+                raise ValueError(f"{wrong}{spec} in {MANIFEST} has more than dicts, lists and tuples of tensors.")
+    return report
+
+
+def _is_plain(spec: str | None) -> bool:
+    """Whether a structure of tensors, as `torch.utils._pytree.treespec_dumps` writes it, is of dicts, lists and tuples
+    alone: of other types, PyTorch imports the modules that are named there."""
+    if spec is None:
+        return True
+    try:
+        _, *nodes = json.loads(spec)
+        while nodes:
+            node = nodes.pop()
+            context = node["context"] if node["type"] is None else json.loads(node["context"])
+            if node["type"] not in PLAIN_TYPES or misshapen(context, list[str] | None):
+                return False
+            nodes += node["children_spec"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+    return True
+
+
 class ExportedModule(nn.Module):
     """A program, called as the model that it came from: `config`, `device`, and outputs with names.
 
@@ -371,14 +428,8 @@ class ExportedModule(nn.Module):
     def __init__(self, folder: str | os.PathLike, part: str | None = None, trust_remote_code: bool = False):
         super().__init__()
         folder = Path(folder).expanduser()
-        try:
-            self.report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-            self.format, self.precision = self.report["format"], self.report["precision"]
-            known = self.format in FORMATS and self.precision in PRECISIONS
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise ValueError(f"Cannot load {str(folder)!r}: {REPORT} is none that frugalvit export wrote.") from error
-        if not known:
-            raise ValueError(f"Cannot load {str(folder)!r}: {self.format}, {self.precision} is none of its formats.")
+        self.folder, self.report = folder, read_report(folder)
+        self.format, self.precision = self.report["format"], self.report["precision"]
         check_format(self.format, self.precision)
         if self.format == "torch" and not trust_remote_code:
             raise ValueError(
@@ -387,7 +438,7 @@ class ExportedModule(nn.Module):
             )
         try:
             with _quiet():
-                self.config = AutoConfig.from_pretrained(folder)
+                self.config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
                 exporters = importlib.import_module("transformers.exporters")
                 load = exporters.ExportedModel.from_pretrained
                 options = self._options()
@@ -399,9 +450,9 @@ class ExportedModule(nn.Module):
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(f"Cannot load {str(folder)!r} as a program of {self.format}: {line}") from error
         # In the order of `parts_of`.
-        part = part or next(iter(program.components))
-        if part not in program.components:
-            raise ValueError(f"{str(folder)!r} has no program {part!r}, it has {', '.join(program.components)}.")
+        part = part or next(iter(program.runners))
+        if part not in program.runners:
+            raise ValueError(f"{str(folder)!r} has no program {part!r}, it has {', '.join(program.runners)}.")
         self._runner, self.outputs = program.runners[part], self.report["parts"][part]["outputs"]
         self.device = torch.device("cpu")
         self.eval()
@@ -446,8 +497,18 @@ class ExportedModule(nn.Module):
         return ExportedOutput(**{name: _join([single[name] for single in singles]) for name in singles[0]})
 
     def _run(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
-        with torch.no_grad():
-            outputs = self._runner(**inputs)
+        try:
+            with torch.no_grad():
+                outputs = self._runner(**inputs)
+        # As many ways to fail as there are runtimes.
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"The program of {self.format} in {str(self.folder)!r} does not run: {line}") from error
+        if outputs.keys() != {*self.outputs}:
+            raise ValueError(
+                f"The program of {self.format} in {str(self.folder)!r} computes {', '.join(outputs)}, expected "
+                f"{', '.join(self.outputs)}, as {REPORT} says."
+            )
         # The runtime's own memory, which its next call writes to.
         return {
             name: tuple(x.clone() for x in value) if isinstance(value, tuple | list) else value.clone()

@@ -1,10 +1,13 @@
 """Files and folders that appear whole or not at all, whenever the process dies, and take the place of nothing else."""
 
 import errno
+import glob
 import json
 import os
+import secrets
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +15,7 @@ from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
 
+from huggingface_hub.dataclasses import type_validator
 from safetensors import SafetensorError
 
 
@@ -42,6 +46,10 @@ DISK_ERRORS = {
     if hasattr(errno, name)
 }
 LOCK = ".lock"
+# What a lock says begins so.
+OWNER = "process "
+# Locks of this process, which the operating system keeps from other processes alone: who holds each file.
+_HELD: dict[str, tuple[int, object]] = {}
 
 
 def check_file_path(path: str | os.PathLike) -> Path:
@@ -97,9 +105,9 @@ def resolved(path: Path) -> Path:
 
 
 def _beside(path: Path) -> tuple[Path, Path]:
-    """The file that a path leads to, through symbolic links, and one beside it with its ending."""
+    """The file that a path leads to, through symbolic links, and a new one beside it with its ending."""
     target = resolved(path)
-    return target, target.with_name(f".{target.stem}.{os.getpid()}{path.suffix}")
+    return target, target.with_name(f".{target.stem}.{secrets.token_hex(4)}{path.suffix}")
 
 
 @contextmanager
@@ -138,6 +146,53 @@ def read_text(path: str | os.PathLike) -> str:
     if path.exists() and not path.is_file():
         raise OSError(f"{str(path)!r} is no file, expected one with text.")
     return path.read_text(encoding="utf-8")
+
+
+def read_json(path: str | os.PathLike, expected: type | dict[str, type] = dict):
+    """What a JSON file holds, if it has the shape that is expected.
+
+    Args:
+        path (`str` or `os.PathLike`): The file.
+        expected (type or mapping of types, *optional*): A type such as `list[str]`, or those of an object's fields, by
+            name; others may be there, too, and one that may be `None` may be missing.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no JSON, or has another shape.
+    """
+    try:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is no JSON ({error}).") from error
+    if problem := misshapen(content, expected):
+        raise ValueError(f"{str(path)!r} has another content than expected: {problem}.")
+    return content
+
+
+def misshapen(content, expected: type | dict[str, type]) -> str | None:
+    """Why the content of a JSON file has not the shape that is expected, see `read_json`, if so."""
+    fields = expected if isinstance(expected, dict) else {}
+    if fields and not isinstance(content, dict):
+        return f"it is a {type(content).__name__}, not an object of names and values"
+    values = {name: content.get(name) for name in fields} if fields else {"it": content}
+    for name, value in values.items():
+        try:
+            type_validator(name, value, fields.get(name, expected))
+        except TypeError:
+            wanted = fields.get(name, expected)
+            return f"{name} is not {getattr(wanted, '__name__', None) if type(wanted) is type else wanted}"
+    return None
+
+
+def refuse_links(folder: str | os.PathLike, *names: str):
+    """Raise a ValueError if a file that the program writes into a folder by itself is a link: it would lead to a file
+    that nobody named."""
+    for path in (Path(folder) / name for name in names):
+        if path.is_symlink():
+            raise ValueError(
+                f"{str(path)!r} is a link, and what is written there would take the place of something elsewhere. "
+                "Remove it or give another folder."
+            )
 
 
 def write_text(path: str | os.PathLike, text: str):
@@ -188,42 +243,84 @@ def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: str | os.PathLike) -> Iterator[None]:
-    """Keeps other processes that ask for the same out of a folder, until this one leaves it or ends, killed or not.
+def locked(folder: str | os.PathLike, lock: Path | None = None) -> Iterator[bool]:
+    """Keeps others that ask for the same out of a folder, until this one leaves it or its process ends, killed or not.
+
+    Args:
+        folder (`str` or `os.PathLike`): The folder.
+        lock (`Path`, *optional*): The file to lock, if not one in the folder.
+
+    Yields:
+        `bool`: Whether others are kept out; some disks cannot.
 
     Raises:
-        ValueError: if another process is in there; it says which.
+        ValueError: if another is in there, it says which; or if the file's name leads elsewhere.
+        OSError: if the file cannot be made.
     """
-    path = Path(folder) / LOCK
-    while True:
-        with path.open("a+", encoding="utf-8") as file:
-            try:
-                if fcntl:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                file.seek(0)
-                raise ValueError(
-                    f"{str(folder)!r} is in use by {file.read() or 'another process'}; wait until that ends or give "
-                    "another folder."
-                ) from None
-            except OSError:
-                # This disk does not support locks.
-                pass
-            # The process that left may have removed the file meanwhile.
-            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                continue
-            file.truncate(0)
-            file.write(f"process {os.getpid()} of {socket.gethostname()}")
-            file.flush()
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
+    path = lock or Path(folder) / LOCK
+    key, me = str(path.absolute()), (os.getpid(), object())
+    # What a process that forked held, its child does not.
+    if _HELD.setdefault(key, me)[0] != os.getpid():
+        _HELD[key] = me
+    if _HELD[key] is not me:
+        raise _in_use(folder, f"{OWNER}{os.getpid()}")
+    try:
+        while True:
+            with _open_lock(path) as file:
+                holds = fcntl is not None
+                try:
+                    if holds:
+                        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError):
+                    raise _in_use(folder, file.read()) from None
+                except OSError:
+                    # This disk does not support locks.
+                    holds = False
+                # The process that left may have removed the file meanwhile.
+                if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.lstat()):
+                    continue
+                file.truncate(0)
+                file.write(f"{OWNER}{os.getpid()} of {socket.gethostname()}")
+                file.flush()
+                try:
+                    yield holds
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+    finally:
+        del _HELD[key]
+
+
+def _in_use(folder: str | os.PathLike, owner: str) -> ValueError:
+    return ValueError(
+        f"{str(folder)!r} is in use by {owner or 'another process'}; wait until that ends or give another folder."
+    )
+
+
+def _open_lock(path: Path):
+    """The file of a lock, made if it is not there.
+
+    Raises:
+        ValueError: if there is something else under its name: a link to a file of the user's, for example.
+    """
+    refuse_links(path.parent, path.name)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    status = os.fstat(descriptor)
+    # A second name of a file elsewhere, too, would have that emptied.
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        file = os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
+        file.seek(0)
+        if file.read(len(OWNER)) in ("", OWNER):
+            file.seek(0)
+            return file
+        file.close()
+    else:
+        os.close(descriptor)
+    raise ValueError(f"{str(path)!r} is no lock that this program made; remove it or give another folder.")
 
 
 @contextmanager
-def whole_folder(output: str | Path, overwrite: bool = False):
+def whole_folder(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """A new folder beside `output` that takes its name if the block succeeds and is removed if it does not.
 
     A process that is killed just between the two renames of overwriting leaves the old folder as `.NAME.replaced`; the
@@ -231,44 +328,55 @@ def whole_folder(output: str | Path, overwrite: bool = False):
 
     Raises:
         ValueError: if `output` is a file or a folder with something in it, unless `overwrite` is set and all in there
-            is what a model folder consists of.
+            is what a model folder consists of; or if another process writes the same.
     """
     # A symbolic link stays.
     output = resolved(Path(output))
-    partial, replaced = (output.with_name(f".{output.name}.{state}") for state in ("partial", "replaced"))
-    _give_back(replaced, output)
+    replaced = output.with_name(f".{output.name}.replaced")
+    partial = output.with_name(f".{output.name}.{secrets.token_hex(4)}.partial")
+    _check_free(output, overwrite)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors(output.parent), locked(output, output.with_name(f".{output.name}.lock")) as alone:
+        _give_back(replaced, output)
+        _check_free(output, overwrite)
+        shutil.rmtree(replaced, ignore_errors=True)
+        # Runs that were killed may have left some.
+        for left in output.parent.glob(f".{glob.escape(output.name)}.*.partial") if alone else ():
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            # Someone may have put something there meanwhile.
+            _check_free(output, overwrite)
+            if output.exists():
+                output.rename(replaced)
+            partial.rename(output)
+            shutil.rmtree(replaced, ignore_errors=True)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            _give_back(replaced, output)
+
+
+def _check_free(output: Path, overwrite: bool):
+    """Raise a ValueError if a folder cannot be written, see `whole_folder`."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"The output {str(output)!r} is a file, expected a folder to write; choose another name.")
-    if output.is_dir() and any(output.iterdir()):
-        if not overwrite:
-            raise ValueError(
-                f"The output folder {str(output)!r} exists and is not empty; choose another one or pass --overwrite."
-            )
-        if not (output / "config.json").is_file():
-            raise ValueError(
-                f"The output folder {str(output)!r} has no config.json, so it is no model folder and is not "
-                "overwritten; choose another one."
-            )
-        if others := strangers(output):
-            raise ValueError(
-                f"The output folder {str(output)!r} has more than a model in it ({', '.join(others[:3])}"
-                f"{', …' if len(others) > 3 else ''}) and is not overwritten, so that nothing is lost; choose another."
-            )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    # A run that was killed may have left them.
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(replaced, ignore_errors=True)
-    partial.mkdir()
-    try:
-        with disk_errors(output.parent):
-            yield partial
-        if output.exists():
-            output.rename(replaced)
-        partial.rename(output)
-        shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        _give_back(replaced, output)
+    if not output.is_dir() or not any(output.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(
+            f"The output folder {str(output)!r} exists and is not empty; choose another one or pass --overwrite."
+        )
+    if not (output / "config.json").is_file():
+        raise ValueError(
+            f"The output folder {str(output)!r} has no config.json, so it is no model folder and is not "
+            "overwritten; choose another one."
+        )
+    if others := strangers(output):
+        raise ValueError(
+            f"The output folder {str(output)!r} has more than a model in it ({', '.join(others[:3])}"
+            f"{', …' if len(others) > 3 else ''}) and is not overwritten, so that nothing is lost; choose another."
+        )
 
 
 def strangers(folder: Path) -> list[str]:

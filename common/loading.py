@@ -38,15 +38,12 @@ from transformers.utils import is_bitsandbytes_available, logging
 from ..modeling import modeling_sparseformer
 from ..modeling.hosts.timm import TIMM
 from ..modeling.open_clip_adapter import open_clip_image_processor
+from .choices import OPEN_CLIP
 from .exported import ExportedModule, is_exported
 
 
-OPEN_CLIP = "open_clip:"
-# Types of weights, and ways in which bitsandbytes can store those of a language model.
-DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("4bit", "8bit")
 # A side of an image, or of what an image processor makes.
-MOST_PIXELS = 16_384
+MOST_PIXELS = 4_096
 # Parts that no embedding of images reads: what pretraining needs, and an extra layer after [CLS].
 _UNREAD = frozenset({"pooler", "decoder", "mask_token"})
 
@@ -100,14 +97,23 @@ def load_image_classifier(
         `tuple`: The model and the image processor.
 
     Raises:
-        ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
+        ValueError: if there is no such model, it classifies nothing, weights are missing or left over, or a class has
+            no name.
     """
     if is_exported(name):
         model = load_exported(name, device, trust_remote_code, "an image classifier", ["logits"])
-        return model, load_image_processor(name, False, "an image classifier")
-    return load_with_image_processor(
-        name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification
-    )
+        image_processor = load_image_processor(name, False, "an image classifier")
+    else:
+        model, image_processor = load_with_image_processor(
+            name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification
+        )
+    labels = model.config.id2label
+    if labels.keys() != {*range(len(labels))} or not all(isinstance(label, str) for label in labels.values()):
+        raise ValueError(
+            f"Cannot load {os.fspath(name)!r} as an image classifier: id2label in its config.json has no names of the "
+            f"classes 0 to {len(labels) - 1}, one each."
+        )
+    return model, image_processor
 
 
 def load_exported(
@@ -397,7 +403,7 @@ def load_pretrained(
 def _quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
     """How bitsandbytes is to hold a language model; what sees, and what both share, stays as it is."""
     if not is_bitsandbytes_available():
-        raise ValueError("--quantize is bitsandbytes', which is not installed: pip install frugalvit[quantize].")
+        raise ValueError("--quantize is bitsandbytes', which is not installed: pip install 'frugalvit[quantize]'.")
     return BitsAndBytesConfig(
         load_in_4bit=bits == "4bit",
         load_in_8bit=bits == "8bit",

@@ -13,12 +13,28 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
-from .data import CorruptImageError, ImageError, is_image, load_parts, load_table, split_names
-from .views import ImageFormat, View
+from .choices import IGNORED
+from .data import (
+    PART_FOLDERS,
+    CorruptImageError,
+    ImageError,
+    image_files,
+    is_image,
+    load_parts,
+    load_table,
+    part_called,
+    say_unread,
+    split_names,
+    subfolders,
+    undecoded,
+)
+from .decoding import is_image_file, open_record, orientation_of, turned
+from .views import LONGEST, ImageFormat, View
 
 
-IGNORED = 255
 MASK_FOLDERS = ("annotations", "masks", "labels")
+# Endings of pictures beside a mask that are drawn to be looked at.
+LOSSY = {".jpg", ".jpeg", ".webp"}
 
 
 def load_masked_splits(
@@ -41,7 +57,7 @@ def masked_split_names(dataset: str | list[str], name: str | None = None) -> lis
     """The splits of a data set. Arguments and errors as in `load_masked_images`."""
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
     images = Path(paths[0]) / "images"
-    return _pair_splits(images) if len(paths) == 1 and images.is_dir() else split_names(dataset, name)
+    return list(_pair_splits(images)) if len(paths) == 1 and images.is_dir() else split_names(dataset, name)
 
 
 def load_masked_images(
@@ -104,37 +120,52 @@ def load_masked_images(
     return table
 
 
-def _pair_splits(images: Path) -> list[str]:
-    return sorted(path.name for path in images.iterdir() if path.is_dir()) or ["train"]
+def _pair_splits(images: Path) -> dict[str, list[str]]:
+    """Folders of a folder of images by split: those called like a part (`train`, `training`, `train2017`, …) by that
+    one's name, others by their own; without folders, all is "train"."""
+    folders = [folder.name for folder in subfolders(images) if next(image_files(folder), None)]
+    splits = {}
+    for folder in folders:
+        splits.setdefault(part_called(folder) or folder, []).append(folder)
+    return {split: splits[split] for split in sorted(splits, key=[*PART_FOLDERS, *folders].index)} or {"train": ["."]}
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if is_image_file(path) and path.is_file())
+
+
+def _by_loss(files: list[Path]) -> list[Path]:
+    """Pictures that a mask cannot be, as they do not keep numbers, before those that it can be."""
+    return sorted(files, key=lambda path: path.suffix.lower() not in LOSSY)
 
 
 def _load_pairs(folder: Path, split: str) -> datasets.Dataset:
-    roots = [folder / name for name in MASK_FOLDERS if (folder / name).is_dir()]
+    roots = [folder / name for name in MASK_FOLDERS if next(image_files(folder / name), None)]
     if not roots:
-        raise ValueError(f"{folder} has images, but none of the folders {', '.join(MASK_FOLDERS)} for their masks.")
-    images, masks = folder / "images", roots[0]
-    part = split.partition("[")[0]
-    parts = _pair_splits(images)
-    if part not in parts:
-        raise ValueError(f"{folder} has no split {part!r}; it has {', '.join(parts)}.")
-    if (images / part).is_dir():
-        images, masks = images / part, masks / part
-    of_stem = {path.stem: path for path in masks.glob("[!.]*") if path.is_file()}
-    files = sorted(path for path in images.glob("[!.]*") if path.is_file())
-    if not files:
-        raise ValueError(f"There are no images in {images}.")
-    if missing := [path.name for path in files if path.stem not in of_stem]:
-        raise ValueError(f"{len(missing)} images in {images} have no mask in {masks}, for example {missing[0]}.")
-    columns = {
-        "image": [{"path": str(path), "bytes": None} for path in files],
-        "mask": [{"path": str(of_stem[path.stem]), "bytes": None} for path in files],
-    }
+        raise ValueError(f"{folder} has images, but none of the folders {', '.join(MASK_FOLDERS)} has their masks.")
+    part, splits = split.partition("[")[0], _pair_splits(folder / "images")
+    # A folder's own name is understood, too.
+    names = splits.get(part) or [name for names in splits.values() for name in names if name == part]
+    if not names:
+        raise ValueError(f"{folder} has no split {part!r}; it has {', '.join(splits)}.")
+    columns = {"image": [], "mask": []}
+    for name in names:
+        images, masks = folder / "images" / name, roots[0] / name
+        say_unread(images)
+        of_stem = {path.stem: path for path in _by_loss(_images_in(masks))}
+        files = _images_in(images)
+        if missing := [path.name for path in files if path.stem not in of_stem]:
+            raise ValueError(f"{len(missing)} images in {images} have no mask in {masks}, for example {missing[0]}.")
+        columns["image"] += map(undecoded, files)
+        columns["mask"] += [undecoded(of_stem[path.stem]) for path in files]
+    if not columns["image"]:
+        raise ValueError(f"There are no images in {folder / 'images' / names[0]}.")
     table = datasets.Dataset.from_dict(columns)
     table = table.cast_column("image", datasets.Image(decode=False)).cast_column("mask", datasets.Image(decode=False))
     try:
-        slices = datasets.ReadInstruction.from_spec(split).to_absolute({part: len(files)})
+        slices = datasets.ReadInstruction.from_spec(split).to_absolute({part: len(table)})
     except (ValueError, AssertionError) as error:
-        raise ValueError(f"Cannot take {split!r} of {len(files)} images: {error}") from error
+        raise ValueError(f"Cannot take {split!r} of {len(table)} images: {error}") from error
     table = table.select([index for each in slices for index in range(each.from_, each.to)])
     if not len(table):
         raise ValueError(f"The split {split!r} of {folder} has no images.")
@@ -167,15 +198,26 @@ class MaskReader:
             table = np.where(table == IGNORED, IGNORED, np.where(np.arange(256) == 0, IGNORED, table - 1))
         self.table = table.astype(np.uint8)
 
-    def __call__(self, record: dict, index: int, size: tuple[int, int]) -> torch.Tensor:
-        """The mask of an undecoded `datasets` record, for an image of this width and height.
+    def __call__(self, record: dict, index: int, size: tuple[int, int], orientation: int = 1) -> torch.Tensor:
+        """The mask of an undecoded `datasets` record, for an upright image of this width and height.
+
+        Args:
+            record (`dict`): Bytes or path of the mask.
+            index (`int`): The image's, for errors.
+            size (pair of `int`): Width and height of the image, upright.
+            orientation (`int`, *optional*, defaults to 1): How the image lies in its file, see `orientation_of`. A
+                mask that says nothing of its own lies as the image does if its size tells so.
 
         Raises:
             CorruptImageError: if it cannot be read.
-            MaskError: if it has another size, several channels, or numbers that are no classes.
+            MaskError: if it has another size, several channels, or numbers that are no classes; or if its size does
+                not tell whether it lies as the file of its image or upright.
         """
         try:
-            mask = datasets.Image().decode_example(record)
+            with open_record(record) as mask:
+                mask.load()
+                if (own := orientation_of(mask)) != 1:
+                    mask = turned(mask, own)
             values = np.asarray(mask)
         except Exception as error:
             raise CorruptImageError(
@@ -187,6 +229,16 @@ class MaskReader:
             raise MaskError(
                 f"The mask of image {index} is a picture of mode {mask.mode}, expected one channel of class numbers."
             )
+        if orientation != 1 and own == 1:
+            upright = turned(mask, orientation)
+            if mask.size == upright.size == size:
+                raise MaskError(
+                    f"The file of image {index} says that it is to be turned (EXIF orientation {orientation}), and its"
+                    " mask does not tell whether it is to be, too. Write both as they are to be seen, the image by "
+                    "exiftran -ai or ImageOps.exif_transpose."
+                )
+            if upright.size == size:
+                mask, values = upright, np.asarray(upright)
         if mask.size != size:
             raise MaskError(
                 f"The mask of image {index} has {mask.size[0]} x {mask.size[1]} pixels, the image {size[0]} x "
@@ -210,6 +262,17 @@ def resize_pair(
     mode, and what it does to `tv_tensors.Mask`, is half a pixel off the image."""
     pixels = v2.functional.resize(v2.functional.pil_to_tensor(image), size, interpolation, antialias=True)
     return pixels, v2.functional.resize(mask[None], size, InterpolationMode.NEAREST_EXACT)[0]
+
+
+def part_of_strip(image: Image.Image, mask: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
+    """A random part of a strip and of its mask, `LONGEST` times as long as wide; other images as they are."""
+    longest = LONGEST * min(image.size)
+    if max(image.size) <= longest:
+        return image, mask
+    start = int(torch.randint(max(image.size) - longest + 1, ()))
+    left, top = (start if length > longest else 0 for length in image.size)
+    width, height = (min(length, longest) for length in image.size)
+    return image.crop((left, top, left + width, top + height)), mask[top : top + height, left : left + width]
 
 
 class SegmentationView(View):
@@ -252,6 +315,7 @@ class SegmentationView(View):
         )
 
     def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        image, mask = part_of_strip(image, mask)
         shorter = [int(torch.randint(self.sides[0], self.sides[1] + 1, ()))]
         pixels, mask = resize_pair(image, mask, shorter, self.interpolation)
         pair = tv_tensors.Image(pixels), tv_tensors.Mask(mask[None])

@@ -44,6 +44,13 @@ def images_per_second(
     }
 
 
+def duration(seconds: float) -> str:
+    """How long something takes, roughly, as a person says it."""
+    if seconds < 10:
+        return "a few seconds"
+    return f"{5 * round(seconds / 5)} seconds" if seconds < 90 else f"{round(seconds / 60)} minutes"
+
+
 class MatrixProduct(nn.Module):
     """Multiplies two square matrices, whatever it is given: among the models of `images_per_second`, what the machine
     can do in that run.

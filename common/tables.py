@@ -1,6 +1,22 @@
-"""Tables for the terminal and for Markdown."""
+"""Texts and tables for the terminal and for Markdown."""
 
+import unicodedata
 from collections.abc import Mapping, Sequence
+
+
+# Marks that let a terminal show a text in another order than it has.
+_REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def printable(text: str) -> str:
+    """A text of others, such as a label or a file's name, in one line that says nothing else to a terminal: control
+    characters, line breaks and bytes that are no text become escapes."""
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if character in _REORDERING or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+        else character
+        for character in text
+    )
 
 
 def format_table(rows: Sequence[Mapping[str, object]]) -> str:
@@ -41,4 +57,4 @@ def _format(value: object) -> str:
         return "-"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))

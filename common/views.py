@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,10 @@ from torchvision.transforms import InterpolationMode, v2
 from transformers import PreTrainedConfig
 
 
+# How far a view's pixels may be from the image processor's: mean levels of 255, which decide, of a test picture.
+MOST_LEVELS = 1.0
+# Strips are cut to so many of their shorter side where only their middle is seen.
+LONGEST = 32
 # What a random number is for: uses that share (seed, epoch, index) must not share numbers.
 VIEW, MIX, ORDER, SHUFFLE, CAPTION = range(5)
 
@@ -74,10 +78,12 @@ class ImageFormat:
 
     Args:
         size (`tuple[int, int]`): Height and width in pixels.
-        mean, std (`tuple[float, ...]`): Normalization of each channel, of values in 0..1.
+        mean, std (`tuple[float, ...]`): Normalization of red, green and blue, of values in 0..1.
         resample (`int`): PIL's number of the interpolation, 2 bilinear, 3 bicubic.
         resize (`int`, *optional*): Pixels of the shorter side before the center crop of evaluation; without it the
             image is resized to `size` as it is.
+        reverse_channels (`bool`): Whether the model takes blue, green and red.
+        rounds_center (`bool`): Whether half a pixel at the crop's edge is rounded to even, as timm does, not down.
     """
 
     size: tuple[int, int]
@@ -85,18 +91,28 @@ class ImageFormat:
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     resample: int = 2
     resize: int | None = None
+    # Not shown, so that teacher caches of formats that have neither stay what they were.
+    reverse_channels: bool = field(default=False, repr=False)
+    rounds_center: bool = field(default=False, repr=False)
 
     @classmethod
     def from_processor(cls, processor) -> "ImageFormat":
-        """What a Transformers image processor says, also one that wraps timm's settings.
+        """What a Transformers image processor does, also one that wraps timm's settings: what it says, compared with
+        what it makes of pictures. Normalization is measured, so that any order, offset and factor is followed.
 
         Some leave the size open: SigLIP 2's for any shape (NaFlex) is taken for the largest square, one that does not
         resize (C-RADIO's) for the size that it names. One that resizes to a larger square before the crop (DeiT's) is
         taken for one that resizes the shorter side, as DeiT's authors do.
 
         Raises:
-            ValueError: if it resizes in another way than to a size, or the shorter side before a center crop.
+            ValueError: if it resizes in another way than to a size, or the shorter side before a center crop, or does
+                anything else that evaluation does not follow.
         """
+        return cls._as_said(processor)._as_done(processor)
+
+    @classmethod
+    def _as_said(cls, processor) -> "ImageFormat":
+        """What an image processor's attributes say."""
         if (timm := getattr(processor, "data_config", None)) is not None:
             size, mode = tuple(timm["input_size"][1:]), timm.get("crop_mode") or "center"
             if mode not in ("center", "squash") or (mode == "center" and size[0] != size[1]):
@@ -110,6 +126,7 @@ class ImageFormat:
                 std=tuple(timm["std"]),
                 resample=_number_of_filter(timm["interpolation"]),
                 resize=math.floor(min(size) / timm["crop_pct"]) if mode == "center" else None,
+                rounds_center=mode == "center",
             )
         size = dict(getattr(processor, "size", None) or {})
         if patches := getattr(processor, "max_num_patches", None):
@@ -129,13 +146,88 @@ class ImageFormat:
                 f"{type(processor).__name__} resizes images in a way that training does not follow (size {size}); "
                 'expected "height" and "width", or "shortest_edge" before a center crop.'
             )
+        normalizes = getattr(processor, "do_normalize", None)
         return cls(
             size=(crop["height"], crop["width"]),
-            mean=_of_channels(processor.image_mean) if processor.do_normalize else (0.0, 0.0, 0.0),
-            std=_of_channels(processor.image_std) if processor.do_normalize else (1.0, 1.0, 1.0),
+            mean=_of_channels(processor.image_mean) if normalizes else (0.0, 0.0, 0.0),
+            std=_of_channels(processor.image_std) if normalizes else (1.0, 1.0, 1.0),
             resample=_number_of_filter(processor.resample),
             resize=shorter,
         )
+
+    def _as_done(self, processor) -> "ImageFormat":
+        """This format with the normalization, order of channels and shorter side that a processor turns out to have.
+
+        Raises:
+            ValueError: if its pixels are others all the same.
+        """
+        name, size = type(processor).__name__, PICTURE
+        square = (min(PICTURE), min(PICTURE))
+        if not getattr(processor, "do_resize", True):
+            size = self.size[::-1]
+        elif getattr(processor, "max_num_patches", None) or (
+            self.resize is not None and "height" in dict(getattr(processor, "size", None) or {})
+        ):
+            # What takes any shape, or is squashed before a crop, is followed on squares.
+            size = square
+        made = self._made_by(processor, size)
+        if size == PICTURE and made.shape[1:] != (3, *self.size):
+            # So is what makes other shapes of others.
+            size = square
+            made = self._made_by(processor, size)
+        if made.shape[1:] != (3, *self.size):
+            raise ValueError(
+                f"{name} makes pixels of the shape {tuple(made.shape[1:])}, which training does not follow; expected "
+                f"{(3, *self.size)}."
+            )
+        *flat, expected = made
+        measured, levels = self._normalized_as(name, flat), []
+        for resize in self._shorter_sides(processor):
+            image_format = replace(measured, resize=resize)
+            pixels = EvalView(image_format)(_test_picture(size))["pixel_values"]
+            levels.append((255 * image_format.denormalize(expected) - pixels).abs().mean((1, 2)).max().item())
+            if levels[-1] <= MOST_LEVELS:
+                return image_format
+        raise ValueError(
+            f"{name} prepares images in a way that training does not follow: of a test picture its pixels differ by "
+            f"{min(levels):.1f} of 255 levels from what is resized to {self.resize or self.size}, cropped in the "
+            "middle, rescaled and normalized."
+        )
+
+    def _normalized_as(self, name: str, flat: Sequence[torch.Tensor]) -> "ImageFormat":
+        """This format, normalized as a processor did with black, white and red; as it says where that is the same."""
+        middle = (..., self.size[0] // 2, self.size[1] // 2)
+        low, high, red = (pixels[middle].double() for pixels in flat)
+        scale = high - low
+        if not (scale.isfinite().all() and scale.abs().min() > 0):
+            raise ValueError(f"{name} makes the same pixels of black and white, {low.tolist()}; check its image_std.")
+        reverse = bool((red - low).abs().argmax() == 2)
+        values = torch.stack([-low / scale, 1 / scale])
+        values = values.flip(1) if reverse else values
+        if not reverse and torch.allclose(values, values.new_tensor([self.mean, self.std]), rtol=1e-4, atol=1e-4):
+            return self
+        mean, std = map(tuple, values.tolist())
+        return replace(self, mean=mean, std=std, reverse_channels=reverse)
+
+    def _made_by(self, processor, size: tuple[int, int]) -> torch.Tensor:
+        """What a processor makes of a black, a white and a red image and of a test picture of this width and height:
+        `(4, 3, height, width)`, float32."""
+        images = [*(Image.new("RGB", size, color) for color in ("black", "white", "red")), _test_picture(size)]
+        made = torch.as_tensor(np.asarray(processor(images, return_tensors="pt")["pixel_values"])).float()
+        if getattr(processor, "max_num_patches", None) and made.ndim == 3:
+            # Patches in row order, their pixels before their channels; more than a square has stay empty.
+            side, rows = processor.patch_size, self.size[0] // processor.patch_size
+            made = made[:, : rows * rows].reshape(len(made), rows, rows, side, side, 3)
+            made = made.permute(0, 5, 1, 3, 2, 4).reshape(len(made), 3, *self.size)
+        return made
+
+    def _shorter_sides(self, processor) -> list[int | None]:
+        """What the shorter side before a crop may be: what is said, or what PoolFormer's or LeViT's processor makes of
+        it."""
+        if self.resize is None:
+            return [None]
+        share = getattr(processor, "crop_pct", None) or 1
+        return [self.resize, int(self.resize / share), int(256 / 224 * self.resize)]
 
     @property
     def interpolation(self) -> InterpolationMode:
@@ -145,24 +237,33 @@ class ImageFormat:
 
     @property
     def fill(self) -> list[int]:
-        """The color that normalizes to zero, 0..255."""
-        return [round(255 * value) for value in self.mean]
+        """The color that normalizes to zero, or the nearest one, 0..255."""
+        return [min(max(round(255 * value), 0), 255) for value in self.mean]
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """`(batch, channels, height, width)` uint8 to normalized float32, where the pixels are."""
         mean, std = (_channels(tuple(values), pixels.device) for values in (self.mean, self.std))
-        return pixels.float().mul_(1 / 255).sub_(mean).div_(std)
+        pixels = pixels.float().mul_(1 / 255).sub_(mean).div_(std)
+        return pixels.flip(-3) if self.reverse_channels else pixels
+
+    def denormalize(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Normalized images to red, green and blue, 0..1."""
+        mean, std = (_channels(tuple(values), pixel_values.device) for values in (self.mean, self.std))
+        return (pixel_values.flip(-3) if self.reverse_channels else pixel_values) * std + mean
 
     def convert(self, pixel_values: torch.Tensor, source: "ImageFormat") -> torch.Tensor:
         """Normalized images of another format in this one."""
         if source.size != self.size:
             pixel_values = v2.functional.resize(pixel_values, list(self.size), self.interpolation, antialias=True)
-        if (source.mean, source.std) == (self.mean, self.std):
-            return pixel_values
-        mean, std, own_mean, own_std = (
-            _channels(tuple(values), pixel_values.device) for values in (source.mean, source.std, self.mean, self.std)
-        )
-        return (pixel_values * std + (mean - own_mean)) / own_std
+        if source.reverse_channels:
+            pixel_values = pixel_values.flip(-3)
+        if (source.mean, source.std) != (self.mean, self.std):
+            mean, std, own_mean, own_std = (
+                _channels(tuple(values), pixel_values.device)
+                for values in (source.mean, source.std, self.mean, self.std)
+            )
+            pixel_values = (pixel_values * std + (mean - own_mean)) / own_std
+        return pixel_values.flip(-3) if self.reverse_channels else pixel_values
 
 
 def _number_of_filter(resample: int | str) -> int:
@@ -176,6 +277,56 @@ def _number_of_filter(resample: int | str) -> int:
 def _of_channels(values: float | Sequence[float]) -> tuple[float, ...]:
     """One number for each channel, where a processor may have one for all."""
     return (values,) * 3 if isinstance(values, int | float) else tuple(values)
+
+
+# Width and height of the picture that views and image processors are compared on.
+PICTURE = (360, 240)
+
+
+@functools.cache
+def _test_picture(size: tuple[int, int]) -> Image.Image:
+    """Waves and tiles in three colors, each its own."""
+    y, x = np.mgrid[0 : size[1], 0 : size[0]] * (240 / min(size))
+    waves = [128 + 60 * np.sin(x / 17 + y / 31), 128 + 80 * np.cos(x / 23 - y / 13), 90 + 70 * np.sin((x + y) / 9)]
+    tiles = ((x // 14 + y // 11) % 2) * 40
+    return Image.fromarray((np.stack(waves, axis=2) + tiles[..., None]).clip(0, 255).astype(np.uint8))
+
+
+def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tensor:
+    """What an image processor makes of images, its `pixel_values`; of strips, where it crops the middle, without
+    resizing what it does not keep.
+
+    Args:
+        image_processor: A Transformers image processor.
+        images (sequence of `PIL.Image.Image`): RGB images.
+    """
+    if any(map(_is_strip, images)) and _sees_middle(image_processor):
+        images = [middle_of(image) for image in images]
+    return image_processor(list(images), return_tensors="pt")["pixel_values"]
+
+
+def _sees_middle(image_processor) -> bool:
+    """Whether an image processor resizes, and keeps nothing of the ends of a strip."""
+    if not getattr(image_processor, "do_resize", True):
+        return False
+    blank = Image.new("RGB", (640, 64))
+    marked = blank.copy()
+    for left in (0, 576):
+        marked.paste("white", (left, 0, left + 64, 64))
+    first, second = (image_processor(image, return_tensors="pt")["pixel_values"] for image in (blank, marked))
+    return all(np.array_equal(of_blank, of_marked) for of_blank, of_marked in zip(first, second, strict=True))
+
+
+def _is_strip(image: Image.Image) -> bool:
+    return max(image.size) > LONGEST * min(image.size)
+
+
+def middle_of(image: Image.Image) -> Image.Image:
+    """The middle of a strip, `LONGEST` times as long as wide or one pixel more, so that both ends lose as much; other
+    images as they are."""
+    longest = LONGEST * min(image.size)
+    left, top = (max(length - longest, 0) // 2 for length in image.size)
+    return image.crop((left, top, image.width - left, image.height - top)) if left or top else image
 
 
 # Kept: copying numbers to an accelerator waits for it.
@@ -203,12 +354,13 @@ class EvalView(View):
     def __init__(self, image_format: ImageFormat):
         self.formats = {"pixel_values": image_format}
         self.size, self.resize = image_format.size, image_format.resize
+        self.round = round if image_format.rounds_center else int
         self.interpolation = image_format.interpolation
 
     def __call__(self, image):
-        pixels = v2.functional.pil_to_tensor(image)
+        pixels = v2.functional.pil_to_tensor(middle_of(image) if self.resize else image)
         target = [self.resize] if self.resize else list(self.size)
         pixels = v2.functional.resize(pixels, target, self.interpolation, antialias=True)
-        # As Transformers centers, which rounds down; torchvision's own center crop rounds to even.
-        top, left = (int((have - want) / 2) for have, want in zip(pixels.shape[-2:], self.size, strict=True))
+        # Transformers rounds down; timm, as torchvision's own center crop, to even.
+        top, left = (self.round((have - want) / 2) for have, want in zip(pixels.shape[-2:], self.size, strict=True))
         return {"pixel_values": v2.functional.crop(pixels, top, left, *self.size)}

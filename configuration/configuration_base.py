@@ -9,6 +9,10 @@ from transformers import PreTrainedConfig
 
 CONTEXT_BROADCASTS = ("cb", "cb_s", "cb_gate", "cb_hybrid")
 CONTEXT_BROADCAST_POSITIONS = ("mlp_front", "mlp_mid", "mlp_end", "attention_end")
+INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")
+SOLVERS = ("closed_form", "adam", "adam_bounded", "pinv")
+PSEUDO_INPUTS = ("pe", "uniform", "gaussian", "pe+uniform")
+VALUE_INITS = ("default", "mimetic")
 
 
 def pair(size) -> tuple[int, ...]:
@@ -30,7 +34,14 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
 
     Transformers keeps unknown keyword arguments as attributes, so that `num_hiden_layers=6` would silently build the
     default model. Here a name that is close to that of a field raises, also if it was assigned to the configuration.
+
+    Args:
+        initialization_seed (`int`, *optional*):
+            Seed of the weights of a model that `from_config` makes; without, chance goes on from where it is. Recipes
+            note theirs, so that `from_config` of what they trained draws its start again, on the CPU.
     """
+
+    initialization_seed: int | None = None
 
     def __post_init__(self, **kwargs):
         for name in ("image_mean", "image_std"):
@@ -138,6 +149,74 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
                 raise ValueError(
                     f"`{name}` is {getattr(self, name)}, expected one size or a height and a width{reason}."
                 )
+
+
+@strict
+class AttentionStartConfig(FrugalViTConfig):
+    r"""
+    Base configuration of families whose attention may start with structure. How a model started travels with it.
+
+    Args:
+        initialization (`str`, *optional*, defaults to `"default"`):
+            How weights of a fresh model are drawn: `"default"`, as the family has them; with `"impulse"` or
+            `"mimetic"` attention; all linear layers of the blocks `"trunc_normal"` (timm's way) or
+            `"kaiming_uniform"` (PyTorch's).
+        impulse_solver (`str`, *optional*, defaults to `"closed_form"`):
+            `"closed_form"`, ours; the paper's Algorithm 1, `"adam"` as printed or `"adam_bounded"` as in its authors'
+            code; or `"pinv"`, of their later code. See `impulse_init_`, also for the fields below.
+        impulse_kernel_size (`int`, *optional*, defaults to 3): Size of the impulse filters.
+        impulse_mass (`float`, *optional*, defaults to 0.2):
+            Of the closed form: share of the initial attention at the impulse, above 0 and below 1; `None` for the maps
+            that Algorithm 1 reaches.
+        impulse_steps (`int`, *optional*, defaults to 10,000): Of Algorithm 1.
+        impulse_renormalize_every (`int`, *optional*, defaults to 100):
+            Of `"adam_bounded"`: steps between rescalings of queries and keys.
+        impulse_pseudo_input (`str` or two of `str`, *optional*, defaults to `"pe"`):
+            What stands in for the tokens, in the first and in the following layers (table 6).
+        impulse_per_layer (`bool`, *optional*, defaults to `True`): Whether layers differ.
+        impulse_value_init (`str`, *optional*):
+            Values and output projections: `"mimetic"`, as the default is with impulses and mimetic attention, or
+            `"default"`, as all linear layers and as the paper leaves them.
+    """
+
+    # The field's name before it told of impulses.
+    attribute_map = {"value_init": "impulse_value_init"}
+
+    initialization: str = "default"
+    impulse_solver: str = "closed_form"
+    impulse_kernel_size: int = 3
+    impulse_mass: float | int | None = 0.2
+    impulse_steps: int = 10_000
+    impulse_renormalize_every: int = 100
+    impulse_pseudo_input: str | list[str] | tuple[str, ...] = "pe"
+    impulse_per_layer: bool = True
+    impulse_value_init: str | None = None
+
+    @staticmethod
+    def _starts() -> tuple[str, ...]:
+        """Values of `initialization`."""
+        return "default", *INITIALIZATIONS
+
+    def validate_start(self):
+        """The start exists."""
+        self._check_choices(
+            initialization=self._starts(),
+            impulse_solver=SOLVERS,
+            impulse_value_init=(None, *VALUE_INITS),
+        )
+        self._check_counts("impulse_kernel_size", "impulse_steps", "impulse_renormalize_every")
+        if self.impulse_mass is not None and not 0 < self.impulse_mass < 1:
+            raise ValueError(f"`impulse_mass` is {self.impulse_mass}, expected a number above 0 and below 1, or None.")
+        kinds = self.impulse_pseudo_input
+        if not (
+            kinds in PSEUDO_INPUTS if isinstance(kinds, str) else len(kinds) == 2 and {*kinds} <= {*PSEUDO_INPUTS}
+        ):
+            raise ValueError(f"`impulse_pseudo_input` is {kinds!r}, expected one or two of {list(PSEUDO_INPUTS)}.")
+        if self.impulse_solver == "pinv" and self.impulse_kernel_size != 3:
+            raise ValueError(
+                f"`impulse_kernel_size` is {self.impulse_kernel_size}, but `impulse_solver`='pinv' has an order for "
+                "3 x 3 kernels only."
+            )
 
 
 @strict

@@ -3,9 +3,9 @@
 from huggingface_hub.dataclasses import strict
 from transformers import ViTConfig
 
-from .configuration_agent_cnn import INITIALIZATIONS, AgentCNNConfig
 from .configuration_agent_cnn import VARIANTS as AGENTS
-from .configuration_base import FrugalViTConfig, pair
+from .configuration_agent_cnn import AgentCNNConfig
+from .configuration_base import INITIALIZATIONS, AttentionStartConfig, pair
 
 
 SHARING = ("none", "weights")
@@ -14,7 +14,7 @@ WEIGHTS = {"none": (1.0, 1.0, 10.0), "weights": (0.5, 0.5, 5.0)}
 
 
 @strict
-class BootstrappedViTConfig(FrugalViTConfig):
+class BootstrappedViTConfig(AttentionStartConfig):
     r"""
     Configuration of a vision transformer that is trained together with an agent CNN (Zhang et al., *Bootstrapping
     ViTs*, arXiv 2112.03552). The defaults are ViT-S with Agent-S; `from_variant` has the rest.
@@ -38,7 +38,8 @@ class BootstrappedViTConfig(FrugalViTConfig):
             reference implementation does.
         initialization (`str`, *optional*, defaults to `"default"`):
             How fresh weights of both are drawn: `"default"`, Transformers' and PyTorch's way, or `"reference"`, the
-            reference implementation's, which the variants have; see `reference_init_` and `AgentCNNConfig`.
+            reference implementation's, which the variants have; see `reference_init_` and `AgentCNNConfig`. Or another
+            start of the transformer's attention, as in `AttentionStartConfig`, with that class's other fields.
         image_mean, image_std (`float` or sequence of `float`, *optional*):
             Normalization written into the image processor, for all channels or each.
         resize_size (`int`, *optional*):
@@ -65,7 +66,6 @@ class BootstrappedViTConfig(FrugalViTConfig):
     hint_layers: list[int] | tuple[int, ...] | None = None
     embedding_dropout: float | int | None = None
     mlp_dropout: float | int = 0.0
-    initialization: str = "default"
     image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
     resize_size: int | None = None
@@ -90,8 +90,9 @@ class BootstrappedViTConfig(FrugalViTConfig):
         """Hand the labels to both, and to the agent how images are prepared and how it starts."""
         for config in (self.vit_config, self.agent_config):
             config.id2label, config.label2id = self.id2label, self.label2id
-        for name in ("image_size", "image_mean", "image_std", "resize_size", "resample", "initialization"):
+        for name in ("image_size", "image_mean", "image_std", "resize_size", "resample"):
             setattr(self.agent_config, name, getattr(self, name))
+        self.agent_config.initialization = "reference" if self.initialization == "reference" else "default"
 
     @property
     def image_size(self) -> int | list[int] | tuple[int, int]:
@@ -103,9 +104,13 @@ class BootstrappedViTConfig(FrugalViTConfig):
         """Channels of the images."""
         return self.vit_config.num_channels
 
+    @staticmethod
+    def _starts() -> tuple[str, ...]:
+        return "default", "reference", *INITIALIZATIONS
+
     def validate_twins(self):
         """The agent's blocks stand beside the transformer's."""
-        self._check_choices(sharing=SHARING, initialization=INITIALIZATIONS)
+        self._check_choices(sharing=SHARING)
         self._check_counts("resize_size")
         vit, agent = self.vit_config, self.agent_config
         twins = {name: name for name in ("num_hidden_layers", "hidden_size", "num_channels")}

@@ -5,7 +5,7 @@ from huggingface_hub.dataclasses import strict
 from .configuration_base import FrugalViTConfig, pair
 
 
-SPATIAL_FILTERS = ("trained", "random", "impulse", "box")
+SPATIAL_FILTERS = ("trained", "random", "impulse", "signed_impulse", "box")
 
 
 @strict
@@ -24,7 +24,8 @@ class ConvMixerConfig(FrugalViTConfig):
         kernel_size (`int`, *optional*, defaults to 3): Size of the depthwise convolutions' filters; even ones, too.
         spatial_filters (`str`, *optional*, defaults to `"trained"`):
             `"trained"`; or filters that keep their first values, their biases too: `"random"`, uniform, `"impulse"`,
-            a one at a random position, or `"box"`, all ones, each scaled to the norm of random filters.
+            a one at a random position, or `"box"`, all ones, each scaled to the norm of random filters. Ours is
+            `"signed_impulse"`, of which half are negative.
         spatial_activation (`bool`, *optional*, defaults to `False`):
             An activation after the depthwise convolutions, too, as Trockman & Kolter have it; the code of Zheng et
             al. leaves it out.

@@ -96,6 +96,9 @@ class SparseFormerConfig(FrugalViTConfig):
         final_focusing_steps (sequence of `str`, *optional*):
             The same for the layer at full width. If it attends (v1), it is a whole transformer block and counts as
             the first of the `num_hidden_layers`.
+        roi_encoding (`str`, *optional*, defaults to `"reference"`):
+            Frequencies and order of the sinusoidal encoding of RoIs: `"reference"`, as the authors' code has them, or
+            `"paper"`, as the supplement prints them, see `encode_rois`.
         focusing_num_attention_heads (`int`, *optional*): Heads of the focusing layer; one per 64 channels by default.
         focusing_intermediate_size (`int`, *optional*): MLP width of the focusing layer; 4 times its width by default.
         focusing_hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of the focusing layer's MLP.
@@ -214,6 +217,7 @@ class SparseFormerConfig(FrugalViTConfig):
         "roi_adjustment",
     )
     final_focusing_steps: list[str] | tuple[str, ...] = ("sampling", "position_encoding")
+    roi_encoding: str = "reference"
     focusing_num_attention_heads: int | None = None
     focusing_intermediate_size: int | None = None
     focusing_hidden_act: str = "gelu"
@@ -472,6 +476,7 @@ class SparseFormerConfig(FrugalViTConfig):
             ),
             norm_type=("layer_norm", "rms_norm"),
             sampling_padding_mode=("border", "zeros"),
+            roi_encoding=("reference", "paper"),
             num_roi_delta_layers=(1, 2),
         )
         if self.pooling in ("cls", "class_mean", "cls_and_latent_mean") and not self.use_cls_token:

@@ -2,11 +2,11 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import PatchTransformerConfig
+from .configuration_base import AttentionStartConfig, PatchTransformerConfig
 
 
 @strict
-class ViTContextBroadcastConfig(PatchTransformerConfig):
+class ViTContextBroadcastConfig(AttentionStartConfig, PatchTransformerConfig):
     r"""
     Configuration of a vision transformer with Context Broadcasting (Hyeon-Woo et al., *Scratching Visual Transformer's
     Back with Uniform Attention*, arXiv 2210.08457). The defaults are ViT-S with CB at the end of every MLP;
@@ -35,6 +35,7 @@ class ViTContextBroadcastConfig(PatchTransformerConfig):
         drop_path_rate (`float`, *optional*, defaults to 0.0):
             Largest stochastic depth rate; rises linearly over the blocks.
         initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
+        initialization, impulse_solver, …: How attention starts, as in `AttentionStartConfig`; by default as in DeiT.
         image_mean, image_std (`float` or sequence of `float`, *optional*):
             Normalization written into the image processor, for all channels or each.
         resize_size (`int`, *optional*, defaults to 256):
@@ -47,7 +48,7 @@ class ViTContextBroadcastConfig(PatchTransformerConfig):
     """
 
     model_type = "vit_context_broadcast"
-    attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
+    attribute_map = {"layer_norm_epsilon": "layer_norm_eps"} | AttentionStartConfig.attribute_map
 
     image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int | list[int] | tuple[int, int] = 16

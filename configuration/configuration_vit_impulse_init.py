@@ -2,14 +2,11 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import PatchTransformerConfig
-
-
-INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")
+from .configuration_base import INITIALIZATIONS, AttentionStartConfig, PatchTransformerConfig
 
 
 @strict
-class ViTImpulseInitConfig(PatchTransformerConfig):
+class ViTImpulseInitConfig(AttentionStartConfig, PatchTransformerConfig):
     r"""
     Configuration of a vision transformer whose attention starts as convolution (Zheng et al., *Structured
     Initialization for Attention in Vision Transformers*, arXiv 2404.01139). The defaults are ViT-T for 32 x 32 pixels,
@@ -37,12 +34,11 @@ class ViTImpulseInitConfig(PatchTransformerConfig):
         initialization (`str`, *optional*, defaults to `"impulse"`):
             How weights of a fresh model are drawn: `"impulse"` or `"mimetic"` attention, the rest truncated normal;
             or all linear layers `"trunc_normal"` (timm's way) or `"kaiming_uniform"` (PyTorch's).
-        impulse_kernel_size (`int`, *optional*, defaults to 3): Size of the impulse filters.
-        impulse_mass (`float`, *optional*, defaults to 0.2):
-            Share of the initial attention at the impulse, above 0 and below 1; see `impulse_init_`.
-        value_init (`str`, *optional*):
-            Values and output projections: `"mimetic"`, as the default is with impulses and mimetic attention, or
-            `"default"`, as all linear layers.
+        impulse_solver, impulse_kernel_size, impulse_mass, impulse_steps,
+        impulse_renormalize_every, impulse_pseudo_input, impulse_per_layer, impulse_value_init:
+            As in `AttentionStartConfig`. The defaults are the start that trained best, not the paper's, which is
+            `impulse_solver="adam"` (as printed; `"adam_bounded"` as its authors ran it) with
+            `impulse_value_init="default"`. docs/impulse_initialization.md has the evidence.
         context_broadcast (`str`, *optional*):
             Context Broadcasting in every block: `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`, see
             `insert_context_broadcast`.
@@ -66,7 +62,7 @@ class ViTImpulseInitConfig(PatchTransformerConfig):
     """
 
     model_type = "vit_impulse_init"
-    attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
+    attribute_map = {"layer_norm_epsilon": "layer_norm_eps"} | AttentionStartConfig.attribute_map
 
     image_size: int | list[int] | tuple[int, int] = 32
     patch_size: int | list[int] | tuple[int, int] = 2
@@ -82,9 +78,6 @@ class ViTImpulseInitConfig(PatchTransformerConfig):
     position_std: float | int = 0.36
     pooling: str = "mean"
     initialization: str = "impulse"
-    impulse_kernel_size: int = 3
-    impulse_mass: float | int = 0.2
-    value_init: str | None = None
     context_broadcast: str | None = None
     context_broadcast_position: str | list[str] | tuple[str, ...] = "mlp_end"
     context_broadcast_scale_init: float | int = 0.0
@@ -104,18 +97,14 @@ class ViTImpulseInitConfig(PatchTransformerConfig):
                 "cosine of two coordinates) wants it."
             )
 
+    @staticmethod
+    def _starts() -> tuple[str, ...]:
+        return INITIALIZATIONS
+
     def validate_choices(self):
         """Fields with a fixed set of values."""
-        self._check_choices(
-            position_embedding=("sincos", "learned", "random"),
-            pooling=("mean", "cls"),
-            initialization=INITIALIZATIONS,
-            value_init=(None, "mimetic", "default"),
-        )
+        self._check_choices(position_embedding=("sincos", "learned", "random"), pooling=("mean", "cls"))
         self._check_positive("position_std")
-        self._check_counts("impulse_kernel_size")
-        if not 0 < self.impulse_mass < 1:
-            raise ValueError(f"`impulse_mass` is {self.impulse_mass}, expected a number above 0 and below 1.")
 
     @staticmethod
     def _variants() -> dict[str, dict]:

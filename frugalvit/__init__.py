@@ -1,14 +1,13 @@
 """Vision transformers that need less: fewer tokens, less data, no extra parameters.
 
-Importing this package registers its models with Transformers' Auto classes. Its names are imported when first used.
+Importing this package lets Transformers' Auto classes know its models. These, and its names, are imported when they
+are first used.
 """
 
 import importlib
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .registry import public_names, register
+from .registry import public_names, register_when_asked
 from .version import __version__
 
 
@@ -90,7 +89,7 @@ if TYPE_CHECKING:
     from .modeling.swap import matching_processor as matching_processor
     from .modeling.swap import swap_vision_tower as swap_vision_tower
     from .resources import checkpoint_path as checkpoint_path
-    from .training.callbacks import HintDecayCallback as HintDecayCallback
+    from .training.components.callbacks import HintDecayCallback as HintDecayCallback
 
 _NAMES = public_names()
 
@@ -108,15 +107,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_NAMES})
 
 
-def _is_command() -> bool:
-    """Whether this process is `frugalvit …` or `python -m frugalvit …` rather than a user of the library."""
-    if not 0 < len(sys.argv) <= len(sys.orig_argv):
-        return False
-    program = sys.orig_argv[-len(sys.argv)]
-    # Not `python -m frugalvit.index`, whose last part is no ending.
-    return sys.argv[0] in (program, "-m") and Path(program).name.lower() in ("frugalvit", "frugalvit.exe")
-
-
-# The command registers before it runs something, so that `frugalvit --help` does not wait for PyTorch.
-if not _is_command():
-    register()
+register_when_asked()

@@ -19,15 +19,16 @@ from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
-from .common.command_line import CommandParser, add_device_argument, add_trust_argument
-from .common.data import SUBSET, decode_image, load_images
+from .common.data import decode_image, load_images
 from .common.files import check_file_path, write_json
 from .common.loading import load_image_classifier
 from .common.tables import format_table
+from .common.views import prepare_images
 from .configuration.configuration_base import pair
 from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
-from .modeling.initialization import INITIALIZATIONS, initialize_attention_
+from .modeling.initialization import initialize_attention_
 from .modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
+from .options.attention import parse
 from .pictures import LEGEND_COLOR, LEGEND_SIZE, LINE_COLORS, TEXT_COLOR, check_picture_path, label_lines, save_figure
 from .predict import find_images, read_images
 from .training import joint, train
@@ -66,42 +67,7 @@ class LayerStatistics:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit attention",
-        description="Attention maps averaged over images, as numbers (entropy, the neighbor that a head attends to "
-        "most and how much, stable rank of the activations) and as a picture with the upper left corner enlarged.",
-    )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="model folders or hub ids (@revision, too)")
-    parser.add_argument("--names", nargs="+", help="of the models (default: their folders')")
-    parser.add_argument(
-        "--initialization",
-        nargs="+",
-        default=[],
-        choices=list(INITIALIZATIONS),
-        help="also the first model's architecture before training, with attention newly drawn in these ways",
-    )
-    parser.add_argument(
-        "--start",
-        action="store_true",
-        help="also each model as its training began, by the seed and arguments in its folder's run.json",
-    )
-    parser.add_argument("--layers", nargs="+", type=int, help="from 1 (default: the first, a middle and the last one)")
-    parser.add_argument("--heads", nargs="+", type=int, default=[1], help="to draw, from 1 (default: 1)")
-    parser.add_argument("--average-heads", action="store_true", help="draw the average of all heads instead")
-    parser.add_argument("--picture", metavar="FILE", help="draw into this .png, .pdf or .svg")
-    parser.add_argument("--entropy", metavar="FILE", help="draw the heads' entropy by layer into this file")
-    parser.add_argument("--output", metavar="FILE", help="write the numbers into this .json")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON instead of a table")
-    parser.add_argument(
-        "--image", nargs="+", metavar="FILE", help="images, folders, parquet files instead of --dataset"
-    )
-    parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=f"as in training (default: {SUBSET})")
-    parser.add_argument("--split", default="train", help="default: train")
-    parser.add_argument("--images", type=int, default=64, help="images to average over (default: 64)")
-    parser.add_argument("--seed", type=int, default=0, help="of the initializations (default: 0)")
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     names = arguments.names or [Path(model).name for model in arguments.models]
     if len(names) != len(arguments.models) or len(set(names)) != len(names):
         raise ValueError(f"--names has {len(set(names))} different names for {len(arguments.models)} models.")
@@ -122,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     measured = {}
     for name, model, image_processor in _models(arguments, names):
         batches = [
-            image_processor(images[start : start + 32], return_tensors="pt")["pixel_values"].to(model.device)
+            prepare_images(image_processor, images[start : start + 32]).to(model.device)
             for start in range(0, len(images), 32)
         ]
         measured[name] = measure_attention(model, tqdm(batches, desc=name, leave=False, disable=None))
@@ -370,7 +336,7 @@ def draw_attention(
                     )
                 if row == 0 and part == 0:
                     title = f"{name}, head {head}" if len(columns) > len(measured) else name
-                    axes.set_title(title, loc="left", fontsize=8, color=TEXT_COLOR, pad=4)
+                    axes.set_title(title, loc="left", fontsize=8, color=TEXT_COLOR, pad=4, parse_math=False)
     style = {"va": "center", "size": LEGEND_SIZE, "color": LEGEND_COLOR}
     scale_y, scale = bottom - 0.16, 0.8
     figure.text(left / width, scale_y / height, "attention: 0", ha="left", **style)

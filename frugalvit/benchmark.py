@@ -7,10 +7,9 @@ from torch import nn
 from tqdm import tqdm
 from transformers import ViTConfig, ViTForImageClassification
 
-from .common.command_line import CommandParser, add_device_argument, add_trust_argument
 from .common.exported import ExportedModule, is_exported
 from .common.files import check_file_path, write_json
-from .common.loading import DTYPES, choose_device, one_error
+from .common.loading import choose_device, one_error
 from .common.macs import count_macs
 from .common.speed import measure
 from .common.tables import format_table
@@ -18,6 +17,7 @@ from .common.versions import origin
 from .common.views import vision_config_of
 from .configuration.configuration_base import pair
 from .info import architecture_of, image_side
+from .options.benchmark import parse
 
 
 # What SparseFormers are compared with, as Transformers runs them.
@@ -27,37 +27,10 @@ VITS = {
 }
 # Passes of small batches are short: up to so many times as many as of the largest.
 MOST_ROUNDS = 10
-ROUNDS = "timed passes of each model, of smaller batches in proportion more (default: %(default)s)"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit benchmark",
-        description="Measure images a second of models in one run, in which they take turns, and their "
-        "multiply-accumulates a second as a share of those of a large product of matrices. Of a CLIP or a LLaVA, the "
-        "image side is measured. Weights are random: nothing is downloaded for the papers' variants.",
-    )
-    parser.add_argument(
-        "models",
-        nargs="*",
-        default=["vit-base", "augreg-base-49-224"],
-        metavar="NAME|FOLDER",
-        help="names that `frugalvit info` lists, folders, exported ones too, hub ids, vit-base and vit-large of "
-        "Transformers (patches of 16, 224 pixels), timm:NAME (default: vit-base augreg-base-49-224); ratios are to "
-        "the first",
-    )
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="images at a time (default: 1 8)")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
-    parser.add_argument("--compile", action="store_true", help="measure each model compiled by torch.compile, too")
-    parser.add_argument("--rounds", type=int, default=10, help=ROUNDS)
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--output", metavar="FILE", help="write the rows, with versions and device, into this .json")
-    arguments = parser.parse_args(argv)
-    for name, values in (("batch-size", arguments.batch_size), ("rounds", [arguments.rounds])):
-        if min(values) < 1:
-            parser.error(f"argument --{name}: got {min(values)}, expected at least 1")
+    arguments = parse(argv)
     if arguments.output:
         check_file_path(arguments.output)
     device = str(choose_device(arguments.device))
@@ -139,7 +112,7 @@ def measure_all(
         compiled (`bool`): Each model compiled, too, as another row.
     """
     macs = {
-        name: model.report["macs"]
+        name: model.report.get("macs")
         if isinstance(model, ExportedModule)
         else count_macs(model, image_size[1:], image_size[0]).macs_with_attention
         for name, model in models.items()

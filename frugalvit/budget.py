@@ -3,7 +3,6 @@
 import argparse
 import functools
 import json
-import math
 import re
 import shutil
 import sys
@@ -17,10 +16,9 @@ from huggingface_hub import ModelCard, snapshot_download, try_to_load_from_cache
 from transformers import AutoProcessor, PreTrainedModel
 
 from .benchmark import image_size_of
-from .common.command_line import CommandParser, add_device_argument, positive
 from .common.comparison import ImageSide, macs_if_countable, using_tokens
 from .common.files import whole_folder
-from .common.loading import DTYPES, choose_device, load_pretrained, split_revision
+from .common.loading import choose_device, load_pretrained, split_revision
 from .common.macs import count_macs
 from .common.speed import images_per_second
 from .common.tables import format_table
@@ -28,43 +26,17 @@ from .contenders import load_teacher
 from .info import image_side
 from .modeling.hosts import Anatomy
 from .modeling.swap import matching_processor
+from .options.budget import parse
 from .quickstart import NOT_IN_REPOSITORY
 from .resources import checkpoint_path, shipped_checkpoints
 from .training.components.checkpoints import measured_of
 from .validation import model_class
 
 
-SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-MULTIPLES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 # What a training may have noted of each count, the first choice first.
 SCORES = ("accuracy", "alignment")
 # Weights of other frameworks, which no folder of ours needs.
 OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth")
-
-
-def quantity(text: str, units: dict[str, float], example: str) -> float:
-    """A number with its unit, in the unit of 1.
-
-    Args:
-        text (`str`): For example `"20ms"`.
-        units (`dict[str, float]`): How much each unit is, `""` if none is needed.
-        example (`str`): What was expected, for the message.
-
-    Raises:
-        argparse.ArgumentTypeError: if it is no positive number with one of the units.
-    """
-    found = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?) ?([a-zA-Z]*)", text.strip())
-    try:
-        value = float(found[1]) * units[found[2]]
-    except (TypeError, ValueError, KeyError):
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive number like {example}")
-    return value
-
-
-seconds = functools.partial(quantity, units=SECONDS, example="20ms, 0.5s or 800us, with its unit")
-number = functools.partial(quantity, units=MULTIPLES, example="200, 350M or 1.5G (k, M, G, T)")
 
 
 @dataclass
@@ -89,40 +61,8 @@ class Budget:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit budget",
-        description="Measure a model on this machine with each number of tokens that it was trained for, beside its "
-        "teacher, in passes that take turns, and name the largest number within a budget. Of a CLIP or a LLaVA, the "
-        "image side is measured. A model for one number of tokens has one row.",
-    )
-    parser.add_argument("model", metavar="MODEL", help="a model that ships, a folder or a hub id")
-    parser.add_argument(
-        "--teacher",
-        metavar="TEACHER",
-        help="folder or hub id of a vision transformer to measure besides (default: the one that the model's training "
-        "or card names, if it is on this machine)",
-    )
-    limits = parser.add_mutually_exclusive_group()
-    limits.add_argument("--latency", type=seconds, metavar="TIME", help="at most so long for a batch: 20ms, 0.5s")
-    limits.add_argument("--images-per-second", type=number, metavar="NUMBER", help="at least so many: 200, 1k")
-    limits.add_argument(
-        "--macs", type=number, metavar="NUMBER", help="at most so many multiply-accumulates an image: 1G, 350M"
-    )
-    parser.add_argument("--batch-size", type=positive, default=1, help="images at a time (default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    add_device_argument(parser)
-    parser.add_argument(
-        "--rounds", type=positive, default=20, help="timed passes with each number of tokens (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--output", metavar="FOLDER", help="new folder for the model, which uses the number that was found"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace FOLDER if it is a model folder")
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     budget = budget_of(arguments)
-    if arguments.output and budget is None:
-        parser.error("argument --output: needs a budget, --latency, --images-per-second or --macs")
 
     device = str(choose_device(arguments.device))
     name = str(checkpoint_path(arguments.model)) if arguments.model in shipped_checkpoints() else arguments.model

@@ -1,14 +1,17 @@
 """The `frugalvit` command: finds the module that a command names and turns user errors into one clear line.
 
-Every command's module has `main(argv)` and is imported only when it runs.
+Every command's module has `main(argv)` and is imported only when it runs, after its options were read: what these are
+is in a module of `options/` beside it, which imports little.
 """
 
+import argparse
 import difflib
 import importlib
 import os
 import sys
+from types import ModuleType
 
-from .registry import register
+from .common.threads import bound_spinning
 from .version import __version__
 
 
@@ -46,13 +49,20 @@ COMMANDS = {
 }
 
 
+def options_of(command: str) -> ModuleType:
+    """The module of a command's options: `make_parser()`, and `parse(argv)`, which ends the process where they are
+    wrong."""
+    package, _, name = COMMANDS[command][0].rpartition(".")
+    return importlib.import_module(f"{package}.options.{name}")
+
+
 def usage() -> str:
     """The text of `frugalvit --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: frugalvit [--version] [--debug] COMMAND ...",
+            "usage: frugalvit [--version] [--debug] [--print-completion SHELL] COMMAND ...",
             "",
             "Vision transformers that need less: fewer tokens, less data, no extra parameters.",
             "",
@@ -60,8 +70,32 @@ def usage() -> str:
             *lines,
             "",
             "`frugalvit COMMAND --help` explains one. --debug (or FRUGALVIT_DEBUG=1) shows where an error arose.",
+            "--print-completion bash, zsh or tcsh prints a script by which the shell completes options.",
         ]
     )
+
+
+def completion(shell: str) -> str:
+    """A script by which a shell completes commands and options.
+
+    Raises:
+        ValueError: if shtab is not installed, or does not know the shell.
+    """
+    try:
+        import shtab
+    except ImportError:
+        raise ValueError("--print-completion is shtab's: pip install 'frugalvit[completion]'.") from None
+    if shell not in shtab.SUPPORTED_SHELLS:
+        raise ValueError(f"--print-completion is {shell!r}, expected one of {', '.join(shtab.SUPPORTED_SHELLS)}.")
+    parser = argparse.ArgumentParser(prog="frugalvit")
+    commands = parser.add_subparsers(dest="command")
+    for name, (_, text) in COMMANDS.items():
+        options = options_of(name).make_parser()
+        for action in options._actions:
+            if action.metavar in ("FILE", "FOLDER", "DIR", "MODEL", "IMAGE", "OUT", "DATA"):
+                action.complete = shtab.FILE
+        commands.add_parser(name, help=text, parents=[options], add_help=False)
+    return shtab.complete(parser, shell)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,6 +119,13 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] == "--version":
         print(f"frugalvit {__version__}")
         return 0
+    if argv[0] == "--print-completion":
+        try:
+            print(completion(*argv[1:2] or [""]))
+        except ValueError as error:
+            print(f"frugalvit: error: {error}", file=sys.stderr)
+            return 2
+        return 0
     command, *rest = argv
     if command not in COMMANDS:
         close = difflib.get_close_matches(command, COMMANDS, n=1)
@@ -92,8 +133,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"frugalvit: error: there is no command {command!r}; {hint}", file=sys.stderr)
         return 2
 
+    # What a terminal has no letters for, it is told in escapes.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        register()
+        options_of(command).parse(rest)
+        bound_spinning()
         code = importlib.import_module(COMMANDS[command][0]).main(rest)
         sys.stdout.flush()
         return code or 0

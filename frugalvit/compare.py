@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -24,28 +25,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from .common.command_line import CommandParser, add_device_argument, add_trust_argument, positive
 from .common.data import check_labels, class_names, label_numbers
 from .common.files import whole_folder, write_json, write_text
 from .common.loading import choose_device
 from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
-from .common.speed import images_per_second
+from .common.speed import duration, images_per_second
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
-from .contenders import BASELINES, Contender, load_students, load_teachers
+from .common.views import prepare_images
+from .contenders import Contender, load_students, load_teachers
 from .evaluation.embeddings import (
     LabeledFeatures,
-    add_training_images_arguments,
     choose_classes,
     of_classes,
     read_evaluated,
     read_labeled_parts,
 )
 from .evaluation.imagenet import match_labels
-from .evaluation.images import add_dataset_arguments, add_reading_arguments, image_batches
+from .evaluation.images import image_batches
 from .evaluation.knn import neighbor_scores
 from .evaluation.linear import fit_probe
+from .options.compare import parse
 from .pictures import LEGEND_COLOR, LINE_COLORS, OUTLINE_COLOR, TEXT_COLOR, save_figure
 
 
@@ -53,6 +54,9 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCH_SIZES = (1, 32)
 # Passes of single images are short: so many times as many as of batches.
 MORE_ROUNDS = 5
+# Images that the largest model looks at first, which tells how long all will take; how many times longer an image
+# takes alone; and seconds in which a process that measures memory starts.
+FIRST_IMAGES, SINGLE_SLOWER, STARTING = 8, 2, 5
 # What may say how good a contender is, the first choice first, and what it is called.
 SCORES = {
     "accuracy": "accuracy",
@@ -63,66 +67,8 @@ SCORES = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit compare",
-        description="Set students beside their teacher, and beside what the teacher can do for nothing: look at "
-        "smaller images, or at some of its patches. Measures accuracy, of models without a classifier that of nearest "
-        "neighbors and of a linear probe, how near embeddings are to the teacher's, multiply-accumulates, images a "
-        "second, in which the models take turns, and memory. Writes compare.json, compare.md and compare.png.",
-    )
-    parser.add_argument("teacher", metavar="TEACHER", help="folder or hub id of a vision transformer")
-    parser.add_argument("students", nargs="*", metavar="STUDENT", help="folders or hub ids of SparseFormers or others")
-    parser.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="a student that was made by the method NAME; those of one NAME are a line of the picture (repeatable)",
-    )
-    parser.add_argument("--output", required=True, metavar="DIR", help="new folder for table and picture")
-    parser.add_argument(
-        "--baselines",
-        nargs="+",
-        choices=[*BASELINES, "none"],
-        default=list(BASELINES),
-        help="what else the teacher can do (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--resolutions",
-        nargs="+",
-        type=positive,
-        metavar="PIXELS",
-        help="of these, of the shorter side; of random patches, as many (default: with about 1/4, 2/5 and 9/16 of the "
-        "patches)",
-    )
-    add_dataset_arguments(parser)
-    add_training_images_arguments(parser)
-    parser.add_argument(
-        "--features", action="store_true", help="measure neighbors and a linear probe, also of classifiers"
-    )
-    parser.add_argument("--limit", type=positive, help="judge by so many images, chosen at random")
-    parser.add_argument("--train-limit", type=positive, help="learn from so many images, chosen at random")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is chosen at random (default: %(default)s)")
-    parser.add_argument(
-        "--precision",
-        nargs="+",
-        choices=[*PRECISIONS],
-        help="in which speed is measured (default: float32 and, where the device is fast at it, bf16)",
-    )
-    parser.add_argument(
-        "--rounds", type=positive, default=10, help="timed passes of each model (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--memory", action=argparse.BooleanOptionalAction, default=True, help="measure memory, in a process each"
-    )
-    parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
-    add_reading_arguments(parser)
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     named = [split_name(text) for text in arguments.model]
-    if "none" in arguments.baselines and len(arguments.baselines) > 1:
-        parser.error(f"argument --baselines: got {' '.join(arguments.baselines)}, expected none alone or others")
     baselines = [] if arguments.baselines == ["none"] else list(dict.fromkeys(arguments.baselines))
     output = Path(arguments.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -270,6 +216,15 @@ def compare(
         for contender in contenders
     ]
     reading = {"batch_size": batch_size, "num_workers": num_workers, "skip_corrupt": skip_corrupt}
+    costs = [macs_of(contender) for contender in contenders]
+    looked_at = len(test) + (0 if train is None else len(train))
+    seconds = foretell(contenders, costs, looked_at, rounds * len(precisions), memory)
+    parts = [f"{duration(value)} for {name}" for name, value in seconds.items()]
+    tqdm.write(
+        f"{len(contenders)} models, {looked_at:,} images: about {duration(sum(seconds.values()))} "
+        f"({', '.join(parts)}).",
+        file=sys.stderr,
+    )
     embeddings, indices = embed_all(contenders, test, **reading)
     labels = None if labels is None else labels[indices]
     known = None if train is None else embed_all(contenders, train, **reading)
@@ -284,7 +239,7 @@ def compare(
             right |= learns(embeddings[number], labels, known[0][number], known_labels, seed)
         answers.append(right)
         row = {"model": contender.name, "method": contender.method, "image_size": list(contender.image_size)}
-        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": macs_of(contender)}
+        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": costs[number]}
         for name, values in right.items():
             row |= describe_score(name, values, answers[0].get(name) if number else None)
         rows.append(row | {"cosine": mean_cosine(embeddings[number], embeddings[0])})
@@ -293,6 +248,39 @@ def compare(
     for row, contender in zip(rows, tqdm(contenders, desc="memory", leave=False, disable=None), strict=True):
         row["memory"] = peak_memory(contender.load) if memory and contender.load else None
     return rows
+
+
+@torch.inference_mode()
+def foretell(
+    contenders: Sequence[Contender], costs: Sequence[int], images: int, rounds: int, memory: bool
+) -> dict[str, float]:
+    """Seconds that each part of a comparison takes, from how long the largest contender needs for a few images: what
+    does not fit into memory fails with these.
+
+    Args:
+        contenders (sequence of `Contender`): All.
+        costs (sequence of `int`): Their multiply-accumulates for an image.
+        images (`int`): That all look at.
+        rounds (`int`): Timed passes in batches, of all precisions.
+        memory (`bool`): Whether that is measured, too.
+    """
+    largest = contenders[max(range(len(costs)), key=costs.__getitem__)]
+    pixels = torch.zeros(FIRST_IMAGES, 3, *largest.image_size, device=largest.device)
+    taken = []
+    # The first pass prepares much.
+    for _ in range(2):
+        started = time.perf_counter()
+        largest.model(pixels)
+        if pixels.device.type != "cpu":
+            torch.accelerator.synchronize()
+        taken.append(time.perf_counter() - started)
+    all_once = taken[-1] / FIRST_IMAGES * sum(costs) / max(costs)
+    draws = sum(cost * contender.draws for cost, contender in zip(costs, contenders, strict=True)) / sum(costs)
+    passes = sum(size * (MORE_ROUNDS * SINGLE_SLOWER if size == 1 else 1) for size in BATCH_SIZES)
+    seconds = {"accuracy": images * draws * all_once, "speed": rounds * passes * all_once}
+    if memory:
+        seconds["memory"] = len(contenders) * STARTING + BATCH_SIZES[-1] * all_once
+    return seconds
 
 
 def right_classes(contender: Contender, images: datasets.Dataset) -> torch.Tensor:
@@ -320,8 +308,7 @@ class _Processors:
         self.processors = list(found.values())
 
     def __call__(self, images, return_tensors: str) -> dict[str, list[torch.Tensor]]:
-        made = [processor(images, return_tensors=return_tensors) for processor in self.processors]
-        return {"pixel_values": [values["pixel_values"] for values in made]}
+        return {"pixel_values": [prepare_images(processor, images) for processor in self.processors]}
 
 
 @torch.inference_mode()
@@ -405,7 +392,9 @@ def measure_speeds(
 ) -> list[dict[str, dict[str, float]]]:
     """Images a second of each contender, by precision and batch size; their passes take turns."""
     found = [{precision: {} for precision in precisions} for _ in contenders]
-    total = len(precisions) * len(BATCH_SIZES)
+    times = {size: rounds * (MORE_ROUNDS if size == 1 else 1) for size in BATCH_SIZES}
+    # Two passes of each model are not counted.
+    total = len(precisions) * len(contenders) * sum(count + 2 for count in times.values())
     with tqdm(total=total, desc="speed", leave=False, disable=None) as progress:
         for precision in precisions:
             for contender in contenders:
@@ -415,16 +404,15 @@ def measure_speeds(
                 for number, contender in enumerate(contenders):
                     shape = (batch_size, 3, *contender.image_size)
                     images = torch.randn(shape, dtype=PRECISIONS[precision], device=contender.device)
-                    calls[number] = functools.partial(_call, contender.model, images)
-                times = rounds * (MORE_ROUNDS if batch_size == 1 else 1)
-                for number, speed in images_per_second(calls, images, times).items():
+                    calls[number] = functools.partial(_call, contender.model, images, progress)
+                for number, speed in images_per_second(calls, images, times[batch_size]).items():
                     found[number][precision][str(batch_size)] = speed
-                progress.update()
     return found
 
 
-def _call(model, own_images: torch.Tensor, _):
+def _call(model, own_images: torch.Tensor, progress: tqdm, _):
     """Each model has images of its own size."""
+    progress.update()
     return model(own_images)
 
 

@@ -1,64 +1,29 @@
 """`frugalvit convert`: checkpoints of reference implementations to hub repositories."""
 
-import argparse
 from pathlib import Path
 
 import torch
 
-from .common.command_line import CommandParser
 from .common.files import whole_folder
 from .configuration.configuration_base import pair
 from .modeling.conversion import (
-    TEMPLATES,
     config_from_showlab,
     convert_showlab,
     infer_showlab_variant,
     load_showlab_checkpoint,
     showlab_model_class,
 )
+from .options.convert import parse
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(prog="frugalvit convert", description=__doc__)
-    sources = parser.add_subparsers(dest="source", required=True, metavar="SOURCE")
-    showlab = sources.add_parser(
-        "showlab",
-        help="SparseFormer checkpoints of its authors",
-        description="Convert a checkpoint of github.com/showlab/sparseformer to a folder that `from_pretrained` "
-        "loads. Widths, tokens, points and blocks follow from the checkpoint, the rest from the variant.",
-    )
-    showlab.add_argument("checkpoint", metavar="CHECKPOINT", help=".pth or .safetensors file")
-    # Once the output was an argument by its place.
-    showlab.add_argument("earlier_output", nargs="?", help=argparse.SUPPRESS)
-    showlab.add_argument("--output", metavar="OUT", help="folder to write; must not exist or be empty")
-    showlab.add_argument("--variant", choices=list(TEMPLATES), help="default: the one whose names the checkpoint has")
-    showlab.add_argument(
-        "--iterations", type=int, help="executions of the focusing layer (default: stage embeddings, or the variant's)"
-    )
-    showlab.add_argument(
-        "--image-size",
-        type=int,
-        nargs="+",
-        metavar="PIXELS",
-        help="side, or height and width, of the images that the model will get (default: 224): resized to 8/7 of the "
-        "side and cropped, or resized straight to height and width",
-    )
-    showlab.add_argument("--overwrite", action="store_true", help="replace the model folder OUT")
-    arguments = parser.parse_args(argv)
-    output = arguments.output or arguments.earlier_output
-    if output is None:
-        showlab.error("the following arguments are required: --output")
-    image_size = arguments.image_size
-    if image_size is not None:
-        if len(image_size) > 2:
-            showlab.error(f"argument --image-size: got {len(image_size)} numbers, expected a side or height and width")
-        image_size = image_size[0] if len(image_size) == 1 else tuple(image_size)
+    arguments = parse(argv)
     convert_checkpoint(
         arguments.checkpoint,
-        output,
+        arguments.output,
         variant=arguments.variant,
         iterations=arguments.iterations,
-        image_size=image_size,
+        image_size=arguments.image_size,
         overwrite=arguments.overwrite,
     )
 

@@ -8,8 +8,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .common.command_line import CommandParser
 from .common.tables import format_table
+from .options.curves import parse
 from .pictures import LINE_COLORS, TEXT_COLOR, check_picture_path, label_lines, save_figure
 
 
@@ -30,14 +30,7 @@ PANELS_IN_A_ROW = 4
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit curves",
-        description="Losses and scores of training runs over epochs, as a table of the last epochs and as a picture.",
-    )
-    parser.add_argument("runs", nargs="+", metavar="FOLDER", help="--output of runs, finished or not")
-    parser.add_argument("--names", nargs="+", help="of the runs (default: their folders')")
-    parser.add_argument("--picture", metavar="FILE", help="draw into this .png, .pdf or .svg")
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     names = arguments.names or [Path(run).name for run in arguments.runs]
     if len(names) != len(arguments.runs) or len(set(names)) != len(names):
         raise ValueError(f"--names has {len(set(names))} different names for {len(arguments.runs)} runs.")

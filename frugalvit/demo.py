@@ -15,13 +15,14 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from .attention import measure_attention, patch_grid
-from .common.command_line import CommandParser, add_device_argument, add_trust_argument
 from .common.comparison import using_tokens
 from .common.data import SUBSET, decode_image, load_images
 from .common.decoding import read_image
 from .common.exported import ExportedModule
 from .common.loading import choose_device, load_image_classifier
+from .common.views import prepare_images
 from .features import draw_features, feature_maps, parts
+from .options.demo import parse
 from .pictures import denormalize, draw_maps
 from .predict import draw_predictions, has_rois, predict
 from .resources import checkpoint_path, shipped_checkpoints
@@ -49,23 +50,7 @@ CSS = """
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit demo",
-        description="Serve a page on this machine: choose a model and an image, see labels, the RoIs of tokens at "
-        "every step, sampling points, features and attention.",
-    )
-    parser.add_argument(
-        "models",
-        nargs="*",
-        metavar="MODEL",
-        help="folders or hub ids (@revision, too) of image classifiers (default: those that ship)",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: this machine alone)")
-    parser.add_argument("--port", type=int, help="default: the first free one from 7860")
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     check_port(arguments.port)
     choose_device(arguments.device)
     folders = {Path(model).name: model for model in arguments.models}
@@ -116,7 +101,7 @@ def gradio():
     try:
         import gradio
     except ImportError:
-        raise ValueError("The page needs gradio: pip install gradio.") from None
+        raise ValueError("The page needs gradio: pip install 'frugalvit[demo]'.") from None
     return gradio
 
 
@@ -162,7 +147,9 @@ def build_page(
             labels, *figures = look(*load(name), read_image(file, MAX_PIXELS), name, num_tokens)
         # Decoders raise whatever a broken file leads them to.
         except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise gr.Error(f"Cannot show that: {error}") from error
+            # Where the page keeps what it is given is nobody's concern.
+            message = str(error).replace(str(Path(file).parent) + os.sep, "")
+            raise gr.Error(f"Cannot show that: {message}") from error
         return labels, *(gr.update(value=figure, visible=figure is not None) for figure in figures)
 
     with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(CACHE_SECONDS, CACHE_SECONDS)) as page:
@@ -172,6 +159,8 @@ def build_page(
                 model = gr.Dropdown(list(folders), value=next(iter(folders)), label="Model")
                 # Its file, so that nothing is decoded before its size is known.
                 image = gr.Image(type="filepath", image_mode=None, label="Image", height=300, elem_id="image")
+                # It would open the file once more, and say of a broken one where it lies.
+                image.preprocess = lambda payload: payload and payload.path
                 tokens = gr.Slider(1, MAX_TOKENS, MAX_TOKENS, step=1, visible=False)
             labels = gr.Label(num_top_classes=5, label="Labels")
         if examples:
@@ -207,7 +196,7 @@ def look(
         with using_tokens(model, num_tokens):
             return look(model, image_processor, image, name)
     [prediction] = predict(model, image_processor, [image], output_rois=has_rois(model))
-    pixel_values = image_processor([image], return_tensors="pt")["pixel_values"].to(model.device)
+    pixel_values = prepare_images(image_processor, [image]).to(model.device)
     seen = denormalize(pixel_values, image_processor.image_mean, image_processor.image_std)
     rois = features = attention = None
     if has_rois(model):

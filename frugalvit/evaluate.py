@@ -1,23 +1,20 @@
 """`frugalvit evaluate`: how good a model is on a task."""
 
+import importlib
 import json
 import math
 
-from .common.command_line import CommandParser
 from .common.files import check_file_path, write_json
 from .common.tables import format_table
-from .evaluation import classification, knn, linear, retrieval, scienceqa, segmentation, zero_shot
+from .options.evaluate import parse
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(prog="frugalvit evaluate", description=__doc__)
-    tasks = parser.add_subparsers(title="tasks", dest="task", required=True, metavar="TASK")
-    for task in (classification, knn, linear, segmentation, zero_shot, retrieval, scienceqa):
-        task.add_parser(tasks)
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     if arguments.output:
         check_file_path(arguments.output)
-    results = {"task": arguments.task, **arguments.evaluate(arguments)}
+    task = importlib.import_module(f"frugalvit.evaluation.{arguments.task.replace('-', '_')}")
+    results = {"task": arguments.task, **task.run(arguments)}
     for name, value in results.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"The {name} of {arguments.model} is {value}; its weights are damaged or it diverged.")

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,13 +15,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .common.classes import match_labels
-from .common.command_line import CommandParser, positive
 from .common.comparison import macs_if_countable
 from .common.data import class_names, label_numbers, load_images, split_names
 from .common.exported import (
-    FORMATS,
     PIXELS_IN_FLOAT,
-    PRECISIONS,
     REPORT,
     ExportedModule,
     Part,
@@ -33,18 +32,19 @@ from .common.files import whole_folder, write_json
 from .common.licenses import check_license
 from .common.loading import load_image_processor
 from .common.metrics import check_scores
-from .common.speed import images_per_second
+from .common.speed import duration, images_per_second
 from .common.tables import format_table
 from .common.views import ImageFormat
 from .compare import sample
 from .configuration.configuration_base import pair
-from .evaluation.images import add_dataset_arguments, image_batches, images_to_evaluate
+from .evaluation.images import image_batches, images_to_evaluate
 from .evaluation.two_towers import load_tokenizer
 from .export_card import agreement_rows, speed_rows, write_card
 from .export_page import check_page, write_page
 from .info import image_side
+from .options.export import parse
 from .predict import has_rois
-from .tokens import choose_tokens, probability
+from .tokens import choose_tokens
 from .validation import load_model
 from .version import __version__
 
@@ -61,57 +61,7 @@ NOISE = 16
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit export",
-        description="Write a model for another runtime: a folder with programs, preprocessing, labels and a card "
-        "whose lines run where neither PyTorch nor frugalvit is installed. Before that, its outputs are compared with "
-        "the original's on images that calibration has not seen. predict, evaluate, benchmark and demo take folders "
-        "of this kind.",
-    )
-    parser.add_argument("model", metavar="MODEL", help="model folder or hub id, owner/name@revision too")
-    parser.add_argument("--output", metavar="OUT", required=True, help="folder to write; must not exist or be empty")
-    parser.add_argument("--format", choices=list(FORMATS), default="onnx", help="runtime (default: %(default)s)")
-    parser.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        default="float32",
-        help="of products; docs/export.md has what each format takes (default: %(default)s)",
-    )
-    parser.add_argument("--num-tokens", type=positive, metavar="COUNT", help="latent tokens of a SparseFormer")
-    parser.add_argument(
-        "--output-rois", action="store_true", help="with the RoIs and sampling points of a SparseFormer"
-    )
-    parser.add_argument(
-        "--page",
-        action="store_true",
-        help="write a page into OUT, too, that labels images in the browser (index.html; onnxruntime-web comes from "
-        "npm, once)",
-    )
-    parser.add_argument(
-        "--onnxruntime-web", metavar="FOLDER", help="of --page: the npm package, if it is here already"
-    )
-    images = parser.add_argument_group("images to compare on")
-    add_dataset_arguments(images)
-    images.add_argument("--limit", type=positive, default=300, help="so many, at random (default: %(default)s)")
-    images.add_argument("--calibration-data", nargs="+", metavar="DATA", help="of int8 (default: --dataset's train)")
-    images.add_argument("--calibration-images", type=positive, default=300, help="default: %(default)s")
-    images.add_argument("--seed", type=int, default=0, help="of the choice of images (default: %(default)s)")
-    parser.add_argument(
-        "--float-layers",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="of int8: modules whose layers stay in float32, by name or pattern (classifier, '*.mlp'); for openvino, "
-        "what reads the pixels does anyway",
-    )
-    gate = parser.add_argument_group("what the exported model has to reach")
-    gate.add_argument("--min-cosine", type=probability, help="mean cosine of outputs (default: 0.99; int8 0.97)")
-    gate.add_argument("--min-agreement", type=probability, help="share of same labels (default: 0.99; int8 0.97)")
-    gate.add_argument("--force", action="store_true", help="write it whatever was measured")
-    parser.add_argument("--license", help="of the model, for its card (default: that of the original's card)")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     if arguments.license:
         check_license(arguments.license)
 
@@ -151,6 +101,8 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         with whole_folder(arguments.output, arguments.overwrite) as folder:
             progress.update()
             progress.set_description("exporting")
+            tqdm.write(f"Exporting to {arguments.format}: minutes for a large model.", file=sys.stderr)
+            started = time.perf_counter()
             calibration, float_layers = None, arguments.float_layers
             if arguments.precision == "int8":
                 if arguments.format in PIXELS_IN_FLOAT:
@@ -187,6 +139,8 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
             write_json(folder / REPORT, report)
             progress.update()
             progress.set_description("comparing")
+            taken = duration(time.perf_counter() - started)
+            tqdm.write(f"Exported in {taken}. Comparing on {len(images):,} images.", file=sys.stderr)
             right = right_labels(model, images)
             for name, part in parts.items():
                 exported = ExportedModule(folder, name, trust_remote_code=True)

@@ -127,7 +127,7 @@ def example(image_format: ImageFormat, report: dict) -> str:
     lines += [
         f"image = image.resize(({width}, {height}), Image.Resampling.{FILTERS[image_format.resample]}{box})",
         f"pixels = (np.asarray(image, np.float32) / 255 - np.float32({mean})) / np.float32({std})",
-        "pixel_values = pixels.transpose(2, 0, 1)[None]",
+        f"pixel_values = pixels{'[..., ::-1]' if image_format.reverse_channels else ''}.transpose(2, 0, 1)[None]",
         *_run(report["format"], report["precision"], FORMATS[report["format"]].program.format(part), first),
     ]
     if first == "logits" and not report["architecture"].endswith("SemanticSegmentation"):

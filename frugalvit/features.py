@@ -9,28 +9,15 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from .attention import patch_grid
-from .common.command_line import CommandParser, add_device_argument, add_trust_argument
 from .common.loading import load_image_classifier
+from .common.views import prepare_images
+from .options.features import parse
 from .pictures import check_picture_path, denormalize, draw_maps, save_figure
 from .predict import find_images, read_images
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit features",
-        description="Draw the intermediate features of image classifiers: a row for each image and model, a panel for "
-        "each layer, which shows how long the feature vectors are at each position. Of a ViT that was trained beside "
-        "an agent, both are drawn.",
-    )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="model folders or hub ids (@revision, too)")
-    parser.add_argument("--names", nargs="+", help="of the models (default: their folders')")
-    parser.add_argument("--image", nargs="+", required=True, metavar="FILE", help="images, folders or parquet files")
-    parser.add_argument("--limit", type=int, default=4, help="draw the first so many images (default: 4)")
-    parser.add_argument("--layers", nargs="+", type=int, help="from 1 (default: all)")
-    parser.add_argument("--picture", required=True, metavar="FILE", help="draw into this .png, .pdf or .svg")
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     names = arguments.names or [Path(model).name for model in arguments.models]
     if len(names) != len(arguments.models) or len(set(names)) != len(names):
         raise ValueError(f"--names has {len(set(names))} different names for {len(arguments.models)} models.")
@@ -43,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     maps, seen = {}, None
     for name, folder in zip(names, arguments.models, strict=True):
         model, image_processor = load_image_classifier(folder, arguments.device, arguments.trust_remote_code)
-        pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
+        pixel_values = prepare_images(image_processor, images)
         if seen is None:
             seen = denormalize(pixel_values, image_processor.image_mean, image_processor.image_std)
         for part, alone in parts(name, model).items():

@@ -6,32 +6,31 @@
 import argparse
 import functools
 import json
+import re
+import stat
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from .common.command_line import (
-    CommandParser,
-    add_device_argument,
-    add_skip_argument,
-    add_trust_argument,
-    add_worker_argument,
-    positive,
-)
 from .common.comparison import LIMIT
-from .common.data import CorruptImageError, image_files
-from .common.files import whole_file, write_json
+from .common.data import CorruptImageError, image_files, say_unread
+from .common.files import LOCK, locked, misshapen, read_json, refuse_links, whole_file, write_json
 from .common.metrics import check_scores
 from .common.speed import images_per_second
-from .evaluation.two_towers import TwoTowers, add_model_arguments, load_two_towers, name_models
+from .common.tables import printable
+from .common.views import prepare_images
+from .evaluation.two_towers import TwoTowers, load_two_towers, name_models
+from .options.index import parse
 from .predict import decode_file
 from .training.components.arguments import run_as_program
 
@@ -42,20 +41,7 @@ SHARD = 1_024
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit index",
-        description="Embed a folder of images with the image side of a CLIP or SigLIP. A command that was killed goes "
-        "on where it stopped; images that came or changed since are added when it runs again.",
-    )
-    parser.add_argument("folder", metavar="FOLDER", help="images, in folders of folders, too")
-    add_model_arguments(parser)
-    parser.add_argument("--output", metavar="INDEX", required=True, help="folder of embeddings and file names")
-    parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
-    add_worker_argument(parser)
-    add_skip_argument(parser)
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
 
     folder, output = Path(arguments.folder).expanduser(), Path(arguments.output)
     if not folder.is_dir():
@@ -67,29 +53,41 @@ def main(argv: list[str] | None = None) -> None:
     }
     about = {"folder": str(folder.resolve()), **models}
     check_about(output, about)
-    files = [describe(path, folder) for path in sorted(image_files(folder))]
+    say_unread(folder)
+    described = {path.relative_to(folder).as_posix(): describe(path) for path in sorted(image_files(folder))}
+    # Some may have been removed meanwhile.
+    files = [[name, *description] for name, description in described.items() if description]
     if not files:
         raise ValueError(f"There are no images in the folder {arguments.folder!r}.")
-    known = {tuple(file) for shard in read_shards(output) for file in shard.files} if output.is_dir() else set()
-    missing = [file for file in files if tuple(file) not in known]
-    state = PartialState(cpu=arguments.device == "cpu")
+    state, missing = PartialState(cpu=arguments.device == "cpu"), files_missing(output, files)
     if missing:
         # Each process has an accelerator of its own.
         device = arguments.device or str(state.device)
         towers = load_two_towers(arguments.model, arguments.vision_model, device, arguments.trust_remote_code)
         if state.is_main_process:
             output.mkdir(parents=True, exist_ok=True)
-            write_json(output / ABOUT, about)
-        state.wait_for_everyone()
-        own = missing[state.process_index :: state.num_processes]
-        embed_files(towers, folder, own, output, arguments)
-        state.wait_for_everyone()
-        if arguments.vision_model and state.is_main_process:
-            readable = [file for shard in read_shards(output) for file in shard.files]
-            print(compare_speeds(towers, folder, readable[: arguments.batch_size], arguments))
+        with locked(output) if state.is_main_process else nullcontext():
+            if state.is_main_process:
+                refuse_links(output, ABOUT)
+                write_json(output / ABOUT, about)
+            state.wait_for_everyone()
+            # Another command may have embedded some until now. All processes share out the same list.
+            [missing] = broadcast_object_list([files_missing(output, files)])
+            own = missing[state.process_index :: state.num_processes]
+            embed_files(towers, folder, own, output, arguments)
+            state.wait_for_everyone()
+            if arguments.vision_model and state.is_main_process:
+                readable = [file for shard in read_shards(output) for file in shard.files]
+                print(compare_speeds(towers, folder, readable[: arguments.batch_size], arguments))
     if state.is_main_process:
-        found = len({tuple(file) for shard in read_shards(output) for file in shard.files} & set(map(tuple, files)))
+        found = len(files) - len(files_missing(output, files))
         print(f"{found:,} images in {arguments.output}, {len(missing):,} of them looked at now.")
+
+
+def files_missing(output: Path, files: Sequence[list]) -> list[list]:
+    """Those of the files, as `Shard` has them, that an index does not know yet."""
+    known = {tuple(file) for shard in read_shards(output) for file in shard.files} if output.is_dir() else set()
+    return [file for file in files if tuple(file) not in known]
 
 
 def compare_speeds(towers: TwoTowers, folder: Path, files: Sequence[list], arguments: argparse.Namespace) -> str:
@@ -124,15 +122,18 @@ class Shard:
     embeddings: torch.Tensor
 
 
-def describe(path: Path, folder: Path) -> list:
-    """What tells an image from a later one of the same name."""
-    stat = path.stat()
-    return [path.relative_to(folder).as_posix(), stat.st_size, stat.st_mtime_ns]
+def describe(path: Path) -> list[int] | None:
+    """Bytes and time of change of a file, which tell it from a later one of the same name; `None` if it is gone."""
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return [status.st_size, status.st_mtime_ns] if stat.S_ISREG(status.st_mode) else None
 
 
 def check_about(output: Path, about: dict):
     """Raise a ValueError if a folder is no index, or one by another model or of other images."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+    if not output.exists() or (output.is_dir() and not any(path.name != LOCK for path in output.iterdir())):
         return
     made = read_about(output)
     if different := [name for name in {**about, **made} if about.get(name) != made.get(name)]:
@@ -150,27 +151,58 @@ def read_about(output: Path) -> dict:
         ValueError: if it is none.
     """
     try:
-        about = json.loads((output / ABOUT).read_text(encoding="utf-8"))
-        known = isinstance(about, dict) and {"folder", "model"} <= about.keys()
-    except (OSError, ValueError):
-        known = False
-    if not known:
-        raise ValueError(f"{str(output)!r} is no index; `frugalvit index FOLDER --output INDEX` makes one.")
-    return about
+        return read_json(output / ABOUT, {"folder": str, "model": str, "vision_model": str | None})
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{str(output)!r} is no index; `frugalvit index FOLDER --output INDEX` makes one.") from error
+
+
+def shard_files(output: Path) -> list[Path]:
+    """The files of embeddings in an index, in the order in which they were written."""
+    return sorted(output.glob("embeddings-*.safetensors"), key=lambda path: (shard_number(path), path))
+
+
+def shard_number(path: Path) -> int:
+    """The number in the name of a file of embeddings: later ones have higher numbers."""
+    found = re.match(r"embeddings-(\d+)", path.name)
+    return int(found[1]) if found else 0
 
 
 def read_shards(output: Path) -> Iterator[Shard]:
-    """The embeddings of an index.
+    """The embeddings of an index, in the order in which they were made.
 
     Raises:
-        ValueError: if a file is damaged.
+        ValueError: if a file is damaged, or is none that `frugalvit index` wrote.
     """
-    for path in sorted(output.glob("embeddings-*.safetensors")):
+    width = None
+    for path in shard_files(output):
         try:
             with safe_open(path, "pt") as file:
-                yield Shard(json.loads(file.metadata()["files"]), file.get_tensor("embeddings"))
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+                shard = Shard(json.loads(file.metadata()["files"]), file.get_tensor("embeddings"))
+            width = width or shard.embeddings.shape[-1]
+            check_shard(shard, width)
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
             raise ValueError(f"{str(path)!r} is damaged; remove it and run `frugalvit index` again.") from error
+        yield shard
+
+
+def check_shard(shard: Shard, width: int):
+    """Raise a ValueError if a file of embeddings does not hold one of this width for each image, and images by names
+    within the folder."""
+    if problem := misshapen(shard.files, list[list]):
+        raise ValueError(problem)
+    for file in shard.files:
+        if [type(value) for value in file] != [str, int, int] or not is_within(file[0]):
+            raise ValueError(f"{file!r} is no name within the folder, bytes and time")
+    embeddings = shard.embeddings
+    if embeddings.dtype != torch.float32 or embeddings.shape != (len(shard.files), width):
+        raise ValueError(f"{tuple(embeddings.shape)} {embeddings.dtype} for {len(shard.files)} images")
+    check_scores(embeddings, "embeddings")
+
+
+def is_within(name: str) -> bool:
+    """Whether a file's name stays inside the folder that it is appended to."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def embed_files(towers: TwoTowers, folder: Path, files: Sequence[list], output: Path, arguments: argparse.Namespace):
@@ -178,7 +210,8 @@ def embed_files(towers: TwoTowers, folder: Path, files: Sequence[list], output: 
     state = PartialState()
     collate = _Collate(folder, towers.image_processor, arguments.skip_corrupt)
     batches = DataLoader(files, arguments.batch_size, collate_fn=collate, num_workers=arguments.num_workers)
-    number = sum(1 for _ in output.glob("embeddings-*.safetensors"))
+    # After all that is there, so that nothing is replaced, also where a damaged file was removed.
+    number = max(map(shard_number, shard_files(output)), default=-1) + 1
     kept, embeddings = [], []
 
     def write():
@@ -213,16 +246,19 @@ class _Collate:
     def __call__(self, files: list[list]) -> tuple[torch.Tensor | None, list[list], int]:
         images, readable = [], []
         for file in files:
+            if describe(self.folder / file[0]) is None:
+                tqdm.write(f"Left out: {printable(file[0])} (it was removed meanwhile)", file=sys.stderr)
+                continue
             try:
                 images.append(decode_file(self.folder / file[0], file[0]))
             except (ValueError, PermissionError) as error:
                 if not self.skip_corrupt:
                     # In one line also where a worker found it.
                     raise CorruptImageError(str(error)) from error
-                tqdm.write(f"Left out: {file[0]} ({error})", file=sys.stderr)
+                tqdm.write(f"Left out: {printable(f'{file[0]} ({error})')}", file=sys.stderr)
                 continue
             readable.append(file)
-        pixel_values = self.image_processor(images, return_tensors="pt")["pixel_values"] if images else None
+        pixel_values = prepare_images(self.image_processor, images) if images else None
         return pixel_values, readable, len(files)
 
 

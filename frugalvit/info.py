@@ -9,13 +9,13 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .common.command_line import CommandParser
 from .common.loading import check_complete, check_sizes, one_error, split_revision
 from .common.macs import count_macs
 from .common.tables import format_table
 from .common.views import vision_config_of
 from .configuration.configuration_base import pair
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
+from .options.info import parse
 from .registry import configuration_classes
 from .resources import checkpoint_path, shipped_checkpoints
 from .validation import model_class
@@ -26,21 +26,7 @@ KIND = "a model to count"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit info",
-        description="List tokens (latent and [CLS]), image size, parameters and multiply-accumulates for one image, "
-        "without and with attention's two products; of a CLIP or a LLaVA, those of its image side. Nothing is "
-        "downloaded or computed for the variants. Of the weights in folders, shapes are looked at, not values.",
-    )
-    parser.add_argument(
-        "models",
-        nargs="*",
-        metavar="NAME|FOLDER",
-        help="variants of the papers, shipped models, folders or hub ids, owner/name@revision too "
-        "(default: all variants and shipped models)",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
 
     names = arguments.models or [*variants(), *shipped_checkpoints()]
     rows = [describe(name) for name in tqdm(names, desc="counting", leave=False, disable=None)]

@@ -1,7 +1,6 @@
 """`frugalvit predict`: labels of images, and pictures of where the tokens look."""
 
 import glob
-import io
 import json
 import sys
 import textwrap
@@ -17,61 +16,20 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .common.command_line import CommandParser, add_device_argument, add_skip_argument, add_trust_argument
-from .common.data import image_files
-from .common.decoding import read_image
+from .common.data import features_of, find_image_column, image_files, parquet_files, say_unread
+from .common.decoding import read_image, read_record
 from .common.exported import ExportedModule
 from .common.loading import load_image_classifier
 from .common.metrics import check_scores
+from .common.tables import printable
+from .common.views import prepare_images
+from .options.predict import MAX_DRAWN, PAGE, parse
 from .resources import checkpoint_path
-from .tokens import add_token_arguments, choose_tokens
-
-
-# Images that are drawn, and those of a picture.
-MAX_DRAWN, PAGE = 32, 8
+from .tokens import choose_tokens
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit predict",
-        description="Print the top labels of images; with --rois, draw where the tokens of a SparseFormer look.",
-    )
-    parser.add_argument(
-        "images",
-        nargs="+",
-        metavar="IMAGE",
-        help="image files, folders, patterns such as 'photos/*.jpg', .parquet files",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="FOLDER",
-        help="model folder or hub id, owner/name@revision too (default: the SparseFormer for CIFAR-10 that ships)",
-    )
-    parser.add_argument("--top", type=int, default=5, help="labels for each image (default: 5)")
-    parser.add_argument("--limit", type=int, help="take only this many images")
-    parser.add_argument(
-        "--rois",
-        metavar="FILE",
-        help="draw the input, the token RoIs of the first, third and last focusing step and the last sampling points "
-        f"(at most {MAX_DRAWN} images, {PAGE} a picture) into this .png, .pdf or .svg, further ones numbered",
-    )
-    parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
-    parser.add_argument("--json", action="store_true", help="print JSON, an image after the other")
-    add_skip_argument(parser)
-    add_token_arguments(parser)
-    parser.add_argument("--batch-size", type=int, default=32, help="images at a time (default: 32)")
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    arguments = parser.parse_args(argv)
-    for name in ("top", "limit", "batch_size"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"argument --{name.replace('_', '-')}: got {value}, expected at least 1")
-    if arguments.all_steps and not arguments.rois:
-        parser.error("argument --all-steps: name the picture with --rois FILE")
-    if arguments.rois and arguments.confidence is not None:
-        parser.error("argument --rois: images of one picture have the same number of tokens; leave --confidence out")
-
+    arguments = parse(argv)
     # What costs little is checked before the model is loaded.
     paths = find_images(arguments.images, None if arguments.skip_corrupt else arguments.limit)
     if arguments.rois:
@@ -89,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
     choose_tokens(model, arguments.num_tokens, arguments.confidence)
 
-    images = islice(read_images(paths, arguments.skip_corrupt), arguments.limit)
+    images = islice(read_images(paths, arguments.skip_corrupt, arguments.image_column), arguments.limit)
     drawn, captions, count, written = [], [], 0, False
     with tqdm(desc="predict", unit=" images", leave=False, disable=None) as progress:
         while batch := list(islice(images, arguments.batch_size)):
@@ -107,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
                     tqdm.write(format_prediction(name, prediction))
                 if draws and len(drawn) < MAX_DRAWN:
                     drawn.append(prediction)
-                    captions.append(f"{Path(name).name}: {format_labels(prediction.labels[:3])}")
+                    captions.append(f"{printable(Path(name).name)}: {format_labels(prediction.labels[:3])}")
             count += len(batch)
             progress.update(len(batch))
     if not count:
@@ -120,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
             page = slice(start, start + PAGE)
             pages.append(path.with_stem(f"{path.stem}-{len(pages) + 1}") if pages else path)
             save_figure(draw_predictions(drawn[page], captions[page], arguments.all_steps), pages[-1])
-        print(f"Drew {len(drawn)} of {count} images: {', '.join(map(str, pages))}", file=sys.stderr)
+        print(f"Drew {len(drawn)} of {count} images: {printable(', '.join(map(str, pages)))}", file=sys.stderr)
 
 
 @dataclass
@@ -167,15 +125,20 @@ def predict(
         probabilities otherwise.
 
     Raises:
-        ValueError: if the model's scores are no numbers.
+        ValueError: if the model's scores are no numbers, or are not as many as there are names of classes.
     """
-    pixel_values = image_processor(list(images), return_tensors="pt").pixel_values
+    pixel_values = prepare_images(image_processor, images)
     if confidence is None:
         outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))
     else:
         outputs = model.classify_adaptively(pixel_values.to(model.device), confidence)
     logits = outputs.logits.float()
     check_scores(logits)
+    if logits.shape[-1] != len(model.config.id2label):
+        raise ValueError(
+            f"The model computes {logits.shape[-1]} scores, and its config.json has names of "
+            f"{len(model.config.id2label)} classes."
+        )
     multi_label = model.config.problem_type == "multi_label_classification"
     scores, indices = (logits.sigmoid() if multi_label else logits.softmax(-1)).topk(min(top, logits.shape[-1]))
     predictions = [
@@ -217,12 +180,13 @@ def draw_predictions(
 
 
 def format_labels(labels: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(f"{label} {score:.1%}" for label, score in labels)
+    return ", ".join(f"{printable(label)} {score:.1%}" for label, score in labels)
 
 
 def format_prediction(name: str, prediction: Prediction) -> str:
     tokens = "" if prediction.num_tokens is None else f" ({prediction.num_tokens} tokens)"
-    return "\n".join([f"{name}{tokens}", *(f"{score:8.1%}  {label}" for label, score in prediction.labels)])
+    lines = [f"{score:8.1%}  {printable(label)}" for label, score in prediction.labels]
+    return "\n".join([f"{printable(name)}{tokens}", *lines])
 
 
 def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path]:
@@ -236,18 +200,20 @@ def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path
     for argument in arguments:
         path = Path(argument).expanduser()
         if path.is_dir():
-            tables = (file for file in path.rglob("*.parquet") if file.is_file() and not file.name.startswith("."))
-            files = sorted([*image_files(path), *tables])
-            problem = "no images in the folder"
+            say_unread(path)
+            files = sorted([*image_files(path), *parquet_files(path)])
+            problem = "are no images in the folder"
         elif path.exists() and not path.is_file():
             raise ValueError(f"{argument!r} is no file but a device or a pipe, expected an image.")
         elif path.exists():
             files, problem = [path], ""
         else:
             files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
-            problem = "no file matches the pattern" if glob.has_magic(argument) else "no such file or folder:"
+            problem = (
+                "is no file that matches the pattern" if glob.has_magic(argument) else "is no such file or folder:"
+            )
         if not files:
-            raise FileNotFoundError(f"There is {problem} {argument!r}; give image files, folders or patterns.")
+            raise FileNotFoundError(f"There {problem} {argument!r}; give image files, folders or patterns.")
         found += files
     in_folders = len({path.parent for path in found}) > 1 and not any(path.suffix == ".parquet" for path in found)
     if limit is not None and limit < len(found) and in_folders:
@@ -255,22 +221,25 @@ def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path
     return found
 
 
-def read_images(paths: Sequence[Path], skip_corrupt: bool = False) -> Iterator[tuple[str, Image.Image]]:
+def read_images(
+    paths: Sequence[Path], skip_corrupt: bool = False, image_column: str | None = None
+) -> Iterator[tuple[str, Image.Image]]:
     """Names and RGB images, see `to_rgb`, of image files and of parquet files with an image column.
 
     Args:
         paths (sequence of `Path`): The files.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read, and say so.
+        image_column (`str`, *optional*): Of parquet files, where names and types do not tell.
 
     Raises:
-        ValueError: if a file is no image or is corrupt.
+        ValueError: if a file is no image or is corrupt, or a parquet file has no column of images, or several.
     """
 
-    def files() -> Iterator[tuple[str, Path | io.BytesIO]]:
+    def files() -> Iterator[tuple[str, Path | dict]]:
         for path in paths:
             if path.suffix.lower() == ".parquet":
-                for index, encoded in enumerate(_read_parquet(path)):
-                    yield f"{path}[{index}]", io.BytesIO(encoded or b"")
+                for index, record in enumerate(_read_parquet(path, image_column)):
+                    yield f"{path}[{index}]", record
             else:
                 yield str(path), path
 
@@ -280,42 +249,34 @@ def read_images(paths: Sequence[Path], skip_corrupt: bool = False) -> Iterator[t
         except (ValueError, PermissionError) as error:
             if not skip_corrupt:
                 raise
-            tqdm.write(f"Left out: {error}", file=sys.stderr)
+            tqdm.write(f"Left out: {printable(str(error))}", file=sys.stderr)
             continue
         yield name, image
 
 
-def _read_parquet(path: Path) -> Iterator[bytes | None]:
-    """Encoded images, from the columns that `datasets` writes, or from a column of bytes."""
+def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
+    """Undecoded images of the column that training takes, too."""
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"Cannot read {str(path)!r}: it is no parquet file or is corrupt.") from error
     with file:
-        for column in file.schema_arrow:
-            struct = pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0
-            if struct or pa.types.is_binary(column.type):
-                break
-        else:
-            raise ValueError(
-                f"{str(path)!r} has no column with images, only {', '.join(file.schema_arrow.names)}; expected one of "
-                "bytes, or as `datasets` writes them."
-            )
-        for batch in file.iter_batches(64, columns=[column.name]):
+        column = find_image_column(features_of(file.schema_arrow), image_column, str(path))
+        for batch in file.iter_batches(64, columns=[column]):
             for value in batch.column(0).to_pylist():
-                yield value["bytes"] if struct and value else value
+                yield value if isinstance(value, dict) else {"path" if isinstance(value, str) else "bytes": value}
 
 
 def decode_file(
-    file: Path | io.BytesIO, name: str, hint: str = " To go on without such images: --skip-corrupt."
+    file: Path | dict, name: str, hint: str = " To go on without such images: --skip-corrupt."
 ) -> Image.Image:
-    """The RGB image in a file.
+    """The RGB image in a file, or of an undecoded `datasets` record.
 
     Raises:
         ValueError: if it is no image or is corrupt, with a hint what to do.
     """
     try:
-        return read_image(file)
+        return read_record(file) if isinstance(file, dict) else read_image(file)
     except PermissionError:
         raise
     # Decoders raise whatever a broken file leads them to.

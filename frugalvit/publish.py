@@ -16,12 +16,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError,
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
-from .common.command_line import CommandParser
 from .common.exported import is_exported
 from .common.files import forget_code, strangers, whole_folder
 from .common.licenses import check_license
 from .common.tables import format_table
 from .modeling.hub import model_card, upload_folder
+from .options.publish import parse
 from .validation import load_model, read_metadata, validate_exported, validate_repository
 
 
@@ -42,31 +42,7 @@ UNNAMED = "path/or/id"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(prog="frugalvit publish", description=__doc__)
-    parser.add_argument("model", metavar="FOLDER", help="a model, for example a recipe's output folder")
-    parser.add_argument("repo_id", metavar="REPO_ID", nargs="?", help="hub repository to upload to, in one commit")
-    parser.add_argument("--output", metavar="OUT", help="also keep what is uploaded in this folder")
-    parser.add_argument(
-        "--card", metavar="FILE", help="model card to publish with it (default: the one in FOLDER, or a short one)"
-    )
-    parser.add_argument(
-        "--results",
-        metavar="RESULTS",
-        help="folder of JSON files: --card is a Jinja template that takes its numbers from there",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="look at everything, upload nothing")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
-    parser.add_argument("--license", help="of the model, for its card, for example apache-2.0")
-    parser.add_argument(
-        "--no-code",
-        action="store_true",
-        help="leave the code out of OUT, which then loads where frugalvit is imported, as the folders of checkpoints/",
-    )
-    parser.add_argument("--private", action="store_true", help="make a new hub repository private")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run exported programs of torch, which can hold any code"
-    )
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
 
     if arguments.results and not arguments.card:
         raise ValueError("--results has numbers for a template; name it with --card.")

@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from .common.comparison import compare_speeds, describe_pair, side_by_side, using_tokens
@@ -14,40 +13,23 @@ from .common.tables import format_table
 from .common.versions import origin
 from .evaluation.classification import classification_accuracy
 from .modeling.hosts import read_anatomy
+from .options.quickstart import parse
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
 from .resources import checkpoint_path
 from .training import bootstrap
-from .training.components.arguments import argument, check, parse_arguments
 
 
 # What a run leaves beside the model, to be resumed.
 NOT_IN_REPOSITORY = shutil.ignore_patterns("checkpoints", "logs", "metrics.jsonl", "results.json", "run.json")
-EMBEDDED_IMAGES, HELD_BACK_IMAGES = 12000, 2000
+HELD_BACK_IMAGES = 2000
+RECIPE = "small"
 # Of which speeds are compared; what results.json says is that of the last.
 BATCH_SIZES = (1, 64)
 
 
-@dataclass
-class QuickstartArguments:
-    """Where to, and how long."""
-
-    output_dir: str = argument("quickstart", "Folder for results.json, model/ and rois.png.")
-    seed: int = argument(0, "Of initialization, order and augmentation.")
-    epochs: int | None = argument(None, "Epochs of bootstrapping. Default: 4 with fast bfloat16 arithmetic, else 3.")
-    images: int = argument(EMBEDDED_IMAGES, "Images to bootstrap on.")
-    elastic_token_counts: list[int] | None = argument(
-        None, "Counts of tokens that one student is to serve, for example 7 15, without [CLS]. Default: 15 alone."
-    )
-
-    def __post_init__(self):
-        check(self.epochs, self.epochs is None or self.epochs > 0, "epochs", "1 or more")
-        check(self.images, 128 <= self.images <= EMBEDDED_IMAGES, "images", f"from 128 to {EMBEDDED_IMAGES}")
-        check(self.seed, self.seed >= 0, "seed", "0 or more")
-
-
 def main(argv: list[str] | None = None) -> None:
-    (arguments,) = parse_arguments("frugalvit quickstart", __doc__, [QuickstartArguments], argv)
+    (arguments,) = parse(argv)
     folder = Path(arguments.output_dir)
     claim(folder)
     started = time.perf_counter()
@@ -55,13 +37,19 @@ def main(argv: list[str] | None = None) -> None:
     teacher_path = checkpoint_path("cifar10-vit")
     bf16 = choose_mixed_precision(choose_device()) == "bf16"
     epochs = arguments.epochs or (4 if bf16 else 3)
-    print(f"Bootstrapping a SparseFormer from {teacher_path.name} on {arguments.images} images without labels.")
+    views = epochs * bootstrap.RECIPES[RECIPE]["repeats"]
+    print(
+        f"Bootstrapping a SparseFormer from {teacher_path.name} on {arguments.images:,} images without labels. Each "
+        f"is shown {views} times: the bar counts to {views * arguments.images:,}. After each epoch, the student is "
+        f"judged on {HELD_BACK_IMAGES // 4:,} images that are held back; at the end on {HELD_BACK_IMAGES:,}, so that "
+        "the last number is another one."
+    )
     counts = arguments.elastic_token_counts
     bootstrap.main(
         [
             *(["--elastic-token-counts", *map(str, counts)] if counts else []),
             *("--teacher", str(teacher_path)),
-            *("--recipe", "small", "--no-compare"),
+            *("--recipe", RECIPE, "--no-compare"),
             *("--dataset", SUBSET, "--train-split", f"train[:{arguments.images}]"),
             # A glance after every epoch; all held-back images come at the end.
             *("--eval-split", f"test[:{HELD_BACK_IMAGES // 4}]"),
@@ -118,10 +106,26 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"The student keeps {results['student_accuracy'] / results['teacher_accuracy']:.1%} of the teacher's accuracy "
         f"at {times:.2f} times its speed (float32, batches of {BATCH_SIZES[-1]}). The student that ships, "
-        f"bootstrapped longer, reaches {results['shipped_student_accuracy']:.4g}.\n"
+        f"bootstrapped longer, reaches {results['shipped_student_accuracy']:.4g}.\n{explain(rows[0], largest)}\n"
         f"Model: {folder / 'model'}   Where its tokens look: {folder / 'rois.png'}   "
         f"{results['seconds']} seconds."
     )
+
+
+def explain(teacher: dict, student: dict) -> str:
+    """What surprises in their rows of the table."""
+    lines = []
+    if student["parameters"] > teacher["parameters"]:
+        lines.append(
+            "The student has more parameters, those that choose where its tokens look, and computes less all the "
+            "same: a block's parameters are used once for each token, of which there are fewer."
+        )
+    if student["images/s, 1"] <= teacher["images/s, 1"]:
+        lines.append(
+            "One image at a time it is no faster: so small a model spends its time on starting operations, of which "
+            "it has more, and not on computing."
+        )
+    return " ".join(lines)
 
 
 def claim(folder: Path):

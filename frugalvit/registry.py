@@ -1,6 +1,13 @@
 """The model families, one line each, and what follows from them: public names and Auto classes."""
 
+import functools
 import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
 
 
 # A family's public names in `configuration_<family>.py` and in `modeling_<family>.py`.
@@ -57,7 +64,7 @@ FUNCTIONS = {
     "extract_features": "frugalvit.evaluation.embeddings",
     "from_open_clip": "frugalvit.modeling.open_clip_adapter",
     "GeneralizedConv2d": "frugalvit.modeling.generalized_convolution",
-    "HintDecayCallback": "frugalvit.training.callbacks",
+    "HintDecayCallback": "frugalvit.training.components.callbacks",
     "impulse_init_": "frugalvit.modeling.initialization",
     "insert_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
     "initialize_attention_": "frugalvit.modeling.initialization",
@@ -93,33 +100,171 @@ def configuration_classes() -> list[type]:
     ]
 
 
-def register() -> None:
-    """Let Transformers' Auto classes load the families' folders with the installed classes.
+_LOCK = threading.RLock()
 
-    Configurations are registered always, models and image processors if PyTorch is there. Which Auto class loads a
-    model stands in the model's own `auto_classes`.
+
+def _once(register: Callable) -> Callable:
+    """A registration that runs once for each argument, and not again within itself: what registers looks things up."""
+    done = set()
+
+    @functools.wraps(register)
+    def register_once(*arguments) -> None:
+        with _LOCK:
+            if arguments not in done:
+                done.add(arguments)
+                try:
+                    register(*arguments)
+                except BaseException:
+                    done.discard(arguments)
+                    raise
+
+    return register_once
+
+
+def register() -> None:
+    """Let Transformers' Auto classes load the families' folders with the installed classes, all of them at once.
+
+    `register_when_asked` does it family by family, when an Auto class is asked for one.
     """
+    register_configurations()
+    for family in FAMILIES:
+        register_processors(family)
+        register_models(family)
+
+
+@_once
+def register_configurations() -> None:
+    """The configurations of all families, and of Transformers' models with Context Broadcasting."""
     import transformers
     from transformers.utils import is_torch_available
 
-    for family, (configurations, models) in FAMILIES.items():
-        module = importlib.import_module(f"frugalvit.configuration.configuration_{family}")
-        for config_class in (getattr(module, name) for name in configurations):
-            transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-            if is_torch_available():
-                processors = {"torchvision": transformers.ViTImageProcessor, "pil": transformers.ViTImageProcessorPil}
-                transformers.AutoImageProcessor.register(
-                    config_class, image_processor_classes=processors, exist_ok=True
-                )
-        if is_torch_available():
-            module = importlib.import_module(f"frugalvit.modeling.modeling_{family}")
-            for model_class in (getattr(module, name) for name in models):
-                for auto_class, name in model_class.auto_classes.items():
-                    if name == model_class.__name__:
-                        getattr(transformers, auto_class).register(
-                            model_class.config_class, model_class, exist_ok=True
-                        )
+    found = configuration_classes()
     if is_torch_available():
         altered = importlib.import_module("frugalvit.modeling.context_broadcast_classes")
-        for config_class in (getattr(altered, f"ContextBroadcast{name}") for name in altered.CONFIGURATIONS):
-            transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        found += [getattr(altered, f"ContextBroadcast{name}") for name in altered.CONFIGURATIONS]
+    for config_class in found:
+        transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+
+
+@_once
+def register_processors(family: str) -> None:
+    """Image processors for a family's configurations."""
+    import transformers
+
+    processors = {"torchvision": transformers.ViTImageProcessor, "pil": transformers.ViTImageProcessorPil}
+    module = importlib.import_module(f"frugalvit.configuration.configuration_{family}")
+    for config_class in (getattr(module, name) for name in FAMILIES[family][0]):
+        transformers.AutoImageProcessor.register(config_class, image_processor_classes=processors, exist_ok=True)
+
+
+@_once
+def register_models(family: str) -> None:
+    """A family's models. Which Auto class loads a model stands in the model's own `auto_classes`."""
+    import transformers
+
+    module = importlib.import_module(f"frugalvit.modeling.modeling_{family}")
+    for model_class in (getattr(module, name) for name in FAMILIES[family][1]):
+        for auto_class, name in model_class.auto_classes.items():
+            if name == model_class.__name__:
+                getattr(transformers, auto_class).register(model_class.config_class, model_class, exist_ok=True)
+
+
+class _WhenAsked(dict):
+    """What was registered in a mapping of Transformers' Auto classes (its `_extra_content`): the classes of this
+    package come when they are asked for, so that importing it imports neither PyTorch nor Transformers.
+
+    Args:
+        registered (`dict`): What others have registered.
+        register (`Callable`): Registers what belongs to a key, or, given None, everything.
+    """
+
+    def __init__(self, registered: dict, register: Callable[[object], None]):
+        super().__init__(registered)
+        self.register = register
+
+    def __contains__(self, key) -> bool:
+        self.register(key)
+        return super().__contains__(key)
+
+    def __iter__(self):
+        self.register(None)
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self.register(None)
+        return super().__len__()
+
+    def keys(self):
+        self.register(None)
+        return super().keys()
+
+    def values(self):
+        self.register(None)
+        return super().values()
+
+    def items(self):
+        self.register(None)
+        return super().items()
+
+
+def _for_model_type(mapping, model_type: str | None) -> None:
+    # Transformers' own are found without us.
+    if model_type is None or model_type not in mapping._mapping:
+        register_configurations()
+
+
+def _for_configuration(register_family: Callable[[str], None], config_class: type | None) -> None:
+    if config_class is None:
+        for family in FAMILIES:
+            register_family(family)
+        return
+    family = getattr(config_class, "__module__", "").removeprefix("frugalvit.configuration.configuration_")
+    if family in FAMILIES:
+        register_family(family)
+
+
+# What is registered in the mappings of each module of `transformers.models.auto`.
+_AUTO_MODULES = {
+    "configuration_auto": lambda mapping: functools.partial(_for_model_type, mapping),
+    "image_processing_auto": lambda mapping: functools.partial(_for_configuration, register_processors),
+    "modeling_auto": lambda mapping: functools.partial(_for_configuration, register_models),
+    # A family's modeling file registers its processor.
+    "processing_auto": lambda mapping: functools.partial(_for_configuration, register_models),
+}
+
+
+def _prepare(module: ModuleType) -> None:
+    """Let the mappings of a module of Auto classes register what they are asked for."""
+    make = _AUTO_MODULES[module.__name__.rpartition(".")[2]]
+    for mapping in list(vars(module).values()):
+        registered = vars(mapping).get("_extra_content") if hasattr(mapping, "_extra_content") else None
+        if registered is not None and not isinstance(registered, _WhenAsked):
+            mapping._extra_content = _WhenAsked(registered, make(mapping))
+
+
+class _AutoModuleFinder(importlib.abc.MetaPathFinder):
+    """Prepares modules of Auto classes as they are imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        package, _, module = name.rpartition(".")
+        if package != "transformers.models.auto" or module not in _AUTO_MODULES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_prepare(module: ModuleType) -> None:
+                execute(module)
+                _prepare(module)
+
+            spec.loader.exec_module = execute_and_prepare
+        return spec
+
+
+def register_when_asked() -> None:
+    """Let Transformers' Auto classes know the families, and import a family when one is asked for it."""
+    if not any(isinstance(finder, _AutoModuleFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AutoModuleFinder())
+    for name in _AUTO_MODULES:
+        if module := sys.modules.get(f"transformers.models.auto.{name}"):
+            _prepare(module)

@@ -1,7 +1,9 @@
 """`frugalvit search`: images of an index by words, or by an image that is like them."""
 
+import functools
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +12,12 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .common.command_line import CommandParser, add_device_argument, add_trust_argument, positive
+from .common.decoding import is_image_file, is_unread_picture, open_image
+from .common.tables import printable
+from .common.views import prepare_images
 from .evaluation.two_towers import TwoTowers, load_two_towers
-from .index import Shard, read_about, read_shards
+from .index import Shard, describe, read_about, read_shards
+from .options.search import parse
 from .pictures import CAPTION_SIZE, TEXT_COLOR, check_picture_path, save_figure
 from .predict import decode_file
 
@@ -26,19 +31,7 @@ COLUMNS, PANEL = 4, 2.0
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit search",
-        description="Find images of an index that `frugalvit index` made. All of them are compared, by faiss where it "
-        "is installed.",
-    )
-    parser.add_argument("index", metavar="INDEX", help="what `frugalvit index` wrote")
-    parser.add_argument("query", metavar="WORDS|IMAGE", help="words, or a file with an image")
-    parser.add_argument("--top", type=positive, default=12, help="images (default: %(default)s)")
-    parser.add_argument("--picture", metavar="FILE", help="draw them into this .png, .pdf or .svg")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     if arguments.picture:
         check_picture_path(arguments.picture)
     index = Path(arguments.index).expanduser()
@@ -49,10 +42,10 @@ def main(argv: list[str] | None = None) -> None:
     paths = [str(folder / each.name) for each in found]
     if arguments.json:
         rows = [{"image": path, "cosine": each.cosine} for path, each in zip(paths, found, strict=True)]
-        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        print(json.dumps(rows, indent=2))
     else:
         for path, each in zip(paths, found, strict=True):
-            print(f"{each.cosine:7.4f}  {path}")
+            print(f"{each.cosine:7.4f}  {printable(path)}")
     if arguments.picture:
         save_figure(draw_found(paths, found, arguments.query), arguments.picture)
 
@@ -67,22 +60,54 @@ class Found:
 
 @torch.inference_mode()
 def embed_query(towers: TwoTowers, query: str) -> torch.Tensor:
-    """The embedding `(width,)` of words, or of the image in a file of that name."""
-    file = Path(query).expanduser()
-    if file.is_file():
-        pixel_values = towers.image_processor([decode_file(file, query, hint="")], return_tensors="pt")
-        return towers.embed_images(pixel_values["pixel_values"].to(towers.device))[0].cpu()
+    """The embedding `(width,)` of words, or of the image in a file of that name, see `image_called`."""
+    file = image_called(query)
+    if file is not None:
+        pixel_values = prepare_images(towers.image_processor, [decode_file(file, query, hint="")])
+        return towers.embed_images(pixel_values.to(towers.device))[0].cpu()
     return towers.embed_texts([query])[0].cpu()
+
+
+def image_called(query: str) -> Path | None:
+    """The file with an image that a query names; without one, it is words.
+
+    A file counts if it is called as images are, is named with its folder, or holds an image.
+
+    Raises:
+        FileNotFoundError: if a query that ends as names of pictures do names no file.
+    """
+    try:
+        file = Path(query).expanduser()
+        exists = file.is_file()
+    # Too long for a name, or a "~" that is nobody's home.
+    except (OSError, RuntimeError):
+        file, exists = Path(query), False
+    called_so = is_image_file(file) or is_unread_picture(file)
+    if exists and (called_so or os.sep in query or _holds_image(file)):
+        return file
+    if called_so:
+        raise FileNotFoundError(f"There is no file {query!r}; give an image that is there, or words.")
+    return None
+
+
+def _holds_image(file: Path) -> bool:
+    try:
+        open_image(file).close()
+    # Whatever a file that is none leads Pillow to.
+    except Exception:
+        return False
+    return True
 
 
 def search(query: torch.Tensor, shards: Iterable[Shard], top: int, folder: Path | None = None) -> list[Found]:
     """The images that are most like a query, the best first.
 
-    Of an image that changed since it was embedded first, the last embedding counts.
+    Of an image that was embedded several times, the embedding of the file that is there counts, by its bytes and time;
+    if none is of it, or it is not looked at, the last.
 
     Args:
         query (`torch.Tensor`): `(width,)` of norm 1.
-        shards (iterable of `Shard`): The index.
+        shards (iterable of `Shard`): The index, in the order in which it was made.
         top (`int`): Images, at most.
         folder (`Path`, *optional*): Where they lie; those that are gone are left out.
 
@@ -97,21 +122,27 @@ def search(query: torch.Tensor, shards: Iterable[Shard], top: int, folder: Path 
             )
         files += shard.files
         embeddings.append(shard.embeddings)
-    latest = {}
-    for number, (name, _, changed) in enumerate(files):
-        if name not in latest or changed >= files[latest[name]][2]:
-            latest[name] = number
+    rows = {}
+    for number, (name, *_) in enumerate(files):
+        rows.setdefault(name, []).append(number)
+
+    @functools.cache
+    def row_of(name: str) -> int | None:
+        """The embedding that counts, `None` for an image that is gone."""
+        there = describe(folder / name) if folder else files[rows[name][-1]][1:]
+        return there and next((row for row in reversed(rows[name]) if files[row][1:] == there), rows[name][-1])
+
     found, seen = [], 0
     # More of them, as long as what was found is gone or has changed since.
     while len(found) < top and seen < len(files):
         count = min(len(files), max(top, 2 * seen))
         for cosine, number in list(zip(*nearest(embeddings, query, count), strict=True))[seen:]:
             name = files[number][0]
-            if latest[name] == number and (folder is None or (folder / name).is_file()):
+            if row_of(name) == number:
                 found.append(Found(name, cosine))
         seen = count
     if not found:
-        raise ValueError(f"The index has no images, or none of its {len(latest):,} is there any more.")
+        raise ValueError(f"The index has no images, or none of its {len(rows):,} is there any more.")
     return found[:top]
 
 
@@ -144,11 +175,12 @@ def draw_found(paths: list[str], found: list[Found], query: str) -> Figure:
     rows = math.ceil(len(paths) / COLUMNS)
     figure = Figure(figsize=(COLUMNS * PANEL, rows * (PANEL + 0.3) + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(query, color=TEXT_COLOR, fontsize=CAPTION_SIZE + 2)
+    style = {"color": TEXT_COLOR, "parse_math": False}
+    figure.suptitle(printable(query), fontsize=CAPTION_SIZE + 2, **style)
     panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
     for axes in panels:
         axes.set_axis_off()
     for axes, path, each in zip(panels, paths, found, strict=False):
         axes.imshow(decode_file(Path(path), path, hint=""))
-        axes.set_title(f"{Path(path).name}, {each.cosine:.3f}", color=TEXT_COLOR, fontsize=CAPTION_SIZE)
+        axes.set_title(f"{printable(Path(path).name)}, {each.cosine:.3f}", fontsize=CAPTION_SIZE, **style)
     return figure

@@ -7,47 +7,17 @@ from pathlib import Path
 import datasets
 import torch
 
-from .common.command_line import CommandParser, add_device_map_argument, add_skip_argument, positive
 from .common.data import load_images
 from .common.files import whole_folder
-from .common.loading import DTYPES, QUANTIZATIONS, load_llava, load_vision_model
+from .common.loading import load_llava, load_vision_model
 from .compare import sample
 from .evaluation.images import image_batches
 from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower
+from .options.swap import parse
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(
-        prog="frugalvit swap",
-        description="Write a LLaVA or a PaliGemma whose vision tower is a SparseFormer that was bootstrapped from the "
-        "tower it replaces (`frugalvit bootstrap --teacher LLAVA`), with a processor that inserts as many image "
-        "tokens. The language model stays as it is.",
-    )
-    parser.add_argument("--model", required=True, metavar="LLAVA", help="folder or hub id (@revision, too)")
-    parser.add_argument("--vision-model", required=True, metavar="FOLDER", help="what `frugalvit bootstrap` wrote")
-    parser.add_argument("--output", required=True, metavar="OUT", help="folder to write")
-    parser.add_argument("--num-tokens", type=int, metavar="COUNT", help="latent tokens (default: the tower's own)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of the weights that are written (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--quantize",
-        choices=QUANTIZATIONS,
-        help="write the language model's weights so, which needs bitsandbytes wherever it is loaded (pip install "
-        "frugalvit[quantize])",
-    )
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        metavar="DATA",
-        help="let the projector read channels with the mean and the standard deviation that they had, measured on "
-        "these images (id, folder or parquet files; without labels, nothing is trained)",
-    )
-    parser.add_argument("--images", type=positive, default=1000, help="how many of --dataset (default: %(default)s)")
-    add_skip_argument(parser)
-    add_device_map_argument(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
 
     # What cannot be written is known before anything is loaded.
     with whole_folder(arguments.output, arguments.overwrite) as folder:

@@ -1,7 +1,5 @@
 """How many tokens a command's model computes with: a count, or for each image as many as it needs."""
 
-import argparse
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -9,31 +7,6 @@ from transformers import PreTrainedModel
 from .common.comparison import using_tokens
 from .common.exported import ExportedModule
 from .common.macs import count_macs
-
-
-def add_token_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--num-tokens",
-        type=int,
-        metavar="COUNT",
-        help="latent tokens of a SparseFormer, [CLS] not counted (default: the model's own)",
-    )
-    parser.add_argument(
-        "--confidence",
-        type=probability,
-        help="few tokens first, and those images again with more whose likeliest label has a lower score, 0 to 1",
-    )
-
-
-def probability(text: str) -> float:
-    """A number from 0 to 1, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
-    return value
 
 
 def choose_tokens(model: PreTrainedModel, num_tokens: int | None, confidence: float | None) -> None:

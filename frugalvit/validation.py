@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import frugalvit
 
-from .common.exported import REPORT, ExportedModule, example_of
+from .common.exported import ExportedModule, example_of, read_report
 from .common.licenses import license_problem
 from .common.loading import load_image_processor, load_pretrained
 from .common.names import is_hub_id, places_in
@@ -151,8 +151,12 @@ def check_results(folder: Path) -> list[str]:
 
 def check_programs(folder: Path, trust_remote_code: bool) -> list[str]:
     """Its programs run, and what they compute is finite."""
+    try:
+        parts = read_report(folder)["parts"]
+    except ValueError as error:
+        return [str(error)]
     problems = []
-    for name, part in json.loads((folder / REPORT).read_text(encoding="utf-8"))["parts"].items():
+    for name, part in parts.items():
         try:
             program = ExportedModule(folder, name, trust_remote_code)
         except ValueError as error:

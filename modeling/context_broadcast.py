@@ -35,10 +35,10 @@ class ContextBroadcast(nn.Module):
 
     With the mean over all tokens, [CLS] and registers included, and the class token x_0:
 
-    - `"cb"`: (x_i + mean) / 2, without parameters;
-    - `"cb_s"`: x_i + s * mean with a learned vector s;
-    - `"cb_gate"`: x_i * (x_0 + 1);
-    - `"cb_hybrid"`: x_i * x_0 + (x_i + mean) / 2. The last two need a class token in front.
+    - `"cb"`: (x_i + mean) / 2, without parameters (CB of the paper's method);
+    - `"cb_s"`: x_i + s * mean with a learned vector s (CB_S, there);
+    - `"cb_gate"`: x_i * (x_0 + 1) (CB_gate, supplement, section 2.7, where equations have no numbers);
+    - `"cb_hybrid"`: x_i * x_0 + (x_i + mean) / 2 (CB_hybrid, there). The last two need a class token in front.
 
     All but `"cb_s"` with a scale that starts at 0 change what a trained model computes. With `blend`, a learned number
     b, which starts at 0, leads from x_i to what they make of it: (1 - b) x_i + b CB(x_i). This is ours.

@@ -28,6 +28,7 @@ def inherit(
     inherit_blocks: bool = True,
     focusing: str = "paper",
     check: bool = True,
+    break_ties: bool = True,
     **fields,
 ) -> nn.Module:
     """`SparseFormerPreTrainedModel.from_teacher`, whose documentation holds, of that class."""
@@ -108,7 +109,7 @@ def inherit(
         base.pooling_head.load_state_dict(_pooling_head_weights(anatomy.pooling_head))
     if check and inherit_blocks and not {*fields} & {*inherited}:
         check_student(anatomy, student)
-    if not inherits_patches:
+    if break_ties and not inherits_patches:
         base.latents.break_ties()
     return student
 

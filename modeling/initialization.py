@@ -1,12 +1,15 @@
 """Initializations of attention that need less data, in place, on vision transformers that a user already has."""
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from transformers.utils.logging import tqdm
 
+from ..configuration.configuration_base import PSEUDO_INPUTS, SOLVERS, VALUE_INITS
 from .hub import import_from_package
 from .impulse import (
     attention_logits,
@@ -23,9 +26,6 @@ from .impulse import (
 )
 
 
-SOLVERS = ("closed_form", "adam", "pinv")
-PSEUDO_INPUTS = ("pe", "uniform", "gaussian", "pe+uniform")
-VALUE_INITS = ("default", "mimetic")
 POSITIONS = ("sincos", "random", "keep")
 
 # The order in which the NeurIPS 2025 code gives its heads the positions of a 3 x 3 kernel, row by row.
@@ -160,6 +160,25 @@ def read_vision_transformer(model: nn.Module | VisionTransformer) -> VisionTrans
     )
 
 
+def parts_of_layers(model: nn.Module) -> VisionTransformer:
+    """What initializations need of a base model of ours whose blocks are `PreNormLayer`s."""
+    layers = []
+    for layer in model.layers:
+        attention = layer.attention
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+        layers.append(AttentionLayer(layer.layernorm_before, *projections, model.config.num_attention_heads, linears))
+    positions = model.embeddings.position_embeddings
+    return VisionTransformer(layers, positions[0], positions.requires_grad, model.embeddings.grid)
+
+
+def is_drawn(model: nn.Module) -> bool:
+    """Whether the attention of a base model of ours, or of Transformers' ViT, is fresh: loaded weights are marked, and
+    nothing is solved for them or without memory."""
+    weights = [layer.attention.q_proj.weight for layer in model.layers]
+    return not any(weight.is_meta or getattr(weight, "_is_hf_initialized", False) for weight in weights)
+
+
 @torch.no_grad()
 def impulse_init_(
     model: nn.Module,
@@ -168,15 +187,19 @@ def impulse_init_(
     pseudo_input: str | Sequence[str] = "pe",
     per_layer: bool = True,
     value_init: str = "mimetic",
-    mass: float = 0.2,
+    mass: float | None = 0.2,
     positions: str = "sincos",
     steps: int = 10_000,
     generator: torch.Generator | None = None,
     position_std: float = 0.36,
-    renormalize_every: int | None = None,
+    renormalize_every: int = 100,
 ) -> InitializationReport:
     """Initialize queries and keys so that every head's attention map is a random impulse filter, in place (Zheng et
     al., arXiv 2404.01139).
+
+    The defaults are not the paper's method, which is `solver="adam", value_init="default"` as printed and
+    `solver="adam_bounded", value_init="default"` as its authors ran it. docs/impulse_initialization.md says what
+    decided.
 
     Biases of queries and keys become zero. The layer's own LayerNorm is applied to the pseudo input, so a trained one
     is taken into account. [CLS] and registers take no part: attention maps are those among patches.
@@ -187,8 +210,11 @@ def impulse_init_(
             docs/models.md.
         kernel_size (`int`, *optional*, defaults to 3): Size of the filters; each head gets one position of it.
         solver (`str`, *optional*, defaults to `"closed_form"`):
-            `"closed_form"`, ours; `"adam"`, the paper's Algorithm 1; `"pinv"`, the code of its NeurIPS 2025 version,
-            which does not draw its offsets. See `frugalvit.modeling.impulse`.
+            `"closed_form"`, ours; `"adam"`, Algorithm 1 as the paper prints it, which saturates the softmax;
+            `"adam_bounded"`, Algorithm 1 with weights of bounded length, as its authors' code has it; `"pinv"`, the
+            code of the NeurIPS 2025 version, which does not draw its offsets. See `frugalvit.modeling.impulse`. Both
+            of Algorithm 1 take seconds to minutes a layer. With a generator of one seed, those that draw offsets draw
+            the same.
         pseudo_input (`str` or pair of `str`, *optional*, defaults to `"pe"`):
             What stands in for the tokens, in the first and in the following layers (table 6): `"pe"`, the positions;
             `"uniform"` in -1..1; `"gaussian"`; or `"pe+uniform"`.
@@ -197,18 +223,19 @@ def impulse_init_(
         value_init (`str`, *optional*, defaults to `"mimetic"`):
             `"mimetic"` sets values and output projections as `mimetic_init_` does, `"default"` leaves them alone.
         mass (`float`, *optional*, defaults to 0.2):
-            For `solver="closed_form"`: attention at the target on the pseudo input, above 0 and below 1. The default
-            trained best among 0.1, 0.2, 0.5 and 0.9, see `results/impulse_solvers.json`.
+            For `solver="closed_form"`: attention at the target on the pseudo input, above 0 and below 1; `None` for
+            the maps that Algorithm 1 reaches. The default trained best among 0.1, 0.2, 0.5, 0.9 and that, see
+            `results/impulse_solvers.json`.
         positions (`str`, *optional*, defaults to `"sincos"`):
             Learned positions are set to the sinusoidal encoding, those of [CLS] to zero; with `"random"` to normal
             ones, which `solver="pinv"` is made for; `"keep"` solves against the given ones.
-        steps (`int`, *optional*, defaults to 10,000): For `solver="adam"`.
+        steps (`int`, *optional*, defaults to 10,000): Of both solvers by Algorithm 1.
         generator (`torch.Generator`, *optional*): Source of chance, on CPU.
         position_std (`float`, *optional*, defaults to 0.36):
             Standard deviation of random positions. The NeurIPS 2025 code has 0.02, in one set-up times 18.
-        renormalize_every (`int`, *optional*):
-            For `solver="adam"`: steps between rescalings of Q and K to the length of the start, see `solve_adam`. The
-            authors ran their code with 100; without, as Algorithm 1 is printed, the softmax saturates.
+        renormalize_every (`int`, *optional*, defaults to 100):
+            For `solver="adam_bounded"`: steps between rescalings of Q and K to the length of the start, see
+            `solve_adam`. The authors ran their code with 100.
 
     Returns:
         `InitializationReport`: What came out, head by head.
@@ -224,11 +251,12 @@ def impulse_init_(
         raise ValueError(f"`pseudo_input` is {pseudo_input!r}, expected one name or two, for first and later layers.")
     for kind in kinds:
         _check("pseudo_input", kind, PSEUDO_INPUTS)
-    if not 0 < mass < 1:
-        raise ValueError(f"`mass` is {mass}, expected a number above 0 and below 1.")
-    if position_std <= 0 or (renormalize_every is not None and renormalize_every < 1):
-        name, value = ("position_std", position_std) if position_std <= 0 else ("renormalize_every", renormalize_every)
-        raise ValueError(f"`{name}` is {value}, expected a positive number.")
+    if mass is not None and not 0 < mass < 1:
+        raise ValueError(f"`mass` is {mass}, expected a number above 0 and below 1, or None.")
+    numbers = {"position_std": position_std, "steps": steps, "renormalize_every": renormalize_every}
+    for name, value in numbers.items():
+        if value <= 0:
+            raise ValueError(f"`{name}` is {value}, expected a positive number.")
     kernel_offsets(kernel_size)
     if solver == "pinv" and kernel_size != 3:
         raise ValueError(f"`kernel_size` is {kernel_size}, but `solver='pinv'` has an order for 3 x 3 kernels only.")
@@ -237,13 +265,13 @@ def impulse_init_(
     _set_positions(vit, positions, position_std, generator)
     raw = {kind: _pseudo_input(kind, vit, generator) for kind in dict.fromkeys(kinds)}
     solve = _Solver(solver, vit.grid, mass, steps, renormalize_every, generator)
-    report = InitializationReport()
-    offsets = heads = None
-    for index, layer in enumerate(vit.layers):
-        inputs = _normalized(raw[kinds[min(index, 1)]], layer)
+    report, heads = InitializationReport(), None
+    # All before anything else is drawn, so that they do not depend on the solver.
+    all_offsets = [solve.offsets(kernel_size, layer.num_heads) for layer in vit.layers]
+    bar = tqdm(vit.layers, desc="Algorithm 1, layers", leave=False, disable=None if solve.is_slow else True)
+    for index, layer in enumerate(bar):
+        inputs, offsets = _normalized(raw[kinds[min(index, 1)]], layer), all_offsets[index if per_layer else 0]
         first_of_kind = index < 2 and (index == 0 or kinds[0] != kinds[1])
-        if per_layer or offsets is None:
-            offsets = solve.offsets(kernel_size, layer.num_heads)
         if per_layer or first_of_kind:
             heads = solve(inputs, offsets, layer.head_dim)
         for head, (query, key) in enumerate(heads):
@@ -306,13 +334,13 @@ def trunc_normal_init_(
     positions: str = "keep",
     position_std: float = 0.36,
 ) -> InitializationReport:
-    """Initialize all linear layers of the blocks from a normal distribution cut at two standard deviations, biases
-    zero, as timm does; in place. Positions stay unless `positions` says otherwise. With `value_init="mimetic"`, values
+    """Initialize all linear layers of the blocks as timm does, in place: from a normal distribution cut at 2 and -2,
+    that is hardly, biases zero. Positions stay unless `positions` says otherwise. With `value_init="mimetic"`, values
     and output projections are those of `mimetic_init_`: the control of impulses with such values. Model, returns and
     errors as there."""
 
     def initialize(linear: nn.Linear):
-        nn.init.trunc_normal_(linear.weight, std=std, a=-2 * std, b=2 * std, generator=generator)
+        nn.init.trunc_normal_(linear.weight, std=std, generator=generator)
         if linear.bias is not None:
             linear.bias.zero_()
 
@@ -373,6 +401,34 @@ def initialize_attention_(model: nn.Module, initialization: str = "impulse", **o
     return INITIALIZATIONS[initialization](model, **options)
 
 
+# Options of the initializations of attention, and the fields of an `AttentionStartConfig` that hold them.
+START_FIELDS = {
+    "solver": "impulse_solver",
+    "kernel_size": "impulse_kernel_size",
+    "mass": "impulse_mass",
+    "steps": "impulse_steps",
+    "renormalize_every": "impulse_renormalize_every",
+    "pseudo_input": "impulse_pseudo_input",
+    "per_layer": "impulse_per_layer",
+    "value_init": "impulse_value_init",
+    "std": "initializer_range",
+    "position_std": "position_std",
+}
+
+
+def start_attention_(model: nn.Module | VisionTransformer, config, **options) -> InitializationReport:
+    """Initialize the attention of a fresh model as its configuration says, an `AttentionStartConfig`; `options` are
+    further ones."""
+    initialize = INITIALIZATIONS[config.initialization]
+    accepted = inspect.signature(initialize).parameters
+    for option, field_name in START_FIELDS.items():
+        value = getattr(config, field_name, None)
+        # Values that are not given are the initialization's own. A mass of None says something.
+        if option in accepted and (value is not None or option == "mass"):
+            options.setdefault(option, value)
+    return initialize(model, **options)
+
+
 class _Solver:
     """Solves for the heads of a layer; equal problems once."""
 
@@ -380,13 +436,14 @@ class _Solver:
         self,
         name: str,
         grid: tuple[int, int],
-        mass: float,
+        mass: float | None,
         steps: int,
-        renormalize_every: int | None,
+        renormalize_every: int,
         generator: torch.Generator | None,
     ):
         self.name, self.grid, self.mass, self.generator = name, grid, mass, generator
-        self.adam = {"steps": steps, "renormalize_every": renormalize_every}
+        self.is_slow = name in ("adam", "adam_bounded")
+        self.adam = {"steps": steps, "renormalize_every": renormalize_every if name == "adam_bounded" else None}
         self.solved: list[tuple[torch.Tensor, dict]] = []
 
     def offsets(self, kernel_size: int, num_heads: int) -> list[tuple[int, int]]:
@@ -397,7 +454,7 @@ class _Solver:
 
     def __call__(self, inputs: torch.Tensor, offsets: list, head_dim: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Query and key, `(hidden_size, head_dim)`, of every head."""
-        if self.name == "adam":
+        if self.is_slow:
             targets = torch.stack([impulse_matrix(*self.grid, offset) for offset in offsets]).to(inputs)
             solved = solve_adam(inputs, targets, head_dim, **self.adam, generator=self.generator)
             return list(zip(*solved, strict=True))

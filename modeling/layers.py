@@ -17,12 +17,17 @@ from transformers.utils.generic import can_return_tuple
 from ..configuration.configuration_base import pair
 
 
+def in_float32(values: torch.Tensor) -> torch.Tensor:
+    """Values in float32, or in float64 if they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
     """Softmax attention that returns its weights, `(batch, heads, queries, keys)`; the softmax is in float32."""
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
     if attention_mask is not None:
         weights = weights + attention_mask
-    weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = F.softmax(weights, dim=-1, dtype=torch.promote_types(weights.dtype, torch.float32)).to(query.dtype)
     weights = F.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
@@ -47,7 +52,7 @@ def rotary_table(
         pair of `torch.Tensor`: `(..., head_dim / 2)`, first the frequencies of y, then those of x.
     """
     # Numbers of Python instead of tensors, which a device would wait for.
-    axes = zip(centers.float().unbind(-1), scale, shift, strict=True)
+    axes = zip(in_float32(centers).unbind(-1), scale, shift, strict=True)
     coordinates = torch.stack([center * factor + offset for center, factor, offset in axes], dim=-1)
     steps = torch.arange(head_dim // 4, device=centers.device, dtype=torch.float32) / (head_dim // 4)
     angles = (coordinates.unsqueeze(-1) * theta**-steps).flatten(-2)
@@ -236,7 +241,7 @@ def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: 
     ones, of [CLS] and the like, stay."""
     leading = positions.shape[1] - grid[0] * grid[1]
     patches = positions[:, leading:].unflatten(1, grid).permute(0, 3, 1, 2)
-    patches = F.interpolate(patches.float(), size, mode="bicubic", align_corners=False).flatten(2).mT
+    patches = F.interpolate(in_float32(patches), size, mode="bicubic", align_corners=False).flatten(2).mT
     return torch.cat([positions[:, :leading], patches.to(positions.dtype)], dim=1)
 
 
@@ -272,7 +277,9 @@ def pre_norm_layers(config) -> nn.ModuleList:
     )
 
 
-def check_pixel_values(pixel_values: torch.Tensor | None, num_channels: int, min_size: int) -> torch.Tensor:
+def check_pixel_values(
+    pixel_values: torch.Tensor | None, num_channels: int, min_size: int | tuple[int, int]
+) -> torch.Tensor:
     """`pixel_values` as they are.
 
     Raises:
@@ -291,10 +298,11 @@ def check_pixel_values(pixel_values: torch.Tensor | None, num_channels: int, min
             f"Got pixel values of dtype {pixel_values.dtype}, expected normalized floating point values. Prepare "
             "images with the model's AutoImageProcessor."
         )
-    if min(pixel_values.shape[2:]) < min_size:
+    rows, columns = pair(min_size)
+    if pixel_values.shape[2] < rows or pixel_values.shape[3] < columns:
         raise ValueError(
             f"Got an image of {pixel_values.shape[2]} x {pixel_values.shape[3]} pixels, expected at least "
-            f"{min_size} x {min_size}, the stride of the first layer. Resize it first."
+            f"{rows} x {columns}, the stride of the first layer. Resize it first."
         )
     if not torch.compiler.is_compiling() and pixel_values.device.type == "cpu" and not torch.jit.is_tracing():
         if len(pixel_values) == 0:
@@ -334,7 +342,7 @@ def image_classification_loss(
         else:
             config.problem_type = "single_label_classification"
     reduction = "mean" if num_items_in_batch is None else "sum"
-    logits, labels = logits.float(), labels.to(logits.device)
+    logits, labels = in_float32(logits), labels.to(logits.device)
     if config.problem_type == "single_label_classification":
         if labels.shape != logits.shape[:1] or labels.is_floating_point():
             raise ValueError(
@@ -417,5 +425,5 @@ class GenericForImageClassification:
 def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Kullback-Leibler divergence of a student from a teacher, which gets no gradient, times temperature^2; mean over
     the batch. Logits are `(batch, classes)`."""
-    student, teacher = (F.log_softmax(x.float() / temperature, dim=1) for x in (logits, teacher_logits.detach()))
+    student, teacher = (F.log_softmax(in_float32(x) / temperature, dim=1) for x in (logits, teacher_logits.detach()))
     return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")

@@ -19,7 +19,8 @@ from transformers.utils.generic import can_return_tuple
 from ..configuration.configuration_bootstrapped_vit import BootstrappedViTConfig
 from .generalized_convolution import generalized_conv2d
 from .hub import HubModel
-from .layers import check_pixel_values, divergence, image_classification_loss
+from .initialization import is_drawn, start_attention_
+from .layers import check_pixel_values, divergence, image_classification_loss, in_float32
 from .modeling_agent_cnn import AgentCNNForImageClassification, AgentCNNLayer, AgentCNNMLP
 from .reference_initialization import REFERENCE, reference_init_
 
@@ -91,7 +92,7 @@ def hint(tokens: torch.Tensor, feature_map: torch.Tensor) -> torch.Tensor:
         tokens (`torch.Tensor`): `(batch, patches, hidden_size)`.
         feature_map (`torch.Tensor`): `(batch, hidden_size, rows, columns)`.
     """
-    sequences = [tokens.float().mT, feature_map.detach().float().flatten(2)]
+    sequences = [in_float32(tokens).mT, in_float32(feature_map.detach()).flatten(2)]
     length = min(sequence.shape[-1] for sequence in sequences)
     sequences = [x if x.shape[-1] == length else F.adaptive_avg_pool1d(x, length) for x in sequences]
     return F.mse_loss(*(F.layer_norm(sequence.mT, sequence.shape[1:2]) for sequence in sequences))
@@ -181,8 +182,12 @@ class BootstrappedViTForImageClassification(HubModel):
     @torch.no_grad()
     def _init_weights(self, module):
         """The two initialize themselves, before this is called with the pair."""
-        if module is self and self.config.initialization == REFERENCE:
+        if module is not self or not is_drawn(self.vit.base_model):
+            return
+        if self.config.initialization == REFERENCE:
             reference_init_(self.vit)
+        elif self.config.initialization != "default":
+            start_attention_(self.vit, self.config)
 
     @can_return_tuple
     def forward(
@@ -205,11 +210,11 @@ class BootstrappedViTForImageClassification(HubModel):
             `BootstrappedViTOutput`: The loss is the sum of the terms that `losses` has.
 
         Raises:
-            ValueError: if pixel values are missing, no such floats, or (looked at on CPU) none or not finite, or
-                labels are no class indices of the model.
+            ValueError: if pixel values are missing, no such floats, smaller than a patch, or (looked at on CPU) none
+                or not finite, or labels are no class indices of the model.
         """
         config, hint_share = self.config, self.hint_share if hint_share is None else hint_share
-        check_pixel_values(pixel_values, config.vit_config.num_channels, 1)
+        check_pixel_values(pixel_values, config.vit_config.num_channels, config.vit_config.patch_size)
         if labels is None:
             outputs = self.vit(pixel_values, **kwargs)
             return BootstrappedViTOutput(

@@ -105,7 +105,7 @@ class ConvMixerPreTrainedModel(HubModel):
             init.zeros_(module.running_mean)
             init.ones_(module.running_var)
             init.zeros_(module.num_batches_tracked)
-        if isinstance(module, ConvMixerSpatialMixing) and self.config.spatial_filters in ("impulse", "box"):
+        if isinstance(module, ConvMixerSpatialMixing) and self.config.spatial_filters.endswith(("impulse", "box")):
             init.copy_(module.weight, self._structured_filters(module.weight))
 
     def _structured_filters(self, weight: torch.Tensor) -> torch.Tensor:
@@ -115,6 +115,9 @@ class ConvMixerPreTrainedModel(HubModel):
             return filters.fill_((3 * size) ** -0.5)
         positions = torch.randint(size, (len(weight),), device=weight.device)
         filters.view(len(weight), size)[torch.arange(len(weight), device=weight.device), positions] = 3**-0.5
+        if self.config.spatial_filters == "signed_impulse":
+            # Differences of pixels are then there from the start, beside sums: x + BN(filter(x)) is one or the other.
+            filters *= 1 - 2 * torch.randint(2, (len(weight), 1, 1, 1), device=weight.device)
         return filters
 
 

@@ -31,7 +31,15 @@ from ..configuration.configuration_base import pair
 from ..configuration.configuration_sparseformer import SparseFormerConfig, choose_grid
 from .context_broadcast import ContextBroadcast, broadcast_layers, has_context_broadcast
 from .hub import HubModel, image_processor_config, import_from_package
-from .layers import MLP, GenericForImageClassification, SelfAttention, check_pixel_values, drop_path, rotary_table
+from .layers import (
+    MLP,
+    GenericForImageClassification,
+    SelfAttention,
+    check_pixel_values,
+    drop_path,
+    in_float32,
+    rotary_table,
+)
 from .pyramid import ImagePyramid, PatchSampling, grid_rois, place_in_window, sample_features, window_of
 from .segmentation import SegmentationHead, semantic_segmentation_loss
 
@@ -160,7 +168,7 @@ def adjust_rois(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
         rois (`torch.Tensor`): `(batch, tokens, 4)` as left, top, right, bottom.
         deltas (`torch.Tensor`): `(batch, tokens, 4)`: shift in units of width and height, log scale of both.
     """
-    rois, deltas = rois.float(), deltas.float()
+    rois, deltas = in_float32(rois), in_float32(deltas)
     left_top, right_bottom = rois.chunk(2, dim=-1)
     shift, log_scale = deltas.chunk(2, dim=-1)
     size = (right_bottom - left_top).abs()
@@ -182,7 +190,7 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
     Returns:
         `torch.Tensor`: `(batch, tokens, points, 2)`, 0 to 1 across the image.
     """
-    rois, offsets = rois.float(), offsets.float()
+    rois, offsets = in_float32(rois), in_float32(offsets)
     left_top, right_bottom = rois.unsqueeze(2).chunk(2, dim=-1)
     # ExecuTorch has no `var_mean`.
     variance, mean = offsets.var(dim=2, keepdim=True), offsets.mean(dim=2, keepdim=True)
@@ -204,15 +212,19 @@ class ClipGradient(torch.autograd.Function):
         return gradient.clamp(-ctx.bound, ctx.bound), None
 
 
-def encode_rois(rois: torch.Tensor, hidden_size: int) -> torch.Tensor:
+def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -> torch.Tensor:
     """Sinusoidal encoding of RoIs, `(batch, tokens, 4)` to `(batch, tokens, hidden_size)`, in float32.
 
-    Supplement A.2 of the bootstrapping paper prints d/8 frequencies, each with a sine and a cosine, interleaved. The
-    reference implementation, followed here, spaces d/4 frequencies from 1 to 128, takes the sine of the even and the
-    cosine of the odd ones, and puts all sines of a coordinate before its cosines.
+    Supplement A.2 of the bootstrapping paper prints d/8 frequencies from 1 to 128, each with a sine and a cosine,
+    interleaved: `kind="paper"`. The reference implementation, and so `kind="reference"`, spaces d/4 frequencies from 1
+    to 128, takes the sine of the even and the cosine of the odd ones, and puts all sines of a coordinate before its
+    cosines.
     """
-    frequencies = torch.linspace(0, math.log(128), hidden_size // 4, device=rois.device).exp()
-    angles = (rois.float() * math.pi).unsqueeze(-1) * frequencies
+    count = hidden_size // (8 if kind == "paper" else 4)
+    frequencies = torch.linspace(0, math.log(128), count, device=rois.device).exp()
+    angles = (in_float32(rois) * math.pi).unsqueeze(-1) * frequencies
+    if kind == "paper":
+        return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(2)
     return torch.cat([angles[..., 0::2].sin(), angles[..., 1::2].cos()], dim=-1).flatten(2)
 
 
@@ -230,7 +242,7 @@ class SparseFormerStem(nn.Module):
         # The paper's ReLU comes before pooling; after it, the same costs a quarter.
         features = F.max_pool2d(self.convolution(pixel_values), kernel_size=3, stride=2, padding=1).relu()
         # LayerNorm over channels without parameters; sampling reads it in float32.
-        features = features.permute(0, 2, 3, 1).float()
+        features = in_float32(features.permute(0, 2, 3, 1))
         return F.layer_norm(features, features.shape[-1:], eps=1e-5).permute(0, 3, 1, 2)
 
 
@@ -270,7 +282,7 @@ class SparseFormerLatents(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The first tokens, or those of a grid: tokens `(1, num_tokens, latent_size)` and RoIs `(1, num_tokens, 4)`,
         in float32, of any image, and [CLS] and registers, `(batch, prefix tokens, hidden_size)`."""
-        tokens, rois = self.token_embedding.expand(self.num_latent_tokens, -1), self.initial_rois.float()
+        tokens, rois = self.token_embedding.expand(self.num_latent_tokens, -1), in_float32(self.initial_rois)
         if grid != self.grid:
             tokens, rois = self.on_grid(grid)
         prefix = [token for token in (self.cls_token, self.register_tokens) if token is not None]
@@ -282,8 +294,8 @@ class SparseFormerLatents(nn.Module):
         # RoIs stay float32 in models that are cast, as in those that are loaded in half precision.
         rois = self.initial_rois.detach()
         super()._apply(fn, recurse)
-        if self.initial_rois.itemsize < rois.itemsize:
-            self.initial_rois.data = rois.to(self.initial_rois.device)
+        if self.initial_rois.itemsize < torch.float32.itemsize:
+            self.initial_rois.data = rois.to(self.initial_rois.device, torch.float32)
         return self
 
     @torch.no_grad()
@@ -304,7 +316,7 @@ class SparseFormerLatents(nn.Module):
         cells, are interpolated."""
 
         def resize(values: torch.Tensor) -> torch.Tensor:
-            image = values.float().unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
+            image = in_float32(values).unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
             resized = F.interpolate(image, grid, mode="bicubic", antialias=True)
             return resized.squeeze(0).permute(1, 2, 0).flatten(0, 1).to(values)
 
@@ -395,7 +407,7 @@ class SparseFormerSampling(nn.Module):
         self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual branch `(batch, tokens, hidden_size)` and the points `(batch, tokens, points, 2)`."""
-        offsets = self.offset_proj(self.offset_layernorm(tokens)).float() + self.offset_bias.float()
+        offsets = in_float32(self.offset_proj(self.offset_layernorm(tokens))) + in_float32(self.offset_bias)
         points = locate_sampling_points(rois, offsets.unflatten(-1, (self.num_points, 2)))
         # Gradients are clipped for each image after this.
         points = points.expand(features.shape[0], -1, -1, -1)
@@ -420,12 +432,12 @@ class SparseFormerPositionEncoding(nn.Module):
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
         super().__init__()
-        self.hidden_size = hidden_size
+        self.hidden_size, self.kind = hidden_size, config.roi_encoding
         self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, rois: torch.Tensor) -> torch.Tensor:
-        encoding = encode_rois(rois.detach(), self.hidden_size)
+        encoding = encode_rois(rois.detach(), self.hidden_size, self.kind)
         return self.proj(self.layernorm(encoding.to(self.layernorm.weight.dtype)))
 
 
@@ -558,7 +570,7 @@ class SparseFormerGlance(nn.Module):
         for block in self.blocks:
             hidden_states, _, _ = block(hidden_states, rois, **rotary)
         saliency = self.saliency(self.layernorm(hidden_states[:, -rois.shape[1] :]))
-        return window_of(saliency.float().softmax(dim=1), rois)
+        return window_of(in_float32(saliency).softmax(dim=1), rois)
 
 
 def join(prefix: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -786,6 +798,7 @@ class SparseFormerPreTrainedModel(HubModel):
         inherit_blocks: bool = True,
         focusing: str = "paper",
         check: bool = True,
+        break_ties: bool = True,
         **fields,
     ):
         """A SparseFormer with a teacher's blocks, final LayerNorm and classifier or projection inherited.
@@ -812,6 +825,10 @@ class SparseFormerPreTrainedModel(HubModel):
             check (`bool`, *optional*, defaults to `True`):
                 Run the teacher on two images of noise, and raise unless the inherited blocks, given its tokens at RoIs
                 that are its patches, compute what it does.
+            break_ties (`bool`, *optional*, defaults to `True`):
+                With a new focusing stage, move initial RoIs apart that are equal, by N(0, 0.05) of the image: 12 of
+                the paper's 48 tokens start alike, and what starts alike stays alike. Neither paper nor reference does
+                so (`results/bootstrap_choices.json` has what it brings).
             fields: Fields of `SparseFormerConfig` to set differently, for example `stem_channels=32`.
 
         Returns:
@@ -825,7 +842,7 @@ class SparseFormerPreTrainedModel(HubModel):
         # The code that reads teachers is not saved with a model.
         inheritance = import_from_package("inheritance", "Inheriting from a teacher")
         return inheritance.inherit(
-            cls, teacher, num_latent_tokens, truncate, inherit_blocks, focusing, check, **fields
+            cls, teacher, num_latent_tokens, truncate, inherit_blocks, focusing, check, break_ties, **fields
         )
 
 
@@ -1007,7 +1024,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         config = self.config
         if config.rope_theta is None:
             return {}
-        left_top, right_bottom = rois.detach().float().chunk(2, dim=-1)
+        left_top, right_bottom = in_float32(rois.detach()).chunk(2, dim=-1)
         centers = ((left_top + right_bottom) * 0.5).flip(-1)
         head_dim = config.hidden_size // config.num_attention_heads
         table = rotary_table(centers, config.rope_theta, config.rope_scale, config.rope_shift, head_dim)

@@ -18,6 +18,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration.configuration_vit_context_broadcast import ViTContextBroadcastConfig
 from .context_broadcast import ContextBroadcast, broadcast_layers
 from .hub import HubModel
+from .initialization import VisionTransformer, is_drawn, parts_of_layers, start_attention_
 from .layers import (
     PatchEmbeddings,
     PreNormLayer,
@@ -103,7 +104,7 @@ class ViTContextBroadcastPreTrainedModel(HubModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        std = self.config.initializer_range
+        config, std = self.config, self.config.initializer_range
         if isinstance(module, nn.Linear):
             init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
@@ -123,6 +124,9 @@ class ViTContextBroadcastPreTrainedModel(HubModel):
                 init.trunc_normal_(module.distillation_token, std=std)
         elif isinstance(module, ContextBroadcast):
             module.reset_parameters()
+        elif isinstance(module, ViTContextBroadcastModel) and config.initialization != "default" and is_drawn(module):
+            # Comes after all modules within.
+            start_attention_(module.parts_to_initialize(), config)
 
 
 class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
@@ -136,6 +140,10 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         broadcast_layers(self.layers, config, has_class_token=True)
         self.post_init()
+
+    def parts_to_initialize(self) -> VisionTransformer:
+        """What initializations write to."""
+        return parts_of_layers(self)
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
@@ -156,7 +164,7 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
             hidden_size)`, and `pooler_output`, `(batch, hidden_size)`, its [CLS].
         """
         weight = self.embeddings.patch_embeddings.projection.weight
-        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min(weight.shape[2:]))
+        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, tuple(weight.shape[2:]))
         hidden_states = self.embeddings(pixel_values.to(weight.dtype), interpolate_pos_encoding)
         for layer in self.layers:
             hidden_states = layer(hidden_states, **kwargs)

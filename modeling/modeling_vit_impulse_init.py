@@ -18,7 +18,7 @@ from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from .context_broadcast import ContextBroadcast, broadcast_layers
 from .hub import HubModel
 from .impulse import sincos_position_encoding
-from .initialization import AttentionLayer, VisionTransformer, initialize_attention_
+from .initialization import VisionTransformer, is_drawn, parts_of_layers, start_attention_
 from .layers import (
     GenericForImageClassification,
     PatchEmbeddings,
@@ -131,22 +131,14 @@ class ViTImpulseInitPreTrainedModel(HubModel):
                 init.trunc_normal_(module.cls_token, std=config.initializer_range)
         elif isinstance(module, ContextBroadcast):
             module.reset_parameters()
-        elif isinstance(module, ViTImpulseInitModel):
-            # Comes after all modules within. Loaded weights are marked: nothing is solved for them.
-            weights = [layer.attention.q_proj.weight for layer in module.layers]
-            if not any(weight.is_meta or getattr(weight, "_is_hf_initialized", False) for weight in weights):
-                self._initialize_attention(module)
+        elif isinstance(module, ViTImpulseInitModel) and has_structure(config) and is_drawn(module):
+            # Comes after all modules within.
+            start_attention_(module.parts_to_initialize(), config, positions="keep")
 
-    def _initialize_attention(self, module: nn.Module):
-        config = self.config
-        if config.initialization not in ("impulse", "mimetic") and config.value_init in (None, "default"):
-            return
-        options = {"positions": "keep"} | ({"value_init": config.value_init} if config.value_init else {})
-        if config.initialization == "impulse":
-            options |= {"kernel_size": config.impulse_kernel_size, "mass": config.impulse_mass}
-        elif config.initialization == "trunc_normal":
-            options["std"] = config.initializer_range
-        initialize_attention_(module.parts_to_initialize(), config.initialization, **options)
+
+def has_structure(config: ViTImpulseInitConfig) -> bool:
+    """Whether there is more to draw than linear layers by themselves."""
+    return config.initialization in ("impulse", "mimetic") or config.impulse_value_init == "mimetic"
 
 
 class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
@@ -163,15 +155,7 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
 
     def parts_to_initialize(self) -> VisionTransformer:
         """What initializations write to."""
-        layers = []
-        for layer in self.layers:
-            attention = layer.attention
-            projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-            linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-            heads = self.config.num_attention_heads
-            layers.append(AttentionLayer(layer.layernorm_before, *projections, heads, linears))
-        positions = self.embeddings.position_embeddings
-        return VisionTransformer(layers, positions[0], positions.requires_grad, self.embeddings.grid)
+        return parts_of_layers(self)
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
@@ -192,7 +176,7 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
             `pooler_output`, `(batch, hidden_size)`, which the classifier reads.
         """
         weight = self.embeddings.patch_embeddings.projection.weight
-        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min(weight.shape[2:]))
+        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, tuple(weight.shape[2:]))
         hidden_states = self.embeddings(pixel_values.to(weight.dtype), interpolate_pos_encoding)
         for layer in self.layers:
             hidden_states = layer(hidden_states, **kwargs)

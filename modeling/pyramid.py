@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .layers import in_float32
+
 
 def grid_rois(grid: tuple[int, int]) -> torch.Tensor:
     """RoIs that are the cells of a grid, `(cells, 4)` as left, top, right, bottom, in row order."""
@@ -59,14 +61,14 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
 def sample_maps(maps: list[torch.Tensor], points: torch.Tensor, padding_mode: str) -> list[torch.Tensor]:
     """`sample_features` of several maps at the same points."""
     # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
-    points = points.float().clamp(-2, 3)
+    points = points.to(torch.promote_types(in_float32(points).dtype, maps[0].dtype)).clamp(-2, 3)
     # It lets NaN pass, which on CPUs addresses memory outside the map, and the backward pass writes there.
     grid = (points.nan_to_num() * 2 - 1).expand(maps[0].shape[0], -1, -1, -1)
     # Adds 0, or NaN where a coordinate is NaN, so that a model that diverged does not look sound.
     sound = 0 * points.detach().sum(-1, keepdim=True)
+    maps = [features.to(grid.dtype) for features in maps]
     return [
-        F.grid_sample(features.float(), grid, padding_mode=padding_mode, align_corners=False).permute(0, 2, 3, 1)
-        + sound
+        F.grid_sample(features, grid, padding_mode=padding_mode, align_corners=False).permute(0, 2, 3, 1) + sound
         for features in maps
     ]
 
@@ -83,7 +85,7 @@ def points_in(rois: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
     """
     rows, columns = ((torch.arange(count, device=rois.device) + 0.5) / count for count in patch_size)
     shares = torch.cartesian_prod(rows, columns).flip(-1)
-    left_top, right_bottom = rois.float().unsqueeze(2).chunk(2, dim=-1)
+    left_top, right_bottom = in_float32(rois).unsqueeze(2).chunk(2, dim=-1)
     return left_top + shares * (right_bottom - left_top)
 
 
@@ -102,7 +104,7 @@ class ImagePyramid(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor, grid: tuple[int, int]) -> list[torch.Tensor]:
         """`(batch, channels, height, width)` to as many images in float32, smallest first."""
-        pixel_values = pixel_values.float()
+        pixel_values = in_float32(pixel_values)
         height, width = pixel_values.shape[-2:]
         first = [cells * points for cells, points in zip(grid, self.patch_size, strict=True)]
         levels = []
@@ -159,7 +161,7 @@ class PatchSampling(nn.Module):
         """How much of each image a token reads, `(batch, tokens, 1, 1)`; the shares sum to 1."""
         if count == 1:
             return [1]
-        left_top, right_bottom = rois.float().chunk(2, dim=-1)
+        left_top, right_bottom = in_float32(rois).chunk(2, dim=-1)
         # In cells of the whole image, for which the first is made.
         area = (right_bottom - left_top).prod(-1).abs().clamp(min=1e-12) * rois.shape[1]
         level = (-0.5 * torch.log2(area)).clamp(0, count - 1)[..., None, None]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layers import MLP, SelfAttention
+from .layers import MLP, SelfAttention, in_float32
 
 
 def geometric_bias(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -22,7 +22,7 @@ def geometric_bias(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
     Returns:
         `torch.Tensor`: `(batch, tokens, height, width)` float32, at most 0.
     """
-    left, top, right, bottom = rois.float().unsqueeze(-1).unbind(-2)
+    left, top, right, bottom = in_float32(rois).unsqueeze(-1).unbind(-2)
 
     def along(low: torch.Tensor, high: torch.Tensor, cells: int) -> torch.Tensor:
         """`(batch, tokens, cells)`."""
@@ -92,7 +92,7 @@ class SegmentationHead(nn.Module):
         size = queries.shape[-2:]
         keys = self.key(tokens) * tokens.shape[-1] ** -0.5
         # The largest tensors have one value for each token and cell, not one for each channel as well.
-        scores = (keys @ queries.flatten(2) + self.importance(tokens)).float()
+        scores = in_float32(keys @ queries.flatten(2) + self.importance(tokens))
         shares = (scores + geometric_bias(rois, *size).flatten(2)).softmax(1).to(tokens.dtype)
         logits = self.classifier(tokens).mT @ shares
         return logits.unflatten(-1, size), shares.unflatten(-1, size)
@@ -129,8 +129,8 @@ def semantic_segmentation_loss(
                 "`ignore_mismatched_sizes=True`; if 0 is the background, `do_reduce_labels=True` in the image "
                 "processor makes it 255."
             )
-    logits = F.interpolate(logits.float(), labels.shape[-2:], mode="bilinear", align_corners=False)
+    logits = F.interpolate(in_float32(logits), labels.shape[-2:], mode="bilinear", align_corners=False)
     if num_labels == 1:
-        losses = F.binary_cross_entropy_with_logits(logits[:, 0], (labels == 1).float(), reduction="none")
+        losses = F.binary_cross_entropy_with_logits(logits[:, 0], (labels == 1).to(logits.dtype), reduction="none")
         return (losses * counts).sum() / counts.sum().clamp(min=1)
     return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum") / counts.sum().clamp(min=1)

@@ -36,6 +36,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from frugalvit import SparseFormerForImageClassification, SparseFormerVisionModelWithProjection, cli
+from frugalvit.registry import register
 
 
 sys.path.insert(0, str(Path(__file__).with_name("modeling")))
@@ -579,7 +580,7 @@ def try_case(case: Case, given: Path, folder: Path) -> tuple[int | None, str | N
 
 def main(folder: Path, count: int | None):
     given = folder / "given"
-    cli.register()
+    register()
     for module, _ in cli.COMMANDS.values():
         importlib.import_module(module)
     assert forked(lambda: make_inputs(given), given) == 0, (given / "stderr").read_text()

@@ -28,9 +28,9 @@ from frugalvit import (
     count_macs,
     matching_processor,
 )
-from frugalvit.budget import number, seconds
 from frugalvit.cli import main
 from frugalvit.common.comparison import using_tokens
+from frugalvit.options.budget import number, seconds
 
 
 COUNTS = [4, 6, 9]

@@ -1,5 +1,6 @@
 """The `frugalvit` command: fast help, clear errors, exit codes."""
 
+import argparse
 import re
 import subprocess
 import sys
@@ -26,7 +27,10 @@ def command(monkeypatch):
     def install(function):
         module = types.ModuleType("frugalvit.fake")
         module.main = function
+        options = types.ModuleType("frugalvit.options.fake")
+        options.parse = lambda argv: None
         monkeypatch.setitem(sys.modules, "frugalvit.fake", module)
+        monkeypatch.setitem(sys.modules, "frugalvit.options.fake", options)
         monkeypatch.setitem(cli.COMMANDS, "fake", ("frugalvit.fake", "a command for tests"))
 
     monkeypatch.delenv("FRUGALVIT_DEBUG", raising=False)
@@ -39,6 +43,122 @@ def test_answers_at_once(argument):
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if "import time:" in line}
     assert "frugalvit.cli" in imported
     assert imported.isdisjoint({"torch", "transformers", "numpy", "huggingface_hub"})
+
+
+# Run in a process of its own, commands of `frugalvit` before recipes, whose parser is Transformers'.
+HELP = """
+import contextlib, io, sys
+from frugalvit import cli
+heavy = {"torch", "torchvision", "datasets", "accelerate", "evaluate", "timm", "matplotlib", "pyarrow"}
+for name in sorted(cli.COMMANDS, key=lambda name: (name == "quickstart", cli.COMMANDS[name][0])):
+    is_recipe = name == "quickstart" or ".training." in cli.COMMANDS[name][0]
+    for argv in ([name, "--help"], [name, "--no-such-option"]):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            try:
+                cli.main(argv)
+            except SystemExit as stop:
+                code = stop.code
+        others = set() if is_recipe else {"transformers", "numpy", "huggingface_hub", "PIL"}
+        imported = (heavy | others) & set(sys.modules)
+        print(argv[0], code, sorted(imported))
+"""
+
+
+def test_help_and_wrong_options_wait_for_nothing():
+    ran = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=120)
+    lines = ran.stdout.splitlines()
+    assert sorted(lines) == sorted(f"{name} {code} []" for name in cli.COMMANDS for code in (0, 2)), ran.stderr
+
+
+def test_choices_are_all_that_there_are():
+    """Names that options list without importing what defines them."""
+    from frugalvit import compare, contenders
+    from frugalvit.common import choices, exported
+    from frugalvit.configuration import configuration_base, configuration_bootstrapped_vit
+    from frugalvit.modeling import conversion, inheritance, initialization, reference_initialization
+    from frugalvit.options import compare as compared
+
+    assert tuple(exported.FORMATS) == choices.EXPORT_FORMATS
+    assert tuple(initialization.INITIALIZATIONS) == choices.INITIALIZATIONS
+    assert reference_initialization.REFERENCE == choices.REFERENCE
+    assert inheritance.FOCUSINGS == choices.FOCUSINGS
+    assert configuration_base.CONTEXT_BROADCASTS == choices.CONTEXT_BROADCASTS
+    assert configuration_base.CONTEXT_BROADCAST_POSITIONS == choices.CONTEXT_BROADCAST_POSITIONS
+    assert tuple(configuration_bootstrapped_vit.VARIANTS) == choices.JOINT_VARIANTS
+    assert tuple(conversion.TEMPLATES) == choices.CONVERTED_VARIANTS
+    assert contenders.BASELINES == compared.BASELINES
+    assert tuple(compare.PRECISIONS) == compared.PRECISIONS
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["bootstrap", "--imagesize", "32"], "--image-size"),
+        (["train", "--learing-rate", "1", "--output", "out"], "--learning-rate"),
+        (["predict", "a.png", "--modle", "x"], "--model"),
+        (["evaluate", "knn", "--neigbors=3"], "--neighbors"),
+        (["export", "--page_", "x"], "--page"),
+        (["quickstart", "--epoch-s", "1"], "--epochs"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_the_nearest_option_is_named(argv, meant, capsys):
+    """Also where something is missing besides."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and f"did you mean {meant}?" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_breaks_no_words_and_says_a_default_once(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = cli.options_of(name).make_parser()
+    words = set(parser.format_help().split())
+    for action in parser._actions:
+        if action.help in (None, argparse.SUPPRESS) or action.choices and isinstance(action.choices, dict):
+            continue
+        help = parser._get_formatter()._expand_help(action)
+        assert not set(help.split()) - words
+        assert len(re.findall(r"\bdefault:|Default:|\(default\)", help)) <= 1 and "default: None" not in help
+
+
+def test_recipes_group_their_options(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bootstrap", "--help"])
+    help = capsys.readouterr().out
+    titles = ["Teacher and student:", "What to train and evaluate on:", "How long, how and where to train:"]
+    assert [help.index(title) for title in titles] == sorted(help.index(title) for title in titles)
+
+
+@pytest.mark.parametrize("command", ["export", "budget"])
+def test_a_model_is_named_by_an_option_or_by_its_place(command, capsys):
+    parse, rest = cli.options_of(command).parse, ["--output", "out"] if command == "export" else []
+    assert vars(parse(["--model", "m", *rest])) == vars(parse(["m", *rest])) == vars(parse([*rest, "m"]))
+    for wrong in ([], ["m", "--model", "n"]):
+        with pytest.raises(SystemExit):
+            parse([*wrong, *rest])
+    errors = capsys.readouterr().err.splitlines()
+    assert "required: --model" in errors[0] and "there is no argument 'm'; the model is 'n'" in errors[1]
+
+
+def test_shells_complete_commands_and_options(tmp_path):
+    script = run("--print-completion", "bash")
+    assert script.returncode == 0, script.stderr
+    (tmp_path / "completion").write_text(script.stdout, encoding="utf-8")
+
+    def completed(*words: str) -> list[str]:
+        code = f"""source {tmp_path}/completion
+        COMP_WORDS=(frugalvit {" ".join(words)}) COMP_CWORD={len(words)}
+        $(complete -p frugalvit | sed 's/.*-F \\([^ ]*\\).*/\\1/') frugalvit "{words[-1]}" && echo "${{COMPREPLY[@]}}"
+        """
+        return subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60).stdout.split()
+
+    assert completed("boot") == ["bootstrap"]
+    assert completed("bootstrap", "--image-s") == ["--image-size"]
+    assert completed("evaluate", "kn") == ["knn"]
+    refused = run("--print-completion", "korn")
+    assert refused.returncode == 2 and "expected one of bash" in refused.stderr and refused.stderr.count("\n") == 1
 
 
 def test_help_lists_every_command():
@@ -147,6 +267,10 @@ def test_configuration_errors_are_one_line(command, capsys):
     error = capsys.readouterr().err
     assert "hidden_size" in error
     assert error.count("\n") == 1
+    command(lambda argv: SparseFormerConfig(hidden_size=30, num_attention_heads=4))
+    assert cli.main(["fake"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("frugalvit fake: error: ") and "30" in error and "validat" not in error
 
 
 def test_defects_keep_their_traceback(command):

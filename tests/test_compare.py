@@ -85,6 +85,15 @@ def test_accuracies_are_those_of_evaluation(outcome, tmp_path):
         assert difference is None if name == "cifar10-vit" else difference == pytest.approx(expected - teacher)
 
 
+def test_how_long_it_takes_is_said_first(tmp_path, capsys):
+    """After a few images, also where nobody watches a bar; what --quick leaves out need not be waited for."""
+    options = ["--baselines", "none", "--limit", 8, "--split", SPLIT, "--quick"]
+    assert run(VIT, *options, "--output", tmp_path / "out") == 0
+    said, content = capsys.readouterr().err, json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert "1 models, 8 images: about a few seconds (a few seconds for accuracy, a few seconds for speed)." in said
+    assert content["settings"]["rounds"] == 3 and content["rows"][0]["memory"] is None
+
+
 def test_rows_files_and_picture(outcome):
     folder, content = outcome
     assert {file.name for file in folder.iterdir()} == {"compare.json", "compare.md", "compare.png"}

@@ -140,12 +140,14 @@ def write_bomb(path):
         (lambda path: path.write_text("no image"), "cannot identify image"),
         (lambda path: path.write_bytes(encoded()[:200]), "Cannot show that"),
         (lambda path: path.write_bytes(b""), "cannot identify image"),
+        (lambda path: path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "cannot identify image"),
     ],
-    ids=["bomb", "text", "truncated", "empty"],
+    ids=["bomb", "text", "truncated", "empty", "PostScript"],
 )
 def test_what_is_no_image_is_said(write, message, ask, tmp_path):
     write(tmp_path / "image.png")
-    assert message in ask("cifar10-sparseformer", str(tmp_path / "image.png"), fails=True)["error"]
+    said = ask("cifar10-sparseformer", str(tmp_path / "image.png"), fails=True)["error"]
+    assert message in said and "/" not in said
 
 
 def encoded() -> bytes:
@@ -209,5 +211,5 @@ def test_two_models_of_one_name(capsys):
 
 def test_without_gradio(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(ValueError, match="pip install gradio"):
+    with pytest.raises(ValueError, match="pip install 'frugalvit.demo.'"):
         demo.build_page({})

@@ -148,6 +148,11 @@ def test_labels_are_matched_by_name(folder, tmp_path):
         (["1", "2", "0"], ["a", "a", "b"], [1, 2, 0]),
         (["tabby", "dog"], ["LABEL_0", "LABEL_1", "LABEL_2"], [0, 1]),
         (["tabby", "dog"], ["0", "1"], [0, 1]),
+        # Those that are not asked for may be called alike.
+        (["dog", "cat"], ["crane", "crane", "cat", "dog"], [3, 2]),
+        (["crane", "Crane"], ["Crane", "crane"], [1, 0]),
+        (["cafe\u0301", "dog"], ["dog", "caf\u00e9"], [1, 0]),
+        (["CAF\u00c9"], ["dog", "cafe\u0301"], [1]),
     ],
 )
 def test_classes_are_matched_by_name(names, labels, expected):
@@ -166,7 +171,9 @@ def test_classes_are_matched_by_name(names, labels, expected):
         (["0", "5"], ["cat", "dog"], "does not know 2 of"),
         (["0", "1", "2", "3"], ["cat", "dog", "frog"], "4 classes .* the model only 3"),
         # Two classes of one name are told apart by nothing.
-        (["cat", "dog"], ["cat", "cat", "dog"], "does not know 2 of"),
+        (["cat", "dog"], ["cat", "cat", "dog"], r"has 2 classes called 'cat' \(0, 1\). .*--class-names"),
+        (["CAT", "dog"], ["cat", "Cat", "dog"], r"has 2 classes called 'CAT' \(0, 1\)"),
+        (["cat", "fox"], ["cat", "cat", "dog"], r"does not know 1 of the data set's 2 classes \(fox\)"),
     ],
 )
 def test_classes_that_a_model_does_not_know_are_refused(names, labels, message):

@@ -26,6 +26,7 @@ import frugalvit
 from frugalvit import demo, export
 from frugalvit.cli import main
 from frugalvit.common import exported as programs
+from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import SUBSET, class_names, load_images
 from frugalvit.common.exported import ExportedModule, Part, parts_of
 from frugalvit.common.loading import load_image_classifier
@@ -284,14 +285,14 @@ def test_images_to_compare_on_are_not_calibrated_with(folder, tmp_path):
         Image.new("RGB", (40, 40), (20 * index, 0, 0)).save(tmp_path / f"{index}.png")
     arguments = ["--dataset", str(tmp_path), "--limit", "5", "--calibration-images", "9", "--precision", "int8"]
     parsed = {}
-    parse = export.CommandParser.parse_args
+    parse = CommandParser.parse_args
 
     def keep(self, argv=None):
         parsed["arguments"] = parse(self, argv)
         return parsed["arguments"]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export.CommandParser, "parse_args", keep)
+        patch.setattr(CommandParser, "parse_args", keep)
         patch.setattr(export, "export_model", lambda arguments: sys.exit(0))
         with pytest.raises(SystemExit):
             export.main([str(folder), "--output", str(tmp_path / "out"), *arguments])

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import save_file
 from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPVisionConfig
 
 import frugalvit
@@ -23,8 +24,9 @@ import frugalvit.search
 from frugalvit import SparseFormerVisionModelWithProjection, index
 from frugalvit.cli import main
 from frugalvit.common.data import SUBSET, decode_image, load_images
+from frugalvit.common.files import locked
 from frugalvit.index import Shard, read_shards
-from frugalvit.search import search
+from frugalvit.search import image_called, search
 
 
 MODEL = str(frugalvit.checkpoint_path("cifar10-sparseformer-clip"))
@@ -180,6 +182,166 @@ def test_corrupt_images_may_be_left_out(images, tmp_path, capsys):
     assert "is damaged" in capsys.readouterr().err
 
 
+WORDS = [
+    "a photo of a cat that sits on a chair " * 12,
+    "a" * 5_000,
+    "cat",
+    "cat/dog",
+    "what is 3.5",
+    "a cat.",
+    "~nobody's cat",
+    "~",
+    "notes",
+    "photos",
+    "a\nb",
+]
+FILES = ["cat.png", "./cat.png", "a b.JPG", "photos/dog", "photos/notes.txt", "picture"]
+MISSING = ["holiday.jpg", "photos/holiday.PNG", "a photo of a cat.webp", "IMG_1.HEIC", "~nobody/x.jpg"]
+
+
+@pytest.mark.parametrize("query", WORDS + FILES + MISSING)
+def test_words_and_files_are_told_apart(query, tmp_path, monkeypatch):
+    """Beside files that are called like words."""
+    (tmp_path / "photos").mkdir()
+    for name in ("cat.png", "a b.JPG", "photos/dog", "picture"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name, "PNG")
+    for name in ("notes", "photos/notes.txt", "cat"):
+        (tmp_path / name).write_text("no image")
+    monkeypatch.chdir(tmp_path)
+    if query in MISSING:
+        with pytest.raises(FileNotFoundError, match="There is no file .*; give an image that is there, or words"):
+            image_called(query)
+    else:
+        assert image_called(query) == (Path(query) if query in FILES else None)
+
+
+@pytest.mark.parametrize("history", ["12", "21", "121", "212", "1232", "1", "3213"])
+def test_what_is_there_now_is_found(history, tmp_path):
+    """Also where an older file took the place of a newer one, or the first one came back; files of equal size."""
+    known, shards, image = [], [], tmp_path / "image.png"
+    for time in map(int, history):
+        image.touch()
+        os.utime(image, ns=(time * 10**18, time * 10**18))
+        if (file := [image.name, *index.describe(image)]) not in known:
+            known.append(file)
+            shards.append(Shard([file], torch.nn.functional.one_hot(torch.tensor([time]), 4).float()))
+    query = torch.nn.functional.one_hot(torch.tensor(time), 4).float()
+    [found] = search(query, shards, 3, tmp_path)
+    assert found.cosine == 1
+    # Without a look at it, the last embedding counts.
+    [found] = search(shards[-1].embeddings[0], shards, 3)
+    assert found.cosine == 1
+    image.unlink()
+    with pytest.raises(ValueError, match="none of its 1 is there any more"):
+        search(query, shards, 3, tmp_path)
+
+
+@pytest.mark.parametrize("damaged", [[0], [0, 2]])
+def test_a_damaged_file_is_made_anew_and_others_stay(damaged, images, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "index"
+    monkeypatch.setattr(index, "SHARD", 8)
+    assert build(images, output, "--batch-size", "8") == 0
+    paths = index.shard_files(output)
+    assert len(paths) == 3
+    kept = {path: path.read_bytes() for number, path in enumerate(paths) if number not in damaged}
+    for number in damaged:
+        paths[number].write_text("broken")
+        assert build(images, output) == 1 and f"{paths[number].name}' is damaged; remove it" in capsys.readouterr().err
+        paths[number].unlink()
+    assert build(images, output) == 0
+    assert files_in(output) == sorted(path.relative_to(images).as_posix() for path in images.rglob("*.png"))
+    assert all(path.read_bytes() == content for path, content in kept.items())
+
+
+NAMES = [["a.png", 1, 1], ["b.png", 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("files", "embeddings"),
+    [
+        (json.dumps([*NAMES, NAMES[0]]), torch.ones(2, 4)),
+        (json.dumps(NAMES[:1]), torch.ones(2, 4)),
+        (json.dumps([[5, 1, 1], NAMES[1]]), torch.ones(2, 4)),
+        (json.dumps([["a.png", "1", 1], NAMES[1]]), torch.ones(2, 4)),
+        (json.dumps([["a.png", 1], NAMES[1]]), torch.ones(2, 4)),
+        (json.dumps(["a.png", "b.png"]), torch.ones(2, 4)),
+        (json.dumps({"a.png": 1, "b.png": 1}), torch.ones(2, 4)),
+        (json.dumps([["../a.png", 1, 1], NAMES[1]]), torch.ones(2, 4)),
+        (json.dumps([["x/../../a.png", 1, 1], NAMES[1]]), torch.ones(2, 4)),
+        (json.dumps([["/etc/passwd", 1, 1], NAMES[1]]), torch.ones(2, 4)),
+        (json.dumps([["", 1, 1], NAMES[1]]), torch.ones(2, 4)),
+        (json.dumps([["a\0.png", 1, 1], NAMES[1]]), torch.ones(2, 4)),
+        (json.dumps(NAMES), torch.ones(2)),
+        (json.dumps(NAMES), torch.ones(())),
+        (json.dumps(NAMES), torch.ones(2, 4, 1)),
+        (json.dumps(NAMES), torch.ones(2, 4, dtype=torch.int64)),
+        (json.dumps(NAMES), torch.full((2, 4), float("nan"))),
+        ("null", torch.ones(2, 4)),
+        ("[" * 100_000, torch.ones(2, 4)),
+        (None, torch.ones(2, 4)),
+    ],
+)
+def test_what_no_index_holds_is_said(files, embeddings, tmp_path):
+    path = tmp_path / "embeddings-00000-0.safetensors"
+    save_file({"embeddings": embeddings}, path, None if files is None else {"files": files})
+    with pytest.raises(ValueError, match="00000-0.safetensors' is damaged; remove it"):
+        list(read_shards(tmp_path))
+    save_file({"embeddings": torch.ones(2, 4)}, path, {"files": json.dumps(NAMES)})
+    [shard] = read_shards(tmp_path)
+    assert shard.files == NAMES
+    save_file(
+        {"embeddings": torch.ones(2, 3)}, tmp_path / "embeddings-00001-0.safetensors", {"files": json.dumps(NAMES)}
+    )
+    with pytest.raises(ValueError, match="00001-0.safetensors' is damaged"):
+        list(read_shards(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "about",
+    ["", "[]", '{"folder": 5, "model": "x"}', '{"folder": "x"}', '{"folder": "", "model": "", "vision_model": []}'],
+)
+def test_what_is_no_index_is_said(about, tmp_path, capsys):
+    (tmp_path / "index.json").write_text(about)
+    assert main(["search", str(tmp_path), "a photo of a ship"]) == 1
+    assert "is no index; `frugalvit index" in capsys.readouterr().err
+
+
+def test_one_command_at_a_time_writes_an_index_and_follows_no_link(images, tmp_path, capsys):
+    output = tmp_path / "index"
+    output.mkdir()
+    with locked(output):
+        assert build(images, output) == 1
+    assert "is in use by process" in capsys.readouterr().err
+    assert not list(output.iterdir())
+    (tmp_path / "mine").write_text(json.dumps({"folder": str(images.resolve()), "model": str(Path(MODEL).resolve())}))
+    (output / "index.json").symlink_to(tmp_path / "mine")
+    before = (tmp_path / "mine").read_text()
+    assert build(images, output) == 1 and "is a link" in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == before
+
+
+@pytest.mark.parametrize("moment", ["listed", "described"])
+def test_a_file_that_is_removed_meanwhile_is_left_out(moment, images, tmp_path, capsys, monkeypatch):
+    gone, image_files, locks = images / "0" / "00.png", index.image_files, index.locked
+
+    def remove_while_listing(folder):
+        found = sorted(image_files(folder))
+        gone.unlink()
+        return found
+
+    def remove_before_embedding(output):
+        gone.unlink()
+        return locks(output)
+
+    if moment == "listed":
+        monkeypatch.setattr(index, "image_files", remove_while_listing)
+    else:
+        monkeypatch.setattr(index, "locked", remove_before_embedding)
+    assert build(images, tmp_path / "index") == 0
+    assert "23 images in" in capsys.readouterr().out
+    assert len(files_in(tmp_path / "index")) == 23
+
+
 @pytest.mark.parametrize("library", [faiss, None], ids=["faiss", "plain"])
 @given(count=st.integers(1, 30), top=st.integers(1, 40), seed=st.integers(0, 2**16))
 def test_search_is_sorting(library, count, top, seed):
@@ -189,8 +351,8 @@ def test_search_is_sorting(library, count, top, seed):
     query = torch.nn.functional.normalize(torch.randn(4, generator=generator), dim=-1)
     files = [[f"{number}.png", 1, 1] for number in range(count)]
     half = count // 2
-    old = Shard([[name, size, 0] for name, size, _ in files[:half]], -embeddings[:half])
-    shards = [Shard(files[:half], embeddings[:half]), Shard(files[half:], embeddings[half:]), old]
+    old = Shard([[name, size, 2] for name, size, _ in files[:half]], -embeddings[:half])
+    shards = [old, Shard(files[:half], embeddings[:half]), Shard(files[half:], embeddings[half:])]
     with patch.object(frugalvit.search, "faiss", library):
         found = search(query, [shard for shard in shards if shard.files], top)
     order = (embeddings @ query).argsort(descending=True)[:top].tolist()

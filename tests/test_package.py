@@ -89,16 +89,44 @@ def test_image_processor_is_found_by_the_configuration_alone(tmp_path):
     assert type(AutoImageProcessor.from_pretrained(tmp_path)).__name__.startswith("ViTImageProcessor")
 
 
-def test_import_leaves_optional_and_heavy_packages_alone():
+def test_import_imports_what_is_used_alone():
+    """The package knows where its names are; Auto classes ask it for families."""
     result = python(
-        "import frugalvit, sys;"
-        "heavy = {'timm', 'open_clip', 'datasets', 'evaluate', 'matplotlib', 'frugalvit.training',"
-        " 'frugalvit.common.macs', 'frugalvit.resources', 'frugalvit.cli'};"
-        "print(sorted(heavy & set(sys.modules)));"
-        "frugalvit.checkpoint_path;"
-        "print('frugalvit.resources' in sys.modules)"
+        "import frugalvit, sys\n"
+        "allowed = {'frugalvit', 'frugalvit.registry', 'frugalvit.version'}\n"
+        "third = {'torch', 'transformers', 'numpy', 'datasets', 'PIL', 'huggingface_hub'}\n"
+        "own = {name for name in sys.modules if name.partition('.')[0] == 'frugalvit'}\n"
+        "print(sorted(own - allowed), sorted(third & set(sys.modules)))\n"
+        "frugalvit.checkpoint_path\n"
+        "print('frugalvit.resources' in sys.modules, 'torch' in sys.modules)\n"
+        "from transformers import AutoModelForImageClassification\n"
+        "AutoModelForImageClassification.from_pretrained(frugalvit.checkpoint_path('cifar10-convmixer'))\n"
+        "families = {name.partition('modeling_')[2] for name in sys.modules if '.modeling_' in name"
+        " and name.startswith('frugalvit.')}\n"
+        "print(sorted(families))\n"
     )
-    assert result.stdout == "[]\nTrue\n", result.stderr
+    assert result.stdout.splitlines() == ["[] []", "True False", "['convmixer']"], result.stderr
+
+
+@pytest.mark.parametrize("first", ["frugalvit", "transformers.models.auto.modeling_auto"])
+def test_auto_classes_know_all_families(first):
+    """Whichever is imported first, and also where all classes are asked for, as pipelines do."""
+    result = python(
+        f"import {first}\n"
+        "import frugalvit, transformers\n"
+        "from frugalvit.registry import configuration_classes\n"
+        "from transformers.models.auto.modeling_auto import MODEL_MAPPING\n"
+        "from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING\n"
+        "everything = {value.__name__ for value in MODEL_MAPPING._extra_content.values()}\n"
+        "for config_class in configuration_classes():\n"
+        "    found = transformers.AutoConfig.for_model(config_class.model_type)\n"
+        "    assert type(found) is config_class, found\n"
+        "    assert config_class in IMAGE_PROCESSOR_MAPPING\n"
+        "    if config_class in MODEL_MAPPING:\n"
+        "        assert MODEL_MAPPING[config_class].__name__ in everything\n"
+        "print(len(everything) > 5)\n"
+    )
+    assert result.stdout == "True\n", result.stderr
 
 
 def test_configurations_need_no_torch():
@@ -173,7 +201,8 @@ RECIPES = sorted(path for path in (ROOT / "training").glob("*.py") if path.name 
 def test_no_recipe_imports_another(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1}
-    assert len(RECIPES) == 6 and all(module.startswith("components.") for module in imported)
+    assert len(RECIPES) == 6
+    assert all(module.startswith("components.") or module == f"options.{path.stem}" for module in imported)
 
 
 def test_shipped_checkpoints_are_found():
@@ -234,3 +263,12 @@ assert type(AutoConfig.from_pretrained(checkpoint_path("cifar10-sparseformer")))
     command = [sys.executable, "-m", "frugalvit", "--version"]
     version = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path).stdout
     assert version == f"frugalvit {frugalvit.__version__}\n"
+
+
+def test_a_clone_beside_is_no_install(tmp_path):
+    (tmp_path / "frugalvit").symlink_to(ROOT)
+    # Without what is installed.
+    command = [sys.executable, "-S", "-c", "import frugalvit"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ran.returncode == 1 and "ModuleNotFoundError: No module named 'frugalvit'" in ran.stderr
+    assert "pip install -e ." in ran.stderr

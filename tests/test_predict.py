@@ -1,8 +1,10 @@
 """`frugalvit predict`: labels, RoI pictures, every kind of image, and errors of one line."""
 
+import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassificatio
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.cli import main
+from frugalvit.common.data import decode_image, load_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.predict import draw_predictions, find_images, predict, read_images
 
@@ -150,7 +153,59 @@ def test_corrupt_images_are_left_out_if_that_is_wanted(model_folder, images, bat
 def test_what_has_no_end_is_no_image(model_folder, node, tmp_path, capsys):
     node(tmp_path / "image.png")
     assert "is no file but a device or a pipe" in fails(tmp_path / "image.png", "--model", model_folder, capsys=capsys)
-    assert "There is no images in the folder" in fails(tmp_path, "--model", model_folder, capsys=capsys)
+    assert "There are no images in the folder" in fails(tmp_path, "--model", model_folder, capsys=capsys)
+
+
+@pytest.fixture
+def odd_labels(model_folder, tmp_path):
+    """Function that writes the model with other names of its classes."""
+
+    def write(change) -> Path:
+        folder = shutil.copytree(model_folder, tmp_path / "odd")
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"id2label": change(config["id2label"]), "label2id": {}}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_names_of_others_say_nothing_to_a_terminal(encoding, odd_labels, images, tmp_path, monkeypatch, capsys):
+    """Whatever it has letters for."""
+    label, stdout = "\x1b]0;title\x07猫\r\nfake", io.BytesIO()
+    model = odd_labels(lambda labels: {number: f"{label}{number}" for number in labels})
+    image, broken = tmp_path / "\x1b[31mä.png", tmp_path / "\x1b[32mö.png"
+    shutil.copyfile(images / "a.png", image)
+    broken.touch()
+    for more in ([], ["--json"]):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stdout, encoding=encoding))
+        assert main(["predict", str(image), str(broken), "--model", str(model), "--skip-corrupt", *more]) == 0
+        sys.stdout.detach()
+    printed = stdout.getvalue().decode(encoding) + capsys.readouterr().err
+    assert not set(printed) & {*map(chr, range(32)), "\x7f"} - {"\n"}
+    assert "\\x1b]0;title\\x07" in printed and "\\x1b[32m" in printed
+    start = printed.index("\n[") + 1
+    [answer] = json.loads(printed[start : printed.index("\n]") + 2])
+    assert answer["image"] == str(image) and answer["labels"][0]["label"].startswith(label)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda labels: {"0": "a", "1": "b", "2": "c", "5": "d"},
+        lambda labels: {"1": "a", "2": "b", "3": "c", "4": "d"},
+        lambda labels: {"-1": "a", "0": "b", "1": "c", "2": "d"},
+        lambda labels: labels | {"2": 5},
+        lambda labels: labels | {"2": None},
+        lambda labels: labels | {"2": ["a"]},
+        lambda labels: {"0": "a"},
+        lambda labels: labels | {"4": "e"},
+    ],
+)
+def test_classes_have_a_name_each(change, odd_labels, images, capsys):
+    said = fails(images / "a.png", "--model", odd_labels(change), capsys=capsys)
+    assert "has no names of the classes 0 to" in said or "Cannot load" in said or "has other shapes of" in said
 
 
 def test_scores_that_are_no_numbers(model_folder, images, tmp_path, capsys):
@@ -177,14 +232,45 @@ def test_a_limit_takes_images_of_all_class_folders(tmp_path):
     assert len(find_images([str(tmp_path)], 12)) == len(find_images([str(tmp_path)])) == 12
 
 
-@pytest.mark.parametrize("column", ["struct", "bytes"])
-def test_parquet(model_folder, images, tmp_path, column, capsys):
+STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        lambda files: {"label": [1, 2], "img": [{"bytes": file.read_bytes(), "path": None} for file in files]},
+        lambda files: {"img": [{"bytes": file.read_bytes()} for file in files]},
+        lambda files: {"img": pa.array([{"bytes": None, "path": str(file)} for file in files], STRUCT)},
+        lambda files: {"bits": [file.read_bytes() for file in files]},
+        lambda files: {"image": pa.array([file.read_bytes() for file in files], pa.large_binary())},
+        lambda files: {"hash": [b"a", b"b"], "photo": [file.read_bytes() for file in files]},
+        lambda files: {"hash": [b"a", b"b"], "image": [{"bytes": file.read_bytes(), "path": None} for file in files]},
+        lambda files: {"key": pa.array([b"ab", b"cd"], pa.binary(2)), "IMG": [file.read_bytes() for file in files]},
+        lambda files: {"name": ["a", "b"], "file_name": list(map(str, files))},
+        lambda files: {"path": ["x", "y"], "image": pa.array(map(str, files), pa.large_string())},
+    ],
+)
+def test_parquet(columns, model_folder, images, tmp_path, capsys):
+    """The images that training takes from such files."""
+    files = [images / name for name in ("a.png", "b.jpg")]
+    pq.write_table(pa.table(columns(files)), tmp_path / "images.parquet")
+    for (name, image), (_, expected) in zip(
+        read_images([tmp_path / "images.parquet"]), read_images(files), strict=True
+    ):
+        assert image.tobytes() == expected.tobytes() and name.startswith(f"{tmp_path / 'images.parquet'}[")
+    if not any(pa.types.is_fixed_size_binary(field.type) for field in pq.read_schema(tmp_path / "images.parquet")):
+        trained = load_images(str(tmp_path / "images.parquet"))
+        assert decode_image(trained[1]["image"], 1).tobytes() == image.tobytes()
+
+
+def test_a_parquet_file_is_labeled(model_folder, images, tmp_path, capsys):
     encoded = [(images / name).read_bytes() for name in ("a.png", "b.jpg")]
-    values = [{"bytes": item, "path": None} for item in encoded] if column == "struct" else encoded
-    pq.write_table(pa.table({"label": [1, 2], "img": values}), tmp_path / "images.parquet")
+    pq.write_table(pa.table({"one": encoded, "two": encoded[::-1]}), tmp_path / "images.parquet")
     arguments = ["--model", model_folder, "--json"]
     _, expected, _ = run(images / "a.png", images / "b.jpg", *arguments, capsys=capsys)
-    _, output, _ = run(tmp_path / "images.parquet", *arguments, capsys=capsys)
+    error = fails(tmp_path / "images.parquet", *arguments, capsys=capsys)
+    assert "has 2 image columns among one, two; expected one. Name it with --image-column" in error
+    _, output, _ = run(tmp_path / "images.parquet", *arguments, "--image-column", "one", capsys=capsys)
     assert [r["labels"] for r in json.loads(output)] == [r["labels"] for r in json.loads(expected)]
     assert json.loads(output)[1]["image"] == f"{tmp_path / 'images.parquet'}[1]"
 
@@ -294,7 +380,9 @@ def test_missing_file(model_folder, tmp_path, capsys):
 
 
 def test_empty_pattern(model_folder, tmp_path, capsys):
-    assert "no file matches" in fails(tmp_path / "*.png", "--model", model_folder, capsys=capsys)
+    assert "There is no file that matches the pattern" in fails(
+        tmp_path / "*.png", "--model", model_folder, capsys=capsys
+    )
 
 
 def test_empty_folder(model_folder, tmp_path, capsys):
@@ -317,7 +405,7 @@ def test_corrupt_parquet(model_folder, tmp_path, capsys):
     assert "no parquet file or is corrupt" in fails(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
     pq.write_table(pa.table({"label": [1], "name": ["a"]}), tmp_path / "x.parquet")
     error = fails(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
-    assert "no column with images, only label, name" in error
+    assert "has no image columns among label, name; expected one" in error
 
 
 def test_corrupt_image_in_parquet_is_named_by_its_index(model_folder, images, tmp_path, capsys):

@@ -59,10 +59,22 @@ def test_makes_a_repository_a_picture_and_results(tmp_path, capsys):
     table = printed[printed.index("both models in this run") :]
     rows = [line.split() for line in table.splitlines() if line.startswith(("teacher", "student"))]
     assert [row[0] for row in rows] == ["teacher", "student", "student"] and "images/s" in table
-    assert [row[2] for row in rows] == ["65", "8", "16"]
+    assert [row[2:4] for row in rows] == [["64", "65"], ["7", "8"], ["15", "16"]]
+
+    # What a reader would ask.
+    assert "128 images without labels. Each is shown 2 times: the bar counts to 256." in printed
+    assert "judged on 25 images that are held back; at the end on 100" in printed
+    assert "The student has more parameters" in printed
 
     with pytest.raises(ValueError, match="finished quickstart"):
         quickstart.main(["--output", str(out)])
+
+
+def test_what_surprises_is_explained():
+    teacher = {"parameters": 3, "images/s, 1": 90.0}
+    assert quickstart.explain(teacher, {"parameters": 2, "images/s, 1": 95.0}) == ""
+    said = quickstart.explain(teacher, {"parameters": 4, "images/s, 1": 80.0})
+    assert "has more parameters" in said and "One image at a time it is no faster" in said
 
 
 def test_refuses_a_folder_with_something_else_in_it(tmp_path):

@@ -1,6 +1,8 @@
 """The number of tokens, chosen on the command line of `frugalvit predict` and `frugalvit evaluate`."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -92,6 +94,35 @@ def test_evaluation_with_a_count(elastic, tmp_path):
     few, all_tokens = evaluate(elastic, tmp_path, "--num-tokens", "4"), evaluate(elastic, tmp_path)
     assert few["num_tokens"] == 4 and "num_tokens" not in all_tokens
     assert few["loss"] != all_tokens["loss"]
+
+
+@pytest.mark.parametrize("part", ["classifier", "tower"])
+def test_tokens_are_those_of_a_thread(part, elastic):
+    """Threads that share a model get what each asked for, those that ask for none the model's own; within each other,
+    and after an error, too."""
+    model = SparseFormerForImageClassification.from_pretrained(elastic).eval()
+    run = model if part == "classifier" else model.base_model
+    pixel_values, wrong = torch.randn(1, 3, 32, 32), []
+    with torch.no_grad():
+        wanted = {count: run(pixel_values, num_tokens=count)[0] for count in (4, 9, 16)}
+
+    def check(count: int):
+        with torch.no_grad():
+            wrong.extend([count] * (not torch.equal(run(pixel_values)[0], wanted[count])))
+
+    def work(count: int | None, inner: int):
+        for _ in range(10):
+            with nullcontext() if count is None else using_tokens(model, count):
+                check(count or 16)
+                with suppress(ZeroDivisionError), using_tokens(model, inner):
+                    check(inner)
+                    raise ZeroDivisionError
+                check(count or 16)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, (4, 9, 16, None, 4, None), (9, 4, 4, 9, 16, 4)))
+    assert not wrong and model.config.num_tokens is None
+    assert not any(part._forward_pre_hooks for part in model.modules())
 
 
 @pytest.mark.parametrize(

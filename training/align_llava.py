@@ -21,19 +21,15 @@ from accelerate.utils import DistributedType
 from PIL import Image
 from tqdm import tqdm
 
-from ..common.command_line import DEVICE_MAPS
 from ..common.conversations import (
     NO_ANSWER,
-    PALIGEMMA_PROMPT,
-    PROMPT,
-    check_prompt,
     default_prompt,
     hold_back,
     is_conversations,
     read_conversations,
 )
 from ..common.data import NO_EVALUATION, load_splits
-from ..common.loading import QUANTIZATIONS, load_llava, load_vision_model
+from ..common.loading import load_llava, load_vision_model
 from ..common.names import without_place
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.image_tokens import projected_tokens
@@ -42,13 +38,8 @@ from ..modeling.swap import input_device, matching_processor, swap_vision_tower
 from .components.answers import Answers, answer, select
 from .components.arguments import (
     DataArguments,
-    OptimizerArguments,
     RunArguments,
-    argument,
     check,
-    check_at_least,
-    check_share,
-    parse_arguments,
     run_as_program,
 )
 from .components.augmentation import BootstrapView, PairedEvalView
@@ -60,11 +51,9 @@ from .components.optimizers import optimizer_with_schedule
 from .components.partly_trained import Learner
 from .components.runs import start_accelerator
 from .components.sharding import prepare
+from .options.align_llava import PRECISIONS, PROG, AnswerArguments, parse
 
 
-PROG = "frugalvit align-llava"
-PRECISIONS = {"float32": None, "bfloat16": "bf16", "float16": "fp16"}
-QUESTIONS = ["What is in the image?", "Describe the image.", "What is this?"]
 # Of the learning rate: weights of the language model are moved less than those of the projector (LLaVA 1.5 takes 2e-4
 # beside 1e-3).
 LORA_RATE = 0.2
@@ -76,90 +65,9 @@ answer = model.generate(**inputs, max_new_tokens=20)
 print(processor.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 
-@dataclass
-class LlavaArguments:
-    """Which LLaVA reads which tower, and what of it learns."""
-
-    model: str = argument(help="Folder or hub id (@revision, too) of a LLaVA in the style of 1.5 or a PaliGemma.")
-    vision_model: str = argument(help="Folder or hub id of a SparseFormer that was bootstrapped from its tower.")
-    num_tokens: int | None = argument(None, "Latent tokens of the tower. Default: its own.")
-    lora_rank: int = argument(
-        0, "Rank of what is learned of the language model's matrices; 0 leaves them as they are."
-    )
-    dtype: str = argument(
-        "float32",
-        "Of the weights that stay as they are, and of those that are written. The ones that learn are float32.",
-        choices=[*PRECISIONS],
-    )
-    quantize: str | None = argument(
-        None,
-        "Hold the language model's weights so (pip install frugalvit[quantize]). They are written as they were.",
-        choices=[*QUANTIZATIONS],
-    )
-    device_map: str | None = argument(
-        None,
-        "Share the LLaVA out among the accelerators, the memory and the disk, as Accelerate does, in one process.",
-        choices=[*DEVICE_MAPS],
-    )
-
-    def __post_init__(self):
-        check_at_least(self, 0, "lora_rank")
-        if self.num_tokens is not None:
-            check_at_least(self, 1, "num_tokens")
-
-
-@dataclass
-class AnswerArguments:
-    """What is asked about the images, and answered."""
-
-    questions: list[str] = argument(QUESTIONS, "Questions, one of which is asked about each view of an image.")
-    prompt: str | None = argument(
-        None,
-        "What a question is put into, with {image} and {question}. "
-        f"Default: {PROMPT!r} for a LLaVA, {PALIGEMMA_PROMPT!r} for a PaliGemma.",
-    )
-    answer_tokens: int = argument(16, "Most tokens of an answer that the LLaVA gives.")
-    feature_loss_weight: float = argument(
-        1.0, "Weight of an added distance of the projected tokens' mean from that of the LLaVA as it was."
-    )
-    crop_scale: list[float] = argument([0.5, 1.0], "Lowest and highest share of the area that a crop shows.")
-    flip: float = argument(0.5, "Probability of a horizontal flip.")
-    image_folder: str | None = argument(
-        None, "Where images of conversations are. Default: the folder of the conversations."
-    )
-
-    def __post_init__(self):
-        check(self.questions, all(self.questions) and bool(self.questions), "questions", "one text or more")
-        if self.prompt is not None:
-            check_prompt(self.prompt)
-        check_at_least(self, 1, "answer_tokens")
-        check_at_least(self, 0, "feature_loss_weight")
-        check_share(self, "flip")
-        fits = len(self.crop_scale) == 2 and 0 < self.crop_scale[0] <= self.crop_scale[1]
-        check(self.crop_scale, fits, "crop_scale", "two positive numbers, lower first")
-
-
-@dataclass
-class AlignmentOptimizerArguments(OptimizerArguments):
-    """An optimizer with a warm-up and a schedule."""
-
-    weight_decay: float = argument(0.0, "Weight decay; none on biases.")
-    warmup_epochs: float = argument(0.03, "Epochs of linear warm-up from 0.")
-
-
-@dataclass
-class AlignmentRunArguments(RunArguments):
-    """How long, how and where to train."""
-
-    epochs: int = argument(1, "Epochs.")
-    batch_size: int = argument(32, "Images of one optimizer step, over all processes and accumulation steps.")
-    eval_batch_size: int = argument(32, "Images of one evaluation step, over all processes.")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe with a command line's arguments."""
-    groups = [LlavaArguments, AnswerArguments, DataArguments, AlignmentOptimizerArguments, AlignmentRunArguments]
-    arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
+    arguments = parse(argv)
     parts, asking, data, optimization, run = arguments
     choose_precision(parts.dtype, run)
     accelerator = start_accelerator(run, PROG, argv, list(arguments))

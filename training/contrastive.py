@@ -8,7 +8,6 @@ batch. The tokenizer knows the words of the sentences.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,13 +20,6 @@ from ..common.data import class_names, load_splits
 from ..common.metrics import TopKAccuracy
 from ..common.views import CAPTION, EvalView, ImageFormat, random_seed
 from .components.arguments import (
-    DataArguments,
-    OptimizerArguments,
-    RunArguments,
-    argument,
-    check,
-    check_at_least,
-    parse_arguments,
     run_as_program,
 )
 from .components.augmentation import SmallDataView
@@ -39,40 +31,12 @@ from .components.models import read_values
 from .components.optimizers import optimizer_with_schedule
 from .components.runs import start_accelerator
 from .components.sharding import prepare
-
-
-PROG = "frugalvit contrastive"
-SENTENCES = [
-    "a photo of a {} .",
-    "a small photo of a {} .",
-    "a blurry photo of the {} .",
-    "a picture of one {} .",
-    "this is a {} .",
-    "there is a {} in this image .",
-    "the {} .",
-    "a {} .",
-]
-
-
-@dataclass
-class ClipArguments:
-    """What to train."""
-
-    vision: str = argument("", "Fields of CLIPVisionConfig, for example image_size=32,patch_size=4,hidden_size=192.")
-    text: str = argument("", "Fields of CLIPTextConfig, for example hidden_size=128,num_hidden_layers=2.")
-    projection_dim: int = argument(128, "Width of the space in which both sides meet.")
-    sentences: list[str] = argument(SENTENCES, "Sentences with {} where the name of a class goes.")
-
-    def __post_init__(self):
-        check_at_least(self, 1, "projection_dim")
-        for sentence in self.sentences:
-            check(sentence, sentence.count("{}") == 1, "sentences", "sentences with one {} in each")
+from .options.contrastive import PROG, ClipArguments, parse
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe with a command line's arguments."""
-    groups = [ClipArguments, DataArguments, OptimizerArguments, RunArguments]
-    arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
+    arguments = parse(argv)
     clip, data, optimization, run = arguments
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
     say_license(accelerator, run)

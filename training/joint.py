@@ -11,12 +11,10 @@ the losses of one to the digit.
 import dataclasses
 import functools
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from transformers import ViTImageProcessor
 
 from ..common.data import class_names, load_splits
@@ -25,18 +23,10 @@ from ..common.metrics import TopKAccuracy
 from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
-from ..modeling.initialization import INITIALIZATIONS
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
-from ..modeling.reference_initialization import REFERENCE
 from .components.arguments import (
     DataArguments,
-    OptimizerArguments,
     RunArguments,
-    argument,
-    check,
-    check_at_least,
-    check_share,
-    parse_arguments,
     run_as_program,
 )
 from .components.augmentation import SmallDataView
@@ -44,103 +34,20 @@ from .components.cards import choice_of_epoch, count_measured, name_images, say_
 from .components.checkpoints import TrainingState
 from .components.loaders import make_loaders
 from .components.loop import fit
-from .components.models import choose_attention, initialize, read_values
-from .components.optimizers import OPTIMIZERS, optimizer_with_schedule
+from .components.models import choose_attention, configure_start, read_values
+from .components.optimizers import optimizer_with_schedule
 from .components.runs import start_accelerator
 from .components.sharding import prepare
+from .options.joint import CLIPPING, PROG, TwinArguments, parse
 
 
-PROG = "frugalvit joint"
-# The reference's clipping of the ViT's gradient; for Joint- and Shared-S it has none.
-CLIPPING = {"joint-base": 2.0, "shared-base": 0.1}
 # Folders of the two models within a run's, and what their accuracies are called.
 PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
 
 
-@dataclass
-class TwinArguments:
-    """The two models and what they teach each other."""
-
-    variant: str = argument("joint-small", "The paper's models.", choices=[*VARIANTS])
-    vit: str = argument("", "Other values of the ViT's configuration, for example image_size=32,patch_size=4.")
-    agent: str = argument("", "Other values of the agent's, for example patch_size=4.")
-    config_overrides: str = argument("", "Other values of the pair's, for example hint_weight=5,temperature=2.")
-    without_hint_at: list[float] = argument(
-        [], "Relative depths, above 0 to 1, where tokens get no hint: 1 is the last block."
-    )
-    initialization: str = argument(
-        REFERENCE,
-        "reference, of both models, as the paper's code has it; default, Transformers' and PyTorch's own; or that and "
-        "another start of the ViT's attention.",
-        choices=[REFERENCE, "default", *INITIALIZATIONS],
-    )
-    initialization_options: str = argument("", "Arguments of frugalvit.initialize_attention_.")
-    attn_implementation: str | None = argument(
-        None, "eager, sdpa, …; default: eager on CPUs, whose fused attention goes back slowly, or else the model's."
-    )
-
-    def __post_init__(self):
-        for depth in self.without_hint_at:
-            check(depth, 0 < depth <= 1, "without_hint_at", "numbers above 0, to 1")
-
-
-@dataclass
-class RecipeArguments:
-    """Views of the images, and the optimizer."""
-
-    crop: str = argument(
-        "padded",
-        "padded: a crop from the padded image, for small images. resized: a random part, resized.",
-        choices=["padded", "resized"],
-    )
-    crop_scale: list[float] = argument([0.6, 1.0], "Lowest and highest share of the area for --crop resized.")
-    crop_size: int | None = argument(
-        32, "Pixels of the images when they are padded and cropped, before they are resized for the model."
-    )
-    crop_padding: int = argument(4, "Pixels of padding on each side.")
-    padding_mode: str = argument("constant", "What they show: the image, or black.", choices=["reflect", "constant"])
-    flip: float = argument(0.5, "Probability of a horizontal flip.")
-    optimizer: str = argument("adamw", "adamw, muon, or sam, adamw that seeks flat minima.", choices=[*OPTIMIZERS])
-    sam_rho: float = argument(0.05, "How far --optimizer sam looks; the reference: 0.1.")
-
-    def __post_init__(self):
-        check_share(self, "flip")
-        check_at_least(self, 0, "crop_padding", "sam_rho")
-        fits = len(self.crop_scale) == 2 and 0 < self.crop_scale[0] <= self.crop_scale[1]
-        check(self.crop_scale, fits, "crop_scale", "two positive numbers, lower first")
-        if self.crop_size is not None:
-            check_at_least(self, 1, "crop_size")
-
-
-@dataclass
-class JointOptimizerArguments(OptimizerArguments):
-    """An optimizer for both models, and its schedule."""
-
-    warmup_epochs: float = argument(0.0, "Epochs of linear warm-up from 0.")
-
-
-@dataclass
-class JointRunArguments(RunArguments):
-    """How long, how and where to train."""
-
-    epochs: int = argument(240, "Epochs, in whose steps the weight of the hints decays linearly to 0.")
-    batch_size: int = argument(64, "Images of one optimizer step, over all processes and accumulation steps.")
-    max_grad_norm: float | None = argument(
-        None,
-        "Clip the ViT's gradient to this norm; 0 does not. Default: the reference's, 2 for joint-base, 0.1 for "
-        "shared-base, 0 for the small ones.",
-    )
-
-    def __post_init__(self):
-        given, self.max_grad_norm = self.max_grad_norm, self.max_grad_norm or 0.0
-        super().__post_init__()
-        self.max_grad_norm = given
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe with a command line's arguments."""
-    groups = [TwinArguments, DataArguments, RecipeArguments, JointOptimizerArguments, JointRunArguments]
-    all_arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
+    all_arguments = parse(argv)
     arguments, data, recipe, optimization, run = all_arguments
     if run.max_grad_norm is None:
         run.max_grad_norm = CLIPPING.get(arguments.variant.removesuffix("-res"), 0.0)
@@ -152,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     if eval_images is not None and class_names(eval_images) is None:
         raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
 
-    model = build_twins(arguments, names)
+    model = build_twins(arguments, names, run.seed)
     # An agent has no attention.
     choose_attention(model.vit, arguments.attn_implementation, accelerator.device)
     if run.compile:
@@ -222,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def build_twins(arguments: TwinArguments, names: list[str]) -> BootstrappedViTForImageClassification:
+def build_twins(arguments: TwinArguments, names: list[str], seed: int = 0) -> BootstrappedViTForImageClassification:
     """The pair for these class names, in float32."""
     values = VARIANTS[arguments.variant]
     config = BootstrappedViTConfig(
@@ -231,7 +138,7 @@ def build_twins(arguments: TwinArguments, names: list[str]) -> BootstrappedViTFo
             "vit_config": values["vit_config"] | read_values("vit", arguments.vit),
             "agent_config": values["agent_config"] | read_values("agent", arguments.agent),
             **read_values("config_overrides", arguments.config_overrides),
-            "initialization": REFERENCE if arguments.initialization == REFERENCE else "default",
+            "initialization": "default",
         },
         id2label=dict(enumerate(names)),
         label2id={name: index for index, name in enumerate(names)},
@@ -241,10 +148,9 @@ def build_twins(arguments: TwinArguments, names: list[str]) -> BootstrappedViTFo
     if without:
         hinted = range(blocks) if config.hint_layers is None else config.hint_layers
         config.hint_layers = [layer for layer in hinted if layer not in without]
-    model = BootstrappedViTForImageClassification._from_config(config)
-    if arguments.initialization in INITIALIZATIONS or arguments.initialization_options:
-        initialize(model.vit, arguments.initialization, arguments.initialization_options)
-    return model
+    configure_start(config, arguments.initialization, arguments.initialization_options, seed)
+    config.agree()
+    return BootstrappedViTForImageClassification._from_config(config)
 
 
 def starting_twins(values: dict, config) -> BootstrappedViTForImageClassification:
@@ -252,8 +158,8 @@ def starting_twins(values: dict, config) -> BootstrappedViTForImageClassificatio
     arguments = TwinArguments(
         **{f.name: values[f.name] for f in dataclasses.fields(TwinArguments) if f.name in values}
     )
-    set_seed(values["seed"])
-    return build_twins(arguments, [config.id2label[label] for label in range(config.num_labels)])
+    names = [config.id2label[label] for label in range(config.num_labels)]
+    return build_twins(arguments, names, values["seed"])
 
 
 @torch.inference_mode()

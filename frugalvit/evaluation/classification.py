@@ -2,7 +2,6 @@
 
 import argparse
 import time
-from fractions import Fraction
 
 import datasets
 import torch
@@ -13,51 +12,10 @@ from ..common.exported import ExportedModule
 from ..common.loading import load_image_classifier
 from ..common.metrics import evaluate_classifier
 from ..common.views import ImageFormat
-from ..tokens import Adaptive, add_token_arguments, choose_tokens
-from .imagenet import PROTOCOLS, right_answers
-from .images import add_image_arguments, image_batches, images_to_evaluate
+from ..tokens import Adaptive, choose_tokens
+from .imagenet import right_answers
+from .images import image_batches, images_to_evaluate
 from .robustness import fgsm, occlude_center
-
-
-def add_parser(tasks) -> None:
-    parser = tasks.add_parser(
-        "classification",
-        help="top-1 and top-5 accuracy of an image classifier",
-        description="Top-1 and top-5 accuracy of an image classifier, with the model's own image processor.",
-    )
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id (@revision, too)")
-    parser.add_argument(
-        "--protocol",
-        choices=list(PROTOCOLS),
-        default="labels",
-        help="; ".join(f"{name}: {text}" for name, text in PROTOCOLS.items()) + " (default: %(default)s)",
-    )
-    parser.add_argument("--attack", choices=["fgsm"], help="attack the images by the fast gradient sign method")
-    parser.add_argument(
-        "--eps", type=share, default=1 / 255, help="step of the attack, of colors in 0..1 (default: 1/255)"
-    )
-    parser.add_argument("--occlude", choices=["center"], help="hide the middle of the images")
-    parser.add_argument("--ratio", type=share, default=0.25, help="hidden share of the area (default: %(default)s)")
-    add_token_arguments(parser)
-    add_image_arguments(parser)
-    parser.add_argument(
-        "--class-names",
-        nargs="+",
-        metavar="NAME",
-        help="names of the labels 0, 1, …, as the model has them, or its numbers, where the data set has others",
-    )
-    parser.set_defaults(evaluate=run)
-
-
-def share(text: str) -> float:
-    """A number above 0 and up to 1, also as a fraction, for argparse."""
-    try:
-        value = float(Fraction(text))
-    except (ValueError, ZeroDivisionError) as error:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number or a fraction such as 1/255") from error
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected more than 0 and at most 1")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
@@ -140,7 +98,8 @@ def classification_accuracy(
             if occluded_share:
                 pixel_values = occlude_center(pixel_values, occluded_share)
             if fgsm_eps:
-                mean, std = image_format.mean, image_format.std
+                order = -1 if image_format.reverse_channels else 1
+                mean, std = image_format.mean[::order], image_format.std[::order]
                 pixel_values = fgsm(model, pixel_values, right, fgsm_eps, mean, std, classes)
             yield {"pixel_values": pixel_values, "labels": right}
 

@@ -18,7 +18,7 @@ from ..common.loading import load_exported, load_image_processor, load_vision_mo
 from ..common.metrics import check_scores
 from ..common.views import EvalView, ImageFormat
 from ..modeling.hosts import read_anatomy
-from .images import add_image_arguments, image_batches, images_to_evaluate, take_first
+from .images import image_batches, images_to_evaluate, take_first
 
 
 # Outputs of exported models that are an image's embedding.
@@ -185,30 +185,6 @@ def embed_images(
         check_scores(features[-1], "embeddings")
         read += indices
     return LabeledFeatures(torch.cat(features), torch.from_numpy(label_numbers(images)[read]))
-
-
-def add_feature_arguments(parser: argparse.ArgumentParser):
-    """The model, the images to learn from and those to judge by."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="FOLDER",
-        help="folder or hub id (@revision, too) of a SparseFormer, a vision transformer with or without classifier or "
-        "a CLIP, or open_clip:MODEL:PRETRAINED",
-    )
-    add_image_arguments(parser)
-    add_training_images_arguments(parser)
-
-
-def add_training_images_arguments(parser: argparse.ArgumentParser):
-    """What `read_labeled_parts` reads besides `add_image_arguments`."""
-    parser.add_argument("--train-split", default="train", help="to learn from (default: %(default)s)")
-    parser.add_argument(
-        "--eval-dataset",
-        nargs="+",
-        help="to judge by, where it is not a split of --dataset (default: --dataset)",
-    )
-    parser.add_argument("--classes", nargs="+", metavar="NAME", help="take the images of these classes alone")
 
 
 def read_evaluated(

@@ -12,12 +12,6 @@ from timm.data.real_labels import RealLabelsImagenet
 from ..common.classes import IMAGENET_CLASSES, match_labels
 
 
-PROTOCOLS = {
-    "labels": "the data set's labels",
-    "imagenet-v2": "ImageNet-V2, whose folders are named 0 to 999",
-    "imagenet-real": "ImageNet's validation images with the ReaL labels; images without any do not count",
-    "imagenet-a": "ImageNet-A, whose 200 classes alone are compared",
-}
 _VALIDATION_NAME = re.compile(r"ILSVRC2012_val_\d{8}")
 
 

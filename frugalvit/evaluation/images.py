@@ -8,15 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from ..common.command_line import (
-    add_device_argument,
-    add_skip_argument,
-    add_trust_argument,
-    add_worker_argument,
-    positive,
-)
 from ..common.data import (
-    SUBSET,
     CorruptImageError,
     decode_image,
     evaluation_splits,
@@ -25,52 +17,7 @@ from ..common.data import (
     say_if_few_classes,
     split_names,
 )
-
-
-def add_image_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments for `images_to_evaluate`, and how to go through the images."""
-    add_dataset_arguments(parser)
-    add_limit_argument(parser)
-    add_reading_arguments(parser)
-    add_loop_arguments(parser)
-
-
-def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that name the images."""
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        default=[SUBSET],
-        help=f"datasets hub id, image folder, parquet files or folder of them, or {SUBSET} (default)",
-    )
-    add_part_arguments(parser)
-    parser.add_argument("--label-column", help="where types do not tell")
-
-
-def add_part_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that name a part of a data set and the images in it."""
-    parser.add_argument("--dataset-config", help="configuration of a hub data set with several")
-    parser.add_argument("--split", help="default: test, else validation, else all, train")
-    parser.add_argument("--image-column", help="where names and types do not tell")
-
-
-def add_limit_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--limit", type=positive, help="take only the first images")
-
-
-def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of how to go through the images."""
-    add_skip_argument(parser)
-    add_worker_argument(parser)
-
-
-def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) -> None:
-    """Arguments of every task: how, where, and what to write."""
-    parser.add_argument("--batch-size", type=positive, default=batch_size, help="default: %(default)s")
-    parser.add_argument("--output", metavar="FILE", help="write the results into this .json, too")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_device_argument(parser)
-    add_trust_argument(parser)
+from ..common.views import prepare_images
 
 
 def images_to_evaluate(
@@ -146,5 +93,5 @@ class _Collate:
                     raise
                 continue
             readable.append(index)
-        pixel_values = self.image_processor(decoded, return_tensors="pt")["pixel_values"] if decoded else None
+        pixel_values = prepare_images(self.image_processor, decoded) if decoded else None
         return pixel_values, readable, len(indices)

@@ -6,27 +6,13 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from ..common.command_line import positive
-from .embeddings import LabeledFeatures, add_feature_arguments, evaluate_features
+from .embeddings import LabeledFeatures, evaluate_features
 
 
 # Temperature of the neighbors' weights, as in DINO.
 TEMPERATURE = 0.07
 # Similarities that are in memory at a time.
 MOST_SIMILARITIES = 2**24
-
-
-def add_parser(tasks) -> None:
-    parser = tasks.add_parser(
-        "knn",
-        help="accuracy of the nearest neighbors of a model's features",
-        description="Top-1 and top-5 accuracy of nearest neighbors: an image is of the class for which the most "
-        "similar labeled images vote, by cosine, with weights exp(cosine / 0.07) (DINO, Caron et al. 2021). Nothing "
-        "is trained. Features are what the model's classifier reads, or its pooled token.",
-    )
-    add_feature_arguments(parser)
-    parser.add_argument("--neighbors", type=positive, default=20, help="that vote (default: %(default)s)")
-    parser.set_defaults(evaluate=run)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:

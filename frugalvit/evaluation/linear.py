@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from .embeddings import LabeledFeatures, add_feature_arguments, evaluate_features
+from .embeddings import LabeledFeatures, evaluate_features
 
 
 # Weights of the penalty among which images that are held back choose, the strongest first.
@@ -15,19 +15,6 @@ PENALTIES = (10.0, 1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
 # One image in so many of each class is held back for that choice.
 HELD_BACK = 5
 STEPS = 200
-
-
-def add_parser(tasks) -> None:
-    parser = tasks.add_parser(
-        "linear",
-        help="accuracy of a linear classifier on a model's frozen features",
-        description="Top-1 and top-5 accuracy of a linear probe: logistic regression on standardized features of the "
-        "frozen model, whose penalty a fifth of the training images chooses. Features are what the model's classifier "
-        "reads, or its pooled token.",
-    )
-    add_feature_arguments(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of what is held back (default: %(default)s)")
-    parser.set_defaults(evaluate=run)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:

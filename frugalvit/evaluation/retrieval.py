@@ -7,41 +7,16 @@ from pathlib import Path
 import datasets
 import torch
 
-from ..common.command_line import add_worker_argument
 from ..common.data import load_images, load_table
 from ..common.files import read_text
 from ..common.metrics import check_scores
-from .images import add_limit_argument, add_loop_arguments, image_batches, take_first
-from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers, name_models
+from .images import image_batches, take_first
+from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
 
 # Similarities that are held at once; 30,000 images have 4.5 billion with their captions.
 CHUNK = 2**25
 RANKS = (1, 5, 10)
-
-
-def add_parser(tasks) -> None:
-    parser = tasks.add_parser(
-        "retrieval",
-        help="recall of images by text and of text by images",
-        description="Recall at 1, 5 and 10, in percent, of the captions of each image among all captions (one of an "
-        "image's captions suffices), and of the image of each caption among all images.",
-    )
-    add_model_arguments(parser)
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        required=True,
-        help="Karpathy's .json of COCO or Flickr30k, or parquet files with a column of images and one of captions, a "
-        "list of texts",
-    )
-    parser.add_argument("--image-folder", type=Path, help="where the images of a .json lie")
-    parser.add_argument("--split", default="test", help="of a .json (default: test)")
-    parser.add_argument("--caption-column", default="captions", help="default: captions")
-    add_limit_argument(parser)
-    add_worker_argument(parser)
-    add_loop_arguments(parser)
-    parser.set_defaults(evaluate=run)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:

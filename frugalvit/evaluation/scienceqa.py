@@ -10,51 +10,16 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from ..common.command_line import add_device_map_argument, positive
-from ..common.conversations import check_prompt
 from ..common.data import check_image_column, decode_image, default_split, load_table
-from ..common.loading import DTYPES, QUANTIZATIONS, load_pretrained, split_revision
+from ..common.loading import load_pretrained, split_revision
+from ..common.prompts import check_prompt
 from ..modeling.swap import input_device
-from .images import add_loop_arguments, take_first
+from ..options.evaluate import PROMPT
+from .images import take_first
 
 
 LETTERS = "ABCDEFGH"
-PROMPT = "USER: {image}{question}\nAnswer with the option's letter from the given choices directly. ASSISTANT:"
 COLUMNS = ("image", "question", "choices", "answer")
-
-
-def add_parser(tasks) -> None:
-    parser = tasks.add_parser(
-        "scienceqa",
-        help="accuracy of a LLaVA on multiple-choice questions",
-        description="Accuracy of a LLaVA on ScienceQA, in all and of questions with and without an image. An answer "
-        "that names no option counts as wrong.",
-    )
-    parser.add_argument(
-        "--model", required=True, metavar="FOLDER", help="folder or hub id (@revision, too) of a LLaVA"
-    )
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        required=True,
-        help="hub id (derek-thomas/ScienceQA) or parquet files with the columns image, question, choices, answer and, "
-        "if there is context, hint",
-    )
-    parser.add_argument("--split", help="default: test; files given directly are one part, train")
-    parser.add_argument(
-        "--prompt", default=PROMPT, help="with {image} and {question} (default: that of LLaVA 1.5: %(default)r)"
-    )
-    parser.add_argument("--max-new-tokens", type=positive, default=8, help="default: 8")
-    parser.add_argument("--limit", type=positive, help="take only the first questions")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
-    parser.add_argument(
-        "--quantize",
-        choices=QUANTIZATIONS,
-        help="hold the language model's weights so (pip install frugalvit[quantize])",
-    )
-    add_device_map_argument(parser)
-    add_loop_arguments(parser, batch_size=8)
-    parser.set_defaults(evaluate=run)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:

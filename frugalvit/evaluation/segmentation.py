@@ -11,55 +11,13 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
 
-from ..common.command_line import add_skip_argument, positive
-from ..common.data import CorruptImageError, decode_image, evaluation_splits
+from ..common.data import CorruptImageError, ImageError, decode_image, evaluation_splits
 from ..common.loading import load_with_image_processor
 from ..common.masks import MaskReader, load_masked_images, masked_split_names
 from ..common.metrics import SegmentationScores, check_scores
-from ..common.views import ImageFormat
+from ..common.views import LONGEST, ImageFormat
 from ..pictures import check_picture_path, draw_segmentation, save_figure
-from .images import add_limit_argument, add_loop_arguments, add_part_arguments, take_first
-
-
-def add_parser(tasks) -> None:
-    parser = tasks.add_parser(
-        "segmentation",
-        help="mean IoU, mean accuracy and pixel accuracy of a semantic segmentation model",
-        description="Mean IoU, mean accuracy and pixel accuracy at the resolution of the masks, of images resized to "
-        "the model's size as a whole or, with --window, seen through a window that slides over them.",
-    )
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id (@revision, too)")
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        required=True,
-        help="datasets hub id, parquet files or folder of them, or a folder with images/ and annotations/",
-    )
-    add_part_arguments(parser)
-    parser.add_argument("--mask-column", help="where there are several")
-    parser.add_argument("--ignored-labels", type=int, nargs="+", default=[], help="that do not count, besides 255")
-    parser.add_argument(
-        "--reduce-labels",
-        action="store_true",
-        help="0 does not count, 1 is first (default: as the model's image processor says)",
-    )
-    parser.add_argument(
-        "--window", type=positive, nargs="+", help="pixels of a window, one number or height and width, that slides"
-    )
-    parser.add_argument("--stride", type=positive, help="of the window (default: two thirds of its shorter side)")
-    parser.add_argument("--shorter-side", type=positive, help="of images under the window (default: the window's)")
-    parser.add_argument("--flip", action="store_true", help="average with what the mirrored image gives")
-    add_limit_argument(parser)
-    parser.add_argument(
-        "--picture",
-        metavar="FILE",
-        help="draw images, true and predicted classes, and what the tokens of a SparseFormer do, into this .png, .pdf "
-        "or .svg",
-    )
-    parser.add_argument("--drawn", type=positive, nargs="+", default=[1, 2, 3], help="which, from 1 (default: 1 2 3)")
-    add_skip_argument(parser)
-    add_loop_arguments(parser, batch_size=16)
-    parser.set_defaults(evaluate=run)
+from .images import take_first
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
@@ -174,7 +132,7 @@ def picture_of(model: PreTrainedModel, image_format: ImageFormat, images: datase
     for index, record in enumerate(images):
         picture = decode_image(record["image"], index)
         pixels.append(_resize(picture, image_format.size, image_format))
-        masks.append(read_mask(record["mask"], index, picture.size))
+        masks.append(read_mask(record["mask"], index, picture.size, picture.info["orientation"]))
     pixels = torch.stack(pixels)
     sparse = {"output_rois": True, "output_token_maps": True} if model.config.model_type == "sparseformer" else {}
     outputs = model(pixel_values=image_format.normalize(pixels).to(model.device), **sparse)
@@ -194,7 +152,8 @@ def _batches(
     for index in range(len(images)):
         try:
             picture = decode_image(images[index]["image"], index)
-            batch.append((picture, read_mask(images[index]["mask"], index, picture.size)))
+            mask = read_mask(images[index]["mask"], index, picture.size, picture.info["orientation"])
+            batch.append((picture, mask))
         except CorruptImageError:
             if not skip_corrupt:
                 raise
@@ -238,6 +197,11 @@ def _slide(
     flip: bool,
 ) -> torch.Tensor:
     """Mean logits `(1, classes, height, width)` of the windows that see each pixel of the resized image."""
+    if max(picture.size) > LONGEST * min(picture.size):
+        raise ImageError(
+            f"An image has {picture.width:,} x {picture.height:,} pixels; where a --window slides it may be {LONGEST} "
+            "times as long as wide. Evaluate such images without."
+        )
     stride = stride or max(min(window) * 2 // 3, 1)
     pixels = image_format.normalize(_resize(picture, (shorter_side or min(window),), image_format)[None])
     height, width = pixels.shape[-2:]

@@ -41,20 +41,6 @@ class TwoTowers:
     device: torch.device
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="FOLDER",
-        help=f"folder or hub id (@revision, too) of a CLIP or SigLIP, {OPEN_CLIP}MODEL:PRETRAINED, or exported CLIP",
-    )
-    parser.add_argument(
-        "--vision-model",
-        metavar="FOLDER",
-        help="SparseFormer to take the place of its image side, as `frugalvit bootstrap` wrote it",
-    )
-
-
 def name_models(arguments: argparse.Namespace) -> dict[str, str]:
     """What the results say about `add_model_arguments`."""
     return {"model": arguments.model} | ({"vision_model": arguments.vision_model} if arguments.vision_model else {})

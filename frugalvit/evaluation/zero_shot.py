@@ -9,33 +9,8 @@ import torch
 
 from ..common.data import class_names
 from ..common.metrics import TopKAccuracy
-from .images import add_image_arguments, image_batches, images_to_evaluate
-from .two_towers import TwoTowers, add_model_arguments, embed_all_texts, load_two_towers, name_models
-
-
-def add_parser(tasks) -> None:
-    parser = tasks.add_parser(
-        "zero-shot",
-        help="accuracy of a CLIP that has only read the names of the classes",
-        description="Top-1 and top-5 accuracy of a CLIP that compares images with sentences about each class, with "
-        "the mean of their embeddings (Radford et al. 2021).",
-    )
-    add_model_arguments(parser)
-    parser.add_argument(
-        "--classes",
-        metavar="FILE",
-        help="names of the labels 0, 1, …, one a line, or `imagenet` for the 1,000 names that open_clip ships "
-        "(default: the data set's own)",
-    )
-    parser.add_argument(
-        "--templates",
-        metavar="FILE",
-        default="imagenet",
-        help="sentences with {} for the name, one a line, or `imagenet` for the 80 that open_clip ships (default), or "
-        "`simple` for its 7",
-    )
-    add_image_arguments(parser)
-    parser.set_defaults(evaluate=run)
+from .images import image_batches, images_to_evaluate
+from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:

@@ -1,13 +1,17 @@
 """Images of every kind, read the same way for training, evaluation, prediction and the page."""
 
 import io
+import os
+import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from frugalvit.common.data import CorruptImageError, decode_image
-from frugalvit.common.decoding import is_image_file, read_image
+from frugalvit.common.decoding import IMAGE_ENDINGS, is_image_file, is_unread_picture, read_image
+from frugalvit.common.masks import MaskReader
 from frugalvit.predict import read_images
 
 
@@ -73,7 +77,63 @@ def test_too_many_pixels_are_known_before_they_are_decoded(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "is_image"),
-    [("a.jpg", True), ("a.PNG", True), ("a.tiff", True), ("a.pdf", False), ("._a.jpg", False), ("a.txt", False)],
+    [
+        *(
+            (name, True)
+            for name in ("a.jpg", "a.PNG", "a.tiff", "a.avif", "a.Webp", "a.mpo", "a.qoi", "a.jp2", "a.jfif")
+        ),
+        *((name, False) for name in ("a.pdf", "._a.jpg", "a.txt", "a.h5", "a.mpg", "a.eps", "a.ps", "a.heic", "a.db")),
+    ],
 )
 def test_what_looks_like_an_image(name, is_image, tmp_path):
     assert is_image_file(tmp_path / name) == is_image
+
+
+@pytest.mark.parametrize("name", ["IMG_1.HEIC", "a.heif", "a.jxl", "a.CR2", "a.nef", "a.dng", "a.svg", "a.eps"])
+def test_pictures_that_are_not_read_are_known(name):
+    assert is_unread_picture(Path(name)) and not is_image_file(Path(name))
+    assert not is_unread_picture(Path(f".{name}"))
+
+
+def test_every_ending_is_of_a_format_that_is_read(tmp_path):
+    """What Pillow writes, too, is read; icons have sizes of their own."""
+    formats = Image.registered_extensions()
+    modes, tried = {".blp": "P", ".xbm": "1", ".msp": "1", ".pfm": "F"}, set()
+    for ending in IMAGE_ENDINGS:
+        if formats[ending] in Image.SAVE and formats[ending] not in ("ICNS", "ICO"):
+            Image.new(modes.get(ending, "RGB"), (32, 32)).save(tmp_path / f"a{ending}")
+            assert read_image(tmp_path / f"a{ending}").size == (32, 32)
+            tried.add(formats[ending])
+    assert tried >= {"JPEG", "PNG", "TIFF", "WEBP", "GIF", "BMP", "MPO", "JPEG2000", "PPM"}
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def within_iptc(data: bytes) -> bytes:
+    """An IPTC file with a file of any format in it, which Pillow opens."""
+    fields = [((3, 20), b"\0\x14"), ((3, 30), b"\0\x14"), ((3, 60), b"\x01\x00"), ((3, 120), b"\x01"), ((8, 10), data)]
+    return b"".join(b"\x1c" + bytes(tag) + struct.pack(">H", len(value)) + value for tag, value in fields)
+
+
+@pytest.mark.parametrize("name", ["photo.jpg", "photo.eps", "photo"])
+@pytest.mark.parametrize("data", [POSTSCRIPT, within_iptc(POSTSCRIPT)], ids=["alone", "within IPTC"])
+def test_postscript_never_reaches_another_program(name, data, tmp_path, monkeypatch):
+    ghostscript = tmp_path / "bin" / "gs"
+    ghostscript.parent.mkdir()
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", str(ghostscript.parent), prepend=os.pathsep)
+    file = tmp_path / name
+    file.write_bytes(data)
+    for read in (
+        lambda: read_image(file),
+        lambda: read_image(io.BytesIO(data)),
+        lambda: next(read_images([file])),
+        lambda: decode_image({"path": str(file), "bytes": None}, 0),
+        lambda: decode_image({"path": None, "bytes": data}, 0),
+        lambda: MaskReader(4)({"path": None, "bytes": data}, 0, (20, 20)),
+    ):
+        with pytest.raises((ValueError, UnidentifiedImageError)):
+            read()
+    assert not (tmp_path / "ran").exists()

@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all, and take the place of nothing else."""
 
+import json
 import os
 import resource
 import shutil
@@ -7,13 +8,14 @@ import signal
 import stat
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from frugalvit.common.files import check_file_path, disk_errors, locked, whole_folder, write_text
+from frugalvit.common.files import check_file_path, disk_errors, locked, read_json, whole_folder, write_text
 
 
 def write(output: Path, content: str, overwrite: bool = True):
@@ -42,7 +44,7 @@ def write_and_die(output: Path, before: str, count: int):
 
 @pytest.mark.parametrize(
     ("before", "count", "left"),
-    [("rename", 1, "old"), ("rename", 2, None), ("rmtree", 3, "new")],
+    [("rename", 1, "old"), ("rename", 2, None), ("rmtree", 2, "new")],
     ids=["before the old one goes", "before the new one comes", "before the old one is removed"],
 )
 def test_a_process_that_is_killed_loses_no_folder(before, count, left, tmp_path):
@@ -255,3 +257,110 @@ def test_a_folder_is_of_one_process(tmp_path):
     with locked(tmp_path):
         pass
     assert not os.listdir(tmp_path)
+
+
+def in_a_process(function) -> threading.Thread:
+    return in_a_thread(lambda: forked(function))
+
+
+def in_a_thread(function) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("start", [in_a_process, in_a_thread])
+@pytest.mark.parametrize("before", ["nothing", "an old model", "what a killed one left"])
+def test_two_writers_of_a_folder_are_not_mixed(before, start, tmp_path):
+    """One is refused; what appears is the work of the other alone."""
+    output, said = tmp_path / "model", tmp_path / "said"
+    if before == "an old model":
+        write(output, "old")
+    if before == "what a killed one left":
+        (tmp_path / ".model.0123.partial").mkdir()
+        (tmp_path / ".model.0123.partial" / "left").touch()
+
+    def work(tag: str):
+        try:
+            with whole_folder(output, overwrite=True) as folder:
+                for number in range(4):
+                    (folder / f"{number}-{tag}").touch()
+                    time.sleep(0.1)
+                (folder / "config.json").touch()
+        except ValueError as error:
+            said.write_text(str(error))
+
+    writers = [start(lambda: work("A"))]
+    while not list(tmp_path.glob(".model.*.partial/0-A")):
+        time.sleep(0.01)
+    writers.append(start(lambda: work("B")))
+    for writer in writers:
+        writer.join()
+    assert sorted(os.listdir(output)) == ["0-A", "1-A", "2-A", "3-A", "config.json"]
+    assert "is in use by process" in said.read_text()
+    assert sorted(os.listdir(tmp_path)) == ["model", "said"]
+
+
+def test_what_came_meanwhile_is_not_replaced(tmp_path):
+    """Also of programs that know of no lock."""
+    with pytest.raises(ValueError, match="exists and is not empty"), whole_folder(tmp_path / "model") as folder:
+        (folder / "config.json").touch()
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "mine").touch()
+    assert os.listdir(tmp_path / "model") == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda lock, mine: lock.symlink_to(mine),
+        lambda lock, mine: lock.symlink_to("../mine"),
+        lambda lock, mine: os.link(mine, lock),
+        lambda lock, mine: lock.write_text("precious"),
+        lambda lock, mine: lock.symlink_to(mine.with_name("nothing")),
+        lambda lock, mine: os.mkfifo(lock),
+        lambda lock, mine: lock.mkdir(),
+    ],
+    ids=["link", "relative link", "hard link", "a file of the user's", "link to nothing", "pipe", "folder"],
+)
+@pytest.mark.parametrize("kind", ["in a folder", "beside one"])
+def test_a_lock_takes_the_place_of_nothing(kind, place, tmp_path):
+    mine, run = tmp_path / "mine", tmp_path / "run"
+    mine.write_text("precious")
+    run.mkdir()
+    lock = run / ".lock" if kind == "in a folder" else run / ".model.lock"
+    place(lock, mine)
+    keeper = locked(run) if kind == "in a folder" else whole_folder(run / "model")
+    before = lock.lstat()
+    with pytest.raises((ValueError, OSError), match="lock"), keeper:
+        pass
+    assert mine.read_text() == "precious" and os.path.samestat(before, lock.lstat())
+    assert sorted(os.listdir(tmp_path)) == ["mine", "run"] and os.listdir(run) == [lock.name]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"name": "x", "sizes": [1, 2]}', None),
+        ('{"name": "x", "sizes": [], "note": "y", "more": 5}', None),
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("9" * 5000, "is no JSON"),
+        ("[]", "it is a list"),
+        ("null", "it is a NoneType"),
+        ('{"name": "x"}', "sizes is not"),
+        ('{"name": 5, "sizes": []}', "name is not str"),
+        ('{"name": "x", "sizes": [1, "2"]}', "sizes is not"),
+        ('{"name": "x", "sizes": [true]}', "sizes is not"),
+        ('{"name": "x", "sizes": {"0": 1}}', "sizes is not"),
+        ('{"name": "x", "sizes": [], "note": []}', "note is not"),
+    ],
+)
+def test_json_of_another_shape_is_said(text, problem, tmp_path):
+    (tmp_path / "file.json").write_text(text)
+    fields = {"name": str, "sizes": list[int], "note": str | None}
+    if problem is None:
+        assert read_json(tmp_path / "file.json", fields) == json.loads(text)
+        return
+    with pytest.raises(ValueError, match=problem):
+        read_json(tmp_path / "file.json", fields)

@@ -112,14 +112,16 @@ KINDS = {
         {**SHARED, "patch_size": 4, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
         (frugalvit.ViTContextBroadcastModel, frugalvit.ViTContextBroadcastForImageClassification),
         any_size=False,
-        files={"context_broadcast.py"},
+        files={"context_broadcast.py", "impulse.py", "initialization.py"},
     ),
     "agent_cnn": Kind(
         frugalvit.AgentCNNConfig,
         "agent-base",
-        {**SHARED, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 3, "dropout": 0.0},
+        {**SHARED, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 3, "dropout": 0.0}
+        # Drawn at 0.02, as `is_initialized` and losses of fresh models expect it.
+        | {"initialization": "default"},
         (frugalvit.AgentCNNModel, frugalvit.AgentCNNForImageClassification),
-        files={"generalized_convolution.py"},
+        files={"generalized_convolution.py", "reference_initialization.py"},
     ),
     "convmixer": Kind(
         frugalvit.ConvMixerConfig,

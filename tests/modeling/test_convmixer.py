@@ -48,9 +48,10 @@ def test_filters(spatial_filters, kernel_size, make_config):
     assert norms.square().mean().item() == pytest.approx(1 / 3, rel=0.1)
     if spatial_filters in ("trained", "random"):
         assert filters.abs().max() <= 1 / kernel_size and abs(filters.mean().item()) < 0.05 / kernel_size
-    elif spatial_filters == "impulse":
-        assert ((filters != 0).sum(1) == 1).all() and (filters >= 0).all()
-        assert len(filters.argmax(1).unique()) == size
+    elif spatial_filters.endswith("impulse"):
+        assert ((filters != 0).sum(1) == 1).all() and len(filters.abs().argmax(1).unique()) == size
+        negative = (filters < 0).any(1).float().mean().item()
+        assert negative == pytest.approx(0.5 if "signed" in spatial_filters else 0, abs=0.1)
     else:
         assert (filters == filters[0, 0]).all() and filters[0, 0] > 0
 

@@ -289,6 +289,22 @@ class TestGeometry:
         # Angles reach 128 * 3 pi, where float32 is good to 1e-4.
         torch.testing.assert_close(encode_rois(rois, hidden_size), torch.tensor([expected]), atol=5e-4, rtol=0)
 
+    @properties
+    @given(boxes(2), st.sampled_from([16, 64]))
+    def test_position_encoding_as_printed(self, rois, hidden_size):
+        count = hidden_size // 8
+        expected = [
+            [
+                function(coordinate * math.pi * 128 ** (k / (count - 1)))
+                for coordinate in roi
+                for k in range(count)
+                for function in (math.sin, math.cos)
+            ]
+            for roi in rois[0].tolist()
+        ]
+        encoded = encode_rois(rois, hidden_size, "paper")
+        torch.testing.assert_close(encoded, torch.tensor([expected]), atol=5e-4, rtol=0)
+
     @pytest.mark.parametrize("count", [4, 9, 12, 48, 63, 64, 79, 143, 195])
     def test_initial_rois(self, count):
         root = int(count**0.5)

@@ -1,5 +1,7 @@
 """What the ViT of impulse initialization computes, and when its attention is initialized."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from frugalvit import (
     ViTImpulseInitModel,
 )
 from frugalvit.modeling import modeling_vit_impulse_init
-from frugalvit.modeling.initialization import initialize_attention_
+from frugalvit.modeling.initialization import initialize_attention_, start_attention_
 
 
 CHOICES = [
@@ -110,11 +112,11 @@ def solved(monkeypatch) -> list[str]:
     """The initializations that models ask for, as they ask."""
     calls = []
 
-    def initialize(model, name, **options):
-        calls.append(name)
-        return initialize_attention_(model, name, **options)
+    def start(parts, config, **options):
+        calls.append(config.initialization)
+        return start_attention_(parts, config, **options)
 
-    monkeypatch.setattr(modeling_vit_impulse_init, "initialize_attention_", initialize)
+    monkeypatch.setattr(modeling_vit_impulse_init, "start_attention_", start)
     return calls
 
 
@@ -175,7 +177,7 @@ class TestInitialization:
 
     def test_values_follow_the_configuration(self, make_config):
         for value_init, expected in (("mimetic", -0.4), ("default", 0.0)):
-            model = ViTImpulseInitModel(make_config("vit_impulse_init", value_init=value_init))
+            model = ViTImpulseInitModel(make_config("vit_impulse_init", impulse_value_init=value_init))
             attention = model.layers[1].attention
             product = attention.v_proj.weight.T @ attention.o_proj.weight.T
             assert product.diagonal().mean().item() == pytest.approx(expected, abs=0.05)
@@ -191,10 +193,45 @@ class TestInitialization:
     )
     def test_values_of_every_initialization(self, initialization, value_init, expected, make_config):
         """The defaults are those of the functions."""
-        fields = {"initialization": initialization, "value_init": value_init}
+        fields = {"initialization": initialization, "impulse_value_init": value_init}
         attention = ViTImpulseInitModel(make_config("vit_impulse_init", **fields)).layers[0].attention
         product = attention.v_proj.weight.T @ attention.o_proj.weight.T
         assert product.diagonal().mean().item() == pytest.approx(expected, abs=0.05)
+
+    @pytest.mark.parametrize(
+        ("fields", "options"),
+        [
+            ({"impulse_solver": "adam", "impulse_steps": 7}, {"solver": "adam", "steps": 7}),
+            (
+                {"impulse_solver": "adam_bounded", "impulse_steps": 9, "impulse_renormalize_every": 2},
+                {"solver": "adam_bounded", "steps": 9, "renormalize_every": 2},
+            ),
+            ({"impulse_mass": None, "impulse_value_init": "default"}, {"mass": None, "value_init": "default"}),
+            ({"impulse_kernel_size": 5, "impulse_mass": 0.6}, {"kernel_size": 5, "mass": 0.6}),
+            ({"impulse_solver": "pinv"}, {"solver": "pinv"}),
+            (
+                {"impulse_pseudo_input": ["pe", "pe+uniform"], "impulse_per_layer": False},
+                {"pseudo_input": ("pe", "pe+uniform"), "per_layer": False},
+            ),
+            ({"initialization": "mimetic", "impulse_value_init": "default"}, {"value_init": "default"}),
+        ],
+    )
+    def test_fields_of_the_start_do_what_the_options_do(self, fields, options, make_config):
+        """All of them: a field that was ignored would leave the weights of another start."""
+        name = fields.get("initialization", "impulse")
+        torch.manual_seed(0)
+        model = ViTImpulseInitModel(make_config("vit_impulse_init", **fields))
+        torch.manual_seed(0)
+        expected = ViTImpulseInitModel(make_config("vit_impulse_init", initialization="trunc_normal"))
+        initialize_attention_(expected, name, positions="keep", **options)
+        expected = expected.state_dict()
+        assert all(torch.equal(weight, expected[key]) for key, weight in model.state_dict().items())
+
+    def test_the_name_that_values_had_before(self, make_config, tmp_path):
+        config = make_config("vit_impulse_init", value_init="default")
+        assert config.impulse_value_init == config.value_init == "default"
+        config.save_pretrained(tmp_path)
+        assert "value_init" not in json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
 
     def test_random_positions_are_learned(self, make_config):
         model = ViTImpulseInitModel(make_config("vit_impulse_init", position_embedding="random"))
@@ -212,10 +249,16 @@ class TestInitialization:
         ({"position_embedding": "rotary"}, "`position_embedding` is 'rotary', expected one of"),
         ({"pooling": "max"}, "`pooling` is 'max', expected one of"),
         ({"initialization": "xavier"}, r"`initialization` is 'xavier', expected one of \['impulse'"),
-        ({"value_init": "zero"}, "`value_init` is 'zero', expected one of"),
+        ({"impulse_value_init": "zero"}, "`impulse_value_init` is 'zero', expected one of"),
         ({"position_std": 0}, "`position_std` is 0"),
         ({"impulse_mass": 1.0}, "`impulse_mass` is 1.0, expected a number above 0 and below 1"),
         ({"impulse_kernel_size": 0}, "`impulse_kernel_size` is 0, expected at least 1"),
+        ({"impulse_solver": "svd"}, r"`impulse_solver` is 'svd', expected one of \['closed_form', 'adam'"),
+        ({"impulse_steps": 0}, "`impulse_steps` is 0, expected at least 1"),
+        ({"impulse_renormalize_every": 0}, "`impulse_renormalize_every` is 0, expected at least 1"),
+        ({"impulse_pseudo_input": "noise"}, "`impulse_pseudo_input` is 'noise', expected one or two of"),
+        ({"impulse_pseudo_input": ["pe", "pe", "pe"]}, "expected one or two of"),
+        ({"impulse_solver": "pinv", "impulse_kernel_size": 5}, "has an order for 3 x 3 kernels only"),
         ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),
     ],
 )

@@ -250,7 +250,7 @@ def test_sharing_out_is_for_one_process(align, monkeypatch):
 def test_quantizing_needs_a_library(align, monkeypatch):
     monkeypatch.setattr("frugalvit.common.loading.is_bitsandbytes_available", lambda: False)
     with pytest.raises(
-        ValueError, match="--quantize is bitsandbytes', which is not installed: pip install frugalvit.quantize"
+        ValueError, match="--quantize is bitsandbytes', which is not installed: pip install 'frugalvit.quantize"
     ):
         align("--quantize", "4bit")
 

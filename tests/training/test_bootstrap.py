@@ -26,7 +26,9 @@ from frugalvit.common import comparison
 from frugalvit.common.macs import count_macs
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.training import bootstrap
+from frugalvit.training.components.arguments import parse_arguments
 from frugalvit.training.components.token_alignment import TokenAlignment, distance_from_largest
+from frugalvit.training.options.bootstrap import BootstrapRunArguments
 
 
 SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
@@ -158,7 +160,7 @@ def test_schedule_is_a_warm_up_and_half_a_cosine():
     ids=["all frozen", "all tunable", "without truncation", "without inherited blocks"],
 )
 def test_the_ablations_choose_what_is_trained(teacher, arguments, trained_layers):
-    pair, *_ = bootstrap.parse_arguments(
+    pair, *_ = parse_arguments(
         "test", "", [bootstrap.StudentArguments], ["--teacher", str(teacher), "--config-overrides", SMALL, *arguments]
     )
     model = AutoModelForImageClassification.from_pretrained(teacher)
@@ -368,7 +370,7 @@ def test_open_clip_models_that_cannot_be_loaded(name, message, tmp_path):
 def resolve(argv, size):
     groups = [bootstrap.StudentArguments, bootstrap.AlignmentArguments, bootstrap.ScheduleArguments]
     argv = ["--teacher", "t", "--output", "o", *argv]
-    arguments = bootstrap.parse_arguments("test", "", [*groups, bootstrap.BootstrapRunArguments], argv)
+    arguments = parse_arguments("test", "", [*groups, BootstrapRunArguments], argv)
     bootstrap.apply_recipe(arguments, size)
     return {name: value for group in arguments for name, value in vars(group).items()}
 
@@ -434,7 +436,7 @@ def test_says_what_it_does_and_ends_with_both_side_by_side(teacher, tmp_path, ca
     first, second, third = [line for line in printed.splitlines() if line.startswith(starts)]
     assert first.startswith(f"Teacher: ViTForImageClassification, {model.num_parameters():,} parameters, ")
     assert second.startswith(f"Student: SparseFormerForImageClassification, {student.num_parameters():,} parameters, ")
-    assert "4 latent tokens, 32 x 32 pixels." in second
+    assert "3 latent tokens and [CLS], 32 x 32 pixels." in second
     assert third.startswith("Recipe small; epochs x steps x images: 1 x 4 x 32; evaluated on 64 images")
     assert "images/s, 32" in printed
 
@@ -617,7 +619,7 @@ def test_elastic_and_side_by_side(teacher, tmp_path, capsys, monkeypatch):
 
 
 def test_the_inherited_rate_is_there_from_the_first_step(teacher):
-    pair, schedule = bootstrap.parse_arguments(
+    pair, schedule = parse_arguments(
         "test",
         "",
         [bootstrap.StudentArguments, bootstrap.ScheduleArguments],

@@ -9,6 +9,7 @@ from transformers import AutoModel, AutoProcessor, CLIPModel, CLIPProcessor
 
 from frugalvit.cli import main
 from frugalvit.training import contrastive
+from frugalvit.training.options.contrastive import SENTENCES
 
 
 TINY = "num_hidden_layers=2,num_attention_heads=2,hidden_size=32,intermediate_size=64"
@@ -39,7 +40,7 @@ def test_trains_a_clip_that_evaluates_alike_everywhere(tmp_path):
     assert card.data.pipeline_tag == "zero-shot-image-classification"
     assert f"{results['best']['accuracy']:.2%}" in card.text
 
-    (tmp_path / "sentences.txt").write_text("\n".join(contrastive.SENTENCES), encoding="utf-8")
+    (tmp_path / "sentences.txt").write_text("\n".join(SENTENCES), encoding="utf-8")
     arguments = ["--templates", str(tmp_path / "sentences.txt"), "--output", str(tmp_path / "out.json")]
     assert main(["evaluate", "zero-shot", "--model", str(tmp_path / "out"), "--limit", "128", *arguments]) == 0
     evaluated = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))

@@ -2,8 +2,12 @@
 
 import argparse
 import gc
+import io
 import json
+import os
 import re
+import shutil
+import zipfile
 from pathlib import Path
 
 import datasets
@@ -27,8 +31,9 @@ from frugalvit.common.data import (
     load_table,
     split_names,
 )
-from frugalvit.common.masks import load_masked_splits
+from frugalvit.common.masks import load_masked_images, load_masked_splits
 from frugalvit.evaluation.images import images_to_evaluate
+from frugalvit.predict import find_images, read_images
 from frugalvit.training import bootstrap, joint
 from frugalvit.training.components.arguments import DataArguments
 from frugalvit.training.segment import MaskedImageArguments
@@ -304,7 +309,7 @@ def test_masks_are_held_back_or_found(tmp_path):
             draw(tmp_path / "parts" / kind / part, 3)
     for folder, counts, split in (
         ("flat", (18, 2), "train, held back"),
-        ("parts", (3, 3), "val"),
+        ("parts", (3, 3), "validation"),
     ):
         data = MaskedImageArguments(dataset=[str(tmp_path / folder)])
         assert tuple(map(len, load_masked_splits(data)[:2])) == counts and data.evaluated == split
@@ -435,6 +440,257 @@ def test_class_folders_are_class_folders(name, make, parts, left_out, tmp_path, 
     assert found == parts
     printed = capsys.readouterr().err
     assert re.search(left_out, printed) if left_out else "Left out" not in printed
+
+
+def save(path, size=(8, 8)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size).save(path)
+
+
+@pytest.mark.parametrize(
+    ("folders", "parts", "flat"),
+    [
+        # Words after the name of a part count where nothing else holds images.
+        ("train freight, train passenger, bus, car", {"train": 4}, False),
+        ("validation stamp, test card, envelope", {"train": 3}, False),
+        ("train, train freight, bus", {"train": 3}, False),
+        ("train-engine, Test_tube", {"train": 1, "test": 1}, True),
+        ("test pattern, test card", {"train": 2}, False),
+        ("validation stamp, test card", {"train": 2}, False),
+        ("val d'isere, devon, evaluator, trainer", {"train": 4}, False),
+        ("train_images, test_images", {"train": 1, "test": 1}, True),
+        ("train set/cat, train set/dog, val set/cat", {"train": 2, "validation": 1}, False),
+        ("train_part_a/cat, train_part_b/cat", {"train": 1}, False),
+        # Years and numbers always do.
+        ("train2017, val2017, extra", {"train": 1, "validation": 1}, True),
+        ("Train 1, TEST-2, extra", {"train": 1, "test": 1}, True),
+        ("training, evaluation, bus", {"train": 1, "test": 1}, True),
+        ("data/train/cat, data/train/dog, data/dev_2/cat", {"train": 2, "validation": 1}, False),
+    ],
+)
+def test_words_that_name_a_split(folders, parts, flat, tmp_path):
+    for name in folders.split(", "):
+        save(tmp_path / name / "0.png")
+        save(tmp_path / name / "1.png")
+    found = {}
+    for split in split_names(str(tmp_path)):
+        images = load_images(str(tmp_path), split)
+        assert flat == ("label" not in images.features)
+        found[split] = len(images) // 2 if flat else len(set(images["label"]))
+    assert found == parts
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "@eaDir/0.png",
+        "cat/@eaDir/0.png",
+        "#recycle/cat",
+        "#snapshot/2024/cat",
+        "@Recycle",
+        "@Recently-Snapshot/cat",
+        "$RECYCLE.BIN/S-1-5",
+        "System Volume Information",
+        "lost+found",
+        "__MACOSX/cat",
+        ".ipynb_checkpoints",
+        "cat/.thumbnails",
+        ".Trash-1000/files",
+        ".git/x",
+        "Photos Previews.lrdata/1",
+    ],
+)
+@pytest.mark.parametrize("metadata", [False, pytest.param(True, marks=LEFT_OPEN)])
+def test_folders_that_machines_make_hold_no_images(folder, metadata, tmp_path):
+    for name in ("cat", "dog"):
+        save(tmp_path / "d" / name / "0.png")
+    save(tmp_path / "d" / folder / "thumbnail.jpg")
+    (tmp_path / "d" / folder / "x.parquet").write_text("")
+    if metadata:
+        (tmp_path / "d" / "metadata.csv").write_text("file_name,label\ncat/0.png,a\ndog/0.png,b\n")
+    images = load_images(str(tmp_path / "d"))
+    assert class_names(images) == (["a", "b"] if metadata else ["cat", "dog"]) and len(images) == 2
+    assert len(find_images([str(tmp_path / "d")])) == 2
+    for kind in ("images", "masks"):
+        shutil.copytree(tmp_path / "d" / "cat", tmp_path / "m" / kind)
+    save(tmp_path / "m" / "images" / folder / "0.jpg")
+    assert len(load_masked_images(str(tmp_path / "m"), "train")) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["fox/IMG_1.HEIC", "fox/IMG_2.heic"], r"2 \.heic in .*fox. To have them: pip install pillow-heif"),
+        (["cat/a.jxl"], r"1 \.jxl in .*cat. To have them: pip install pillow-jxl-plugin"),
+        (["cat/a.CR2", "dog/b.nef"], r"1 \.cr2, 1 \.nef in .*: convert them to JPEG or TIFF"),
+        (["cat/a.svg", "dog/a.eps"], r"1 \.eps, 1 \.svg in .*: convert them to PNG"),
+        (["cat/a.avif"], None),
+        (["cat/a.txt", "Thumbs.db", "cat/.a.heic", "@eaDir/a.heic"], None),
+    ],
+)
+def test_pictures_that_are_not_read_are_said_once(names, said, tmp_path, capsys):
+    draw_classes(tmp_path, 2)
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if name.endswith("avif"):
+            save(tmp_path / name)
+        else:
+            (tmp_path / name).write_bytes(b"\0\0\0\x18ftypheic" + bytes(64))
+    train, evaluation, _ = load_splits(DataArguments(dataset=[str(tmp_path)]))
+    printed = capsys.readouterr().err
+    assert printed.count("they are not read") == (said is not None) and re.search(said or "", printed)
+    assert len(train) + len(evaluation) == 4 + names[0].endswith("avif")
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    assert len(find_images([str(tmp_path / "copy")])) == len(train) + len(evaluation)
+    assert re.search(said or "^$", capsys.readouterr().err)
+
+
+def table(**columns):
+    return lambda path: datasets.Dataset.from_dict(columns).to_parquet(path)
+
+
+def pictures(count):
+    encoded = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(encoded, "PNG")
+    return table(image=[{"bytes": encoded.getvalue(), "path": None}] * count)
+
+
+def archive(*names):
+    encoded = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(encoded, "PNG")
+
+    def write(path):
+        with zipfile.ZipFile(path, "w") as file:
+            for name in names:
+                file.writestr(name, encoded.getvalue())
+
+    return write
+
+
+CLASSES = ["cat/0.png", "cat/1.png", "dog/0.png"]
+NOTHING = "nothing is left out"
+
+
+@pytest.mark.parametrize(
+    ("images", "files", "parts", "names", "left_out"),
+    [
+        (CLASSES, {"statistics.parquet": table(a=[1, 2] * 9)}, {"train": 3}, ["cat", "dog"], "statistics.parquet"),
+        (CLASSES, {"cat/embeddings.parquet": table(path=["a"] * 9)}, {"train": 3}, ["cat", "dog"], "embeddings"),
+        (CLASSES, {"x.parquet": table(vector=[b"ab"] * 9)}, {"train": 3}, ["cat", "dog"], "x.parquet"),
+        (CLASSES, {"thumbnails.parquet": pictures(2)}, {"train": 3}, ["cat", "dog"], "thumbnails.parquet"),
+        (
+            CLASSES,
+            {"cat/x.parquet": Path.touch, "y.zip": Path.touch},
+            {"train": 3},
+            ["cat", "dog"],
+            "x.parquet, y.zip",
+        ),
+        (CLASSES, {"notes.zip": archive("notes.txt")}, {"train": 3}, ["cat", "dog"], "notes.zip"),
+        (CLASSES, {"photos.zip": archive(*CLASSES)}, {"train": 3}, ["cat", "dog"], "photos.zip"),
+        (
+            ["train/cat/0.png", "val/cat/0.png"],
+            {"a.zip": archive("x.png")},
+            {"train": 1, "validation": 1},
+            ["cat"],
+            "a.zip",
+        ),
+        (["assets/logo.png"], {"data/train-00000-of-00001.parquet": pictures(5)}, {"train": 5}, None, "logo.png"),
+        ([], {"train.parquet": pictures(2), "about.parquet": table(a=[1])}, {"train": 2}, None, "about.parquet"),
+        ([], {"photos.zip": archive(*CLASSES)}, {"train": 3}, ["cat", "dog"], NOTHING),
+        (
+            [],
+            {"photos.zip": archive(*CLASSES, "__MACOSX/cat/._0.png", "a.txt")},
+            {"train": 3},
+            ["cat", "dog"],
+            NOTHING,
+        ),
+        ([], {"p.zip": archive(*(f"photos/{name}" for name in CLASSES))}, {"train": 3}, ["cat", "dog"], NOTHING),
+        ([], {"photos.zip": archive("0.png", "1.png")}, {"train": 2}, None, NOTHING),
+        ([], {"p.zip": archive("train/cat/0.png", "test/cat/1.png")}, {"train": 1, "test": 1}, ["cat"], NOTHING),
+        ([], {"cat.zip": archive("0.png"), "dog.zip": archive("dog/0.png")}, {"train": 2}, ["cat", "dog"], NOTHING),
+        (
+            [],
+            {"train.zip": archive("train/cat/0.png", "train/dog/0.png"), "val2017.zip": archive("cat/0.png")},
+            {"train": 2, "validation": 1},
+            ["cat", "dog"],
+            NOTHING,
+        ),
+        ([], {"p-1.zip": archive(*CLASSES), "p-2.zip": archive("cat/9.png")}, {"train": 4}, ["cat", "dog"], NOTHING),
+    ],
+)
+def test_one_stray_file_does_not_decide(images, files, parts, names, left_out, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for name in images:
+        save(folder / name)
+    for name, write in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name)
+    found = {}
+    for split in split_names(str(folder)):
+        loaded = load_images(str(folder), split)
+        found[split] = len(loaded)
+        assert class_names(loaded) == names
+        decode_image(loaded[0]["image"], 0)
+    assert found == parts
+    printed = capsys.readouterr().err
+    assert printed.count("Left out") == (left_out != NOTHING) and (left_out == NOTHING or left_out in printed)
+    if not images and len(files) == 1 and "photos.zip" in files:
+        # The file itself is as good as its folder.
+        assert len(load_images(str(folder / "photos.zip"))) == parts["train"]
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: path.write_bytes(b"PK"), "Cannot unpack x.zip"),
+        (archive("notes.txt"), "no images in"),
+        (lambda path: path.write_bytes(locked()), "Cannot unpack x.zip .*password"),
+    ],
+)
+def test_zip_files_that_cannot_be_taken(write, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "d").mkdir()
+    write(tmp_path / "d" / "x.zip")
+    with pytest.raises(ValueError, match=message):
+        load_images(str(tmp_path / "d"))
+
+
+def locked() -> bytes:
+    """A zip file that says that it is encrypted."""
+    buffer = io.BytesIO()
+    archive("cat/0.png")(buffer)
+    data = bytearray(buffer.getvalue())
+    for signature, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.index(signature) + offset] |= 1
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", [b"cat/caf\xe9.png", b"caf\xe9/0.png", b"cat/\xff\xfe.jpg"])
+def test_names_that_are_not_utf8_are_named(name, tmp_path):
+    draw_classes(tmp_path, 2)
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    save(path)
+    with pytest.raises(ValueError, match=r"The name of the file .*\\udc.* is not UTF-8. Rename it") as error:
+        load_images(str(tmp_path))
+    assert str(error.value).isascii()
+    # Where names are not kept with the pixels, they may be any.
+    assert len(list(read_images(find_images([str(tmp_path)])))) == 5
+
+
+def test_accents_are_written_in_one_way(tmp_path):
+    for part, name in (("train", "cafe\u0301"), ("val", "caf\u00e9")):
+        save(tmp_path / "d" / part / name / "0.png")
+        save(tmp_path / "d" / part / "dog" / "0.png")
+    for split in ("train", "validation"):
+        images = load_images(str(tmp_path / "d"), split)
+        assert class_names(images) == ["caf\u00e9", "dog"] and images["label"][:] == [0, 1]
+    texts = {"image": [b""] * 4, "label": ["cafe\u0301", "dog", "caf\u00e9", None]}
+    table(**texts)(tmp_path / "t.parquet")
+    for names in (None, ["cafe\u0301", "dog"]):
+        images = load_images(str(tmp_path / "t.parquet"), class_names=names)
+        assert class_names(images) == ["caf\u00e9", "dog"] and images["label"][:] == [0, 1, 0, None]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """Where models come from, whole or not at all, and the images that they take."""
 
+import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.models._hub import save_for_hf
@@ -15,12 +18,18 @@ from transformers import (
     BitImageProcessor,
     CLIPImageProcessor,
     CLIPVisionModel,
+    ConvNextImageProcessor,
     DeiTForMaskedImageModeling,
     DeiTImageProcessor,
     DeiTModel,
     Dinov2Backbone,
     Dinov2Model,
     DINOv3ViTImageProcessor,
+    EfficientNetImageProcessor,
+    LevitImageProcessor,
+    MobileViTImageProcessor,
+    PoolFormerImageProcessor,
+    PPLCNetImageProcessor,
     PreTrainedModel,
     RadioModel,
     Siglip2ImageProcessor,
@@ -37,6 +46,8 @@ from transformers import (
     ViTMAEModel,
     ViTModel,
 )
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from frugalvit.common.loading import load_image_classifier, load_vision_model, split_revision
 from frugalvit.common.views import EvalView, ImageFormat
@@ -279,6 +290,24 @@ PROCESSORS = {
     "timm": (timm_processor(interpolation="bicubic", crop_pct=64 / 72), 1),
     "timm, bilinear": (timm_processor(interpolation="bilinear", crop_pct=1.0), 1),
     "timm, squashed": (timm_processor(interpolation="bicubic", crop_pct=1.0, crop_mode="squash"), 1),
+    # Half a pixel at the edges of the crop.
+    "timm, rounded": (timm_processor(interpolation="bicubic", crop_pct=64 / 67), 1),
+    "factor": (ViTImageProcessor(size=square(64), rescale_factor=1 / 127.5, image_mean=[1.0] * 3), 0),
+    "no factor": (ViTImageProcessor(size=square(64), do_rescale=False, image_mean=[120.0, 110, 90]), 0),
+    "no normalization": (ViTImageProcessor(size=square(64), do_normalize=False, rescale_factor=0.1), 0),
+    "neither": (ViTImageProcessor(size=square(64), do_normalize=False, do_rescale=False), 0),
+    "inverted": (ViTImageProcessor(size=square(64), image_std=[-0.5, -0.4, -0.3]), 0),
+    "one channel apart": (ViTImageProcessor(size=square(64), image_mean=[0.1, 0.5, 0.9], image_std=[1.0, 0.2, 3]), 0),
+    "offset": (EfficientNetImageProcessor(size=square(64), rescale_offset=True, rescale_factor=1 / 127.5), 0),
+    "normalized twice": (EfficientNetImageProcessor(size=square(64), include_top=True), 0),
+    "normalized once": (EfficientNetImageProcessor(size=square(64), include_top=False), 0),
+    "blue first": (MobileViTImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
+    "red first": (MobileViTImageProcessor(size={"shortest_edge": 72}, do_flip_channel_order=False), 0),
+    "padded": (MobileViTImageProcessor(size={"shortest_edge": 56}, crop_size=square(64)), 0),
+    "blue first, normalized": (PPLCNetImageProcessor(resize_short=72, size=square(72), crop_size=square(64)), 0),
+    "LeViT": (LevitImageProcessor(size={"shortest_edge": 64}, crop_size=square(64)), 0),
+    "PoolFormer": (PoolFormerImageProcessor(size={"shortest_edge": 64}, crop_size=square(64), crop_pct=0.9), 0),
+    "ConvNeXt": (ConvNextImageProcessor(size={"shortest_edge": 64}, crop_pct=0.875), 0),
 }
 
 
@@ -286,19 +315,66 @@ def assert_prepared_alike(processor, image: Image.Image, levels: float = 0):
     """Evaluation's pixels are the image processor's, up to so many of 255 levels."""
     image_format = ImageFormat.from_processor(processor)
     pixels = image_format.normalize(EvalView(image_format)(image)["pixel_values"][None])
-    expected = processor(image, return_tensors="pt")["pixel_values"]
+    expected = processor(image, return_tensors="pt")["pixel_values"].float()
     if expected.ndim == 3:
         # Patches in row order, their pixels before their channels; none where the image has fewer.
         rows, size = image_format.size[0] // processor.patch_size, processor.patch_size
         expected = expected[:, : rows * rows].view(1, rows, rows, size, size, 3)
         expected = expected.permute(0, 5, 1, 3, 2, 4).reshape(pixels.shape)
-    within = levels / 255 / min(image_format.std) + 1e-5
+    within = levels / 255 / min(map(abs, image_format.std)) + 1e-5 * max(1, expected.abs().max().item())
     torch.testing.assert_close(pixels, expected, rtol=0, atol=within)
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_evaluation_is_what_each_familys_processor_does(name):
     assert_prepared_alike(PROCESSORS[name][0], photograph(160, 120), PROCESSORS[name][1])
+
+
+# Those that make no pictures of pixels, turn and pad, or crop before they resize; training refuses them.
+NOT_FOLLOWED = {"ImageGPTImageProcessor", "DonutImageProcessor", "PerceiverImageProcessor"}
+
+
+def processors_of_teachers() -> set[str]:
+    """Names of all image processors of Transformers that classifiers and the vision transformers of docs/models.md
+    have."""
+    kinds = {"aimv2", "ijepa", "pixio", "siglip2", "vit_mae", *MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES}
+    found = set()
+    for kind in kinds:
+        classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(kind)
+        classes = classes.values() if isinstance(classes, dict) else [classes]
+        found |= {name for each in classes for name in (each if isinstance(each, tuple) else [each]) if name}
+    return found - {"TimmWrapperImageProcessor"}
+
+
+@pytest.mark.parametrize("name", sorted(processors_of_teachers()))
+def test_training_prepares_images_as_every_processor_of_transformers_does(name):
+    if name.removesuffix("Pil") in NOT_FOLLOWED:
+        with pytest.raises(ValueError):
+            ImageFormat.from_processor(getattr(transformers, name)())
+        return
+    # DINOv3 resizes numbers that are not rounded, PIL rounds otherwise than torchvision.
+    levels = 2.01 if name.endswith("Pil") else 1.01 if "DINOv3" in name else 0.01
+    assert_prepared_alike(getattr(transformers, name)(), photograph(256, 256), levels)
+
+
+class FarFromTraining(ViTImageProcessor):
+    """One that also mirrors images."""
+
+    def resize(self, image, *arguments, **options):
+        return super().resize(image, *arguments, **options).flip(-1)
+
+
+def test_formats_convert_into_each_other():
+    image = photograph(64, 64)
+    formats = [
+        ImageFormat.from_processor(PROCESSORS[name][0]) for name in ("DINOv2", "blue first", "factor", "offset")
+    ]
+    formats = [replace(each, size=(64, 64), resize=None) for each in formats]
+    pixels = EvalView(formats[0])(image)["pixel_values"][None]
+    for source, target in itertools.product(formats, formats):
+        torch.testing.assert_close(target.convert(source.normalize(pixels), source), target.normalize(pixels))
+        torch.testing.assert_close(source.denormalize(source.normalize(pixels)), pixels / 255)
+        assert all(0 <= value <= 255 for value in source.fill)
 
 
 @pytest.mark.parametrize(
@@ -326,6 +402,11 @@ def test_processors_that_leave_the_shape_open_are_followed_on_squares(processor,
         (
             DeiTImageProcessor(size={"height": 72, "width": 80}, crop_size=square(64)),
             "DeiTImageProcessor resizes images in a way that training does not follow",
+        ),
+        (FarFromTraining(size=square(64)), r"FarFromTraining prepares .* its pixels differ by [0-9.]+ of 255 levels"),
+        (
+            ViTImageProcessor(size=square(64), rescale_factor=0.0, do_normalize=False),
+            "makes the same pixels of black and white",
         ),
     ],
 )

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import pickle
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +21,9 @@ from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.data import CorruptImageError
 from frugalvit.common.files import locked, write_json
 from frugalvit.training import train
+from frugalvit.training.components import loop
 from frugalvit.training.components.checkpoints import CHECKSUMS, Checkpoints, checksums, damaged_files
+from frugalvit.training.components.loaders import TrainingLoader
 from frugalvit.training.components.loop import read_losses
 from frugalvit.training.components.optimizers import parameter_groups
 
@@ -45,6 +49,8 @@ def test_killed_runs_resume_bit_exactly(tmp_path):
         *("--train-split", "train[:64]", "--eval-split", "test[:50]"),
         *("--epochs", "3", "--batch-size", "16", "--warmup-epochs", "1"),
         *("--logging-steps", "2", "--checkpointing-steps", "3"),
+        # What is measured to be fast on a busy machine may be another precision each time.
+        *("--mixed-precision", "no"),
     ]
     program = Path(__file__).with_name("killed_runs.py")
     subprocess.run(
@@ -79,6 +85,7 @@ def test_runs_killed_at_random_leave_nothing_broken(tmp_path):
     arguments = [
         *("--config-overrides", vit, "--train-split", "train[:64]", "--eval-split", "test[:50]"),
         *("--epochs", "3", "--batch-size", "16", "--warmup-epochs", "1", "--checkpointing-steps", "1"),
+        *("--mixed-precision", "no"),
     ]
     program, kills = Path(__file__).with_name("killed_at_random.py"), os.environ.get("FRUGALVIT_KILLS", "3")
     process = subprocess.run(
@@ -91,6 +98,72 @@ def test_runs_killed_at_random_leave_nothing_broken(tmp_path):
     assert process.returncode == 0, process.stderr[-3000:]
     trained, published = map(int, (tmp_path / "ends").read_text().split())
     assert trained >= 1 and published <= int(kills)
+
+
+def at_step(number: tuple[int, int], happens):
+    """`TrainingLoader.epoch` in which something happens just before the batch of (epoch, step of the epoch)."""
+    epoch = TrainingLoader.epoch
+
+    def changed(self, epoch_number, start=0):
+        for at, batch in enumerate(epoch(self, epoch_number, start), start):
+            if (epoch_number, at) == number:
+                happens()
+            yield batch
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("sent", "raised", "code"), [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 143)]
+)
+def test_an_interruption_saves_the_step_and_says_how_to_go_on(sent, raised, code, tiny_run, tmp_path, capfd):
+    whole = tiny_run(name="whole")
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(raised) as stop:
+        patch.setattr(TrainingLoader, "epoch", at_step((1, 1), lambda: os.kill(os.getpid(), sent)))
+        tiny_run()
+    assert code is None or stop.value.code == code
+    # Step 2 of the second epoch of four was under way.
+    assert (tmp_path / "out" / "checkpoints" / "step-00000006").is_dir()
+    assert "step-00000006 is saved; run the same command to go on" in capfd.readouterr().err
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert without_times(tiny_run()["epochs"]) == without_times(whole["epochs"])
+
+
+def test_checkpoints_come_with_time_too(tiny_run, tmp_path, monkeypatch):
+    saved, save = [], Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda self, state: (saved.append(state.step), save(self, state)))
+    monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "SHARE_OF_WRITING", math.inf)
+    tiny_run()
+    assert saved == list(range(1, 9))
+
+
+def test_the_time_that_is_left_is_foretold_after_seconds(tiny_run, monkeypatch, capfd):
+    monkeypatch.setattr(loop, "FORETELLING_SECONDS", 0.0)
+    tiny_run(logging_steps=100)
+    assert capfd.readouterr().out.count(" left, evaluation aside.") == 1
+
+
+def test_a_run_without_a_step_blocks_nothing(tiny_run, tmp_path):
+    """What was interrupted before its first checkpoint gives way to other arguments and images."""
+
+    def fail():
+        raise RuntimeError("interrupted")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="interrupted"):
+        patch.setattr(TrainingLoader, "epoch", at_step((0, 0), fail))
+        tiny_run(seed=1)
+    assert (tmp_path / "out" / "run.json").is_file()
+    tiny_run(train_split="train[64:128]")
+
+
+def test_a_launch_that_became_one_process_is_said(tiny_run, monkeypatch, capsys):
+    """What `accelerate launch --cpu --num_processes 2` leaves in the environment."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    tiny_run(steps_per_epoch=1, epochs=1)
+    assert "one was started" in (said := capsys.readouterr().err)
+    assert "torchrun --nproc-per-node 2 -m frugalvit.training.train" in said
 
 
 def test_a_finished_run_is_left_as_it_is(tiny_run, tmp_path, capsys):
@@ -258,6 +331,147 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(name, damage, tmp_path):
     damage(folders[0] / name)
     with pytest.raises(ValueError, match="All checkpoints in .* are damaged; start anew with --overwrite"):
         checkpoints.newest_whole()
+
+
+STATE = {"epoch": 1, "step": 6, "best": {"epoch": 1}, "log": [], "losses": [0.5], "seconds": 1.5, "skipped": 0}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint that holds its state alone."""
+    folder = tmp_path / "step-00000006"
+    folder.mkdir()
+    write_json(folder / "state.json", STATE)
+    write_json(folder / CHECKSUMS, {})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step-backup", "step-00000009-copy", "step-00000009.old", "step-", "step-٩", "step--9", "old-step-00000009"],
+)
+@pytest.mark.parametrize("is_file", [False, True])
+def test_what_a_user_keeps_beside_checkpoints_is_none(name, is_file, saved, tmp_path):
+    """It is neither the newest, nor is one of them removed for it."""
+    (tmp_path / name).touch() if is_file else shutil.copytree(saved, tmp_path / name)
+    checkpoints = Checkpoints(None, tmp_path)
+    assert checkpoints.all() == [saved] and checkpoints.newest_whole() == saved
+    shutil.copytree(saved, tmp_path / "step-100000000")
+    write_json(tmp_path / "step-100000000" / "state.json", STATE | {"step": 10**8})
+    assert checkpoints.newest_whole() == tmp_path / "step-100000000"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        *(("state.json", content) for content in ("", "[]", "null", "5", '"text"', "[" * 100_000)),
+        ("state.json", STATE | {"unknown": 1}),
+        ("state.json", STATE | {"epoch": -1}),
+        ("state.json", STATE | {"epoch": 0.5}),
+        ("state.json", STATE | {"epoch": True}),
+        ("state.json", STATE | {"step": "6"}),
+        ("state.json", STATE | {"step": 7}),
+        ("state.json", STATE | {"step": 10**400}),
+        ("state.json", STATE | {"best": []}),
+        ("state.json", STATE | {"log": {}}),
+        ("state.json", STATE | {"log": [5]}),
+        ("state.json", STATE | {"losses": ["0.5"]}),
+        ("state.json", STATE | {"losses": [0.5] * 7}),
+        ("state.json", STATE | {"seconds": None}),
+        ("state.json", STATE | {"seconds": -1.0}),
+        ("state.json", STATE | {"skipped": -1}),
+        (CHECKSUMS, "{"),
+        (CHECKSUMS, "[" * 100_000),
+        (CHECKSUMS, []),
+        (CHECKSUMS, {"model.safetensors": "5"}),
+        (CHECKSUMS, {"model.safetensors": 5}),
+    ],
+)
+def test_a_checkpoint_with_odd_json_is_damaged(file, content, saved, tmp_path):
+    assert not damaged_files(saved)
+    (saved / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    assert damaged_files(saved)
+    with pytest.raises(ValueError, match="All checkpoints in .* are damaged"):
+        Checkpoints(None, tmp_path).newest_whole()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("optimizer.bin", None, "cannot be read: .* Remove it to go on from an earlier one, or start anew"),
+        ("optimizer.bin", {"state": {}}, "cannot be read"),
+        ("scheduler.bin", [], "cannot be read"),
+        ("random_states_0.pkl", None, "cannot be read"),
+        ("random_states_0.pkl", {"torch_manual_seed": "five"}, "cannot be read"),
+        ("model.safetensors", {}, "cannot be read"),
+    ],
+)
+def test_foreign_files_of_a_checkpoint_are_said(file, content, message, tiny_run, tmp_path):
+    """Also where their checksums are right."""
+    tiny_run(steps_per_epoch=1)
+    newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
+    if content is None:
+        (newest / file).write_bytes(pickle.dumps(Path(file)))
+    else:
+        torch.save(content, newest / file)
+    written = checksums(newest)
+    write_json(newest / CHECKSUMS, {name: written[name] for name in written if name not in ("state.json", CHECKSUMS)})
+    with pytest.raises(ValueError, match=message):
+        tiny_run(steps_per_epoch=1)
+
+
+def test_random_numbers_that_are_not_restored_are_said(tiny_run, tmp_path, capsys):
+    """Of a checkpoint that fewer processes wrote, for example."""
+    tiny_run(steps_per_epoch=1)
+    for checkpoint in (tmp_path / "out" / "checkpoints").iterdir():
+        (checkpoint / "random_states_0.pkl").unlink()
+        (checkpoint / CHECKSUMS).unlink()
+    tiny_run(steps_per_epoch=1)
+    assert "Process 0 goes on with other random numbers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("run.json", "results.json", "metrics.jsonl", "README.md", ".lock", "checkpoints/.aside", "logs"),
+        *("checkpoints/step-00000001/state.json", "checkpoints/step-00000003", "checkpoints/.removed"),
+    ],
+)
+def test_what_a_run_writes_follows_no_link(place, tiny_run, tmp_path):
+    tiny_run(epochs=1, steps_per_epoch=1)
+    path, mine = tmp_path / "out" / place, tmp_path / "mine"
+    if path.exists() and path.suffix:
+        shutil.move(path, mine)
+    else:
+        mine.mkdir()
+    path.symlink_to(mine)
+    before = {file: file.stat().st_mtime_ns for file in [mine, *mine.rglob("*")]}
+    for more in ([], ["--overwrite"]):
+        with pytest.raises(ValueError, match=f"{Path(place).name}' is a link"):
+            tiny_run(*more, epochs=1, steps_per_epoch=1)
+    assert {file: file.stat().st_mtime_ns for file in [mine, *mine.rglob("*")]} == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: [],
+        lambda run: 5,
+        lambda run: {},
+        lambda run: {"arguments": []},
+        lambda run: run | {"images": 5},
+        lambda run: run | {"images": dict.fromkeys(run["images"], "five")},
+        lambda run: run | {"arguments": run["arguments"] | {"epochs": []}},
+        lambda run: run | {"arguments": run["arguments"] | {"mixed_precision": ["no"]}},
+        lambda run: run | {"arguments": run["arguments"] | {"unknown": 1}},
+    ],
+)
+def test_an_odd_run_is_not_gone_on_with(change, tiny_run, tmp_path):
+    tiny_run(epochs=1, steps_per_epoch=1)
+    file = tmp_path / "out" / "run.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    with pytest.raises(ValueError, match="holds no run|holds another run|are not those that the run"):
+        tiny_run(epochs=1, steps_per_epoch=1)
 
 
 def test_goes_on_from_the_older_checkpoint(tiny_run, tmp_path, capsys):

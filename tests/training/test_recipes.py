@@ -29,10 +29,6 @@ from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap, joint, segment, train
 from frugalvit.training.components.arguments import (
     RECIPE_FILES,
-    DataArguments,
-    OptimizerArguments,
-    RunArguments,
-    parse_arguments,
     recipes_of,
 )
 from frugalvit.training.components.optimizers import optimizer_with_schedule
@@ -41,15 +37,6 @@ from frugalvit.training.components.optimizers import optimizer_with_schedule
 BOOTSTRAP, SEGMENT, TRAIN, JOINT = (
     recipes_of(f"frugalvit {command}") for command in ("bootstrap", "segment", "train", "joint")
 )
-ARGUMENTS = [
-    *(bootstrap.StudentArguments, bootstrap.AlignmentArguments, DataArguments),
-    *(bootstrap.ScheduleArguments, bootstrap.BootstrapRunArguments),
-]
-TRAIN_ARGUMENTS = [train.ModelArguments, DataArguments, train.RecipeArguments, OptimizerArguments, RunArguments]
-JOINT_ARGUMENTS = [
-    *(joint.TwinArguments, DataArguments, joint.RecipeArguments),
-    *(joint.JointOptimizerArguments, joint.JointRunArguments),
-]
 # ImageNet-1K's images.
 IMAGES = 1_281_167
 TINY = {"image_size": 32, "patch_size": 8, "hidden_size": 48, "num_attention_heads": 4}
@@ -152,7 +139,7 @@ def build(stand_in, tmp_path_factory):
             folder = tmp_path_factory.mktemp("student")
             earlier.save_pretrained(folder)
             argv += ["--student", str(folder)]
-        arguments = parse_arguments(bootstrap.PROG, "", ARGUMENTS, argv)
+        arguments = bootstrap.parse(argv)
         teacher, processor = load_vision_model(arguments[0].teacher, "cpu")
         image_format = ImageFormat.from_processor(processor)
         bootstrap.apply_recipe(arguments, image_format.size)
@@ -207,12 +194,8 @@ def test_segmentation(name, build, tmp_path):
     values, _ = read(SEGMENT[name])
     _, student, _ = build(values["model"])
     student.save_pretrained(tmp_path)
-    groups = [
-        *(segment.SegmenterArguments, segment.MaskedImageArguments, segment.AugmentationArguments),
-        *(segment.SegmentOptimizerArguments, segment.SegmentRunArguments),
-    ]
     argv = ["--config", name, "--model", str(tmp_path)]
-    segmenter, data, _, optimization, run = parse_arguments(segment.PROG, "", groups, argv)
+    segmenter, data, _, optimization, run = segment.parse(argv)
     model, processor = segment.build_model(segmenter, data)
     assert isinstance(model, SparseFormerForSemanticSegmentation) and data.reduce_labels
     assert (model.config.num_latent_tokens, model.config.num_labels) == (256, 150)
@@ -228,8 +211,7 @@ def test_segmentation(name, build, tmp_path):
 @pytest.mark.parametrize("name", TRAIN)
 def test_training(name):
     values, _ = read(TRAIN[name])
-    argv = ["--config", name, "--output", "out"]
-    model, data, recipe, optimization, run = parse_arguments(train.PROG, "", TRAIN_ARGUMENTS, argv)
+    model, data, recipe, optimization, run = train.parse(["--config", name, "--output", "out"])
     overrides = train.parse_overrides(model.model_type, model.config_overrides)
     config = transformers.AutoConfig.for_model(model.model_type, **overrides)
     train.set_drop_path(config, recipe.drop_path)
@@ -249,9 +231,8 @@ def test_training(name):
 def test_joint_training(name):
     """Every value is the command's default for that pair, and the reference implementation's clipping."""
     values, _ = read(JOINT[name])
-    argv = ["--config", name, "--output", "out"]
-    groups = parse_arguments(joint.PROG, "", JOINT_ARGUMENTS, argv)
-    defaults = parse_arguments(joint.PROG, "", JOINT_ARGUMENTS, ["--output", "out"])
+    groups = joint.parse(["--config", name, "--output", "out"])
+    defaults = joint.parse(["--output", "out"])
     for arguments, default in zip(groups, defaults, strict=True):
         for field in vars(default):
             if field not in ("dataset", "label_column", "variant", "max_grad_norm"):
@@ -369,18 +350,14 @@ OF_NO_PAPER = {"dinov2-small", "dinov2-base", "dinov2-large", "dinov3-small", "d
 @pytest.mark.parametrize("table", ROWS)
 def test_each_row_of_the_papers_has_a_file(table):
     """Its options are the command's, and the file's comment names them."""
-    commands = [
-        (BOOTSTRAP, bootstrap.PROG, ARGUMENTS),
-        (TRAIN, train.PROG, TRAIN_ARGUMENTS),
-        (JOINT, joint.PROG, JOINT_ARGUMENTS),
-    ]
+    commands = [(BOOTSTRAP, bootstrap), (TRAIN, train), (JOINT, joint)]
     for row in ROWS[table]:
         name, *options = row.split()
         if name in SEGMENT:
             assert not options
             continue
-        [(files, prog, groups)] = [command for command in commands if name in command[0]]
-        parsed = parse_arguments(prog, "", groups, ["--config", name, "--output", "out", *options])
+        [(files, recipe)] = [command for command in commands if name in command[0]]
+        parsed = recipe.parse(["--config", name, "--output", "out", *options])
         text = f"{read(files[name])[1]} {files[name].read_text(encoding='utf-8')}".replace("_", "-")
         for option in options:
             for word in re.findall(r"^--[\w-]+|\w+(?==)", option):
@@ -455,11 +432,11 @@ def test_names_that_are_none_and_files_of_that_name(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     argv = ["--teacher", "t", "--config"]
     with pytest.raises(SystemExit):
-        parse_arguments(bootstrap.PROG, "", ARGUMENTS, [*argv, "augreg-bas-49-224"])
+        bootstrap.parse([*argv, "augreg-bas-49-224"])
     assert "is no file and no recipe; did you mean augreg-base-49-224, " in capsys.readouterr().err
     # A run's folder has the recipe's name; a file has what it says.
     (tmp_path / "dinov2-base").mkdir()
     (tmp_path / "dinov2-small").write_text("output_dir: mine")
     for size, folder in (("base", "dinov2-base"), ("small", "mine")):
-        *_, run = parse_arguments(bootstrap.PROG, "", ARGUMENTS, [*argv, f"dinov2-{size}"])
+        *_, run = bootstrap.parse([*argv, f"dinov2-{size}"])
         assert run.output_dir == folder

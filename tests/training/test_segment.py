@@ -98,7 +98,7 @@ class TestData:
         with pytest.raises(ValueError, match="1 images in .* have no mask .* for example 1.jpg"):
             load_masked_images(str(tmp_path), split or "train")
         if split:
-            with pytest.raises(ValueError, match="has no split 'test'; it has training"):
+            with pytest.raises(ValueError, match="has no split 'test'; it has train"):
                 load_masked_images(str(tmp_path), "test")
 
     def test_slices_of_a_folder(self, tmp_path):

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-import transformers
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from transformers import HfArgumentParser
 
-from ...common.command_line import OneSpelling, spelled
-from ...common.data import NO_EVALUATION, SUBSET
+from ...common.choices import NO_EVALUATION, SUBSET
+from ...common.command_line import HelpFormatter, OneSpelling, spelled
 from ...common.files import read_text
 from ...common.licenses import check_license
+from ...common.tables import printable
 
 
 # What may change when a run is resumed: these alter nothing that was done. A run that met an image that cannot be read
@@ -166,13 +166,18 @@ class OptimizerArguments:
         check_at_least(self, 0, "weight_decay", "warmup_epochs")
         for name in ("adam_beta1", "adam_beta2"):
             check(getattr(self, name), 0 <= getattr(self, name) < 1, name, "a number from 0 to below 1")
-        names = schedules()
-        check(self.lr_scheduler, self.lr_scheduler in names, "lr_scheduler", f"one of {', '.join(names)}")
+        if self.lr_scheduler not in ("linear", "cosine"):
+            names = schedules()
+            check(self.lr_scheduler, self.lr_scheduler in names, "lr_scheduler", f"one of {', '.join(names)}")
 
 
 @functools.cache
 def schedules() -> list[str]:
     """Schedules of Transformers that need to know no more than how long warm-up and training are."""
+    # Not for every command line.
+    import torch
+    import transformers
+
     optimizer, found = torch.optim.SGD([torch.zeros(1, requires_grad=True)]), []
     for kind in transformers.SchedulerType:
         try:
@@ -185,39 +190,50 @@ def schedules() -> list[str]:
     return found
 
 
-class ArgumentParser(OneSpelling, transformers.HfArgumentParser):
-    """`HfArgumentParser` whose errors are one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the arguments)\n")
-
-
-def parse_arguments(prog: str, description: str, dataclass_types: list[type], argv: list[str] | None) -> tuple:
-    """One instance of each dataclass from a command line; ends the process with code 2 and one line on errors.
+class ArgumentParser(OneSpelling, HfArgumentParser):
+    """`HfArgumentParser` with a group for each dataclass.
 
     `--config` reads arguments from YAML or JSON, for example the `results.json` of an earlier run, or from one of
     `recipes_of` the command, by its name; those on the command line go before.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = ArgumentParser(dataclass_types, prog=prog, description=description)
-    recipes = recipes_of(prog)
-    parser.add_argument(
-        "--config",
-        metavar="FILE|RECIPE",
-        help="YAML or JSON file of arguments, a run's results.json"
-        + (f", or the name of a recipe that ships: {', '.join(recipes)}." if recipes else "."),
-    )
-    try:
-        if given := _value_of("--config", argv):
-            argv = _read_arguments(_find_file(given, recipes)) + argv
-        *parsed, _, rest = parser.parse_args_into_dataclasses(
-            argv, look_for_args_file=False, return_remaining_strings=True
+
+    def __init__(self, dataclass_types: list[type], prog: str, description: str):
+        for dataclass_type in dataclass_types:
+            dataclass_type._argument_group_name = dataclass_type.__doc__.partition("\n")[0].rstrip(".")
+        super().__init__(dataclass_types, prog=prog, description=description, formatter_class=HelpFormatter)
+        recipes = ", ".join(recipes_of(prog))
+        self.add_argument(
+            "--config",
+            metavar="FILE|RECIPE",
+            help="YAML or JSON file of arguments, a run's results.json"
+            + (f", or the name of a recipe that ships: {recipes}." if recipes else "."),
         )
-        if rest:
-            raise ValueError(f"there is no argument {rest[0]}")
-        return tuple(parsed)
-    except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        for action in self._actions:
+            if isinstance(action, argparse._StoreFalseAction):
+                action.help = f"Turns {spelled(f'--{action.dest}')} off."
+        required = [action for action in self._actions if action.required]
+        named = [f"{action.option_strings[0]} {action.dest.rpartition('_')[2].upper()}" for action in required]
+        self.usage = " ".join(["%(prog)s", *named, "[OPTION ...]"])
+
+    def parse(self, argv: list[str] | None = None) -> tuple:
+        """One instance of each dataclass; ends the process with code 2 and one line on errors."""
+        argv = list(sys.argv[1:] if argv is None else argv)
+        try:
+            if given := _value_of("--config", argv):
+                argv = _read_arguments(_find_file(given, recipes_of(self.prog))) + argv
+            *parsed, _, rest = self.parse_args_into_dataclasses(
+                argv, look_for_args_file=False, return_remaining_strings=True
+            )
+            if rest:
+                raise ValueError(f"there is no argument {rest[0]}")
+            return tuple(parsed)
+        except (ValueError, OSError) as error:
+            self.error(printable(" ".join(str(error).split())))
+
+
+def parse_arguments(prog: str, description: str, dataclass_types: list[type], argv: list[str] | None) -> tuple:
+    """One instance of each dataclass from a command line, see `ArgumentParser`."""
+    return ArgumentParser(dataclass_types, prog, description).parse(argv)
 
 
 def recipes_of(prog: str) -> dict[str, Path]:
@@ -246,12 +262,20 @@ def _value_of(option: str, argv: list[str]) -> str | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """As YAML 1.2 has it, `no` is a word: the precision of that name, for example."""
+    """As YAML 1.2 has it, `no` is a word: the precision of that name, for example. Aliases stand for single values:
+    those of lists of lists of them unfold without end."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def compose_node(self, parent, index):
+        alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if alias and not isinstance(node, yaml.ScalarNode):
+            raise yaml.YAMLError("an alias of a list or of names and values, which are not taken; write them out")
+        return node
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("true|True|TRUE|false|False|FALSE"), "tTfF")
@@ -277,6 +301,9 @@ def _read_arguments(file: Path) -> list[str]:
 
 def reason(error: BaseException) -> str | None:
     """What the user can mend, in one line; None for a defect."""
+    if isinstance(error, StrictDataclassError) and error.__cause__:
+        # It says of itself which validator found it, what it found is its cause.
+        error = ValueError(str(error.__cause__))
     message = str(error)
     # What a DataLoader raises where one of its processes is gone.
     if isinstance(error, RuntimeError) and message.startswith("DataLoader worker (pid"):
@@ -286,7 +313,7 @@ def reason(error: BaseException) -> str | None:
     if message.startswith("Caught "):
         # What such a process raised comes with its traceback.
         message = message.strip().splitlines()[-1]
-    return " ".join(message.split()) or type(error).__name__
+    return printable(" ".join(message.split())) or type(error).__name__
 
 
 def run_as_program(main: Callable, prog: str):

@@ -115,8 +115,7 @@ class SmallDataView(View):
         if not self.erasing:
             return pixels
         erased = self.erasing(self.image_format.normalize(pixels[None])[0])
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.image_format.mean, self.image_format.std))
-        return (255 * (erased * std + mean)).round().clamp(0, 255).to(torch.uint8)
+        return (255 * self.image_format.denormalize(erased)).round().clamp(0, 255).to(torch.uint8)
 
     def crop_and_flip(self, pixels: np.ndarray) -> np.ndarray:
         """Pad, crop and flip `(height, width, channels)`, by reflection in one indexing, which is quick."""
@@ -157,7 +156,9 @@ class BootstrapView(View):
         zoom_out: float = 1.0,
     ):
         self.formats = {"pixel_values": student}
-        if teacher is not None and replace(teacher, resize=None) != replace(student, resize=None):
+        # How evaluation crops the middle is nothing to a random part.
+        any_crop = {"resize": None, "rounds_center": False}
+        if teacher is not None and replace(teacher, **any_crop) != replace(student, **any_crop):
             self.formats["teacher_pixel_values"] = teacher
         self.crop = v2.RandomResizedCrop(student.size, list(scale), list(ratio))
         self.flip = flip

@@ -1,17 +1,19 @@
 """Where a training is, and checkpoints from which it goes on bit-exactly."""
 
 import dataclasses
-import json
 import os
+import re
 import shutil
+import typing
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import RNG_STATE_NAME, broadcast_object_list, load
 
-from ...common.files import disk_errors, write_json
+from ...common.files import disk_errors, misshapen, read_json, write_json
 
 
 # Before what is measured on images to test on, where the best epoch is chosen on others.
@@ -66,7 +68,9 @@ class Checkpoints:
         self.accelerator, self.folder, self.limit = accelerator, folder, limit
 
     def all(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"))
+        """Its checkpoints, the newest last. What else is there is the user's, for example a copy."""
+        found = {path: re.fullmatch(r"step-(\d+)", path.name, re.ASCII) for path in self.folder.glob("step-*")}
+        return sorted((path for path, match in found.items() if match), key=lambda path: int(found[path][1]))
 
     def save(self, state: TrainingState):
         """Model, optimizer, schedule, scaler and every process' random numbers by Accelerate, and `state`."""
@@ -108,10 +112,43 @@ class Checkpoints:
         newest = broadcast_object_list(found)[0]
         if newest is None:
             return TrainingState()
-        self.accelerator.load_state(str(newest))
-        state = TrainingState(**json.loads((newest / "state.json").read_text(encoding="utf-8")))
+        state = read_state(newest)
+        try:
+            self.accelerator.load_state(str(newest))
+            restored = self.random_numbers_restored(newest)
+        # Files of others fail in as many ways as there are formats.
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"The checkpoint {newest} cannot be read: {line} Remove it to go on from an earlier one, or start "
+                "anew with --overwrite."
+            ) from error
+        if not restored:
+            print(
+                f"Process {self.accelerator.process_index} goes on with other random numbers than the run would have "
+                f"had: {newest} was written by fewer processes, or on other devices."
+            )
         self.accelerator.print(f"Going on from {newest}: {state.epoch} epochs and {state.step} steps are done.")
         return state
+
+    def random_numbers_restored(self, checkpoint: Path) -> bool:
+        """Whether this process' random numbers are those of a checkpoint; Accelerate goes on without a word where it
+        could not restore them.
+
+        Raises:
+            Exception: if they cannot be read.
+        """
+        file = checkpoint / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl"
+        if not file.is_file():
+            return False
+        states = load(file)
+        # Those of Python and NumPy are restored before, those of accelerators after.
+        same = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
+        if torch.cuda.is_available():
+            there = states.get("torch_cuda_manual_seed", ())
+            here = torch.cuda.get_rng_state_all()
+            same = same and len(here) == len(there) and all(map(torch.equal, here, there))
+        return same
 
     def newest_whole(self) -> Path | None:
         """The newest checkpoint whose files are as they were written; None if there are no checkpoints."""
@@ -137,15 +174,39 @@ def checksums(folder: Path) -> dict[str, int]:
     return found
 
 
+def read_state(checkpoint: Path) -> TrainingState:
+    """Where the run was when it wrote a checkpoint.
+
+    Raises:
+        ValueError: if `state.json` is not what was written with this checkpoint.
+    """
+    file = checkpoint / "state.json"
+    try:
+        content = {"step": int(checkpoint.name.removeprefix("step-"))} | read_json(file)
+        types = typing.get_type_hints(TrainingState)
+        problem = misshapen(content, {name: kind for name, kind in types.items() if name in content})
+        state = TrainingState(**content)
+    except (OSError, TypeError) as error:
+        raise ValueError(f"{file} is none that this program wrote ({error}).") from error
+    numbers = (state.epoch, state.step, state.seconds, state.skipped)
+    fits = state.step == int(checkpoint.name.removeprefix("step-")) and len(state.losses) <= state.step
+    if problem or not fits or min(numbers) < 0:
+        raise ValueError(f"{file} is none that this program wrote ({problem or 'its numbers do not fit'}).")
+    return state
+
+
 def damaged_files(checkpoint: Path) -> list[str]:
     """Files of a checkpoint that are not what was written; without checksums (earlier versions), empty ones."""
     try:
-        json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        noted = checkpoint / CHECKSUMS
-        expected = json.loads(noted.read_text(encoding="utf-8")) if noted.is_file() else None
-    except (OSError, ValueError):
+        read_state(checkpoint)
+    except ValueError:
         return ["state.json"]
-    if expected is None:
+    noted = checkpoint / CHECKSUMS
+    if not noted.exists():
         return [path.name for path in sorted(checkpoint.iterdir()) if path.is_file() and not path.stat().st_size]
+    try:
+        expected = read_json(noted, dict[str, int])
+    except (OSError, ValueError):
+        return [CHECKSUMS]
     found = checksums(checkpoint)
     return [name for name, checksum in expected.items() if found.get(name) != checksum]

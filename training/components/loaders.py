@@ -22,6 +22,7 @@ from ...common.data import CorruptImageError, class_names, decode_image, label_n
 from ...common.files import write_json
 from ...common.views import ORDER, SHUFFLE, VIEW, View, random_seed, seeded
 from .augmentation import Mix
+from .interruptions import leave_interruptions_to_the_main_process
 
 
 # Shards of a stream for each process from which on one more or less for some does not matter.
@@ -67,7 +68,9 @@ class ViewDataset(Dataset):
         """The image of a record, and its mask if it has one; raises `ImageError`."""
         record = self.images[index] if record is None else record
         image = decode_image(record["image"], index)
-        return (image, self.view.read_mask(record["mask"], index, image.size)) if "mask" in record else (image,)
+        if "mask" not in record:
+            return (image,)
+        return image, self.view.read_mask(record["mask"], index, image.size, image.info["orientation"])
 
     def sample(self, epoch: int, index: int, record: dict) -> dict | None:
         """The view of a record that belongs to (seed, epoch, index), with what a batch needs besides."""
@@ -395,6 +398,7 @@ class TrainingLoader:
             persistent_workers=num_workers > 0,
             pin_memory=accelerator.device.type == "cuda",
             generator=torch.Generator(),  # its own, or every pass would draw from the model's random numbers
+            worker_init_fn=leave_interruptions_to_the_main_process,
         )
         self.loader = DeviceLoader(accelerator, loader, view, mix, shared=not own)
 

@@ -20,11 +20,17 @@ from tqdm import tqdm
 from ...common.files import disk_errors, locked, write_json, write_text
 from .arguments import RunArguments
 from .checkpoints import TEST, Checkpoints, TrainingState
+from .interruptions import Interruption
 from .loaders import DeviceLoader, TrainingLoader
-from .runs import read_run
+from .runs import has_begun, read_run
 from .sharding import ordinary_class
 
 
+# Seconds after which a checkpoint is written, besides those of steps and epochs; more where writing takes so long that
+# it would be more than `SHARE_OF_WRITING` of the time.
+CHECKPOINT_SECONDS, SHARE_OF_WRITING = 180.0, 0.05
+# Seconds of steps from which the time that is left is foretold, the first step aside, which prepares much.
+FORETELLING_SECONDS = 5.0
 # Where the best model is written before its files are moved over the earlier ones.
 BEST_ASIDE = ".best.aside"
 
@@ -52,11 +58,11 @@ def claim(folder: Path, run: RunArguments):
     if run.overwrite:
         if (folder / "checkpoints").exists():
             shutil.rmtree(folder / "checkpoints")
-    elif found:
+    elif found and has_begun(folder):
         here, there = run.record.get("images", {}), found.get("images", {})
         changed = [name for name in here if name in there and here[name] != there[name]]
         if changed:
-            counted = [name for name in changed if isinstance(here[name], int)]
+            counted = [name for name in changed if isinstance(here[name], int) and isinstance(there[name], int)]
             counts = "".join(f", {there[name]:,} {name} then and {here[name]:,} now" for name in counted)
             raise ValueError(
                 f"The images are not those that the run in --output {folder} began with (other "
@@ -78,7 +84,13 @@ def in_own_folder(train: Callable) -> Callable:
                 stack.enter_context(locked(folder))
                 claim(folder, run)
             accelerator.wait_for_everyone()
-            return train(accelerator, run, **parts)
+            try:
+                return train(accelerator, run, **parts)
+            except (KeyboardInterrupt, SystemExit):
+                kept = Checkpoints(accelerator, folder / "checkpoints").all()
+                saved = f"{kept[-1].name} is saved; run the same command to go on." if kept else "There was no step."
+                accelerator.print(f"\nStopped. {saved}", file=sys.stderr)
+                raise
 
     return train_there
 
@@ -124,6 +136,8 @@ def fit(
             each part of a batch.
         clipped (*optional*): Takes the model to the part whose gradient is clipped; all of it if not given.
 
+    Ctrl-C and SIGTERM end it after the step, with a checkpoint; a second one at once.
+
     Returns:
         The final `TrainingState`. The folder has the best model, `metrics.jsonl`, `results.json`, `checkpoints/`.
         `metrics.jsonl` grows as the run goes: every `logging_steps` a record of the mean loss since the last one, the
@@ -140,6 +154,11 @@ def fit(
     accelerator.init_trackers("frugalvit", {k: v for k, v in values if isinstance(v, int | float | str)})
     set_seed(run.seed, device_specific=True)
     state = checkpoints.resume()
+    if not 0 <= state.step - state.epoch * loader.steps_per_epoch <= loader.steps_per_epoch:
+        raise ValueError(
+            f"{folder} has a checkpoint of {state.epoch} epochs and {state.step} steps, and an epoch has "
+            f"{loader.steps_per_epoch}; give another folder, or start anew with --overwrite."
+        )
     metrics = folder / "metrics.jsonl"
     if accelerator.is_main_process:
         # What a run that was killed logged after its last checkpoint is logged again.
@@ -185,7 +204,20 @@ def fit(
         mininterval=0.2 if sys.stderr.isatty() else 30,
         disable=not accelerator.is_main_process,
     )
-    foretold = False
+    foretold, warm, interruption = False, None, Interruption()
+    saved_at, writing = time.perf_counter(), 0.0
+
+    def asked() -> tuple[int, bool]:
+        """The signal that a process received, 0 for none, and whether it is time for a checkpoint; in all processes
+        the same."""
+        is_time = time.perf_counter() - saved_at > max(CHECKPOINT_SECONDS, writing / SHARE_OF_WRITING)
+        if accelerator.num_processes == 1:
+            return interruption.received, is_time
+        found = torch.tensor([interruption.received, int(is_time)], device=accelerator.device)
+        received, is_time = accelerator.gather(found[None]).amax(0).tolist()
+        interruption.received = received
+        return received, bool(is_time)
+
     for epoch in range(state.epoch, run.epochs):
         if before_epoch:
             before_epoch(epoch)
@@ -193,56 +225,70 @@ def fit(
         progress.set_description(f"epoch {epoch + 1}/{run.epochs}")
         end, started = (epoch + 1) * loader.steps_per_epoch, time.perf_counter()
         logged_at, logged_step = started, state.step
-        for batch in loader.epoch(epoch, loader.steps_per_epoch - (end - state.step)):
-            learning_rate = max(scheduler.get_last_lr())
-            if before_step:
-                before_step(state.step, total_steps)
-            with accelerator.accumulate(model):
-                loss = backward(batch)
-                optimizer.step(*([functools.partial(backward, batch)] if steps_twice else []))
-                scheduler.step()
-                optimizer.zero_grad()
-            unread.append(loss.detach().float())
-            if not accelerator.sync_gradients:
-                continue
-            state.step += 1
-            progress.update(loader.batch_size)
+        with interruption:
+            for batch in loader.epoch(epoch, loader.steps_per_epoch - (end - state.step)):
+                learning_rate = max(scheduler.get_last_lr())
+                if before_step:
+                    before_step(state.step, total_steps)
+                with accelerator.accumulate(model):
+                    loss = backward(batch)
+                    optimizer.step(*([functools.partial(backward, batch)] if steps_twice else []))
+                    scheduler.step()
+                    optimizer.zero_grad()
+                unread.append(loss.detach().float())
+                if not accelerator.sync_gradients:
+                    continue
+                state.step += 1
+                progress.update(loader.batch_size)
 
-            logs, saves = state.step % run.logging_steps == 0, state.step % run.checkpointing_steps == 0
-            # On a CPU, reading a number waits for nothing.
-            if reads(state.step) or accelerator.device.type == "cpu":
-                state.losses += read_losses(accelerator, unread, state.step, checkpoints)
-            if logs:
-                recent, now = state.losses[-run.logging_steps :], time.perf_counter()
-                speed = (state.step - logged_step) * loader.batch_size / (now - logged_at)
-                norm = math.nan if gradient_norm is None else float(gradient_norm)
-                record = {
-                    "step": state.step,
-                    "loss": sum(recent) / len(recent),
-                    "learning_rate": learning_rate,
-                    # DeepSpeed may not tell it, and the first scales of fp16 are too large.
-                    **({"gradient_norm": norm} if math.isfinite(norm) else {}),
-                    "images_per_second": speed,
-                }
-                log(record)
-                progress.set_postfix(loss=f"{record['loss']:.3f}")
-                logged_at, logged_step = now, state.step
-                if not foretold and accelerator.is_main_process:
-                    left = datetime.timedelta(seconds=round((total_steps - state.step) * loader.batch_size / speed))
-                    progress.write(f"{speed:.4g} images/s; {left} left, evaluation aside.")
-                foretold = True
-            if saves or state.step == end:
-                if gradient_norm is not None and accelerator.mixed_precision != "fp16":
-                    # What it has made of the weights shows in the next loss, after they were saved.
-                    check_finite("gradient's norm", float(gradient_norm), state.step, checkpoints)
-                paused = time.perf_counter()
-                state.seconds += paused - started
-                state.skipped += loader.take_skipped(accelerator)
-                check_weights(accelerator, model, state.step, checkpoints)
-                # At the end of an epoch, too: what is measured then may fail.
-                checkpoints.save(state)
-                started = time.perf_counter()
-                logged_at += started - paused
+                logs, saves = state.step % run.logging_steps == 0, state.step % run.checkpointing_steps == 0
+                # On a CPU, reading a number waits for nothing; neither does asking oneself.
+                reading = reads(state.step) or accelerator.device.type == "cpu"
+                received, is_time = asked() if reading or accelerator.num_processes == 1 else (0, False)
+                saves = saves or is_time or received != 0
+                if reading or saves:
+                    state.losses += read_losses(accelerator, unread, state.step, checkpoints)
+                if logs:
+                    recent, now = state.losses[-run.logging_steps :], time.perf_counter()
+                    speed = (state.step - logged_step) * loader.batch_size / (now - logged_at)
+                    norm = math.nan if gradient_norm is None else float(gradient_norm)
+                    record = {
+                        "step": state.step,
+                        "loss": sum(recent) / len(recent),
+                        "learning_rate": learning_rate,
+                        # DeepSpeed may not tell it, and the first scales of fp16 are too large.
+                        **({"gradient_norm": norm} if math.isfinite(norm) else {}),
+                        "images_per_second": speed,
+                    }
+                    log(record)
+                    progress.set_postfix(loss=f"{record['loss']:.3f}")
+                    logged_at, logged_step = now, state.step
+                warm = warm or (state.step, time.perf_counter())
+                if not foretold and state.step > warm[0]:
+                    taken = time.perf_counter() - warm[1]
+                    if logs or taken > FORETELLING_SECONDS:
+                        foretold, seconds = True, taken / (state.step - warm[0])
+                        left = datetime.timedelta(seconds=round((total_steps - state.step) * seconds))
+                        if accelerator.is_main_process:
+                            progress.write(
+                                f"{loader.batch_size / seconds:.4g} images/s; {left} left, evaluation aside."
+                            )
+                if saves or state.step == end:
+                    if gradient_norm is not None and accelerator.mixed_precision != "fp16":
+                        # What it has made of the weights shows in the next loss, after they were saved.
+                        check_finite("gradient's norm", float(gradient_norm), state.step, checkpoints)
+                    paused = time.perf_counter()
+                    state.seconds += paused - started
+                    state.skipped += loader.take_skipped(accelerator)
+                    check_weights(accelerator, model, state.step, checkpoints)
+                    # At the end of an epoch, too: what is measured then may fail.
+                    checkpoints.save(state)
+                    started = saved_at = time.perf_counter()
+                    writing = started - paused
+                    logged_at += writing
+                if received:
+                    progress.close()
+                    interruption.end()
 
         record = {
             "epoch": epoch + 1,
@@ -252,7 +298,7 @@ def fit(
             **({"skipped": state.skipped} if state.skipped else {}),
             **(evaluate(model, eval_loader) if eval_loader else {}),
         }
-        is_best = not eval_loader or state.best is None or record[metric] > state.best[metric]
+        is_best = not eval_loader or state.best is None or record[metric] > state.best.get(metric, -math.inf)
         if is_best and test_loader:
             record |= {f"{TEST}{name}": value for name, value in evaluate(model, test_loader).items()}
         for name, value in record.items():

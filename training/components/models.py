@@ -7,8 +7,9 @@ import re
 import torch
 from transformers import AutoConfig
 
+from ...configuration.configuration_base import AttentionStartConfig, FrugalViTConfig
 from ...modeling.hosts.timm import TIMM
-from ...modeling.initialization import INITIALIZATIONS, initialize_attention_
+from ...modeling.initialization import INITIALIZATIONS, START_FIELDS, initialize_attention_
 from ...modeling.reference_initialization import REFERENCE, reference_init_
 from .arguments import check
 from .optimizers import classifiers_inside
@@ -18,15 +19,52 @@ from .optimizers import classifiers_inside
 LARGEST_SIZE, MOST_LAYERS = 1_000_000, 1_000
 
 
-def initialize(model, name: str, text: str):
-    """Initialize a fresh model or its attention, with what `--initialization-options` says."""
+def start_options(name: str, text: str) -> dict:
+    """What `--initialization-options` says, for `--initialization`.
+
+    Raises:
+        ValueError: if the initialization has no such option.
+    """
     accepted = inspect.signature(INITIALIZATIONS[name]).parameters.keys() if name in INITIALIZATIONS else set()
     options = read_values("initialization_options", text)
     if unknown := sorted(options.keys() - accepted | options.keys() & {"model", "generator"}):
         raise ValueError(f"--initialization-options: --initialization {name} has no {unknown[0]!r}.")
-    if "positions" in accepted and getattr(model.config, "position_embedding", None) == "random":
-        # The architecture's, not those that the start would set.
-        options.setdefault("positions", "keep")
+    return options
+
+
+def configure_start(config, name: str, text: str, seed: int) -> bool:
+    """Write into the configuration how a fresh model starts, as far as its family has fields for that; returns whether
+    that is all that was asked for.
+
+    Raises:
+        ValueError: if an option has no field.
+    """
+    options = start_options(name, text)
+    if isinstance(config, FrugalViTConfig):
+        config.initialization_seed = seed
+    if name == "default":
+        return True
+    if name == REFERENCE and hasattr(config, "initialization"):
+        config.initialization = name
+        return True
+    if name == REFERENCE or not isinstance(config, AttentionStartConfig):
+        return False
+    if unknown := sorted(options.keys() - START_FIELDS.keys()):
+        raise ValueError(
+            f"--initialization-options: {unknown[0]!r} of a {config.model_type} is its configuration's; say "
+            "position_embedding in --config-overrides."
+        )
+    config.initialization = name
+    # What is not given is said, too.
+    own = inspect.signature(INITIALIZATIONS[name]).parameters["value_init"].default
+    for option, value in ({"value_init": own} | options).items():
+        setattr(config, START_FIELDS[option], value)
+    return True
+
+
+def initialize(model, name: str, text: str):
+    """Initialize a fresh model or its attention, with what `--initialization-options` says."""
+    options = start_options(name, text)
     if name == REFERENCE:
         reference_init_(model)
     else:

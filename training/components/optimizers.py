@@ -8,9 +8,6 @@ from .arguments import OptimizerArguments
 from .muon import Muon, split_matrices
 
 
-OPTIMIZERS = ("adamw", "muon", "sam")
-
-
 def parameter_groups(model: torch.nn.Module, weight_decay: float, optimizer: str = "adamw") -> list[dict]:
     """Parameters for an optimizer: matrices and filters decay; biases, norms, positions, [CLS] and the like do not.
 
@@ -82,7 +79,7 @@ def make_optimizer(name: str, groups: list[dict], sam_rho: float = 0.05, **optio
         try:
             from pytorch_optimizer import SAM
         except ImportError:
-            raise ValueError("--optimizer sam is pytorch_optimizer's: pip install pytorch_optimizer.") from None
+            raise ValueError("--optimizer sam is pytorch_optimizer's: pip install 'frugalvit[sam]'.") from None
         return SAM(groups, torch.optim.AdamW, rho=sam_rho, **options, fused=True)
     return torch.optim.AdamW(groups, **options, fused=True)
 

@@ -48,7 +48,7 @@ class Learner(nn.Module):
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError:
-            raise ValueError("--lora-rank is peft's: pip install frugalvit[finetune].") from None
+            raise ValueError("--lora-rank is peft's: pip install 'frugalvit[finetune]'.") from None
         language_model = self.llava.model.language_model
         if any(parameter.is_meta for parameter in language_model.parameters()):
             raise ValueError(

@@ -19,10 +19,14 @@ from accelerate.utils import (
     set_seed,
 )
 
-from ...common.files import LOCK
+from ...common.files import LOCK, read_json, refuse_links
 from ...common.precision import choose_mixed_precision, describe_device
 from ...common.versions import origin
 from .arguments import RESUMABLE, RunArguments
+
+
+# What a run writes into its folder by these names, besides its checkpoints and the files of the best model.
+WRITTEN = ("run.json", "results.json", "metrics.jsonl", "README.md", "logs")
 
 
 def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, arguments: list) -> Accelerator:
@@ -65,6 +69,14 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
             f"{started} processes were started and Accelerate sees {accelerator.num_processes}, so that each would "
             "train alone. On CPUs, set ACCELERATE_USE_CPU=true."
         )
+    if accelerator.num_processes == 1 and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
+        # So `accelerate launch` leaves it on CPUs, whatever --num_processes says.
+        module = f"frugalvit.training.{prog.split()[-1].replace('-', '_')}"
+        print(
+            "Warning: several processes were asked for and one was started. On CPUs, start them with\n"
+            f"    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 -m {module} …",
+            file=sys.stderr,
+        )
     check_output_folder(Path(run.output_dir), run, arguments)
     if getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_ram_efficient_loading", False):
         raise ValueError(
@@ -98,7 +110,7 @@ def trackers(names: list[str]) -> list[str]:
         if name not in installed:
             raise ValueError(
                 f"--report-to {name} is no tracker that is installed; these are: {', '.join(installed) or 'none'}. "
-                "TensorBoard comes with pip install tensorboard."
+                "TensorBoard comes with pip install 'frugalvit[track]'."
             )
     return names
 
@@ -107,7 +119,7 @@ def automatic_precision(run: RunArguments) -> str:
     """The precision that the run in the output folder began with, or the one that the main process' device is fast
     at."""
     there = None if run.overwrite else read_run(Path(run.output_dir))
-    if there and "mixed_precision" in there["arguments"]:
+    if there and there["arguments"].get("mixed_precision") in ("no", "bf16", "fp16"):
         return there["arguments"]["mixed_precision"]
     # As Accelerate asks for processes on CPUs, before it is told the precision.
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
@@ -131,6 +143,9 @@ def check_output_folder(folder: Path, run: RunArguments, arguments: list):
         raise ValueError(
             f"{checkpoints} is no folder of the run in --output {folder} but leads elsewhere; give another one."
         )
+    refuse_links(folder, *WRITTEN)
+    if checkpoints.is_dir():
+        refuse_links(checkpoints, *(path.relative_to(checkpoints) for path in checkpoints.rglob("*")))
     if run.overwrite:
         return
     defaults = {f.name: _default(f) for group in arguments for f in dataclasses.fields(group)}
@@ -141,7 +156,7 @@ def check_output_folder(folder: Path, run: RunArguments, arguments: list):
     # What may change was noted by one.
     there = {name: value for name, value in there.items() if name not in RESUMABLE}
     changed = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
-    if changed:
+    if changed and has_begun(folder):
         raise ValueError(
             f"--output {folder} holds another run ("
             + ", ".join(f"{name} is {there.get(name)!r} there, {here.get(name)!r} here" for name in changed[:3])
@@ -149,13 +164,19 @@ def check_output_folder(folder: Path, run: RunArguments, arguments: list):
         )
 
 
+def has_begun(folder: Path) -> bool:
+    """Whether the run in a folder has left anything to go on with, or a model."""
+    return any((folder / "checkpoints").glob("step-*")) or (folder / "config.json").exists()
+
+
 def read_run(folder: Path) -> dict | None:
     """What a recipe noted about the run in a folder, or None if none did."""
     try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
+        return read_json(folder / "run.json", {"arguments": dict, "images": dict | None})
+    except PermissionError:
+        raise
+    except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("arguments"), dict) else None
 
 
 def _fixed_values(arguments: list) -> dict:

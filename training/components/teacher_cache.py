@@ -68,6 +68,8 @@ class TeacherCache:
         }
         if windows:
             about["windows"] = True
+        if pixels.reverse_channels:
+            about["reverse_channels"] = True
         if view.zoom_out:
             about["zoom_out"] = view.zoom_out.side_range[1]
         file = self.folder / "cache.json"

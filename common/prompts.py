@@ -1,0 +1,18 @@
+"""What a LLaVA or a PaliGemma is asked by."""
+
+# Of LLaVA 1.5 and of PaliGemma.
+PROMPT = "USER: {image}{question} ASSISTANT:"
+PALIGEMMA_PROMPT = "{image}{question}\n"
+
+
+def check_prompt(prompt: str):
+    """Raise a ValueError unless a prompt has places for an image and a question, and no others."""
+    if "{image}" not in prompt or "{question}" not in prompt:
+        raise ValueError(f"--prompt is {prompt!r}, expected {{image}} and {{question}} in it.")
+    try:
+        prompt.format(image="", question="")
+    except (ValueError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"--prompt is {prompt!r}, expected no braces but {{image}} and {{question}} "
+            f"({type(error).__name__}: {error})."
+        ) from error

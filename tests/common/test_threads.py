@@ -1,0 +1,50 @@
+"""How threads wait is chosen before PyTorch is there, unless the user has chosen."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from frugalvit.common.threads import SPINS
+
+
+# What a command's module sees, in the place of `frugalvit info`'s.
+SEEN = """
+import json, os, sys, types
+from frugalvit import cli
+module = types.ModuleType("frugalvit.info")
+names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+module.main = lambda argv: print(json.dumps([{n: os.environ.get(n) for n in names}, "torch" in sys.modules]))
+sys.modules["frugalvit.info"] = module
+cli.main(["info"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "spins", "policy"),
+    [
+        ({}, SPINS, None),
+        ({"GOMP_SPINCOUNT": "7"}, "7", None),
+        ({"OMP_WAIT_POLICY": "active"}, None, "active"),
+    ],
+)
+def test_commands_bound_spinning_before_torch_is_imported(given, spins, policy):
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", SEEN], env=inherited | given, capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(ran.stdout) == [{"GOMP_SPINCOUNT": spins, "OMP_WAIT_POLICY": policy}, False], ran.stderr
+
+
+def test_recipes_that_are_launched_bound_it_and_the_library_leaves_it():
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    for argv, expected in ((["-m"], SPINS), (["-c"], "None")):
+        code = f"import os, sys; sys.argv = {argv}; import frugalvit.training; print(os.environ.get('GOMP_SPINCOUNT'))"
+        ran = subprocess.run([sys.executable, "-c", code], env=inherited, capture_output=True, text=True, timeout=60)
+        assert ran.stdout == f"{expected}\n", ran.stderr

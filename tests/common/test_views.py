@@ -1,0 +1,106 @@
+"""Strips: only what a crop can keep is resized, and that is what it would keep of the whole."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    BitImageProcessor,
+    CLIPImageProcessor,
+    ConvNextImageProcessor,
+    LevitImageProcessor,
+    PPLCNetImageProcessor,
+    ViTImageProcessor,
+)
+from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
+
+from frugalvit.common.masks import MaskReader, SegmentationView, resize_pair
+from frugalvit.common.views import LONGEST, EvalView, ImageFormat, middle_of, prepare_images
+
+
+SQUARE = {"height": 16, "width": 16}
+TIMM = {"input_size": [3, 16, 16], "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic"}
+CROPPING = {
+    "CLIP": CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE),
+    "DINOv2": BitImageProcessor(size={"shortest_edge": 18}, crop_size=SQUARE),
+    "ConvNeXt": ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=0.875),
+    "LeViT": LevitImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE),
+    "PP-LCNet": PPLCNetImageProcessor(resize_short=18, crop_size=SQUARE),
+    "timm": TimmWrapperImageProcessor(TIMM | {"crop_pct": 0.9}),
+}
+WHOLE = {
+    "ViT": ViTImageProcessor(size=SQUARE),
+    "timm, squashed": TimmWrapperImageProcessor(TIMM | {"crop_pct": 1.0, "crop_mode": "squash"}),
+    "not resized": CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE, do_resize=False),
+}
+
+
+def strip(width, height):
+    """Waves along it, six times as long as it is wide."""
+    places = np.arange(max(width, height)) / min(width, height)
+    waves = (128 + 100 * np.sin(places * 2 * np.pi / 6 + 1)).astype(np.uint8)
+    along = np.broadcast_to(waves[None] if width >= height else waves[:, None], (height, width))
+    return Image.fromarray(np.ascontiguousarray(along)).convert("RGB")
+
+
+def spy(processor, monkeypatch):
+    """Sizes of the images that a processor is given."""
+    sizes, original = [], type(processor).__call__
+
+    def call(self, images, **options):
+        sizes.extend(image.size for image in (images if isinstance(images, list) else [images]))
+        return original(self, images, **options)
+
+    monkeypatch.setattr(type(processor), "__call__", call)
+    return sizes
+
+
+@pytest.mark.parametrize("size", [(8, 6), (256, 8), (257, 8), (2000, 9), (8, 1999), (7, 2001), (1, 700), (60_000, 2)])
+@pytest.mark.parametrize("name", [*CROPPING, *WHOLE])
+def test_a_strip_is_seen_as_if_it_were_resized_whole(name, size, monkeypatch):
+    processor, image = (CROPPING | WHOLE)[name], strip(*size)
+    sizes = spy(processor, monkeypatch)
+    pixels = prepare_images(processor, [image])
+    cut = max(size) > LONGEST * min(size) and name in CROPPING
+    assert sizes[-1] == (middle_of(image).size if cut else size)
+    if max(size) < 10_000:
+        expected = processor([image], return_tensors="pt")["pixel_values"]
+        # Where the middle lies may be off by a part of a pixel that is not the image's, but a model's.
+        torch.testing.assert_close(pixels, expected, rtol=0, atol=0.1 if cut else 0)
+    if name not in ("not resized", "PP-LCNet"):
+        image_format = ImageFormat.from_processor(processor)
+        seen = image_format.normalize(EvalView(image_format)(image)["pixel_values"][None])
+        torch.testing.assert_close(seen, pixels, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (320, 10), (321, 10), (10, 999), (1, 60_000)])
+def test_both_ends_of_a_strip_lose_as_much(size):
+    image = strip(*size)
+    middle, longest = middle_of(image), LONGEST * min(size)
+    if max(size) <= longest:
+        assert middle is image
+    else:
+        assert max(middle.size) - longest in (0, 1) and min(middle.size) == min(size)
+        assert (max(size) - max(middle.size)) % 2 == 0
+
+
+def test_training_for_segmentation_takes_parts_of_strips(monkeypatch):
+    sizes = []
+
+    def resize(image, *arguments):
+        sizes.append(image.size)
+        return resize_pair(image, *arguments)
+
+    monkeypatch.setattr("frugalvit.common.masks.resize_pair", resize)
+    view, length = SegmentationView(ImageFormat((16, 16)), MaskReader(4), (1.0, 2.0), distort=0.0), 20_000
+    labels = np.arange(length) * 4 // length
+    image = Image.fromarray(np.broadcast_to(60 * labels.astype(np.uint8), (4, length)).copy()).convert("RGB")
+    mask, found = torch.from_numpy(labels.astype(np.uint8)).expand(4, -1), set()
+    for seed in range(12):
+        torch.manual_seed(seed)
+        sample = view(image, mask)
+        assert sample["pixel_values"].shape == (3, 16, 16)
+        # Image and mask are cut at the same place.
+        assert (sample["pixel_values"] == 60 * sample["labels"]).all()
+        found |= set(sample["labels"].unique().tolist())
+    assert found == {0, 1, 2, 3} and set(sizes) == {(LONGEST * 4, 4)}

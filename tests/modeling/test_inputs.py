@@ -1,0 +1,57 @@
+"""What all families do with numbers of 64 bits and with images that are too small."""
+
+import pytest
+import torch
+
+import frugalvit
+from kinds import KINDS
+
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_float64_stays_float64(name):
+    """The gradient in a direction is that of differences, as exactly as 64 bits allow."""
+    kind = KINDS[name]
+    torch.manual_seed(0)
+    config = kind.config_class.from_variant(kind.variant, **kind.fields)
+    if config.model_type == "sparseformer":
+        # No gradient flows into what encodes positions, on purpose.
+        for steps in ("focusing_steps", "final_focusing_steps"):
+            setattr(config, steps, [step for step in getattr(config, steps) if step != "position_encoding"])
+    model = kind.classifier(config).double().eval()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter += 0.05 * torch.randn_like(parameter)
+    pixel_values, labels = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.tensor([0, 1])
+    outputs = model(pixel_values, labels=labels)
+    assert outputs.logits.dtype == outputs.loss.dtype == torch.float64
+    gradients = torch.autograd.grad(outputs.loss, parameters, allow_unused=True)
+    direction, losses, step = [torch.randn_like(parameter) for parameter in parameters], [], 1e-6
+    slope = sum((one * other).sum() for one, other in zip(gradients, direction, strict=True) if one is not None)
+    with torch.no_grad():
+        for sign in (1, -2):
+            torch._foreach_add_(parameters, direction, alpha=sign * step)
+            losses.append(model(pixel_values, labels=labels).loss)
+    # RoIs that are cut at the border pass their gradient on, on purpose.
+    if name != "patches":
+        torch.testing.assert_close(slope, (losses[0] - losses[1]) / (2 * step), rtol=1e-5, atol=1e-8)
+    # A cast there and back leaves nothing behind.
+    assert {parameter.dtype for parameter in model.float().parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("size", [(1, 7), (7, 1), (1, 1), (3, 32), (32, 3)])
+@pytest.mark.parametrize("name", ["bootstrapped_vit", *KINDS])
+def test_images_smaller_than_a_patch_are_said(name, size):
+    if name == "bootstrapped_vit":
+        part = {"hidden_size": 36, "num_hidden_layers": 1, "intermediate_size": 48, "patch_size": 8, "image_size": 32}
+        model = frugalvit.BootstrappedViTForImageClassification(
+            frugalvit.BootstrappedViTConfig(vit_config=part, agent_config=part)
+        )
+    else:
+        kind = KINDS[name]
+        model = kind.base(kind.config_class.from_variant(kind.variant, **kind.fields))
+    with pytest.raises(ValueError, match="Got an image of .* pixels, expected at least"):
+        model(torch.randn(2, 3, *size))

@@ -1,0 +1,41 @@
+"""Ctrl-C and SIGTERM during training: the step is finished and saved first."""
+
+import signal
+import threading
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruption:
+    """A context in which the first of `SIGNALS` is noted. A second one ends the process as it always does.
+
+    Outside the main thread, where Python allows no handlers, signals do what they always do.
+    """
+
+    def __init__(self):
+        self.received, self._before = 0, {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_):
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _note(self, number: int, _):
+        self.received = number
+        self.__exit__()
+
+    def end(self):
+        """End as the signal that was received does: by `KeyboardInterrupt`, or with the exit code of SIGTERM."""
+        if self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + self.received)
+
+
+def leave_interruptions_to_the_main_process(_: int = 0):
+    """For a process that decodes images: Ctrl-C reaches it, too, and the main one still needs its images."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
