@@ -1,5 +1,5 @@
-"""README and docs, page by page: every block of code runs from top to bottom, on a few images and on tiny models in the
-place of those of the hub."""
+"""README and docs, page by page: every block of code runs, from top to bottom, on a few images and on tiny models in
+the place of those of the hub."""
 
 import importlib
 import re
@@ -40,10 +40,12 @@ NOT_HERE = {
     "pip install": "an environment is not changed by a test; .ci/run installs",
     "pytest": "this is it",
     "python -c": "tests/test_readme.py runs it for every model that ships",
+    "ACCELERATE_USE_CPU=true torchrun": "tests/training/test_processes.py",
     "python -m http.server": "it serves until it is stopped",
     "frugalvit quickstart": "tests/test_quickstart.py and .ci/run",
     "frugalvit export": "tests/test_export.py exports in each format; int8 alone takes longer than all of this page",
     "frugalvit predict image.png --model exported": "tests/test_export.py, as what is exported",
+    "frugalvit predict docs/dog.png --model exported": "tests/test_export.py, as what is exported",
     "frugalvit benchmark": "models of full size; tests/test_benchmark.py",
     "frugalvit compare": "tests/test_compare.py; it measures memory in a process for each model",
 }
@@ -63,17 +65,28 @@ STAND_INS = {
 # Options that make a command short, behind its own.
 TRAINS = ["--epochs", "1", "--batch-size", "8", "--num-workers", "0", "--mixed-precision", "no"]
 NARROW = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=32"
+NARROW_AGENT = "hidden_size=32,num_hidden_layers=2,intermediate_size=32"
 SHORT = {
     "bootstrap": [*TRAINS, "--no-compare"],
     "train": TRAINS,
-    "joint": [*TRAINS, "--image-size", "32"],
-    "segment": [*TRAINS, "--image-size", "32", "--num-latent-tokens", "16", "--num-labels", "3"],
+    "joint": [*TRAINS, "--vit", f"image_size=32,patch_size=8,{NARROW}", "--agent", f"patch_size=8,{NARROW_AGENT}"],
+    "segment": [
+        *TRAINS,
+        "--warmup-steps",
+        "0",
+        "--image-size",
+        "32",
+        "--num-latent-tokens",
+        "16",
+        "--num-labels",
+        "3",
+    ],
     "align-llava": [*TRAINS, "--answer-tokens", "2"],
     "swap": ["--images", "8"],
     "budget": ["--latency", "1000s", "--rounds", "1"],
     "attention": ["--images", "8"],
 }
-SUBSET = ["--train-split", "train[:16]", "--eval-split", "test[:8]"]
+SUBSET = ["--train-split", "train[:64]", "--eval-split", "test[:8]", "--batch-size", "32"]
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -164,7 +177,7 @@ def run(line: str, monkeypatch):
     assert program == "frugalvit", line
     name, *arguments = arguments
     arguments += SHORT.get(name, [])
-    if name in ("train", "joint") and "cifar10-subset" in arguments:
+    if "cifar10-subset" in arguments:
         arguments += SUBSET
     if "--model-type" in arguments:
         arguments += ["--config-overrides", f"image_size=32,patch_size=8,{NARROW}"]
@@ -178,7 +191,8 @@ def test_pages_run_from_top_to_bottom(name, models, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in models.iterdir():
         Path(path.name).symlink_to(path)
-    Path("checkpoints").symlink_to(ROOT / "checkpoints")
+    for folder in ("checkpoints", "docs"):
+        Path(folder).symlink_to(ROOT / folder)
     Path("sparseformer").symlink_to(ROOT / "checkpoints" / "cifar10-sparseformer")
     for language, step in steps(PAGES[name]):
         if language == "python":

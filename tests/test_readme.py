@@ -1,4 +1,4 @@
-"""README and docs: the Python runs as it stands there, commands take their options, and links lead somewhere."""
+"""README and docs: examples are short, commands take their options, and links lead somewhere. `test_docs.py` runs them."""
 
 import contextlib
 import importlib
@@ -7,26 +7,11 @@ import re
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
-    CLIPConfig,
-    CLIPImageProcessor,
-    CLIPModel,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
 )
 
-from frugalvit import SparseFormerVisionModelWithProjection
 from frugalvit.cli import COMMANDS
 from frugalvit.common.command_line import CommandParser
 from frugalvit.registry import public_names
@@ -63,39 +48,6 @@ def test_examples_are_short():
     for _, code in PYTHON:
         statements = [line for line in code.splitlines() if line and not line.startswith(("from", "import"))]
         assert len(statements) <= 6
-
-
-# What PyTorch's exporter and Trainer warn about is theirs; the reader sees it too.
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("where", "code"), PYTHON, ids=[where for where, _ in PYTHON])
-def test_python_runs_as_it_stands(where, code, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Image.fromarray(np.zeros((40, 50, 3), dtype=np.uint8)).save("image.png")
-    # What README shows is there.
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
-    given = {"dataset": [{"pixel_values": torch.randn(3, 32, 32), "labels": label} for label in (0, 1)]}
-    if "clip" in code:
-        given |= own_clip_and_llava()
-    exec(compile(code, where, "exec"), given)
-
-
-def own_clip_and_llava() -> dict:
-    """What someone has who swaps vision encoders, in small; the SparseFormer lies where the README puts it."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-    vision = {**sizes, "image_size": 32, "patch_size": 8}
-    clip = CLIPModel(CLIPConfig(text_config={**sizes, "vocab_size": 20}, vision_config=vision, projection_dim=16))
-    student = SparseFormerVisionModelWithProjection.from_teacher(clip, stem_channels=8, num_sampling_points=4)
-    student.save_pretrained("sparseformer-clip")
-    words = Tokenizer(WordLevel({"<image>": 0, "?": 1}, unk_token="?"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens={"image_token": "<image>"})
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**vision), text_config=LlamaConfig(**sizes, vocab_size=2), image_token_index=0
-    )
-    return {
-        "clip": clip,
-        "llava": LlavaForConditionalGeneration(config),
-        "processor": LlavaProcessor(CLIPImageProcessor(), tokenizer, patch_size=8, num_additional_image_tokens=1),
-    }
 
 
 class TakenError(Exception):
