@@ -171,7 +171,13 @@ def test_imports_point_one_way(path):
 
 
 # Modules of packages with other names.
-DISTRIBUTIONS = {"faiss": "faiss_cpu", "open_clip": "open_clip_torch", "PIL": "pillow", "yaml": "pyyaml"}
+DISTRIBUTIONS = {
+    "faiss": "faiss_cpu",
+    "open_clip": "open_clip_torch",
+    "PIL": "pillow",
+    "pillow_jxl": "pillow_jxl_plugin",
+    "yaml": "pyyaml",
+}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
