@@ -1,4 +1,4 @@
-"""README and docs: examples are short, commands take their options, and links lead somewhere. `test_docs.py` runs them."""
+"""README and docs: examples are short, commands take their options, links lead somewhere; `test_docs.py` runs them."""
 
 import contextlib
 import importlib
@@ -8,9 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from transformers import (
-    AutoConfig,
-)
+from transformers import AutoConfig
 
 from frugalvit.cli import COMMANDS
 from frugalvit.common.command_line import CommandParser
@@ -47,7 +45,7 @@ def test_examples_are_short():
     assert len(PYTHON) > 10
     for _, code in PYTHON:
         statements = [line for line in code.splitlines() if line and not line.startswith(("from", "import"))]
-        assert len(statements) <= 6
+        assert len(statements) <= 8
 
 
 class TakenError(Exception):
@@ -83,8 +81,10 @@ def test_links_lead_somewhere(name):
         target = (ROOT / name).parent / path if path else ROOT / name
         assert target.exists(), link
         if anchor:
-            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], link
+            text = target.read_text(encoding="utf-8")
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            anchors = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
+            assert anchor in [*anchors, *re.findall(r'<a id="([\w-]+)">', text)], link
 
 
 def test_every_page_is_in_the_readme():
