@@ -28,6 +28,7 @@ from frugalvit import (
     count_macs,
     matching_processor,
 )
+from frugalvit import budget as budget_command
 from frugalvit.cli import main
 from frugalvit.common.comparison import using_tokens
 from frugalvit.options.budget import number, seconds
@@ -156,8 +157,14 @@ class TestScores:
         """Beside the teacher that it had."""
         best = {"accuracy": 0.75, "teacher_accuracy": 0.875, "alignment": 0.5}
         best |= {f"accuracy_{count}": count / 16 for count in COUNTS}
-        (folder / "results.json").write_text(json.dumps({"arguments": {"teacher": str(teacher)}, "best": best}))
-        rows = budget(folder, capsys=capsys)["rows"]
+        # Chosen on the one, measured on the other, which is what counts.
+        best |= {"test_accuracy_4": 0.25, "accuracy_4": 0.5}
+        images = {"evaluation split": "validation", "evaluation images": 40, "test split": "test", "test images": 60}
+        results = {"arguments": {"teacher": str(teacher), "dataset": ["owner/name"]}, "best": best, "images": images}
+        (folder / "results.json").write_text(json.dumps(results))
+        found = budget(folder, capsys=capsys)
+        assert found["settings"]["scored_on"] == "test of owner/name (60 images)"
+        rows = found["rows"]
         assert [row["accuracy"] for row in rows] == [0.875, 0.25, 0.375, 0.5625]
         assert [(row["model"], row["num_tokens"]) for row in rows][:2] == [("teacher", 64), ("student", 4)]
         assert (
@@ -181,8 +188,11 @@ class TestScores:
         assert [row["accuracy"] for row in budget(folder, capsys=capsys)["rows"]] == [0.5, None, 0.75]
 
     def test_that_the_hub_lists(self, capsys):
-        (row,) = budget("cifar10-sparseformer", capsys=capsys)["rows"]
+        found = budget("cifar10-sparseformer", capsys=capsys)
+        (row,) = found["rows"]
         assert (row["num_tokens"], row["accuracy"]) == (15, 0.7809)
+        assert found["settings"]["scored_on"] == "test of CIFAR-10"
+        assert "what the training noted, on test of CIFAR-10." in budget_command.describe(found["settings"])
 
     def test_that_nobody_measured(self, folder, capsys):
         assert [row["accuracy"] for row in budget(folder, capsys=capsys)["rows"]] == [None] * 3

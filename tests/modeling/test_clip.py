@@ -13,11 +13,16 @@ from transformers import (
     CLIPConfig,
     CLIPModel,
     CLIPProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     pipeline,
 )
 
 import frugalvit
 from frugalvit import OpenClipVisual, SparseFormerCLIPConfig, SparseFormerCLIPModel, from_open_clip, to_open_clip
+from frugalvit.common.loading import load_vision_model
 from tiny import SMALL, randomize, word_tokenizer
 
 
@@ -152,6 +157,15 @@ def test_vision_classes_load_from_a_whole_model(name, whole, folder, model, visi
     assert again.state_dict().keys() == loaded.state_dict().keys()
     assert all(torch.equal(weight, loaded.state_dict()[key]) for key, weight in again.state_dict().items())
     assert hasattr(again, "visual_projection") == projects
+
+
+def test_a_llava_takes_the_image_side_of_a_whole_clip(folder, model):
+    text = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+    vision = CLIPVisionConfig(image_size=32, patch_size=4, **VISION)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=8)
+    llava = frugalvit.swap_vision_tower(LlavaForConditionalGeneration(config), load_vision_model(folder, "cpu")[0])
+    tower, expected = llava.model.vision_tower.state_dict(), model.vision_model.state_dict()
+    assert tower.keys() == expected.keys() and all(torch.equal(tower[name], expected[name]) for name in tower)
 
 
 def test_loads_without_the_package(folder, model, inputs, tmp_path):

@@ -252,6 +252,24 @@ def test_evaluated_classes_are_trained(tmp_path, tiny_run, capsys):
     assert "epoch 1 of 1, chosen and measured on train, held back (5 images)" in card
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"limit": 5}, "--limit 5 is the beginning of images that are sorted by class, 5 images of cat (1) of 2"),
+        ({"split": "train[:25%]"}, "train[:25%] is the beginning of images that are sorted by class, 5 images of cat"),
+        ({"limit": 15}, None),
+        ({"split": "train[5:15]"}, None),
+        ({}, None),
+    ],
+)
+def test_the_first_images_of_class_folders_are_no_sample(options, said, tmp_path, capsys):
+    draw_classes(tmp_path, 10)
+    arguments = dict.fromkeys(("split", "limit", "dataset_config", "image_column", "label_column")) | options
+    images_to_evaluate(argparse.Namespace(dataset=[str(tmp_path)], **arguments))
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"Note: {said}") if said else not printed
+
+
 def test_labels_of_minus_one_are_none(tmp_path, write_parquet, tiny_run, capsys):
     def write(name, labels, folder="unlabeled"):
         features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["even", "odd"])})
