@@ -168,18 +168,20 @@ def read_state(checkpoint: Path) -> TrainingState:
     Raises:
         ValueError: if `state.json` is not what was written with this checkpoint.
     """
-    file = checkpoint / "state.json"
+    file, step = checkpoint / "state.json", int(checkpoint.name.removeprefix("step-"))
+    types = typing.get_type_hints(TrainingState)
     try:
-        content = {"step": int(checkpoint.name.removeprefix("step-"))} | read_json(file)
-        types = typing.get_type_hints(TrainingState)
-        problem = misshapen(content, {name: kind for name, kind in types.items() if name in content})
-        state = TrainingState(**content)
-    except (OSError, TypeError) as error:
-        raise ValueError(f"{file} is none that this program wrote ({error}).") from error
-    numbers = (state.epoch, state.step, state.seconds, state.skipped)
-    fits = state.step == int(checkpoint.name.removeprefix("step-")) and len(state.losses) <= state.step
-    if problem or not fits or min(numbers) < 0:
-        raise ValueError(f"{file} is none that this program wrote ({problem or 'its numbers do not fit'}).")
+        content = {"step": step} | read_json(file)
+        problem = misshapen(content, {name: types[name] for name in content if name in types})
+        if not problem and (unknown := content.keys() - types.keys()):
+            problem = f"{min(unknown)} is no part of it"
+        state = TrainingState() if problem else TrainingState(**content)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error}).") from error
+    if state.step != step or len(state.losses) > step or min(state.epoch, state.seconds, state.skipped) < 0:
+        problem = problem or "its numbers do not fit"
+    if problem:
+        raise ValueError(f"{file} is none that this program wrote ({problem}).")
     return state
 
 
