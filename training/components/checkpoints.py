@@ -112,9 +112,9 @@ class Checkpoints:
                 "anew with --overwrite."
             ) from error
         if not restored:
-            print(
-                f"Process {self.accelerator.process_index} goes on with other random numbers than the run would have "
-                f"had: {newest} was written by fewer processes, or on other devices."
+            self.accelerator.print(
+                f"The run goes on with other random numbers than it would have had: {newest} was written by another "
+                "number of processes, or on other devices."
             )
         self.accelerator.print(f"Going on from {newest}: {state.epoch} epochs and {state.step} steps are done.")
         return state
@@ -126,10 +126,10 @@ class Checkpoints:
         Raises:
             Exception: if they cannot be read.
         """
-        file = checkpoint / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl"
-        if not file.is_file():
+        written = len(list(checkpoint.glob(f"{RNG_STATE_NAME}_*.pkl")))
+        if written != self.accelerator.num_processes:
             return False
-        states = load(file)
+        states = load(checkpoint / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")
         # Those of Python and NumPy are restored before, those of accelerators after.
         same = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
         if torch.cuda.is_available():
