@@ -1,8 +1,12 @@
-"""Odd commands, killed processes, corrupted files and the whole suite, more of each than the tests try every time.
+"""Odd commands, killed processes, corrupted files, writers at once, hostile folders and the whole suite, more of each
+than the tests try every time.
 
     python benchmarks/reliability.py commands    # 1,500 odd models, data, outputs and numbers, given to commands
     python benchmarks/reliability.py kills       # 50 trainings and 50 publishings are killed at random moments
     python benchmarks/reliability.py fuzz        # 500 configurations of each family, checkpoints and images of chance
+    python benchmarks/reliability.py writers     # 200 times, five commands write one folder at once, and one is killed
+    python benchmarks/reliability.py json        # 2,000 odd versions of each JSON file that a folder may bring
+    python benchmarks/reliability.py hostile     # links, foreign programs, checkpoints, indexes, names, aliases
     python benchmarks/reliability.py suite       # every test, in two and four processes too, and why some were skipped
 
 They run with the packages of this environment; run `suite` in several to try several versions. Each writes its row of
@@ -26,12 +30,27 @@ from frugalvit.common.versions import origin
 from shared import ROOT, add_results_argument
 
 
-COMMANDS, KILLS, FUZZ = 1500, 50, 500
+COMMANDS, KILLS, FUZZ, WRITERS, JSON = 1500, 50, 500, 200, 2000
+# Files with tests of folders from elsewhere, and words in the names of these tests.
+HOSTILE_FILES = (
+    *("tests/common/test_files.py", "tests/common/test_tables.py", "tests/test_fuzz.py", "tests/test_index.py"),
+    *("tests/test_predict.py", "tests/test_trust.py", "tests/training/test_loop.py", "tests/training/test_train.py"),
+)
+HOSTILE = (
+    *("takes_the_place", "another_shape", "terminal", "pickle", "is_said", "is_damaged", "follows_no_link", "aliases"),
+    *("classes_have", "exported", "nothing_runs", "user_keeps", "odd_json", "foreign", "odd_run", "of_another_run"),
+)
 # What pytest runs, and what the tests read from the environment.
 ROWS = {
     "commands": (["tests/test_odd_commands.py", "--timeout=7200"], {"FRUGALVIT_ODD_COMMANDS": str(COMMANDS)}),
     "kills": (["tests/training/test_loop.py", "-k", "killed", "--timeout=7200"], {"FRUGALVIT_KILLS": str(KILLS)}),
     "fuzz": (["tests/test_fuzz.py", "--timeout=7200"], {"FRUGALVIT_FUZZ_CASES": str(FUZZ)}),
+    "writers": (
+        ["tests/common/test_files.py", "-k", "writers", "--timeout=7200"],
+        {"FRUGALVIT_WRITERS": str(WRITERS)},
+    ),
+    "json": (["tests/test_fuzz.py", "-k", "json", "--timeout=7200"], {"FRUGALVIT_FUZZ_CASES": str(JSON)}),
+    "hostile": ([*HOSTILE_FILES, "-k", " or ".join(HOSTILE)], {}),
     "suite": (["--numprocesses=auto"], {}),
 }
 

@@ -194,6 +194,9 @@ def export_parts(
         calibration (mapping, *optional*): For int8, by part, inputs of which activations' ranges are measured.
         float_layers (iterable of `str`, *optional*): For int8, names of modules or patterns, as of `modules_named`,
             whose linear layers and convolutions stay in floating point.
+
+    Raises:
+        ValueError: for int8, if what a part computes has no range.
     """
     found = FORMATS[name]
     with _quiet():
@@ -217,8 +220,15 @@ def export_parts(
                 options["dynamic_shapes"] = {input_name: {0: batch} for input_name in inputs}
             weight = next(part.parameters())
             inputs = {key: x.to(weight.dtype) if x.is_floating_point() else x for key, x in inputs.items()}
-            with torch.no_grad():
-                exported = exporter.export(part, inputs, getattr(exporters, f"{found.name}Config")(**options))
+            try:
+                with torch.no_grad():
+                    exported = exporter.export(part, inputs, getattr(exporters, f"{found.name}Config")(**options))
+            except AssertionError as error:
+                # ONNX Runtime's quantizer, of ranges that are not finite.
+                raise ValueError(
+                    f"Cannot write {part_name!r} in {precision} for {name}: {error}. Some of what it computes is not "
+                    "finite, or too large; its weights may be damaged."
+                ) from error
             components[part_name] = exported.components["model"]
         exporters.ExportedModel(components, exporter.export_format).save_pretrained(folder)
     config.save_pretrained(folder)

@@ -156,6 +156,20 @@ def test_pickled_programs_need_a_yes(command, write, photograph, capsys):
     assert main([*words, "--trust-remote-code"]) == 0
 
 
+@pytest.mark.parametrize("name, factor", [("onnx", float("nan")), ("onnx", 1e20), ("openvino", float("nan"))])
+def test_broken_models_pass_no_gate(name, factor, folder, tmp_path, capsys):
+    """Their 8 bits are nothing that anyone would want, and nothing is written."""
+    model = frugalvit.SparseFormerForImageClassification.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    model.save_pretrained(tmp_path / "broken")
+    arguments = ["--format", name, "--precision", "int8", "--output", str(tmp_path / "out"), *FEW]
+    assert main(["export", str(tmp_path / "broken"), *arguments]) == 1
+    assert "frugalvit export: error: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
 def shapes_in_float32(folder: Path) -> Counter:
     """Of an exported model's weights; sorted, as formats differ in what they transpose."""
     if (folder / "model.onnx").is_file():
@@ -324,6 +338,7 @@ def test_exported_folders_are_published(write, tmp_path, hub, capsys):
 
 def test_commands_take_exported_folders(write, photograph, tmp_path, capsys, folder):
     output = str(write("--format", "onnx", "--output-rois"))
+    capsys.readouterr()
     assert main(["predict", str(photograph), "--model", output, "--rois", str(tmp_path / "rois.png")]) == 0
     exported = capsys.readouterr().out
     assert main(["predict", str(photograph), "--model", str(folder), "--device", "cpu"]) == 0

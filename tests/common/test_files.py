@@ -1,7 +1,9 @@
 """Files and folders that appear whole or not at all, and take the place of nothing else."""
 
+import functools
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -9,6 +11,7 @@ import stat
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -299,6 +302,35 @@ def test_two_writers_of_a_folder_are_not_mixed(before, start, tmp_path):
     assert sorted(os.listdir(output)) == ["0-A", "1-A", "2-A", "3-A", "config.json"]
     assert "is in use by process" in said.read_text()
     assert sorted(os.listdir(tmp_path)) == ["model", "said"]
+
+
+def test_writers_at_random_moments_leave_the_work_of_one(tmp_path):
+    """Five at once, of which one is killed; FRUGALVIT_WRITERS=200 tries more often."""
+    for attempt in range(int(os.environ.get("FRUGALVIT_WRITERS", "2"))):
+        chance, folder = random.Random(attempt), tmp_path / str(attempt)
+        folder.mkdir()
+        overwrite, output = chance.random() < 0.5, folder / "model"
+
+        def work(tag: int, delay: float, dies: bool, output=output, overwrite=overwrite):
+            time.sleep(delay)
+            with suppress(ValueError), whole_folder(output, overwrite) as partial:
+                for number in range(3):
+                    (partial / f"model-{number}-{tag}.safetensors").touch()
+                    time.sleep(0.01)
+                    if dies and number == 1:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                (partial / "config.json").write_text(str(tag))
+
+        dying = chance.randrange(5)
+        writers = [in_a_process(functools.partial(work, tag, chance.random() * 0.1, tag == dying)) for tag in range(5)]
+        for writer in writers:
+            writer.join()
+        work(5, 0, False)
+        tag = (output / "config.json").read_text()
+        names = [f"model-{number}-{tag}.safetensors" for number in range(3)]
+        assert sorted(os.listdir(output)) == ["config.json", *names] and tag != str(dying)
+        # Where the last one began, nothing of the killed one is left.
+        assert not overwrite or os.listdir(folder) == ["model"]
 
 
 def test_what_came_meanwhile_is_not_replaced(tmp_path):

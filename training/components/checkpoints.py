@@ -124,9 +124,9 @@ class Checkpoints:
                 "anew with --overwrite."
             ) from error
         if not restored:
-            print(
-                f"Process {self.accelerator.process_index} goes on with other random numbers than the run would have "
-                f"had: {newest} was written by fewer processes, or on other devices."
+            self.accelerator.print(
+                f"The run goes on with other random numbers than it would have had: {newest} was written by another "
+                "number of processes, or on other devices."
             )
         self.accelerator.print(f"Going on from {newest}: {state.epoch} epochs and {state.step} steps are done.")
         return state
@@ -138,10 +138,10 @@ class Checkpoints:
         Raises:
             Exception: if they cannot be read.
         """
-        file = checkpoint / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl"
-        if not file.is_file():
+        written = len(list(checkpoint.glob(f"{RNG_STATE_NAME}_*.pkl")))
+        if written != self.accelerator.num_processes:
             return False
-        states = load(file)
+        states = load(checkpoint / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")
         # Those of Python and NumPy are restored before, those of accelerators after.
         same = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
         if torch.cuda.is_available():
@@ -180,18 +180,20 @@ def read_state(checkpoint: Path) -> TrainingState:
     Raises:
         ValueError: if `state.json` is not what was written with this checkpoint.
     """
-    file = checkpoint / "state.json"
+    file, step = checkpoint / "state.json", int(checkpoint.name.removeprefix("step-"))
+    types = typing.get_type_hints(TrainingState)
     try:
-        content = {"step": int(checkpoint.name.removeprefix("step-"))} | read_json(file)
-        types = typing.get_type_hints(TrainingState)
-        problem = misshapen(content, {name: kind for name, kind in types.items() if name in content})
-        state = TrainingState(**content)
-    except (OSError, TypeError) as error:
-        raise ValueError(f"{file} is none that this program wrote ({error}).") from error
-    numbers = (state.epoch, state.step, state.seconds, state.skipped)
-    fits = state.step == int(checkpoint.name.removeprefix("step-")) and len(state.losses) <= state.step
-    if problem or not fits or min(numbers) < 0:
-        raise ValueError(f"{file} is none that this program wrote ({problem or 'its numbers do not fit'}).")
+        content = {"step": step} | read_json(file)
+        problem = misshapen(content, {name: types[name] for name in content if name in types})
+        if not problem and (unknown := content.keys() - types.keys()):
+            problem = f"{min(unknown)} is no part of it"
+        state = TrainingState() if problem else TrainingState(**content)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error}).") from error
+    if state.step != step or len(state.losses) > step or min(state.epoch, state.seconds, state.skipped) < 0:
+        problem = problem or "its numbers do not fit"
+    if problem:
+        raise ValueError(f"{file} is none that this program wrote ({problem}).")
     return state
 
 
