@@ -9,6 +9,7 @@ import json
 import threading
 
 import pytest
+from accelerate.state import AcceleratorState
 from huggingface_hub import HfApi
 
 
@@ -26,6 +27,14 @@ LONG_MODULES = (
     "tests/test_quickstart.py",
     "tests/test_readme.py",
 )
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    """A test may have left one of another precision in this process."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from PIL import Image
 from transformers import AutoModelForImageClassification
 
@@ -21,10 +20,6 @@ RESULTS = Path(__file__).parents[1] / "results" / "quickstart.json"
 def few_images(monkeypatch):
     monkeypatch.setattr(quickstart, "HELD_BACK_IMAGES", 100)
     monkeypatch.setattr(comparison, "LIMIT", 0.0)
-    # Other tests may have left Accelerate's state of the process with another precision.
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def test_makes_a_repository_a_picture_and_results(tmp_path, capsys):

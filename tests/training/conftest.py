@@ -7,7 +7,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
@@ -21,14 +20,6 @@ TINY_VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_at
 
 # `datasets` waits for Arrow's threads after each pass over a stream of parquet: 5 seconds, too long for tests.
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    """Other tests, too, may have left one of another precision."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(autouse=True)
