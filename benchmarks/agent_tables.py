@@ -88,7 +88,7 @@ AGENT_ALONE = ALONE | {
     "config_overrides": f"image_size=32,{AGENT},branch_dropout=0",
 }
 CLIPPED = {"max_grad_norm": 0.1}
-# The reference's configuration has clipping at 1, too, which its code never reads.
+# Not clipped: the reference's configuration says 1, which its code never reads.
 SAM = {"optimizer": "sam", "sam_rho": 0.1}
 PAIR = {"vit": VIT, "agent": AGENT, "padding_mode": "reflect"}
 JOINT, SHARED = (PAIR | {"variant": f"{name}-small"} for name in ("joint", "shared"))

@@ -37,13 +37,13 @@ from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, 
 from frugalvit.modeling.inheritance import block_weights
 from frugalvit.modeling.layers import divergence
 from frugalvit.training.components.arguments import (
+    ArgumentParser,
     DataArguments,
     OptimizerArguments,
     RunArguments,
     argument,
     check,
     check_at_least,
-    parse_arguments,
     run_as_program,
 )
 from frugalvit.training.components.augmentation import BootstrapView
@@ -239,7 +239,7 @@ def with_weights(vit: PooledViT, tuned: str | Path | None) -> MergedViT:
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe with a command line's arguments."""
     groups = [MergingArguments, DataArguments, OptimizerArguments, RunArguments]
-    arguments = parse_arguments(PROG, __doc__.splitlines()[0], groups, argv)
+    arguments = ArgumentParser(groups, PROG, __doc__.splitlines()[0]).parse(argv)
     merging, data, optimization, run = arguments
     accelerator = start_accelerator(run, PROG, argv, list(arguments))
 

@@ -208,9 +208,8 @@ class AttentionStartConfig(FrugalViTConfig):
         if self.impulse_mass is not None and not 0 < self.impulse_mass < 1:
             raise ValueError(f"`impulse_mass` is {self.impulse_mass}, expected a number above 0 and below 1, or None.")
         kinds = self.impulse_pseudo_input
-        if not (
-            kinds in PSEUDO_INPUTS if isinstance(kinds, str) else len(kinds) == 2 and {*kinds} <= {*PSEUDO_INPUTS}
-        ):
+        first_and_later = (kinds, kinds) if isinstance(kinds, str) else tuple(kinds)
+        if len(first_and_later) != 2 or not {*first_and_later} <= {*PSEUDO_INPUTS}:
             raise ValueError(f"`impulse_pseudo_input` is {kinds!r}, expected one or two of {list(PSEUDO_INPUTS)}.")
         if self.impulse_solver == "pinv" and self.impulse_kernel_size != 3:
             raise ValueError(

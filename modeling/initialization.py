@@ -224,7 +224,7 @@ def impulse_init_(
             `"mimetic"` sets values and output projections as `mimetic_init_` does, `"default"` leaves them alone.
         mass (`float`, *optional*, defaults to 0.2):
             For `solver="closed_form"`: attention at the target on the pseudo input, above 0 and below 1; `None` for
-            the maps that Algorithm 1 reaches. The default trained best among 0.1, 0.2, 0.5, 0.9 and that, see
+            the maps that Algorithm 1 reaches. The default trained best among 0.1, 0.2, 0.5 and 0.9, see
             `results/impulse_solvers.json`.
         positions (`str`, *optional*, defaults to `"sincos"`):
             Learned positions are set to the sinusoidal encoding, those of [CLS] to zero; with `"random"` to normal
@@ -268,7 +268,7 @@ def impulse_init_(
     report, heads = InitializationReport(), None
     # All before anything else is drawn, so that they do not depend on the solver.
     all_offsets = [solve.offsets(kernel_size, layer.num_heads) for layer in vit.layers]
-    bar = tqdm(vit.layers, desc="Algorithm 1, layers", leave=False, disable=None if solve.is_slow else True)
+    bar = tqdm(vit.layers, desc="Algorithm 1, layers", leave=False, disable=None if solve.iterates else True)
     for index, layer in enumerate(bar):
         inputs, offsets = _normalized(raw[kinds[min(index, 1)]], layer), all_offsets[index if per_layer else 0]
         first_of_kind = index < 2 and (index == 0 or kinds[0] != kinds[1])
@@ -442,7 +442,7 @@ class _Solver:
         generator: torch.Generator | None,
     ):
         self.name, self.grid, self.mass, self.generator = name, grid, mass, generator
-        self.is_slow = name in ("adam", "adam_bounded")
+        self.iterates = name in ("adam", "adam_bounded")
         self.adam = {"steps": steps, "renormalize_every": renormalize_every if name == "adam_bounded" else None}
         self.solved: list[tuple[torch.Tensor, dict]] = []
 
@@ -454,7 +454,7 @@ class _Solver:
 
     def __call__(self, inputs: torch.Tensor, offsets: list, head_dim: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Query and key, `(hidden_size, head_dim)`, of every head."""
-        if self.is_slow:
+        if self.iterates:
             targets = torch.stack([impulse_matrix(*self.grid, offset) for offset in offsets]).to(inputs)
             solved = solve_adam(inputs, targets, head_dim, **self.adam, generator=self.generator)
             return list(zip(*solved, strict=True))

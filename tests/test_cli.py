@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from frugalvit import cli
 from frugalvit.common import command_line
-from frugalvit.training.components.arguments import RunArguments, parse_arguments, run_as_program
+from frugalvit.training.components.arguments import ArgumentParser, RunArguments, run_as_program
 from frugalvit.version import __version__
 
 
@@ -212,7 +212,7 @@ def test_all_spellings_are_taken(given, monkeypatch):
     assert parser.parse_args() == arguments
     assert vars(parser.parse_args(["--json", "a_b.json"])) == {"output": "a_b.json", "json": False, "batch_size": None}
     assert parser.parse_args(["--json", "--output", "a.json"]).json
-    (run,) = parse_arguments("frugalvit train", "", [RunArguments], given.split())
+    (run,) = ArgumentParser([RunArguments], "frugalvit train", "").parse(given.split())
     assert (run.output_dir, run.batch_size) == ("out", 2)
 
 

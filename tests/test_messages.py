@@ -14,7 +14,7 @@ from frugalvit.cli import main
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import choose_device, load_image_classifier, load_vision_model
 from frugalvit.info import describe
-from frugalvit.training.components.arguments import OptimizerArguments, RunArguments, parse_arguments
+from frugalvit.training.components.arguments import ArgumentParser, OptimizerArguments, RunArguments
 from frugalvit.training.segment import MaskedImageArguments, SegmenterArguments
 from frugalvit.training.segment import build_model as build_segmenter
 from frugalvit.training.train import ModelArguments, RecipeArguments, load_or_create
@@ -145,7 +145,7 @@ def test_files_of_arguments(written, precision, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "arguments.yaml"
     file.write_text(f"mixed_precision: {written}\noutput_dir: ~/runs/first\ncompile: true\noverwrite: false\n")
-    (run,) = parse_arguments("frugalvit train", "", [RunArguments], ["--config", str(file)])
+    (run,) = ArgumentParser([RunArguments], "frugalvit train", "").parse(["--config", str(file)])
     assert (run.mixed_precision, run.output_dir) == (precision, f"{tmp_path}/runs/first")
     assert run.compile and not run.overwrite
 

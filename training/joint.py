@@ -149,7 +149,6 @@ def build_twins(arguments: TwinArguments, names: list[str], seed: int = 0) -> Bo
         hinted = range(blocks) if config.hint_layers is None else config.hint_layers
         config.hint_layers = [layer for layer in hinted if layer not in without]
     configure_start(config, arguments.initialization, arguments.initialization_options, seed)
-    config.agree()
     return BootstrappedViTForImageClassification._from_config(config)
 
 

@@ -26,7 +26,7 @@ from frugalvit.common import comparison
 from frugalvit.common.macs import count_macs
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.training import bootstrap
-from frugalvit.training.components.arguments import parse_arguments
+from frugalvit.training.components.arguments import ArgumentParser
 from frugalvit.training.components.token_alignment import TokenAlignment, distance_from_largest
 from frugalvit.training.options.bootstrap import BootstrapRunArguments
 
@@ -160,9 +160,8 @@ def test_schedule_is_a_warm_up_and_half_a_cosine():
     ids=["all frozen", "all tunable", "without truncation", "without inherited blocks"],
 )
 def test_the_ablations_choose_what_is_trained(teacher, arguments, trained_layers):
-    pair, *_ = parse_arguments(
-        "test", "", [bootstrap.StudentArguments], ["--teacher", str(teacher), "--config-overrides", SMALL, *arguments]
-    )
+    argv = ["--teacher", str(teacher), "--config-overrides", SMALL, *arguments]
+    (pair,) = ArgumentParser([bootstrap.StudentArguments], "test", "").parse(argv)
     model = AutoModelForImageClassification.from_pretrained(teacher)
     teacher_format = bootstrap.ImageFormat.from_processor(AutoImageProcessor.from_pretrained(teacher))
     bootstrap.apply_recipe([pair], (224, 224))
@@ -370,7 +369,7 @@ def test_open_clip_models_that_cannot_be_loaded(name, message, tmp_path):
 def resolve(argv, size):
     groups = [bootstrap.StudentArguments, bootstrap.AlignmentArguments, bootstrap.ScheduleArguments]
     argv = ["--teacher", "t", "--output", "o", *argv]
-    arguments = parse_arguments("test", "", [*groups, BootstrapRunArguments], argv)
+    arguments = ArgumentParser([*groups, BootstrapRunArguments], "test", "").parse(argv)
     bootstrap.apply_recipe(arguments, size)
     return {name: value for group in arguments for name, value in vars(group).items()}
 
@@ -619,23 +618,10 @@ def test_elastic_and_side_by_side(teacher, tmp_path, capsys, monkeypatch):
 
 
 def test_the_inherited_rate_is_there_from_the_first_step(teacher):
-    pair, schedule = parse_arguments(
-        "test",
-        "",
-        [bootstrap.StudentArguments, bootstrap.ScheduleArguments],
-        [
-            "--teacher",
-            str(teacher),
-            "--focusing",
-            "inherited",
-            "--glance",
-            "4",
-            "--learning-rate",
-            "1.0",
-            "--warmup-epochs",
-            "1",
-        ],
-    )
+    argv = ["--teacher", str(teacher), "--focusing", "inherited", "--glance", "4"]
+    argv += ["--learning-rate", "1.0", "--warmup-epochs", "1"]
+    groups = [bootstrap.StudentArguments, bootstrap.ScheduleArguments]
+    pair, schedule = ArgumentParser(groups, "test", "").parse(argv)
     bootstrap.apply_recipe([pair, schedule], (32, 32))
     model = AutoModelForImageClassification.from_pretrained(teacher)
     student = bootstrap.SparseFormerForImageClassification.from_teacher(

@@ -52,14 +52,23 @@ def check(value, fits: bool, name: str, expected: str):
 
 
 def check_at_least(arguments, low, *names: str):
+    """Those that are not given, None, fit."""
     for name in names:
         value = getattr(arguments, name)
-        check(value, low <= value < math.inf, name, f"{low} or more")
+        check(value, value is None or low <= value < math.inf, name, f"{low} or more")
 
 
 def check_share(arguments, *names: str):
     for name in names:
         check(getattr(arguments, name), 0 <= getattr(arguments, name) <= 1, name, "a number from 0 to 1")
+
+
+def check_range(arguments, *names: str):
+    """Those that are not given, None, fit."""
+    for name in names:
+        value = getattr(arguments, name)
+        fits = value is None or (len(value) == 2 and 0 < value[0] <= value[1])
+        check(value, fits, name, "two positive numbers, lower first")
 
 
 @dataclass
@@ -98,9 +107,7 @@ class ImageArguments:
 
     def __post_init__(self):
         check_at_least(self, 0, "num_workers")
-        check_at_least(self, 1, "shuffle_buffer")
-        if self.steps_per_epoch is not None:
-            check_at_least(self, 1, "steps_per_epoch")
+        check_at_least(self, 1, "shuffle_buffer", "steps_per_epoch")
 
 
 @dataclass
@@ -229,11 +236,6 @@ class ArgumentParser(OneSpelling, HfArgumentParser):
             return tuple(parsed)
         except (ValueError, OSError) as error:
             self.error(printable(" ".join(str(error).split())))
-
-
-def parse_arguments(prog: str, description: str, dataclass_types: list[type], argv: list[str] | None) -> tuple:
-    """One instance of each dataclass from a command line, see `ArgumentParser`."""
-    return ArgumentParser(dataclass_types, prog, description).parse(argv)
 
 
 def recipes_of(prog: str) -> dict[str, Path]:

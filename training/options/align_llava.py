@@ -12,6 +12,7 @@ from ..components.arguments import (
     argument,
     check,
     check_at_least,
+    check_range,
     check_share,
 )
 
@@ -52,8 +53,7 @@ class LlavaArguments:
 
     def __post_init__(self):
         check_at_least(self, 0, "lora_rank")
-        if self.num_tokens is not None:
-            check_at_least(self, 1, "num_tokens")
+        check_at_least(self, 1, "num_tokens")
 
 
 @dataclass
@@ -83,8 +83,7 @@ class AnswerArguments:
         check_at_least(self, 1, "answer_tokens")
         check_at_least(self, 0, "feature_loss_weight")
         check_share(self, "flip")
-        fits = len(self.crop_scale) == 2 and 0 < self.crop_scale[0] <= self.crop_scale[1]
-        check(self.crop_scale, fits, "crop_scale", "two positive numbers, lower first")
+        check_range(self, "crop_scale")
 
 
 @dataclass

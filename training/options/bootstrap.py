@@ -10,6 +10,7 @@ from ..components.arguments import (
     argument,
     check,
     check_at_least,
+    check_range,
     check_share,
 )
 
@@ -135,9 +136,7 @@ class StudentArguments:
     def __post_init__(self):
         check_at_least(self, 0, "glance")
         check(self.glance, not self.glance or self.focusing == "inherited", "glance", "0 without --focusing inherited")
-        for name in ("num_latent_tokens", "image_size"):
-            if getattr(self, name) is not None:
-                check_at_least(self, 1, name)
+        check_at_least(self, 1, "num_latent_tokens", "image_size")
         if self.elastic_token_counts is not None:
             counts = self.elastic_token_counts = sorted({*self.elastic_token_counts})
             check(counts, len(counts) > 1 and counts[0] > 0, "elastic_token_counts", "two or more counts from 1")
@@ -198,22 +197,14 @@ class AlignmentArguments:
     )
 
     def __post_init__(self):
-        if self.view_epochs is not None:
-            check_at_least(self, 1, "view_epochs")
+        check_at_least(self, 1, "view_epochs")
         if self.teacher_cache and self.token_loss_weight:
             raise ValueError("--teacher-cache keeps embeddings, not the tokens that --token-loss-weight needs.")
         check(self.temperature, self.temperature > 0, "temperature", "a positive number")
         check_share(self, "flip")
-        for name in ("label_loss_weight", "elastic_loss_weight"):
-            check_at_least(self, 0, name)
+        check_at_least(self, 0, "label_loss_weight", "elastic_loss_weight", "token_loss_weight", "window_loss_weight")
         check(self.zoom_out, 1 <= self.zoom_out <= 100, "zoom_out", "1 to 100")
-        for name in ("token_loss_weight", "window_loss_weight"):
-            if getattr(self, name) is not None:
-                check_at_least(self, 0, name)
-        for name in ("crop_scale", "crop_ratio"):
-            if (value := getattr(self, name)) is not None:
-                fits = len(value) == 2 and 0 < value[0] <= value[1]
-                check(value, fits, name, "two positive numbers, lower first")
+        check_range(self, "crop_scale", "crop_ratio")
 
 
 @dataclass
@@ -230,15 +221,10 @@ class ScheduleArguments:
     repeats: int | None = by_recipe("repeats", "Steps on every batch, for which the teacher runs once.")
 
     def __post_init__(self):
-        if self.repeats is not None:
-            check_at_least(self, 1, "repeats")
-        check_at_least(self, 0, "weight_decay")
-        if self.inherited_learning_rate is not None:
-            check_at_least(self, 0, "inherited_learning_rate")
+        check_at_least(self, 1, "repeats")
+        check_at_least(self, 0, "weight_decay", "inherited_learning_rate", "warmup_epochs")
         if self.learning_rate is not None:
             check(self.learning_rate, self.learning_rate > 0, "learning_rate", "a positive number")
-        if self.warmup_epochs is not None:
-            check_at_least(self, 0, "warmup_epochs")
 
 
 @dataclass
@@ -250,14 +236,6 @@ class BootstrapRunArguments(RunArguments):
         "batch_size", "Images of one optimizer step, over all processes and accumulation steps."
     )
     compare: bool = argument(True, "Measure images a second of student and teacher at the end.")
-
-    def __post_init__(self):
-        given = {name: getattr(self, name) for name in ("epochs", "batch_size")}
-        for name, value in given.items():
-            setattr(self, name, 1 if value is None else value)
-        super().__post_init__()
-        for name, value in given.items():
-            setattr(self, name, value)
 
 
 GROUPS = [StudentArguments, AlignmentArguments, DataArguments, ScheduleArguments, BootstrapRunArguments]

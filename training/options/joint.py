@@ -11,6 +11,7 @@ from ..components.arguments import (
     argument,
     check,
     check_at_least,
+    check_range,
     check_share,
 )
 
@@ -69,10 +70,8 @@ class RecipeArguments:
     def __post_init__(self):
         check_share(self, "flip")
         check_at_least(self, 0, "crop_padding", "sam_rho")
-        if self.crop_size is not None:
-            check_at_least(self, 1, "crop_size")
-        fits = len(self.crop_scale) == 2 and 0 < self.crop_scale[0] <= self.crop_scale[1]
-        check(self.crop_scale, fits, "crop_scale", "two positive numbers, lower first")
+        check_at_least(self, 1, "crop_size")
+        check_range(self, "crop_scale")
 
 
 @dataclass
@@ -93,11 +92,6 @@ class JointRunArguments(RunArguments):
         "Clip the ViT's gradient to this norm; 0 does not. Default: the reference's, 2 for joint-base, 0.1 for "
         "shared-base, 0 for the small ones.",
     )
-
-    def __post_init__(self):
-        given, self.max_grad_norm = self.max_grad_norm, self.max_grad_norm or 0.0
-        super().__post_init__()
-        self.max_grad_norm = given
 
 
 GROUPS = [TwinArguments, DataArguments, RecipeArguments, JointOptimizerArguments, JointRunArguments]

@@ -11,6 +11,7 @@ from ..components.arguments import (
     argument,
     check,
     check_at_least,
+    check_range,
     check_share,
 )
 
@@ -78,7 +79,7 @@ class AugmentationArguments:
 
     def __post_init__(self):
         check_share(self, "max_share", "flip", "distort")
-        check(self.scale, len(self.scale) == 2 and 0 < self.scale[0] <= self.scale[1], "scale", "two, lower first")
+        check_range(self, "scale")
 
 
 @dataclass
@@ -106,11 +107,6 @@ class SegmentRunArguments(RunArguments):
     epochs: int | None = argument(None, "Epochs. Default: as many as make 80,000 steps.")
     batch_size: int = argument(32, "Images of one optimizer step, over all processes and accumulation steps.")
     eval_batch_size: int = argument(16, "Images of one evaluation step, over all processes.")
-
-    def __post_init__(self):
-        epochs, self.epochs = self.epochs, 1 if self.epochs is None else self.epochs
-        super().__post_init__()
-        self.epochs = epochs
 
 
 GROUPS = [

@@ -11,6 +11,7 @@ from ..components.arguments import (
     argument,
     check,
     check_at_least,
+    check_range,
     check_share,
 )
 
@@ -117,16 +118,12 @@ class RecipeArguments:
         check_share(self, "flip", "erasing", "label_smoothing", "drop_path", "distill_weight")
         check_at_least(self, 0, "crop_padding", "randaugment_layers", "mixup", "cutmix", "head_multiplier", "sam_rho")
         check(self.layer_decay, 0 < self.layer_decay <= 1, "layer_decay", "a number above 0, up to 1")
-        check_at_least(self, 1, "repeated_augmentation")
-        if self.crop_size is not None:
-            check_at_least(self, 1, "crop_size")
+        check_at_least(self, 1, "repeated_augmentation", "crop_size")
         highest = 10 if self.augmentation == "timm" else 30
         fits = 0 <= self.randaugment_magnitude <= highest
         check(self.randaugment_magnitude, fits, "randaugment_magnitude", f"0 to {highest}")
         check(self.distill_temperature, self.distill_temperature > 0, "distill_temperature", "a positive number")
-        for name in ("crop_scale", "crop_ratio"):
-            value = getattr(self, name)
-            check(value, len(value) == 2 and 0 < value[0] <= value[1], name, "two positive numbers, lower first")
+        check_range(self, "crop_scale", "crop_ratio")
 
 
 GROUPS = [ModelArguments, DataArguments, RecipeArguments, OptimizerArguments, RunArguments]
