@@ -102,9 +102,21 @@ def load_images(
         ValueError: if there is no such data set, split or column, or a label is none of the classes.
     """
     loaded = load_table(dataset, split, name, streaming)
-    if loaded.features is None:
-        loaded = loaded._resolve_features()
-    features = loaded.features
+    return select_images(loaded, dataset, image_column, label_column, class_names, default_names)
+
+
+def select_images(
+    table: datasets.Dataset | datasets.IterableDataset,
+    dataset: str | list[str],
+    image_column: str | None = None,
+    label_column: str | None = None,
+    class_names: list[str] | None = None,
+    default_names: list[str] | None = None,
+) -> datasets.Dataset | datasets.IterableDataset:
+    """The columns of a table, of the name `dataset` in messages, that `load_images` returns; arguments and errors are
+    its own."""
+    loaded = table._resolve_features() if table.features is None else table
+    features, streaming = loaded.features, isinstance(loaded, datasets.IterableDataset)
     image = find_image_column(features, image_column, dataset)
     classes = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
     label = _find_column(features, label_column, classes, "label", dataset)
@@ -880,8 +892,8 @@ def check_labels(images: datasets.Dataset, split: str):
         raise ValueError(f"Image {missing[0]} of the split {split!r} has no label{others}; choose another split.")
 
 
-def decode_image(image: dict, index: int) -> Image.Image:
-    """The RGB image of an undecoded `datasets` record, upright.
+def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
+    """The RGB image of an undecoded `datasets` record, or of a PIL image, upright.
 
     Raises:
         CorruptImageError: with the index, if it cannot be read.
@@ -889,7 +901,7 @@ def decode_image(image: dict, index: int) -> Image.Image:
     try:
         return read_record(image)
     except Exception as error:
-        path = f", {image['path']}" if image and image.get("path") else ""
+        path = f", {image['path']}" if isinstance(image, dict) and image.get("path") else ""
         raise CorruptImageError(
             f"Image {index} of the data set cannot be read ({_first_line(error)}{path}). "
             "Repair or remove it, or go on without such images: --skip-corrupt."

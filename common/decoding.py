@@ -76,8 +76,11 @@ def open_image(file: str | Path | io.BytesIO) -> Image.Image:
     return Image.open(file, formats=FORMATS)
 
 
-def open_record(record: Mapping) -> Image.Image:
-    """The image, not yet decoded, of an undecoded `datasets` record: in its bytes, or at its path or address."""
+def open_record(record: Mapping | Image.Image) -> Image.Image:
+    """The image, not yet decoded, of an undecoded `datasets` record: in its bytes, or at its path or address; of an
+    image, a copy."""
+    if isinstance(record, Image.Image):
+        return record.copy()
     path, encoded = record.get("path"), record.get("bytes")
     if encoded is None and path is None:
         raise ValueError("it has neither bytes nor a path")
@@ -104,8 +107,9 @@ def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> 
         return _upright_rgb(image)
 
 
-def read_record(record: Mapping) -> Image.Image:
-    """The RGB image of an undecoded `datasets` record, see `to_rgb`, upright; errors as in `read_image`."""
+def read_record(record: Mapping | Image.Image) -> Image.Image:
+    """The RGB image of an undecoded `datasets` record, or of an image of any mode, see `to_rgb`, upright; errors as in
+    `read_image`."""
     with open_record(record) as image:
         return _upright_rgb(image)
 

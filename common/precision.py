@@ -50,12 +50,11 @@ def _speed_of_bfloat16(size: int, rounds: int = 6) -> float:
     return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
 
-def describe_device(accelerator: Accelerator) -> str:
+def describe_device(device: torch.device, precision: str, num_processes: int) -> str:
     """What a run computes on, and how, in a few words."""
-    device, precision = accelerator.device, accelerator.mixed_precision
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     single = "TF32" if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest" else "float32"
-    processes = f"{accelerator.num_processes} process{'' if accelerator.num_processes == 1 else 'es'}"
+    processes = f"{num_processes} process{'' if num_processes == 1 else 'es'}"
     threads = f" of {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return f"{name}, {single if precision == 'no' else f'{precision} and {single}'}, {processes}{threads}"
 

@@ -9,6 +9,7 @@ the paper's; it names no optimizer, AdamW is our choice. Continued bootstrapping
 tokens or pixels. `recipes/` has a file for each student of the paper, of ablations with an option that it names.
 """
 
+import dataclasses
 import json
 import math
 import random
@@ -16,16 +17,19 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
+import datasets
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..common.comparison import compare_speeds, describe_pair, side_by_side, slower_than_teacher
-from ..common.data import load_splits, match_classes
+from ..common.data import hold_back, load_splits, match_classes
 from ..common.files import write_json
 from ..common.loading import load_vision_model
 from ..common.metrics import TopKAccuracy
@@ -36,214 +40,416 @@ from ..common.views import ImageFormat
 from ..configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
 from ..configuration.configuration_sparseformer import choose_grid
 from ..modeling.hosts import Anatomy, read_anatomy
-from ..modeling.layers import divergence as kl_divergence
 from ..modeling.modeling_sparseformer import (
     SparseFormerForImageClassification,
     SparseFormerPreTrainedModel,
     SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
 )
-from .components.arguments import (
-    run_as_program,
-)
+from .components.arguments import DataArguments, RunArguments, as_words, fill_groups, run_as_program
 from .components.attended_windows import attended_windows
 from .components.augmentation import BootstrapView, PairedEvalView
 from .components.cards import add_table, choice_of_epoch, count_measured, say_license, write_card
 from .components.checkpoints import TrainingState
-from .components.loaders import make_loaders
-from .components.loop import fit
+from .components.images import as_images
 from .components.models import choose_attention, parse_overrides, read_values, write_values
 from .components.optimizers import make_optimizer, parameter_groups
-from .components.runs import start_accelerator
-from .components.sharding import prepare
+from .components.runs import RecipeTrainingArguments, start_run, training_values
 from .components.teacher_cache import TeacherCache
-from .components.token_alignment import TokenAlignment, distance_from_largest
+from .losses import AlignmentLoss, Targets
 from .options.bootstrap import (
+    GROUPS,
     LARGEST_SMALL,
     PROG,
     RECIPES,
     AlignmentArguments,
     ScheduleArguments,
     StudentArguments,
+    check_blocks,
     parse,
 )
+from .trainer import RecipeTrainer
+
+
+@dataclass
+class BootstrapArguments(AlignmentArguments, ScheduleArguments, RecipeTrainingArguments):
+    """Transformers' `TrainingArguments`, and what `frugalvit bootstrap` has besides, by the same names.
+
+    Args:
+        recipe (`str`, *optional*): What others are if they are not given: `"paper"`, `"small"` or `"inherited"`;
+            chosen by teacher and student if not given.
+        tune (`float`, *optional*): Blocks to tune, from the first inherited one: a share of the teacher's, or a count;
+            a third if not given, of a student that inherits patches all.
+        tune_all (`bool`, *optional*, defaults to `False`): Tune every inherited block.
+        inherit_blocks (`bool`, *optional*, defaults to `True`): Whether the student's blocks are the teacher's.
+        num_train_epochs (`float`, *optional*): 20 if not given.
+        per_device_train_batch_size (`int`, *optional*): The recipe's batch, shared out, if not given.
+
+    What `TrainingArguments` say of optimizer and schedule, such as `optim` and `warmup_steps`, is not read: the
+    schedule has a warm-up in which inherited weights rest (`learning_rate`, `inherited_learning_rate`,
+    `warmup_epochs`, `weight_decay`, `optimizer`).
+
+    Raises:
+        ValueError: if a value does not fit.
+    """
+
+    recipe: str | None = None
+    tune: float | None = None
+    tune_all: bool = False
+    inherit_blocks: bool = True
+    num_train_epochs: float | None = None
+    per_device_train_batch_size: int | None = None
+
+    def __post_init__(self):
+        check_blocks(self, "tune")
+        for group in (AlignmentArguments, ScheduleArguments, RecipeTrainingArguments):
+            group.__post_init__(self)
+
+
+class BootstrapTrainer(RecipeTrainer):
+    """Transformers' `Trainer` that bootstraps a SparseFormer from a vision transformer, without labels (Gao et al.
+    2024, section 3.2).
+
+    ```python
+    student = SparseFormerForImageClassification.from_teacher(teacher, num_latent_tokens=49)
+    trainer = BootstrapTrainer(teacher, student, BootstrapArguments(output_dir="student"), train_dataset=images)
+    trainer.train()
+    ```
+
+    The teacher and what `args.tune` leaves are frozen. Labels are for measuring accuracy alone, but with
+    `args.label_loss_weight`. The best student lies in the output folder, as a complete repository; where there is no
+    `eval_dataset`, that of the last epoch. A run that was killed goes on by the same call.
+
+    Args:
+        teacher (`PreTrainedModel` or `str`): A vision transformer, or its folder or hub id.
+        model (`SparseFormerPreTrainedModel`): The student, of `from_teacher`, or one to go on from.
+        args (`BootstrapArguments`): How it is trained.
+        train_dataset: Images, with or without labels: a `datasets.Dataset`, a dataset of PyTorch (of images, or pairs
+            of image and label, or dictionaries with `image`), a list of PIL images or of paths, or a folder's name.
+        eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
+        processing_class (*optional*): The teacher's image processor; needed where `teacher` is a model.
+        callbacks (*optional*): As Transformers has them.
+
+    Raises:
+        ValueError: if teacher, student, images and arguments do not fit each other.
+    """
+
+    metric = "alignment"
+
+    def __init__(
+        self,
+        teacher: PreTrainedModel | str,
+        model: SparseFormerPreTrainedModel,
+        args: BootstrapArguments,
+        train_dataset,
+        eval_dataset=None,
+        test_dataset=None,
+        processing_class=None,
+        callbacks=None,
+        *,
+        run: RunArguments | None = None,
+        data: DataArguments | None = None,
+        teacher_name: str | None = None,
+        attn_implementation: str | None = None,
+        compile_teacher: bool = False,
+    ):
+        if isinstance(teacher, str):
+            teacher_name = teacher
+            teacher, processor = load_vision_model(teacher, "cpu")
+            processing_class = processing_class or processor
+        if processing_class is None:
+            raise ValueError("The teacher is a model; give its image processor, processing_class.")
+        self.teacher_format = ImageFormat.from_processor(processing_class)
+        self.student_format = format_of(model.config)
+        if not isinstance(teacher, Anatomy):
+            teacher_name = teacher_name or teacher.config._name_or_path
+            teacher = read_anatomy(teacher.requires_grad_(False), self.teacher_format.size)
+            check_teacher(teacher, teacher_name)
+        self.anatomy, self.teacher_name, self.student = teacher, teacher_name, model
+        self.complete(args)
+        self.tuned = freeze(model, args, len(self.anatomy.blocks))
+        self.classify = getattr(model, "classifier", None)
+        if self.classify is None and (args.loss == "kl" or args.label_loss_weight):
+            raise ValueError(
+                f"--loss kl and --label-loss-weight compare classes, and {teacher_name} is no classifier; align its "
+                "embedding (--loss cosine)."
+            )
+        parts = (as_images(train_dataset), *(images and as_images(images) for images in (eval_dataset, test_dataset)))
+        train, evaluation, test, classes = match_classes(
+            parts, self.classify and model.config.id2label, args.label_loss_weight > 0
+        )
+        view = BootstrapView(
+            self.student_format, self.teacher_format, args.crop_scale, args.crop_ratio, args.flip, args.zoom_out
+        )
+        super().__init__(
+            # The classifier or projection stays frozen, so the base model alone is what learns.
+            model=model.base_model,
+            args=args,
+            run=run,
+            data=data,
+            train=(train, view),
+            evaluation=(evaluation, PairedEvalView(self.student_format, self.teacher_format)),
+            test=test,
+            classes=classes,
+            loader_options={"repeats": args.repeats, "view_epochs": args.view_epochs},
+            callbacks=callbacks,
+        )
+        self.hold_teacher(compile_teacher, view)
+        choose_attention(model, attn_implementation, self.accelerator.device)
+        model.to(self.accelerator.device)
+        self.align = AlignmentLoss(model, self.anatomy, args)
+        # What the teacher makes of each batch of a loader's images, which are the same in every epoch.
+        self.known: dict[object, dict[int, torch.Tensor]] = defaultdict(dict)
+
+    def complete(self, args: BootstrapArguments):
+        """Fill in what the arguments leave to a recipe."""
+        args.recipe = args.recipe or recipe_of(self.student.config, self.teacher_format.size)
+        values = RECIPES[args.recipe] | {"num_train_epochs": 20}
+        parts = args.world_size * args.gradient_accumulation_steps
+        values["per_device_train_batch_size"] = max(values["batch_size"] // parts, 1)
+        if args.teacher_cache:
+            values["token_loss_weight"] = 0.0
+        if self.student.base_model.glance is None:
+            values["window_loss_weight"] = 0.0
+        fill_in([args], values)
+
+    def outline(self) -> str:
+        """How long the training is, and on what it is measured."""
+        run, data = self.run, self.data
+        length = f"{run.epochs} x {self.loader.steps_per_epoch:,} x {run.batch_size:,}"
+        images, tested = self.evaluation_part[0], ""
+        evaluated = "not" if images is None else f"on {len(images):,} images, {data.evaluated}"
+        if self.test_images is not None:
+            tested = f"; the best epoch tested on {len(self.test_images):,} images, {data.tested}"
+        return f"Recipe {self.args.recipe}; epochs x steps x images: {length}; evaluated {evaluated}{tested}."
+
+    def hold_teacher(self, compiles: bool, view: BootstrapView):
+        """Freeze the teacher on the device, and look up or note what it says of images."""
+        args, anatomy = self.args, self.anatomy
+        anatomy.model.to(self.accelerator.device)
+        for name in ("token_loss_weight", "elastic_loss_weight"):
+            if getattr(args, name) and self.accelerator.distributed_type == DistributedType.FSDP:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"{option} needs hidden states, which FSDP's classes do not record; give {option} 0, or leave "
+                    "FSDP out."
+                )
+        glances = self.student.base_model.glance is not None
+        # A cache serves other students, too.
+        self.notes_window = args.window_loss_weight > 0 and (glances or args.teacher_cache is not None)
+        self.cache = None
+        if args.teacher_cache:
+            width = anatomy.embedding_size + 4 * self.notes_window
+            self.cache = TeacherCache(
+                *(args.teacher_cache, self.accelerator, anatomy.model, width, view),
+                *(self.train_part[0], args.seed, self.notes_window),
+            )
+        # Watched before it is compiled, so that a compiled teacher gives its states, too.
+        self.watching = ExitStack()
+        self.states = []
+        if args.token_loss_weight or self.notes_window:
+            self.states = self.watching.enter_context(anatomy.watch())
+        hold_teacher(self.accelerator, anatomy.model, anatomy.classifier)
+        # Not in evaluation, which asks about each batch once and ends with a smaller one.
+        self.embed = torch.compile(anatomy.embed) if compiles else anatomy.embed
+
+    def train(self, *arguments, **options):
+        with self.watching:
+            return super().train(*arguments, **options)
+
+    def before_epoch(self, epoch: int):
+        if self.cache:
+            self.cache.open(self.loader.sampler.views_of(epoch))
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The mean loss over the counts of tokens that this step trains."""
+        if "targets" not in inputs:
+            # They stay for repeated steps.
+            inputs["targets"] = self.targets_of(inputs)
+        losses, largest = [], None
+        # The same in all processes, and when a run goes on; the largest first.
+        for count in token_counts_to_train(self.student.config, f"{self.args.seed}-{self.state.global_step}"):
+            outputs = model(inputs["pixel_values"], num_tokens=count, **self.align.outputs_asked_for)
+            losses.append(self.align(outputs, inputs["targets"], inputs.get("labels"), largest))
+            largest = largest or outputs
+        loss = torch.stack(losses).mean()
+        return (loss, outputs) if return_outputs else loss
+
+    def targets_of(self, inputs: dict) -> Targets:
+        """What the teacher makes of a batch."""
+
+        def ask() -> torch.Tensor:
+            images = inputs.get("teacher_pixel_values", inputs["pixel_values"])
+            with torch.inference_mode(), self.accelerator.autocast():
+                target = self.embed(images).float()
+                if self.notes_window:
+                    target = torch.cat([target, attended_windows(self.anatomy, self.states)], dim=1)
+            # Out of inference mode, so that the loss may keep it for its gradient.
+            return target.clone()
+
+        # The cache keeps one row of numbers for each view.
+        noted = self.cache(inputs["index"], ask) if self.cache else ask()
+        width = self.anatomy.embedding_size
+        window = noted[:, width:] if self.notes_window else None
+        return Targets(noted[:, :width], window, list(self.states) if self.align.align_tokens else [])
+
+    def make_optimizer(self) -> tuple:
+        steps, epochs = self.loader.steps_per_epoch, math.ceil(self.args.num_train_epochs)
+        return build_optimizer(self.student, self.tuned, self.args, steps, epochs)
+
+    def measure(self, model, loader) -> dict[str, float]:
+        return evaluate_student(
+            *(self.accelerator, model, self.student.config, self.align.project, self.classify, self.anatomy),
+            *(loader, self.known[loader]),
+        )
+
+    @property
+    def saved(self) -> nn.Module:
+        return self.student
+
+    def summary(self, state: TrainingState) -> str:
+        """What came out, in a sentence, and for several counts of tokens a table."""
+        labels = self.args.label_loss_weight > 0
+        return describe(self.teacher_name, self.student, labels, state, count_measured(self.run))
+
+    def write_repository(self, folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
+        self.student.save_pretrained(folder, state_dict=weights)
+        write_card(folder, self.student, self.summary(state), self.data, self.run, state, self.teacher_name)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe with a command line's arguments."""
-    arguments = parse(argv)
-    pair, alignment, data, schedule, run = arguments
-    # Its images' size decides what the arguments are that make the run what it is.
-    teacher, processor = load_vision_model(pair.teacher, "cpu", pair.trust_remote_code)
-    teacher_format = ImageFormat.from_processor(processor)
-    apply_recipe(arguments, teacher_format.size)
-    accelerator = start_accelerator(run, PROG, argv, list(arguments))
-    say_license(accelerator, run, pair.teacher)
-
-    parts = load_splits(data, learns_labels=alignment.label_loss_weight > 0)
-    teacher.requires_grad_(False).to(accelerator.device)
-    anatomy = read_anatomy(teacher, teacher_format.size)
-    check_teacher(anatomy, pair, alignment, accelerator.distributed_type)
-    student = build_student(pair, anatomy, teacher_format)
-    student_format = format_of(student.config)
-    tuned = freeze(student, pair, len(anatomy.blocks))
-
-    classify, classify_teacher = getattr(student, "classifier", None), anatomy.classifier
-    if classify is None and (alignment.loss == "kl" or alignment.label_loss_weight):
-        raise ValueError(
-            f"--loss kl and --label-loss-weight compare classes, and {pair.teacher} is no classifier; align its "
-            "embedding (--loss cosine)."
-        )
-    train_images, eval_images, test_images, classes = match_classes(
-        parts, classify and student.config.id2label, alignment.label_loss_weight > 0
-    )
-    view = BootstrapView(
-        student_format,
-        teacher_format,
-        alignment.crop_scale,
-        alignment.crop_ratio,
-        alignment.flip,
-        alignment.zoom_out,
-    )
-    evaluation = (eval_images, PairedEvalView(student_format, teacher_format))
-    loader, eval_loader, test_loader = make_loaders(
-        accelerator,
-        data,
-        run,
-        (train_images, view),
-        evaluation,
-        test_images,
-        classes=classes,
-        repeats=schedule.repeats,
-        view_epochs=alignment.view_epochs,
-    )
-    glances = alignment.window_loss_weight > 0 and student.base_model.glance is not None
-    # A cache serves other students, too.
-    uses_windows = glances or (alignment.window_loss_weight > 0 and alignment.teacher_cache is not None)
-    cache = None
-    if alignment.teacher_cache:
-        width = anatomy.embedding_size + 4 * uses_windows
-        cache = TeacherCache(
-            alignment.teacher_cache, accelerator, teacher, width, view, train_images, run.seed, uses_windows
-        )
-
-    sizes = (teacher_format.size, student_format.size)
-    costs = describe_pair(anatomy, student, *sizes) if accelerator.is_main_process else []
-    for line in introduce(costs, sizes, [type(model).__name__ for model in (teacher, student)]):
-        accelerator.print(line)
-    length = f"{run.epochs} x {loader.steps_per_epoch:,} x {run.batch_size:,}"
-    evaluated = "not" if eval_images is None else f"on {len(eval_images):,} images, {data.evaluated}"
-    tested = "" if test_images is None else f"; the best epoch tested on {len(test_images):,} images, {data.tested}"
-    accelerator.print(f"Recipe {pair.recipe}; epochs x steps x images: {length}; evaluated {evaluated}{tested}.")
-
-    optimizer, scheduler = build_optimizer(student, tuned, schedule, loader.steps_per_epoch, run.epochs)
-    student.to(accelerator.device)
-    choose_attention(student, pair.attn_implementation, accelerator.device)
-    if run.compile:
-        student.base_model.compile()
-    # The classifier or projection stays frozen, so the base model alone is what learns.
-    model, optimizer, scheduler = prepare(accelerator, student.base_model, optimizer, scheduler)
-    project = getattr(student, "visual_projection", nn.Identity())
-    uses_labels = alignment.label_loss_weight > 0
-    if alignment.elastic_loss_weight and len(student.config.trained_token_counts) == 1:
-        raise ValueError(
-            "--elastic-loss-weight compares counts of tokens, and the student has one; give --elastic-token-counts."
-        )
-    align_tokens = None
-    if alignment.token_loss_weight:
-        align_tokens = TokenAlignment(student, anatomy, alignment.token_layers, alignment.token_distance)
-    reads_tokens = align_tokens or alignment.elastic_loss_weight
-    outputs_asked_for = TokenAlignment.arguments if reads_tokens else {"output_tokens": False}
-    if glances:
-        outputs_asked_for = {**outputs_asked_for, "output_rois": True}
-
-    # Watched before it is compiled, so that a compiled teacher gives its states, too.
-    watching = ExitStack()
-    states = watching.enter_context(anatomy.watch()) if align_tokens or uses_windows else []
-    hold_teacher(accelerator, teacher, classify_teacher)
-    # Not in evaluation, which asks about each batch once and ends with a smaller one.
-    embed_in_training = torch.compile(anatomy.embed) if pair.compile_teacher else anatomy.embed
-
-    def ask_teacher(batch):
-        images = batch.get("teacher_pixel_values", batch["pixel_values"])
-        with torch.inference_mode(), accelerator.autocast():
-            target = embed_in_training(images).float()
-            if uses_windows:
-                # The cache keeps one tensor for each view.
-                target = torch.cat([target, attended_windows(anatomy, states)], dim=1)
-        batch["teacher_tokens"] = list(states)
-        # Out of inference mode, so that the loss may keep it for its gradient.
-        return target.clone()
-
-    def compute_loss(model, batch):
-        pixel_values = batch["pixel_values"]
-        if "target" not in batch:
-            # It stays for repeated steps.
-            batch["target"] = cache(batch["index"], lambda: ask_teacher(batch)) if cache else ask_teacher(batch)
-        losses, largest = [], None
-        # The same in all processes, and when a run goes on; the largest first.
-        for count in token_counts_to_train(student.config, f"{run.seed}-{scheduler.scheduler.last_epoch}"):
-            outputs = model(pixel_values, num_tokens=count, **outputs_asked_for)
-            losses.append(compare_to_teacher(outputs, batch))
-            if alignment.elastic_loss_weight and largest:
-                distance = distance_from_largest(outputs, largest, student.config.num_prefix_tokens)
-                losses[-1] = losses[-1] + alignment.elastic_loss_weight * distance
-            largest = largest or outputs
-        return torch.stack(losses).mean()
-
-    def compare_to_teacher(outputs, batch):
-        target = batch["target"]
-        if uses_windows:
-            target, window = target[:, :-4], target[:, -4:]
-        embedding = project(outputs.pooler_output).float()
-        if alignment.loss == "cosine":
-            loss = (1 - F.cosine_similarity(embedding, target)).mean()
-        else:
-            loss = kl_divergence(classify(embedding), classify_teacher(target), alignment.temperature)
-        if uses_labels:
-            loss = loss + alignment.label_loss_weight * F.cross_entropy(classify(embedding), batch["labels"])
-        if glances:
-            rois = outputs.rois[-1]
-            corners = torch.cat([rois[:, 0, :2], rois[:, -1, 2:]], dim=1)
-            loss = loss + alignment.window_loss_weight * (corners - window).abs().mean()
-        if align_tokens:
-            loss = loss + alignment.token_loss_weight * align_tokens(outputs, batch["teacher_tokens"])
-        return loss
-
-    # What the teacher makes of each batch of a loader's images, which are the same in every epoch.
-    targets: dict[object, dict[int, torch.Tensor]] = defaultdict(dict)
-
-    def evaluate(model, loader):
-        known = targets[loader]
-        return evaluate_student(accelerator, model, student.config, project, classify, anatomy, loader, known)
-
-    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
-        student.save_pretrained(folder, state_dict=weights)
-        summary = describe(pair, student, uses_labels, state, count_measured(run))
-        write_card(folder, student, summary, data, run, state, pair.teacher)
-
-    state = fit(
-        accelerator,
-        run,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        loader=loader,
-        compute_loss=compute_loss,
-        evaluate=evaluate,
-        eval_loader=eval_loader,
-        test_loader=test_loader,
-        save=save,
-        saved=student,
-        metric="alignment",
-        before_epoch=lambda epoch: cache.open(loader.sampler.views_of(epoch)) if cache else None,
-    )
-    watching.close()
-    accelerator.print(describe(pair, student, uses_labels, state, count_measured(run)))
-    accelerator.print(f"It is {choice_of_epoch(data, run, state)}. See {run.output_dir}.")
-    if run.compare and accelerator.is_main_process:
-        compare(anatomy, type(student), sizes, costs, Path(run.output_dir), state)
+    groups = parse(argv)
+    run_recipe(make_trainer(groups, argv), compares=groups[-1].compare)
     return 0
+
+
+def bootstrap(
+    teacher: str | PreTrainedModel,
+    images,
+    num_tokens: int | list[int] | None = None,
+    output: str | Path = "student",
+    eval_images=None,
+    processing_class=None,
+    **options,
+) -> SparseFormerPreTrainedModel:
+    """A SparseFormer that embeds images as a vision transformer does, bootstrapped without labels.
+
+    ```python
+    student = bootstrap("path/to/teacher", images="path/to/images", num_tokens=[16, 36, 64], output="student")
+    ```
+
+    A call that was interrupted goes on when it is made again.
+
+    Args:
+        teacher (`str` or `PreTrainedModel`): A vision transformer, CLIP or SigLIP: its folder or hub id, or the model.
+        images: See `BootstrapTrainer`'s `train_dataset`.
+        num_tokens (`int` or `list[int]`, *optional*): Latent tokens, or the counts that one student is to serve; a
+            quarter of the teacher's if not given.
+        output (`str`, *optional*, defaults to `"student"`): Folder for the best student, its card and `results.json`.
+        eval_images (*optional*): Images to choose the best epoch on. If not given, what a folder or data set has for
+            that, or else a tenth of `images`, which is held back.
+        processing_class (*optional*): The teacher's image processor; needed where `teacher` is a model.
+        options: Options of `frugalvit bootstrap`, with underscores, for example `epochs=5`, `focusing="inherited"`.
+
+    Returns:
+        The best student, on the CPU, in float32.
+
+    Raises:
+        TypeError: if there is no such option.
+        ValueError: if teacher, images and options do not fit each other.
+    """
+    name = teacher if isinstance(teacher, str) else teacher.config._name_or_path
+    options |= {"teacher": str(name), "output_dir": str(output)}
+    if isinstance(num_tokens, int):
+        options["num_latent_tokens"] = num_tokens
+    elif num_tokens is not None:
+        options["elastic_token_counts"] = list(num_tokens)
+    parts = None
+    if isinstance(images, str | Path) and (eval_images is None or isinstance(eval_images, str | Path)):
+        options["dataset"] = [str(images)]
+        options |= {} if eval_images is None else {"eval_dataset": [str(eval_images)]}
+    else:
+        parts = as_images(images), None if eval_images is None else as_images(eval_images)
+        if eval_images is None and isinstance(parts[0], datasets.Dataset):
+            parts = hold_back(parts[0])
+    loaded = None if isinstance(teacher, str) else (teacher, processing_class)
+    groups = fill_groups(GROUPS, options)
+    argv = [text for key, value in options.items() for text in as_words(key, value)]
+    run_recipe(make_trainer(groups, argv, loaded, parts), compares=groups[-1].compare)
+    student, _ = load_vision_model(str(output), "cpu")
+    return student
+
+
+def make_trainer(
+    groups: tuple, argv: list[str] | None, teacher: tuple | None = None, parts: tuple | None = None
+) -> BootstrapTrainer:
+    """The trainer that `GROUPS` describe.
+
+    Args:
+        groups (`tuple`): An instance of each of `GROUPS`.
+        argv (`list[str]`, *optional*): The command's arguments, for the card; those of the process if not given.
+        teacher (pair of model and image processor, *optional*): Loaded already.
+        parts (pair of images, *optional*): To train and to evaluate on, where `DataArguments` do not tell.
+    """
+    pair, alignment, data, schedule, run = groups
+    # Its images' size decides what the arguments are that make the run what it is.
+    teacher, processor = teacher or load_vision_model(pair.teacher, "cpu", pair.trust_remote_code)
+    teacher_format = ImageFormat.from_processor(processor)
+    apply_recipe(groups, teacher_format.size)
+    start_run(run, PROG, argv, list(groups))
+    say_license(run, pair.teacher)
+    train, evaluation, test = (*parts, None) if parts else load_splits(data, alignment.label_loss_weight > 0)
+    if parts and evaluation is not None:
+        data.evaluated = "images that are held back"
+    anatomy = read_anatomy(teacher.requires_grad_(False), teacher_format.size)
+    check_teacher(anatomy, pair.teacher)
+    student = build_student(pair, anatomy, teacher_format)
+    args = BootstrapArguments(
+        **training_values(run, data),
+        **{f.name: getattr(group, f.name) for group in (alignment, schedule) for f in dataclasses.fields(group)},
+        **{name: getattr(pair, name) for name in ("recipe", "tune", "tune_all", "inherit_blocks")},
+    )
+    return BootstrapTrainer(
+        *(anatomy, student, args, train, evaluation, test, processor),
+        run=run,
+        data=data,
+        teacher_name=pair.teacher,
+        attn_implementation=pair.attn_implementation,
+        compile_teacher=pair.compile_teacher,
+    )
+
+
+def run_recipe(trainer: BootstrapTrainer, compares: bool):
+    """Train, and say what goes in and what came out."""
+    anatomy, student, say = trainer.anatomy, trainer.student, trainer.accelerator.print
+    sizes = (trainer.teacher_format.size, trainer.student_format.size)
+    main = trainer.accelerator.is_main_process
+    costs = describe_pair(anatomy, student, *sizes) if main else []
+    for line in introduce(costs, sizes, [type(model).__name__ for model in (anatomy.source, student)]):
+        say(line)
+    say(trainer.outline())
+    trainer.train()
+    state = trainer.progress.now
+    say(trainer.summary(state))
+    say(f"It is {choice_of_epoch(trainer.data, trainer.run, state)}. See {trainer.run.output_dir}.")
+    if compares and main:
+        compare(anatomy, type(student), sizes, costs, Path(trainer.run.output_dir), state)
+
+
+def recipe_of(config, size: tuple[int, int]) -> str:
+    """The recipe for a student that is configured so, of a teacher with images of that size."""
+    if config.patch_size is not None:
+        return "inherited"
+    return "paper" if max(size) > LARGEST_SMALL else "small"
+
+
+def fill_in(groups: Sequence, values: dict):
+    """Set the arguments that were not given."""
+    for group in groups:
+        for name, value in values.items():
+            if getattr(group, name, value) is None:
+                setattr(group, name, value)
 
 
 def apply_recipe(arguments: Sequence, size: tuple[int, int]):
@@ -269,20 +475,11 @@ def apply_recipe(arguments: Sequence, size: tuple[int, int]):
         values["window_loss_weight"] = 0.0
     overrides = values.pop("config_overrides"), pair.config_overrides
     pair.config_overrides = write_values(read_values("config_overrides", ",".join(filter(None, overrides))))
-    for group in arguments:
-        for name, value in values.items():
-            if getattr(group, name, value) is None:
-                setattr(group, name, value)
+    fill_in(arguments, values)
 
 
-def check_teacher(
-    teacher: Anatomy,
-    pair: StudentArguments,
-    alignment: AlignmentArguments,
-    sharing: DistributedType,
-):
-    """Raise a ValueError if the teacher does not take the images that its image processor makes, or if its tokens
-    cannot be aligned in such a run."""
+def check_teacher(teacher: Anatomy, name: str):
+    """Raise a ValueError if the teacher does not take the images that its image processor makes."""
     teacher.require_plain("bootstrap from", embeds=True)
     with torch.inference_mode():
         try:
@@ -290,16 +487,9 @@ def check_teacher(
         # Models fail in more ways than can be listed.
         except Exception as error:
             raise ValueError(
-                f"--teacher {pair.teacher} does not take what its image processor makes, images of "
+                f"--teacher {name} does not take what its image processor makes, images of "
                 f"{' x '.join(map(str, teacher.image_size))} pixels: {' '.join(str(error).split())[:200]}"
             ) from error
-    for name in ("token_loss_weight", "elastic_loss_weight"):
-        if getattr(alignment, name) and sharing == DistributedType.FSDP:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"{option} needs hidden states, which FSDP's classes do not record; give {option} 0, or leave FSDP "
-                "out."
-            )
 
 
 def build_student(
@@ -388,7 +578,9 @@ def format_of(config) -> ImageFormat:
     )
 
 
-def freeze(student: SparseFormerPreTrainedModel, pair: StudentArguments, num_blocks: int) -> set[nn.Parameter]:
+def freeze(
+    student: SparseFormerPreTrainedModel, pair: StudentArguments | BootstrapArguments, num_blocks: int
+) -> set[nn.Parameter]:
     """Leave the focusing stage and the blocks to tune trainable; returns the parameters of the latter.
 
     Without inherited blocks the whole transformer is trained, and only what follows it is frozen: the inherited
@@ -548,7 +740,7 @@ def scores_of(state: TrainingState, config) -> list[dict[str, float]]:
 
 
 def describe(
-    pair: StudentArguments, student: SparseFormerPreTrainedModel, labels: bool, state: TrainingState, images: str
+    teacher: str, student: SparseFormerPreTrainedModel, labels: bool, state: TrainingState, images: str
 ) -> str:
     """What came out, in a sentence, of so many `images`, and for several counts of tokens a table."""
     config = student.config
@@ -556,7 +748,7 @@ def describe(
     tokens = f"{', '.join(map(str, counts))} latent tokens{' and [CLS]' if config.use_cls_token else ''}"
     choice = "" if len(counts) == 1 else ", of which a call chooses (`num_tokens`)"
     text = (
-        f"A SparseFormer with {tokens}{choice}, bootstrapped from {without_place(pair.teacher)}"
+        f"A SparseFormer with {tokens}{choice}, bootstrapped from {without_place(teacher)}"
         f"{'' if labels else ' without labels'}"
     )
     measured = state.measured

@@ -238,6 +238,27 @@ class ArgumentParser(OneSpelling, HfArgumentParser):
             self.error(printable(" ".join(str(error).split())))
 
 
+def fill_groups(types: list[type], options: dict) -> tuple:
+    """An instance of each dataclass, of options by their names.
+
+    Raises:
+        TypeError: if none of them has such an option.
+    """
+    names = {kind: {each.name for each in dataclasses.fields(kind) if each.init} for kind in types}
+    known = set().union(*names.values())
+    if unknown := sorted(options.keys() - known):
+        close = difflib.get_close_matches(unknown[0], known, 1)
+        raise TypeError(f"There is no option {unknown[0]!r}" + (f"; did you mean {close[0]!r}?" if close else "."))
+    return tuple(kind(**{name: options[name] for name in names[kind] & options.keys()}) for kind in types)
+
+
+def as_words(name: str, value) -> list[str]:
+    """An option as on a command line."""
+    if isinstance(value, bool):
+        return [spelled(f"--{name}" if value else f"--no_{name}")]
+    return [spelled(f"--{name}"), *map(str, value if isinstance(value, list) else [value])]
+
+
 def recipes_of(prog: str) -> dict[str, Path]:
     """The files in `recipes/` for a command, by name: those whose comment calls it."""
     files = {file.stem: file for file in sorted(RECIPE_FILES.glob("*.yaml"))}

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from accelerate import Accelerator
+from accelerate import PartialState
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
@@ -135,10 +135,10 @@ def name_images(datasets: list[str]) -> str:
     return " ".join(hub_ids(datasets)) or "images that are on no hub"
 
 
-def say_license(accelerator: Accelerator, run: RunArguments, base_model: str | None = None):
+def say_license(run: RunArguments, base_model: str | None = None):
     """Say before a training that its card will name no license, which `frugalvit publish` asks for."""
     if not (run.license or license_of(base_model and split_revision(base_model)[0])):
-        accelerator.print(
+        PartialState().print(
             "The card will name no license, without which nothing is published: --license, for example apache-2.0, "
             "here or of `frugalvit publish`."
         )

@@ -1,17 +1,18 @@
 """Where a training is, and checkpoints from which it goes on bit-exactly."""
 
 import dataclasses
+import math
 import os
 import re
 import shutil
 import typing
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import RNG_STATE_NAME, broadcast_object_list, load
+from accelerate.utils import broadcast_object_list
 
 from ...common.files import disk_errors, misshapen, read_json, write_json
 
@@ -66,27 +67,31 @@ class Checkpoints:
 
     def __init__(self, accelerator: Accelerator, folder: Path, limit: int = 2):
         self.accelerator, self.folder, self.limit = accelerator, folder, limit
+        # Where one is written before it is whole.
+        self.aside = folder / ".aside"
 
     def all(self) -> list[Path]:
         """Its checkpoints, the newest last. What else is there is the user's, for example a copy."""
         found = {path: re.fullmatch(r"step-(\d+)", path.name, re.ASCII) for path in self.folder.glob("step-*")}
         return sorted((path for path, match in found.items() if match), key=lambda path: int(found[path][1]))
 
-    def save(self, state: TrainingState):
-        """Model, optimizer, schedule, scaler and every process' random numbers by Accelerate, and `state`."""
-        target, aside = self.folder / f"step-{state.step:08d}", self.folder / ".aside"
+    def save(self, state: TrainingState, write: Callable[[], None]):
+        """Let `write` fill `aside` with one folder, note its files and `state` there, and put it among the others."""
+        target = self.folder / f"step-{state.step:08d}"
         if self.accelerator.is_main_process:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(self.aside, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         with disk_errors(self.folder.parent):
-            self.accelerator.save_state(str(aside))
+            write()
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            write_json(aside / CHECKSUMS, checksums(aside))
-            write_json(aside / "state.json", dataclasses.asdict(state))
+            [written] = self.aside.iterdir()
+            write_json(written / CHECKSUMS, checksums(written))
+            write_json(written / "state.json", dataclasses.asdict(state))
             if target.exists():
                 self.remove(target)
-            os.rename(aside, target)
+            os.rename(written, target)
+            self.aside.rmdir()
             for old in self.all()[: -self.limit]:
                 self.remove(old)
 
@@ -102,53 +107,36 @@ class Checkpoints:
         os.rename(checkpoint, removed)
         shutil.rmtree(removed)
 
-    def resume(self) -> TrainingState:
-        """Load the newest checkpoint that is whole, or begin at the beginning.
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is whole, in all processes the same; None if there are no checkpoints.
 
         Raises:
             ValueError: if there are checkpoints and none is whole.
         """
-        found = [self.newest_whole() if self.accelerator.is_main_process else None]
-        newest = broadcast_object_list(found)[0]
-        if newest is None:
+        return broadcast_object_list([self.newest_whole() if self.accelerator.is_main_process else None])[0]
+
+    def state_of(self, checkpoint: Path | None) -> TrainingState:
+        """Where a checkpoint leaves the run, which is said, or the beginning without one."""
+        if checkpoint is None:
             return TrainingState()
-        state = read_state(newest)
-        try:
-            self.accelerator.load_state(str(newest))
-            restored = self.random_numbers_restored(newest)
-        # Files of others fail in as many ways as there are formats.
-        except Exception as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(
-                f"The checkpoint {newest} cannot be read: {line} Remove it to go on from an earlier one, or start "
-                "anew with --overwrite."
-            ) from error
-        if not restored:
+        state = read_state(checkpoint)
+        if len(list(checkpoint.glob("rng_state*.pth"))) != self.accelerator.num_processes:
             self.accelerator.print(
-                f"The run goes on with other random numbers than it would have had: {newest} was written by another "
-                "number of processes, or on other devices."
+                f"The run goes on with other random numbers than it would have had: {checkpoint} was written by "
+                "another number of processes."
             )
-        self.accelerator.print(f"Going on from {newest}: {state.epoch} epochs and {state.step} steps are done.")
+        self.accelerator.print(f"Going on from {checkpoint}: {state.epoch} epochs and {state.step} steps are done.")
         return state
 
-    def random_numbers_restored(self, checkpoint: Path) -> bool:
-        """Whether this process' random numbers are those of a checkpoint; Accelerate goes on without a word where it
-        could not restore them.
-
-        Raises:
-            Exception: if they cannot be read.
-        """
-        written = len(list(checkpoint.glob(f"{RNG_STATE_NAME}_*.pkl")))
-        if written != self.accelerator.num_processes:
-            return False
-        states = load(checkpoint / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")
-        # Those of Python and NumPy are restored before, those of accelerators after.
-        same = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
-        if torch.cuda.is_available():
-            there = states.get("torch_cuda_manual_seed", ())
-            here = torch.cuda.get_rng_state_all()
-            same = same and len(here) == len(there) and all(map(torch.equal, here, there))
-        return same
+    def check_finite(self, what: str, value: float, step: int):
+        """Raise a ValueError if a number of a step is not finite."""
+        if math.isfinite(value):
+            return
+        kept = self.all()
+        raise ValueError(
+            f"The {what} is {value} at step {step}, the first such, so training stopped. Lower --learning-rate or "
+            f"warm up longer. {f'The checkpoint {kept[-1]} is kept.' if kept else 'There is no checkpoint yet.'}"
+        )
 
     def newest_whole(self) -> Path | None:
         """The newest checkpoint whose files are as they were written; None if there are no checkpoints."""

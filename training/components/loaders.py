@@ -321,6 +321,7 @@ class TrainingLoader:
         images: What `load_images` returns.
         view (`View`): What is shown of an image.
         batch_size (`int`): Images of one optimizer step, over all processes and accumulation steps.
+        accumulation_steps (`int`): Parts in which each process gets its share.
         seed (`int`): Of order and views.
         mix (`Mix`, *optional*): Applied to every share.
         num_workers (`int`): Processes that decode.
@@ -342,6 +343,7 @@ class TrainingLoader:
         view: View,
         *,
         batch_size: int,
+        accumulation_steps: int = 1,
         seed: int = 0,
         mix: Mix | None = None,
         num_workers: int = 0,
@@ -354,7 +356,7 @@ class TrainingLoader:
         classes: Sequence[int] | None = None,
     ):
         pairs = mix is not None and mix.pairs
-        parts = accelerator.num_processes * accelerator.gradient_accumulation_steps * (2 if pairs else 1)
+        parts = accelerator.num_processes * accumulation_steps * (2 if pairs else 1)
         if batch_size % parts:
             raise ValueError(
                 f"--batch-size {batch_size} cannot be shared evenly; expected a multiple of {parts} (processes times "
@@ -375,16 +377,16 @@ class TrainingLoader:
                     f"{len(images)} training images make {available} batches of --batch-size {batch_size}, and an "
                     f"epoch takes {max(steps_per_epoch, 1)}. Lower --batch-size or --steps-per-epoch."
                 )
+        self.position, self.position_file = 0, f"stream_{accelerator.process_index}.json"
         self.batch_size, self.steps_per_epoch, self.skipped = batch_size, steps_per_epoch * repeats, 0
-        self.repeats, self.parts_of_step = repeats, accelerator.gradient_accumulation_steps
+        self.repeats, self.parts_of_step = repeats, accumulation_steps
         length = steps_per_epoch * batch_size
-        share = batch_size // accelerator.gradient_accumulation_steps
+        share = batch_size // accumulation_steps
         own = own_shards(images, accelerator) if streams else None
         if streams:
             rank = {"process": accelerator.process_index, "processes": accelerator.num_processes} if own else {}
             dataset = StreamedViewDataset(images, view, seed, skip_corrupt, classes)
             self.sampler = StreamSampler(own or images, shuffle_buffer, length, seed, **rank)
-            self.keep_in_checkpoints(accelerator)
         else:
             dataset = ViewDataset(images, view, seed, skip_corrupt, classes)
             self.sampler = EpochSampler(len(images), length, seed, repeated_augmentation, view_epochs)
@@ -402,19 +404,15 @@ class TrainingLoader:
         )
         self.loader = DeviceLoader(accelerator, loader, view, mix, shared=not own)
 
-    def keep_in_checkpoints(self, accelerator: Accelerator):
-        """Let Accelerate's checkpoints hold where each process is within the stream."""
-        name = f"stream_{accelerator.process_index}.json"
+    def save_position(self, checkpoint: Path):
+        """Note in a checkpoint where this process is within a stream."""
+        if isinstance(self.sampler, StreamSampler):
+            write_json(checkpoint / self.position_file, self.sampler.state_dict(self.position))
 
-        def save(models, weights, folder: str):
-            write_json(Path(folder) / name, self.sampler.state_dict(self.position))
-
-        def load(models, folder: str):
-            if (file := Path(folder) / name).is_file():
-                self.sampler.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
-
-        accelerator.register_save_state_pre_hook(save)
-        accelerator.register_load_state_pre_hook(load)
+    def load_position(self, checkpoint: Path):
+        """Go on within a stream where a checkpoint says."""
+        if isinstance(self.sampler, StreamSampler) and (file := checkpoint / self.position_file).is_file():
+            self.sampler.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[dict[str, torch.Tensor]]:
         """Batches of an epoch for this process, on its device, from optimizer step `start` on.
@@ -509,49 +507,11 @@ def check_images(images: "ViewDataset", accelerator: Accelerator):
             progress.update(len(indices))
 
 
-def make_loaders(
-    accelerator: Accelerator,
-    data,
-    run,
-    train: tuple,
-    evaluation: tuple,
-    test: datasets.Dataset | None = None,
-    classes: Sequence[int] | None = None,
-    **options,
-) -> tuple[TrainingLoader, DeviceLoader | None, DeviceLoader | None]:
-    """The loaders of a recipe, to train, to choose the best epoch and to test it, `None` where that is not done.
-
-    Args:
-        accelerator (`Accelerator`): As in `TrainingLoader`.
-        data (`DataArguments`), run (`RunArguments`): What the command line says.
-        train, evaluation (pairs of images and `View`): What is shown of which images, `None` for no images.
-        test (`Dataset`, *optional*): Images that are shown as those of `evaluation`.
-        classes (sequence of `int`, *optional*): What the model calls each class, see `match_classes`.
-        options: Of the `TrainingLoader`, besides those that the arguments tell.
-    """
-    shared = {"num_workers": data.num_workers, "skip_corrupt": data.skip_corrupt, "classes": classes}
-    parts = {"": train, "evaluation ": evaluation, "test ": (test, evaluation[1])}
-    run.record["images"] = {
-        f"{part}{name}": value
-        for part, (images, _) in parts.items()
-        for name, value in describe_images(images).items()
-    } | {f"{part} split": split for part, split in (("evaluation", data.evaluated), ("test", data.tested)) if split}
-    training_loader = TrainingLoader(
-        accelerator,
-        *train,
-        batch_size=run.batch_size,
-        seed=run.seed,
-        steps_per_epoch=data.steps_per_epoch,
-        shuffle_buffer=data.shuffle_buffer,
-        **shared,
-        **options,
-    )
-
-    def make_evaluation_loader(images: datasets.Dataset | None, view: View) -> DeviceLoader | None:
-        if images is None:
-            return None
-        if not data.skip_corrupt:
-            check_images(ViewDataset(images, view), accelerator)
-        return evaluation_loader(accelerator, images, view, batch_size=run.eval_batch_size, **shared)
-
-    return training_loader, make_evaluation_loader(*evaluation), make_evaluation_loader(test, evaluation[1])
+def describe_parts(data, train: datasets.Dataset, evaluation: datasets.Dataset | None, test: datasets.Dataset | None):
+    """What tells the images of a run, of which `data` (`ImageArguments`) tells the splits, from others."""
+    parts = {"": train, "evaluation ": evaluation, "test ": test}
+    described = {
+        f"{part}{name}": value for part, images in parts.items() for name, value in describe_images(images).items()
+    }
+    splits = {"evaluation split": data.evaluated, "test split": data.tested}
+    return described | {name: split for name, split in splits.items() if split}

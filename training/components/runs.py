@@ -2,74 +2,75 @@
 
 import dataclasses
 import json
+import math
 import os
 import shlex
+import shutil
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import (
-    GradientAccumulationPlugin,
-    ProjectConfiguration,
-    broadcast_object_list,
-    parse_flag_from_env,
-    set_seed,
-)
+from accelerate.utils import broadcast_object_list, parse_flag_from_env, set_seed
+from transformers import TrainingArguments
 
-from ...common.files import LOCK, read_json, refuse_links
+from ...common.files import LOCK, disk_errors, locked, read_json, refuse_links, write_json
 from ...common.precision import choose_mixed_precision, describe_device
 from ...common.versions import origin
-from .arguments import RESUMABLE, RunArguments
+from .arguments import RESUMABLE, DataArguments, ImageArguments, RunArguments
+from .checkpoints import Checkpoints
 
 
 # What a run writes into its folder by these names, besides its checkpoints and the files of the best model.
+# Where the best model is written before its files are moved over the earlier ones.
+BEST_ASIDE = ".best.aside"
+# Of `TrainingArguments`, what makes a run what it is.
+FIXED = frozenset(
+    {
+        *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "seed"),
+        *("bf16", "fp16", "max_grad_norm"),
+    }
+)
 WRITTEN = ("run.json", "results.json", "metrics.jsonl", "README.md", "logs")
 
 
-def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, arguments: list) -> Accelerator:
-    """Start Accelerate, refuse an output folder that holds something else than the same run, seed everything, and say
-    what the run computes on.
+def start_run(run: RunArguments, prog: str, argv: list[str] | None, arguments: list):
+    """Refuse an output folder that holds something else than the same run, seed everything, and say what the run
+    computes on.
 
-    Nothing is written before `fit`.
+    Nothing is written before the training.
 
     Args:
-        run (`RunArguments`): One of `arguments`; its `record` is filled, and its `mixed_precision` chosen.
+        run (`RunArguments`): One of `arguments`; its `record`, `found` and `mixed_precision` are filled.
         prog (`str`): The command, for example `"frugalvit train"`.
         argv (`list[str]`, *optional*): Its arguments; those of the process if not given.
         arguments (`list`): All dataclasses of arguments.
 
     Raises:
-        ValueError: if the folder is taken, or Accelerate is configured for what recipes cannot do, or not at all.
+        ValueError: if the folder is taken, or processes are started as recipes cannot run.
     """
     if run.mixed_precision == "auto":
         run.mixed_precision = automatic_precision(run)
-    accelerator = Accelerator(
-        mixed_precision=run.mixed_precision,
-        # Batches are read ahead; their last one is no sign that the last step has come.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=run.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
-        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
-        log_with=trackers(run.report_to) or None,
-        project_config=ProjectConfiguration(run.output_dir, logging_dir=str(Path(run.output_dir) / "logs")),
-    )
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     run.record |= {
         "command": shlex.join([*prog.split(), *(sys.argv[1:] if argv is None else argv)]),
-        "processes": accelerator.num_processes,
-        "device": accelerator.device.type,
+        "processes": state.num_processes,
+        "device": state.device.type,
         "arguments": _fixed_values(arguments),
         **origin(),
     }
     started = int(os.environ.get("WORLD_SIZE") or 1)
-    if started > accelerator.num_processes and "RANK" in os.environ:
+    if started > state.num_processes and "RANK" in os.environ:
         raise ValueError(
-            f"{started} processes were started and Accelerate sees {accelerator.num_processes}, so that each would "
-            "train alone. On CPUs, set ACCELERATE_USE_CPU=true."
+            f"{started} processes were started and Accelerate sees {state.num_processes}, so that each would train "
+            "alone. On CPUs, set ACCELERATE_USE_CPU=true."
         )
-    if accelerator.num_processes == 1 and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
+    if state.num_processes == 1 and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
         # So `accelerate launch` leaves it on CPUs, whatever --num_processes says.
         module = f"frugalvit.training.{prog.split()[-1].replace('-', '_')}"
         print(
@@ -78,24 +79,126 @@ def start_accelerator(run: RunArguments, prog: str, argv: list[str] | None, argu
             file=sys.stderr,
         )
     check_output_folder(Path(run.output_dir), run, arguments)
-    if getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_ram_efficient_loading", False):
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         raise ValueError(
             "fsdp_cpu_ram_efficient_loading leaves teachers and students empty in all processes but the first; "
             "expected false in the configuration of `accelerate launch`."
         )
-    if deepspeed := accelerator.state.deepspeed_plugin:
-        parts = accelerator.num_processes * run.gradient_accumulation_steps
-        deepspeed.deepspeed_config["train_micro_batch_size_per_gpu"] = run.batch_size // parts
-        # DeepSpeed clips by itself.
-        deepspeed.deepspeed_config["gradient_clipping"] = run.max_grad_norm
     set_seed(run.seed)
-    if accelerator.device.type == "cuda":
+    if state.device.type == "cuda":
         # TF32 for what stays float32.
         torch.set_float32_matmul_precision("high")
     # Saving a model would draw its own bar through that of the epochs.
     transformers.utils.logging.disable_progress_bar()
-    accelerator.print(f"{prog} on {describe_device(accelerator)}.")
-    return accelerator
+    state.print(f"{prog} on {describe_device(state.device, run.mixed_precision, state.num_processes)}.")
+
+
+@dataclass
+class RecipeTrainingArguments(TrainingArguments):
+    """Transformers' `TrainingArguments` with what recipes have besides.
+
+    Args:
+        steps_per_epoch (`int`, *optional*): Optimizer steps of an epoch; all images once if not given.
+        shuffle_buffer (`int`, *optional*, defaults to 1000): Images among which a stream is shuffled.
+        skip_corrupt (`bool`, *optional*, defaults to `False`): Replace images that cannot be read by the next one.
+        license (`str`, *optional*): Of the trained model, for its card; that of the model it is from if not given.
+        overwrite (`bool`, *optional*, defaults to `False`): Start anew in an output folder that holds another run.
+
+    Raises:
+        ValueError: if a value does not fit.
+    """
+
+    steps_per_epoch: int | None = None
+    shuffle_buffer: int = 1000
+    skip_corrupt: bool = False
+    license: str | None = None
+    overwrite: bool = False
+
+    def __post_init__(self):
+        # A view is a function of (seed, epoch, index), and a loss that is not finite ends the run.
+        self.remove_unused_columns, self.ignore_data_skip, self.logging_nan_inf_filter = False, True, False
+        self.accelerator_config = {"split_batches": True}
+        if self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = False
+        super().__post_init__()
+        # Several devices are several processes' affair.
+        self._n_gpu = min(self.n_gpu, 1)
+
+    @property
+    def parts(self) -> int:
+        """How many parts of a batch are computed apart, over all processes."""
+        return self.world_size * self.gradient_accumulation_steps
+
+    def as_run(self) -> tuple[RunArguments, DataArguments]:
+        """The same as a recipe's command has it."""
+        run = RunArguments(
+            output_dir=self.output_dir,
+            epochs=math.ceil(self.num_train_epochs),
+            batch_size=self.per_device_train_batch_size * self.parts,
+            eval_batch_size=self.per_device_eval_batch_size * self.world_size,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            seed=self.seed,
+            mixed_precision=self.mixed_precision,
+            max_grad_norm=self.max_grad_norm,
+            logging_steps=int(self.logging_steps),
+            checkpointing_steps=int(self.save_steps),
+            license=self.license,
+            overwrite=self.overwrite,
+        )
+        data = DataArguments(
+            dataset=[],
+            steps_per_epoch=self.steps_per_epoch,
+            shuffle_buffer=self.shuffle_buffer,
+            skip_corrupt=self.skip_corrupt,
+            num_workers=self.dataloader_num_workers,
+        )
+        return run, data
+
+
+def training_values(run: RunArguments, data: ImageArguments) -> dict:
+    """What a command says, as `RecipeTrainingArguments` take it.
+
+    Raises:
+        ValueError: if a tracker is not installed.
+    """
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    parts = state.num_processes * run.gradient_accumulation_steps
+    return {
+        "output_dir": run.output_dir,
+        "num_train_epochs": run.epochs,
+        "per_device_train_batch_size": max(run.batch_size // parts, 1),
+        "per_device_eval_batch_size": -(-run.eval_batch_size // state.num_processes),
+        "gradient_accumulation_steps": run.gradient_accumulation_steps,
+        "seed": run.seed,
+        "use_cpu": state.device.type == "cpu",
+        "bf16": run.mixed_precision == "bf16",
+        "fp16": run.mixed_precision == "fp16",
+        "max_grad_norm": run.max_grad_norm,
+        "logging_steps": run.logging_steps,
+        "save_steps": run.checkpointing_steps,
+        "report_to": trackers(run.report_to) or "none",
+        "dataloader_num_workers": data.num_workers,
+        "steps_per_epoch": data.steps_per_epoch,
+        "shuffle_buffer": data.shuffle_buffer,
+        "skip_corrupt": data.skip_corrupt,
+        "license": run.license,
+        "overwrite": run.overwrite,
+    }
+
+
+def record_of(args: RecipeTrainingArguments, trainer: str) -> dict:
+    """What `run.json` says of a run that no command began: what made it what it is."""
+    own = {each.name for each in dataclasses.fields(args)} - {
+        each.name for each in dataclasses.fields(TrainingArguments)
+    }
+    values = {name: getattr(args, name) for name in sorted((own - RESUMABLE) | FIXED)}
+    return {
+        "command": f"frugalvit.{trainer}",
+        "processes": args.world_size,
+        "device": args.device.type,
+        "arguments": json.loads(json.dumps(values)),
+        **origin(),
+    }
 
 
 def trackers(names: list[str]) -> list[str]:
@@ -193,3 +296,59 @@ def _default(argument: dataclasses.Field):
     if argument.default_factory is not dataclasses.MISSING:
         return argument.default_factory()
     return None if argument.default is dataclasses.MISSING else argument.default
+
+
+def replace_files(folder: Path, write: Callable[[Path], None]):
+    """Let `write` fill a folder aside, then move its files over, the weights last."""
+    aside = folder / BEST_ASIDE
+    aside.mkdir()
+    with disk_errors(folder):
+        write(aside)
+    for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
+        os.replace(path, folder / path.name)
+    aside.rmdir()
+
+
+def claim(folder: Path, run: RunArguments):
+    """Begin or go on with a run in its folder, which is locked.
+
+    Raises:
+        ValueError: if another process began one there since this one looked, or the run has seen other images.
+    """
+    found = read_run(folder)
+    if found != run.found:
+        raise ValueError(f"Another process has begun a run in --output {folder}; give another folder.")
+    if run.overwrite:
+        if (folder / "checkpoints").exists():
+            shutil.rmtree(folder / "checkpoints")
+    elif found and has_begun(folder):
+        here, there = run.record.get("images", {}), found.get("images", {})
+        changed = [name for name in here if name in there and here[name] != there[name]]
+        if changed:
+            counted = [name for name in changed if isinstance(here[name], int) and isinstance(there[name], int)]
+            counts = "".join(f", {there[name]:,} {name} then and {here[name]:,} now" for name in counted)
+            raise ValueError(
+                f"The images are not those that the run in --output {folder} began with (other "
+                f"{' and '.join(changed)}{counts}). Restore them, give another folder, or --overwrite to start anew."
+            )
+    shutil.rmtree(folder / BEST_ASIDE, ignore_errors=True)
+    write_json(folder / "run.json", run.record)
+
+
+@contextmanager
+def own_folder(accelerator: Accelerator, run: RunArguments) -> Iterator[None]:
+    """The folder of a run, in which no other process works meanwhile."""
+    folder = Path(run.output_dir)
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder))
+            claim(folder, run)
+        accelerator.wait_for_everyone()
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            kept = Checkpoints(accelerator, folder / "checkpoints").all()
+            saved = f"{kept[-1].name} is saved; run the same command to go on." if kept else "There was no step."
+            accelerator.print(f"\nStopped. {saved}", file=sys.stderr)
+            raise

@@ -8,9 +8,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 
-def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer, scheduler) -> tuple:
-    """`accelerator.prepare`; of the layers that a model keeps together, FSDP shards those that do not hold its input
-    embedding, which Accelerate shards by itself.
+def prepare_sharing(accelerator: Accelerator, model: torch.nn.Module, optimizer):
+    """Let FSDP shard, of the layers that a model keeps together, those that do not hold its input embedding, which
+    Accelerate shards by itself.
 
     Raises:
         ValueError: if FSDP or DeepSpeed cannot do that with this model or optimizer.
@@ -36,7 +36,6 @@ def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer, schedul
         layers = [module for module in model.modules() if type(module).__name__ in kept_together]
         names = {type(layer).__name__ for layer in layers if embedding not in layer.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(names)
-    return accelerator.prepare(model, optimizer, scheduler)
 
 
 @contextmanager

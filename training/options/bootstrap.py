@@ -65,6 +65,14 @@ RECIPES = {
 LARGEST_SMALL = 96
 
 
+def check_blocks(arguments, *names: str):
+    """Those that are not given, None, fit."""
+    for name in names:
+        value = getattr(arguments, name)
+        fits = value is None or 0 <= value < 1 or (value >= 1 and float(value).is_integer())
+        check(value, fits, name, "a share from 0 to below 1, or a count")
+
+
 def by_recipe(name: str, help: str, besides: str = ""):
     """An argument whose default is the recipe's, with a help text that says so."""
     values = []
@@ -86,8 +94,9 @@ class StudentArguments:
     student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
     recipe: str | None = argument(
         None,
-        "What other arguments are if they are not given: paper, made for 224 pixels, or small. Default: small for "
-        f"teachers of up to {LARGEST_SMALL} pixels without --student.",
+        "What other arguments are if they are not given: paper, made for 224 pixels, small, or inherited. Default: "
+        "inherited with --focusing inherited, else small for teachers of up to "
+        f"{LARGEST_SMALL} pixels without --student.",
         choices=[*RECIPES],
     )
     focusing: str = argument(
@@ -143,10 +152,7 @@ class StudentArguments:
             fits = self.num_latent_tokens in (None, counts[-1])
             check(self.num_latent_tokens, fits, "num_latent_tokens", f"--elastic-token-counts' largest, {counts[-1]}")
             self.num_latent_tokens = counts[-1]
-        for name in ("truncate", "tune"):
-            if (value := getattr(self, name)) is not None:
-                fits = 0 <= value < 1 or (value >= 1 and float(value).is_integer())
-                check(value, fits, name, "a share from 0 to below 1, or a count")
+        check_blocks(self, "truncate", "tune")
 
 
 @dataclass

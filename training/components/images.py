@@ -1,0 +1,70 @@
+"""What people have as images, as recipes read it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import datasets
+from PIL import Image
+
+from ...common.data import load_images, select_images
+
+
+class PlainImages:
+    """A PyTorch dataset, or a list of PIL images, with the records and the features of a data set.
+
+    Args:
+        source: Has a length and gives images, pairs of image and label, or dictionaries with `image` and perhaps
+            `label`. Its attribute `classes`, as torchvision's data sets have it, names the labels.
+    """
+
+    def __init__(self, source):
+        self.source = source
+        self.features = datasets.Features({"image": datasets.Image()})
+        if getattr(source, "classes", None):
+            self.features["label"] = datasets.ClassLabel(names=list(source.classes))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict:
+        item = self.source[index]
+        if isinstance(item, Image.Image):
+            item = (item,)
+        if isinstance(item, dict):
+            item = (item["image"], *((item["label"],) if "label" in item else ()))
+        if not isinstance(item[0], Image.Image):
+            raise ValueError(f"Item {index} of the images is a {type(item[0]).__name__}, expected a PIL image.")
+        record = {"image": item[0]}
+        return record | {"label": int(item[1])} if "label" in self.features else record
+
+    def remove_columns(self, name: str) -> "PlainImages":
+        """Without its labels."""
+        images = PlainImages(self.source)
+        images.features = datasets.Features({key: kind for key, kind in self.features.items() if key != name})
+        return images
+
+
+def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:
+    """Images as `load_images` returns them.
+
+    Args:
+        images: A `datasets.Dataset` or `IterableDataset` with a column of images, and perhaps one of labels; a dataset
+            of PyTorch or a list of PIL images, see `PlainImages`; a list of paths of image files; or what
+            `load_images` takes, for example a folder.
+
+    Raises:
+        ValueError: if there are no images.
+    """
+    if isinstance(images, datasets.Dataset | datasets.IterableDataset):
+        return select_images(images, "the data set")
+    if isinstance(images, str | Path):
+        return load_images(str(images))
+    if not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
+        raise ValueError(
+            f"The images are a {type(images).__name__}; expected a data set, a list of PIL images or of paths, or the "
+            "name of a folder."
+        )
+    if isinstance(images, Sequence) and len(images) and isinstance(images[0], str | Path):
+        table = datasets.Dataset.from_dict({"image": [str(path) for path in images]})
+        return table.cast_column("image", datasets.Image(decode=False))
+    return PlainImages(images)

@@ -1,0 +1,95 @@
+"""What recipes minimize, as modules."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..modeling.hosts import Anatomy
+from ..modeling.layers import divergence
+from .components.token_alignment import TokenAlignment, distance_from_largest
+
+
+@dataclass
+class Targets:
+    """What a teacher makes of a batch of images.
+
+    Args:
+        embedding (`torch.Tensor`): `(batch, width)` float32.
+        window (`torch.Tensor`, *optional*): The box that it attends to, `(batch, 4)`, as left, top, right, bottom.
+        tokens (`list[torch.Tensor]`, *optional*): Before the first block and after each.
+    """
+
+    embedding: torch.Tensor
+    window: torch.Tensor | None = None
+    tokens: list[torch.Tensor] = field(default_factory=list)
+
+
+class AlignmentLoss(nn.Module):
+    """How far a student's embedding is from its teacher's (Gao et al. 2024, equation 5), and what else is aligned.
+
+    Args:
+        student (`SparseFormerPreTrainedModel`): Its classifier or projection is read; its base model's outputs are
+            compared.
+        teacher (`Anatomy`): Of the teacher.
+        args (`BootstrapArguments`): Which loss, and the weights of what is added.
+
+    Raises:
+        ValueError: if student and teacher do not have what `args` weighs.
+    """
+
+    def __init__(self, student: nn.Module, teacher: Anatomy, args):
+        super().__init__()
+        self.project = getattr(student, "visual_projection", nn.Identity())
+        # Not theirs to train or to save.
+        self.heads = (getattr(student, "classifier", None), teacher.classifier)
+        self.args, self.num_prefix_tokens = args, student.config.num_prefix_tokens
+        if args.elastic_loss_weight and len(student.config.trained_token_counts) == 1:
+            raise ValueError(
+                "--elastic-loss-weight compares counts of tokens, and the student has one; give "
+                "--elastic-token-counts."
+            )
+        self.align_tokens = None
+        if args.token_loss_weight:
+            self.align_tokens = TokenAlignment(student, teacher, args.token_layers, args.token_distance)
+        self.reads_window = args.window_loss_weight > 0 and student.base_model.glance is not None
+
+    @property
+    def outputs_asked_for(self) -> dict[str, bool]:
+        """What the student's base model is to be called with."""
+        reads_tokens = self.align_tokens or self.args.elastic_loss_weight
+        asked = TokenAlignment.arguments if reads_tokens else {"output_tokens": False}
+        return {**asked, "output_rois": True} if self.reads_window else asked
+
+    def forward(self, outputs, targets: Targets, labels: torch.Tensor | None = None, largest=None) -> torch.Tensor:
+        """The loss of a student's base model's outputs, a scalar.
+
+        Args:
+            outputs (`SparseFormerModelOutput`): With what `outputs_asked_for` names.
+            targets (`Targets`): The teacher's, of the same images.
+            labels (`torch.Tensor`, *optional*): `(batch,)` int64, for `args.label_loss_weight`.
+            largest (`SparseFormerModelOutput`, *optional*): Of the largest count of tokens, for
+                `args.elastic_loss_weight`.
+        """
+        args, (classify, classify_teacher) = self.args, self.heads
+        embedding = self.project(outputs.pooler_output).float()
+        if args.loss == "cosine":
+            loss = (1 - F.cosine_similarity(embedding, targets.embedding)).mean()
+        else:
+            loss = divergence(classify(embedding), classify_teacher(targets.embedding), args.temperature)
+        if args.label_loss_weight:
+            loss = loss + args.label_loss_weight * F.cross_entropy(classify(embedding), labels)
+        if self.reads_window:
+            rois = outputs.rois[-1]
+            corners = torch.cat([rois[:, 0, :2], rois[:, -1, 2:]], dim=1)
+            loss = loss + args.window_loss_weight * (corners - targets.window).abs().mean()
+        if self.align_tokens:
+            loss = loss + args.token_loss_weight * self.align_tokens(outputs, targets.tokens)
+        if args.elastic_loss_weight and largest is not None:
+            distance = distance_from_largest(outputs, largest, self.num_prefix_tokens)
+            loss = loss + args.elastic_loss_weight * distance
+        return loss
+
+
+__all__ = ["AlignmentLoss", "Targets"]

@@ -1,0 +1,515 @@
+"""`Trainer` of images, which recipes share.
+
+What it adds to Transformers' own: an image's view is a function of (seed, epoch, image), so that batches depend
+neither on workers nor on processes, and a run that was killed goes on to the same weights; checkpoints are whole; the
+best model lies in the output folder, a complete repository; what is not finite ends the run, in one line.
+"""
+
+import datetime
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import datasets
+import torch
+from accelerate.utils import set_seed
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from ..common.files import write_json, write_text
+from .components.arguments import ImageArguments, RunArguments
+from .components.checkpoints import TEST, Checkpoints, TrainingState
+from .components.interruptions import Interruption
+from .components.loaders import DeviceLoader, TrainingLoader, check_images, describe_parts, evaluation_loader
+from .components.runs import RecipeTrainingArguments, check_output_folder, own_folder, record_of, replace_files
+from .components.sharding import ordinary_class, prepare_sharing
+
+
+# Seconds after which a checkpoint is written, besides those of steps and epochs; more where writing takes so long that
+# it would be more than `SHARE_OF_WRITING` of the time.
+CHECKPOINT_SECONDS, SHARE_OF_WRITING = 180.0, 0.05
+# Seconds of steps from which the time that is left is foretold, the first step aside, which prepares much.
+FORETELLING_SECONDS = 5.0
+
+
+class RecipeTrainer(Trainer):
+    """Transformers' `Trainer` of what recipes have in common; subclasses say what is learned and measured.
+
+    Args:
+        model (`PreTrainedModel`): What learns.
+        args (`RecipeTrainingArguments`): How it learns.
+        run (`RunArguments`), data (`ImageArguments`, *optional*): The same of a command, for its record and its card.
+        train, evaluation (pairs of images and `View`): What is shown of which images; `None` for no images.
+        test (`datasets.Dataset`, *optional*): Images that are shown as those of `evaluation`, on which an epoch that
+            is the best so far is measured besides.
+        classes (sequence of `int`, *optional*): What the model calls each class, see `match_classes`.
+        loader_options (`dict`, *optional*): Of the `TrainingLoader`, besides those that `run` and `data` tell.
+        optimizers, processing_class, callbacks: As Transformers has them.
+    """
+
+    # The number of `measure` that is to be high.
+    metric = "accuracy"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: RecipeTrainingArguments,
+        *,
+        run: RunArguments | None = None,
+        data: ImageArguments | None = None,
+        train: tuple,
+        evaluation: tuple,
+        test: datasets.Dataset | None = None,
+        classes=None,
+        loader_options: dict | None = None,
+        **options,
+    ):
+        own_run, own_data = args.as_run()
+        self.run, self.data = run or own_run, data or own_data
+        self.train_part, self.evaluation_part, self.test_images = train, evaluation, test
+        self.classes, self.loader_options = classes, loader_options or {}
+        # Evaluation needs no arguments: it follows from what there is to evaluate.
+        args.eval_strategy = "no" if evaluation[0] is None else "epoch"
+        super().__init__(model=model, args=args, eval_dataset=evaluation[0], **options)
+        # Losses are means over a process' share of a batch, whatever the model's own would be.
+        self.model_accepts_loss_kwargs = False
+        for own in (PrinterCallback, ProgressCallback):
+            self.remove_callback(own)
+        self.loader = self.make_training_loader()
+        self.eval_loader, self.test_loader = (self.make_evaluation_loader(part) for part in (evaluation[0], test))
+        self.progress = Progress(self)
+        self.add_callback(self.progress)
+
+    # What a recipe says.
+
+    def measure(self, model: nn.Module, loader: DeviceLoader) -> dict[str, float]:
+        """What a model reaches on a loader's images, over all processes; `metric` is among it."""
+        raise NotImplementedError
+
+    def make_optimizer(self) -> tuple:
+        """An optimizer of the model's parameters, and its schedule, of `args.num_train_epochs` times
+        `loader.steps_per_epoch` steps."""
+        raise NotImplementedError
+
+    def write_repository(self, folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
+        """Write the model with these weights, its image processor and its card."""
+        raise NotImplementedError
+
+    @property
+    def saved(self) -> nn.Module:
+        """What the best model's weights are those of."""
+        return self.model_wrapped
+
+    def before_epoch(self, epoch: int):
+        """Called with the epoch, from 0, before it begins and when the run goes on within it."""
+
+    def clipped(self, model: nn.Module) -> nn.Module:
+        """The part of the model whose gradient is clipped."""
+        return model
+
+    # What Transformers' `Trainer` asks for.
+
+    def make_training_loader(self) -> TrainingLoader:
+        return TrainingLoader(
+            self.accelerator,
+            *self.train_part,
+            batch_size=self.run.batch_size,
+            accumulation_steps=self.args.gradient_accumulation_steps,
+            seed=self.args.seed,
+            num_workers=self.args.dataloader_num_workers,
+            skip_corrupt=self.data.skip_corrupt,
+            steps_per_epoch=self.data.steps_per_epoch,
+            shuffle_buffer=self.data.shuffle_buffer,
+            classes=self.classes,
+            **self.loader_options,
+        )
+
+    def make_evaluation_loader(self, images: datasets.Dataset | None) -> DeviceLoader | None:
+        if images is None:
+            return None
+        return evaluation_loader(
+            self.accelerator,
+            images,
+            self.evaluation_part[1],
+            batch_size=self.run.eval_batch_size,
+            num_workers=self.args.dataloader_num_workers,
+            skip_corrupt=self.data.skip_corrupt,
+            classes=self.classes,
+        )
+
+    def get_train_dataloader(self) -> "EpochLoader":
+        return EpochLoader(self)
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DeviceLoader:
+        if eval_dataset is None or eval_dataset is self.evaluation_part[0]:
+            return self.eval_loader
+        return self.make_evaluation_loader(eval_dataset)
+
+    def _prepare_inputs(self, inputs: dict) -> dict:
+        # They are on the device, and stay one and the same `dict`, in which a loss may note what it needs again.
+        return inputs
+
+    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.progress.unread.append(loss.float())
+        return loss
+
+    def _clip_grad_norm(self, model):
+        return self.accelerator.clip_grad_norm_(self.clipped(model).parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        # Where the gradient is not clipped, its norm is computed for those who read it alone.
+        if grad_norm is None and self.progress.reads(self.state.global_step + 1):
+            grad_norm = self.accelerator.clip_grad_norm_(self.clipped(model).parameters(), math.inf)
+        self.progress.gradient_norm = grad_norm
+        return grad_norm
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """What the model reaches on images, as `{prefix}_…`.
+
+        Args:
+            eval_dataset (`datasets.Dataset`, *optional*): Other images than those that the trainer was given.
+            ignore_keys: Not used.
+            metric_key_prefix (`str`, *optional*, defaults to `"eval"`): Of the names.
+
+        Raises:
+            ValueError: if there are no images to evaluate on.
+        """
+        loader = self.get_eval_dataloader(eval_dataset)
+        if loader is None:
+            raise ValueError("There are no images to evaluate on; give an eval_dataset.")
+        measured = self.measure(self.model_wrapped, loader)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **options):
+        """Train to the last epoch, from the newest whole checkpoint in the output folder on if there is one.
+
+        The folder has the best model, `metrics.jsonl`, `results.json` and `checkpoints/` afterwards. `metrics.jsonl`
+        grows as the run goes: every `logging_steps` a record of the mean loss since the last one, the speed since
+        then, the highest learning rate and the norm of the step's gradient, before it was clipped.
+
+        Ctrl-C and SIGTERM end it after the step, with a checkpoint; a second one at once.
+
+        Args:
+            resume_from_checkpoint (*optional*): `False` starts anew; a folder goes on from that checkpoint.
+            options: As Transformers has them.
+
+        Raises:
+            ValueError: if the loss, what is measured, or the gradient or the weights before a checkpoint are not
+                finite; the last checkpoint stays. If another process works in the folder, or it holds a run on other
+                images. Or if the optimizer cannot do what the arguments ask for.
+        """
+        self.run.overwrite = self.run.overwrite or resume_from_checkpoint is False
+        if "command" not in self.run.record:
+            self.run.record |= record_of(self.args, type(self).__name__)
+            check_output_folder(Path(self.args.output_dir), self.run, [self.args])
+        images = self.train_part[0], self.evaluation_part[0], self.test_images
+        self.run.record["images"] = describe_parts(self.data, *images)
+        if not self.data.skip_corrupt:
+            for loader in filter(None, (self.eval_loader, self.test_loader)):
+                check_images(loader.loader.dataset, self.accelerator)
+        with own_folder(self.accelerator, self.run):
+            given = resume_from_checkpoint if isinstance(resume_from_checkpoint, str | Path) else None
+            newest = Path(given) if given else self.progress.checkpoints.newest()
+            self.progress.begin(newest)
+            try:
+                return super().train(resume_from_checkpoint=newest and str(newest), **options)
+            finally:
+                self.progress.close()
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            self.optimizer, self.lr_scheduler = self.make_optimizer()
+            prepare_sharing(self.accelerator, self.model, self.optimizer)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        return self.lr_scheduler
+
+    # Checkpoints: Transformers writes the files, aside.
+
+    def _get_output_dir(self, trial) -> str:
+        return str(self.progress.checkpoints.aside)
+
+    def _save_checkpoint(self, model, trial):
+        def write():
+            super(RecipeTrainer, self)._save_checkpoint(model, trial)
+            self.loader.save_position(self.progress.checkpoints.aside / f"checkpoint-{self.state.global_step}")
+
+        self.progress.before_checkpoint()
+        self.progress.checkpoints.save(self.progress.now, write)
+        self.progress.after_checkpoint()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with foreign_files(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is not None:
+            with foreign_files(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)
+                self.loader.load_position(Path(checkpoint))
+
+    def _load_rng_state(self, checkpoint):
+        if checkpoint is not None:
+            with foreign_files(checkpoint):
+                super()._load_rng_state(checkpoint)
+
+
+class EpochLoader:
+    """The batches of a trainer's epochs: each begins at the step that the run has come to."""
+
+    def __init__(self, trainer: RecipeTrainer):
+        self.trainer, self.epoch = trainer, 0
+        # What `Trainer` counts examples by.
+        self.dataset = trainer.loader.loader.loader.dataset
+
+    def __len__(self) -> int:
+        return self.trainer.loader.steps_per_epoch * self.trainer.args.gradient_accumulation_steps
+
+    def set_epoch(self, epoch: int):
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        loader = self.trainer.loader
+        return loader.epoch(self.epoch, self.trainer.state.global_step - self.epoch * loader.steps_per_epoch)
+
+
+class Progress(TrainerCallback):
+    """Where a run is: its losses, its records, its checkpoints, its best epoch, and what is shown of it meanwhile."""
+
+    def __init__(self, trainer: RecipeTrainer):
+        self.trainer, self.accelerator, self.loader = trainer, trainer.accelerator, trainer.loader
+        self.folder = Path(trainer.args.output_dir)
+        self.checkpoints = Checkpoints(self.accelerator, self.folder / "checkpoints")
+        self.interruption, self.now = Interruption(), TrainingState()
+        # Losses on the device, of each part of a batch.
+        self.unread: list[torch.Tensor] = []
+        self.gradient_norm: torch.Tensor | float | None = None
+        self.bar, self.awaits_evaluation = None, False
+        self.foretold, self.warm, self.saved_at, self.writing = False, None, 0.0, 0.0
+
+    def begin(self, checkpoint: Path | None):
+        """Take a run up where a checkpoint left it, or at its beginning."""
+        self.now = self.checkpoints.state_of(checkpoint)
+        steps = self.loader.steps_per_epoch
+        if not 0 <= self.now.step - self.now.epoch * steps <= steps:
+            raise ValueError(
+                f"{self.folder} has a checkpoint of {self.now.epoch} epochs and {self.now.step} steps, and an epoch "
+                f"has {steps}; give another folder, or start anew with --overwrite."
+            )
+        self.metrics = self.folder / "metrics.jsonl"
+        if self.accelerator.is_main_process:
+            # What a run that was killed logged after its last checkpoint is logged again.
+            write_text(self.metrics, "".join(json.dumps(record) + "\n" for record in self.now.log))
+
+    def close(self):
+        self.interruption.__exit__()
+        if self.bar:
+            self.bar.close()
+
+    def reads(self, step: int) -> bool:
+        """Whether numbers are read off the device after this step; reading makes an accelerator wait."""
+        args = self.trainer.args
+        every = (args.logging_steps, args.save_steps, self.loader.steps_per_epoch)
+        return self.accelerator.device.type == "cpu" or not all(step % number for number in every)
+
+    def on_train_begin(self, args, state, control, **_):
+        if not state.global_step:
+            set_seed(args.seed, device_specific=True)
+        self.bar = tqdm(
+            total=state.max_steps * self.loader.batch_size,
+            initial=state.global_step * self.loader.batch_size,
+            unit="img",
+            unit_scale=True,
+            mininterval=0.2 if sys.stderr.isatty() else 30,
+            disable=args.disable_tqdm or not self.accelerator.is_main_process,
+        )
+        self.saved_at = time.perf_counter()
+        if state.global_step == (self.now.epoch + 1) * self.loader.steps_per_epoch:
+            # Killed in its evaluation.
+            self.on_epoch_end(args, state, control)
+            if self.trainer.eval_loader:
+                self.trainer.evaluate()
+
+    def on_epoch_begin(self, args, state, control, **_):
+        self.trainer.before_epoch(self.now.epoch)
+        self.trainer.model_wrapped.train()
+        self.bar.set_description(f"epoch {self.now.epoch + 1}/{math.ceil(args.num_train_epochs)}")
+        self.started = self.logged_at = time.perf_counter()
+        self.logged_step = state.global_step
+        self.interruption.__enter__()
+
+    def on_step_begin(self, args, state, control, **_):
+        self.learning_rate = max(self.trainer.lr_scheduler.get_last_lr())
+
+    def on_step_end(self, args, state, control, **_):
+        now, step = self.now, state.global_step
+        now.step = step
+        self.bar.update(self.loader.batch_size)
+        logs = step % args.logging_steps == 0
+        received, is_time = self.asked() if self.reads(step) or self.accelerator.num_processes == 1 else (0, False)
+        is_end = step == (now.epoch + 1) * self.loader.steps_per_epoch
+        control.should_save = control.should_save or is_time or received != 0 or is_end
+        if self.reads(step) or control.should_save:
+            self.read_losses()
+        if logs:
+            self.log_step(args)
+        self.foretell(state, logs)
+
+    def asked(self) -> tuple[int, bool]:
+        """The signal that a process received, 0 for none, and whether it is time for a checkpoint; in all processes
+        the same."""
+        waited = time.perf_counter() - self.saved_at
+        is_time = waited > max(CHECKPOINT_SECONDS, self.writing / SHARE_OF_WRITING)
+        if self.accelerator.num_processes == 1:
+            return self.interruption.received, is_time
+        found = torch.tensor([self.interruption.received, int(is_time)], device=self.accelerator.device)
+        self.interruption.received, is_time = self.accelerator.gather(found[None]).amax(0).tolist()
+        return self.interruption.received, bool(is_time)
+
+    def read_losses(self):
+        """Take the losses up to this step off the device, as means over processes and sums over a batch's parts.
+
+        Raises:
+            ValueError: if one is not finite; it names the step of the first.
+        """
+        if not self.unread:
+            return
+        losses = torch.stack(self.unread).view(-1, self.trainer.args.gradient_accumulation_steps).sum(1)
+        losses = self.accelerator.reduce(losses, reduction="mean").tolist()
+        self.unread.clear()
+        for at, loss in enumerate(losses, self.now.step - len(losses) + 1):
+            self.checkpoints.check_finite("loss", loss, at)
+        self.now.losses += losses
+
+    def log_step(self, args):
+        recent, time_now, step = self.now.losses[-args.logging_steps :], time.perf_counter(), self.now.step
+        norm = math.nan if self.gradient_norm is None else float(self.gradient_norm)
+        record = {
+            "step": step,
+            "loss": sum(recent) / len(recent),
+            "learning_rate": self.learning_rate,
+            # DeepSpeed may not tell it, and the first scales of fp16 are too large.
+            **({"gradient_norm": norm} if math.isfinite(norm) else {}),
+            "images_per_second": (step - self.logged_step) * self.loader.batch_size / (time_now - self.logged_at),
+        }
+        self.note(record)
+        self.bar.set_postfix(loss=f"{record['loss']:.3f}")
+        self.logged_at, self.logged_step = time_now, step
+
+    def note(self, record: dict):
+        self.now.log.append(record)
+        if self.accelerator.is_main_process:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def foretell(self, state, logs: bool):
+        """Say once how long the run will take."""
+        self.warm = self.warm or (state.global_step, time.perf_counter())
+        taken = time.perf_counter() - self.warm[1]
+        if self.foretold or state.global_step == self.warm[0] or not (logs or taken > FORETELLING_SECONDS):
+            return
+        self.foretold, seconds = True, taken / (state.global_step - self.warm[0])
+        left = datetime.timedelta(seconds=round((state.max_steps - state.global_step) * seconds))
+        if self.accelerator.is_main_process:
+            self.bar.write(f"{self.loader.batch_size / seconds:.4g} images/s; {left} left, evaluation aside.")
+
+    def before_checkpoint(self):
+        step = self.now.step
+        if self.gradient_norm is not None and self.accelerator.mixed_precision != "fp16":
+            # What it has made of the weights shows in the next loss, after they were saved.
+            self.checkpoints.check_finite("gradient's norm", float(self.gradient_norm), step)
+        self.paused = time.perf_counter()
+        self.now.seconds += self.paused - self.started
+        self.now.skipped += self.loader.take_skipped(self.accelerator)
+        check_weights(self.accelerator, self.trainer.model, step, self.checkpoints)
+
+    def after_checkpoint(self):
+        self.started = self.saved_at = time.perf_counter()
+        self.writing = self.started - self.paused
+        self.logged_at += self.writing
+        if self.interruption.received:
+            self.bar.close()
+            self.interruption.end()
+
+    def on_epoch_end(self, args, state, control, **_):
+        self.interruption.__exit__()
+        self.awaits_evaluation = True
+        if not self.trainer.eval_loader:
+            self.finish_epoch({})
+
+    def on_evaluate(self, args, state, control, metrics: dict[str, float], **_):
+        if self.awaits_evaluation:
+            self.finish_epoch({name.removeprefix("eval_"): value for name, value in metrics.items()})
+
+    def finish_epoch(self, measured: dict[str, float]):
+        """Note an epoch, with what was measured, and keep the model if it is the best so far."""
+        self.awaits_evaluation = False
+        trainer, now, metric = self.trainer, self.now, self.trainer.metric
+        record = {
+            "epoch": now.epoch + 1,
+            "step": now.step,
+            "train_loss": sum(now.losses) / len(now.losses),
+            "images_per_second": len(now.losses) * self.loader.batch_size / now.seconds,
+            **({"skipped": now.skipped} if now.skipped else {}),
+            **measured,
+        }
+        is_best = not measured or now.best is None or record[metric] > now.best.get(metric, -math.inf)
+        if is_best and trainer.test_loader:
+            tested = trainer.measure(trainer.model_wrapped, trainer.test_loader)
+            record |= {f"{TEST}{name}": value for name, value in tested.items()}
+        for name, value in record.items():
+            if isinstance(value, float):
+                self.checkpoints.check_finite(f"{name} of epoch {now.epoch + 1}", value, now.step)
+        self.now = TrainingState(now.epoch + 1, now.step, record if is_best else now.best, now.log)
+        # Where each process has a part of the weights, all of them gather the whole.
+        weights = self.accelerator.get_state_dict(trainer.saved) if is_best else None
+        if self.accelerator.is_main_process:
+            said = (f"{name} {value:.4g}" for name, value in record.items() if name != "step")
+            self.bar.write(", ".join(said))
+            if is_best:
+                with ordinary_class(self.accelerator.unwrap_model(trainer.model)):
+                    replace_files(self.folder, lambda aside: trainer.write_repository(aside, self.now, weights))
+        self.note(record)
+        self.checkpoints.update(self.now)
+
+    def on_train_end(self, args, state, control, **_):
+        self.bar.close()
+        if self.accelerator.is_main_process:
+            results = self.trainer.run.record | {"best": self.now.best, "epochs": self.now.epochs}
+            write_json(self.folder / "results.json", results)
+
+
+def check_weights(accelerator, model: nn.Module, step: int, checkpoints: Checkpoints):
+    """Raise a ValueError if a weight that learns is not finite."""
+    learned = (weight for weight in model.parameters() if weight.requires_grad)
+    # The part of a weight that this process holds, where FSDP shares it out.
+    parts = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in learned)
+    # Weights may be on several devices.
+    lost = sum((~part.detach().isfinite()).sum().to(accelerator.device) for part in parts)
+    if lost := int(accelerator.reduce(lost, reduction="sum")):
+        checkpoints.check_finite(f"value of {lost:,} weights", math.nan, step)
+
+
+@contextmanager
+def foreign_files(checkpoint: str | Path):
+    """One line for what cannot be read of a checkpoint."""
+    try:
+        yield
+    # Files of others fail in as many ways as there are formats.
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"The checkpoint {checkpoint} cannot be read: {line} Remove it to go on from an earlier one, or start "
+            "anew with --overwrite."
+        ) from error
