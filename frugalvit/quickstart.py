@@ -18,10 +18,9 @@ from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
 from .resources import checkpoint_path
 from .training import bootstrap
+from .training.components.runs import NOT_IN_REPOSITORY
 
 
-# What a run leaves beside the model, to be resumed.
-NOT_IN_REPOSITORY = shutil.ignore_patterns("checkpoints", "logs", "metrics.jsonl", "results.json", "run.json")
 HELD_BACK_IMAGES = 2000
 RECIPE = "small"
 # Of which speeds are compared; what results.json says is that of the last.

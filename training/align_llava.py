@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import DistributedType
+from accelerate import PartialState
 from PIL import Image
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from ..common.conversations import (
     NO_ANSWER,
@@ -34,24 +35,19 @@ from ..common.names import without_place
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.image_tokens import projected_tokens
 from ..modeling.layers import divergence
+from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
 from ..modeling.swap import input_device, matching_processor, swap_vision_tower
 from .components.answers import Answers, answer, select
-from .components.arguments import (
-    DataArguments,
-    RunArguments,
-    check,
-    run_as_program,
-)
+from .components.arguments import DataArguments, OptimizerArguments, RunArguments, check, run_as_program
 from .components.augmentation import BootstrapView, PairedEvalView
-from .components.cards import choice_of_epoch, say_license, write_card
+from .components.cards import say_license, write_card
 from .components.checkpoints import TrainingState
-from .components.loaders import make_loaders
-from .components.loop import fit
+from .components.images import as_images
 from .components.optimizers import optimizer_with_schedule
 from .components.partly_trained import Learner
-from .components.runs import start_accelerator
-from .components.sharding import prepare
+from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
 from .options.align_llava import PRECISIONS, PROG, AnswerArguments, parse
+from .trainer import RecipeTrainer
 
 
 # Of the learning rate: weights of the language model are moved less than those of the projector (LLaVA 1.5 takes 2e-4
@@ -65,167 +61,243 @@ answer = model.generate(**inputs, max_new_tokens=20)
 print(processor.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the recipe with a command line's arguments."""
-    arguments = parse(argv)
-    parts, asking, data, optimization, run = arguments
-    choose_precision(parts.dtype, run)
-    accelerator = start_accelerator(run, PROG, argv, list(arguments))
-    say_license(accelerator, run, parts.model)
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        raise ValueError("What learns is small and the rest stays as it is: leave FSDP and DeepSpeed out.")
-    single = accelerator.num_processes == 1
-    check(parts.device_map, parts.device_map is None or single, "device_map", "none with several processes")
+@dataclass
+class AlignLlavaArguments(AnswerArguments, OptimizerArguments, RecipeTrainingArguments):
+    """Transformers' `TrainingArguments`, and what `frugalvit align-llava` has besides, by the same names; see
+    `ImageClassificationArguments`.
 
-    train, evaluation, test = load_questions(data, asking, run.seed)
-    dtype = getattr(torch, parts.dtype)
-    original, processor = load_llava(parts.model, accelerator.device, dtype, parts.quantize, parts.device_map)
-    prompt = default_prompt(processor) if asking.prompt is None else asking.prompt
-    tower, _ = load_vision_model(parts.vision_model, "cpu")
-    llava = swap_vision_tower(original, tower)
-    if parts.num_tokens is not None:
-        llava.set_num_tokens(parts.num_tokens)
-    new_processor = matching_processor(processor, llava)
-    learner = Learner(llava)
-    if parts.lora_rank:
-        learner.add_lora(parts.lora_rank)
+    Args:
+        num_tokens (`int`, *optional*): Latent tokens of the tower; its own if not given.
+        lora_rank (`int`, *optional*, defaults to 0): Rank of what is learned of the language model's matrices.
 
-    student_format = ImageFormat.from_processor(new_processor.image_processor)
-    learns_from_original = train.conversations is None
-    teacher_format = ImageFormat.from_processor(processor.image_processor) if learns_from_original else None
-    eval_view = PairedEvalView(student_format, teacher_format)
-    view = BootstrapView(student_format, teacher_format, asking.crop_scale, flip=asking.flip)
-    loader, eval_loader, test_loader = make_loaders(
-        accelerator,
-        data,
-        run,
-        # What is said of a part of an image may be about another one.
-        (train.images, view if learns_from_original else eval_view),
-        (evaluation.images, eval_view),
-        test.images,
-    )
+    Raises:
+        ValueError: if a value does not fit.
+    """
 
-    learned = [parameter for parameter in learner.parameters() if parameter.requires_grad]
-    in_projector = {*llava.model.multi_modal_projector.parameters()}
-    rates = {parameter: 1.0 if parameter in in_projector else LORA_RATE for parameter in learned}
-    optimizer, scheduler = optimizer_with_schedule(
-        learner, optimization, run.epochs, loader.steps_per_epoch, rates=rates
-    )
-    accelerator.print(
-        f"{llava.config.image_seq_length} tokens an image instead of {count_image_tokens(original, processor)}; "
-        f"{sum(parameter.numel() for parameter in learned):,} of "
-        f"{sum(parameter.numel() for parameter in learner.parameters()):,} parameters learn."
-    )
-    model, optimizer, scheduler = prepare(accelerator, learner, optimizer, scheduler)
+    num_tokens: int | None = None
+    lora_rank: int = 0
 
-    def ask(batch: dict, part: Questions) -> Answers:
+    def __post_init__(self):
+        for group in (AnswerArguments, OptimizerArguments, RecipeTrainingArguments):
+            group.__post_init__(self)
+
+
+class AlignLlavaTrainer(RecipeTrainer):
+    """Transformers' `Trainer` of a LLaVA or a PaliGemma that learns to read a SparseFormer: its projector and, with
+    `args.lora_rank`, its language model.
+
+    Args:
+        original (`PreTrainedModel`): The LLaVA with its own tower, in the precision that it is to have.
+        tower (`SparseFormerPreTrainedModel`): Bootstrapped from that tower.
+        args (`AlignLlavaArguments`): How it learns.
+        train_dataset: Images, see `BootstrapTrainer`, about which the LLaVA as it was is asked; or `Questions`.
+        eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
+        processing_class: The LLaVA's processor.
+        callbacks (*optional*): As Transformers has them.
+
+    Raises:
+        ValueError: if they do not fit each other, or with FSDP and DeepSpeed.
+    """
+
+    metric = "agreement"
+
+    def __init__(
+        self,
+        original: PreTrainedModel,
+        tower: SparseFormerPreTrainedModel,
+        args: AlignLlavaArguments,
+        train_dataset,
+        eval_dataset=None,
+        test_dataset=None,
+        processing_class=None,
+        callbacks=None,
+        *,
+        tower_name: str | None = None,
+        quantize: str | None = None,
+        **command,
+    ):
+        train, evaluation, test = map(as_questions, (train_dataset, eval_dataset, test_dataset))
+        self.original, self.processor, self.quantize = original, processing_class, quantize
+        self.prompt = default_prompt(processing_class) if args.prompt is None else args.prompt
+        self.tower_name = tower_name or tower.config._name_or_path
+        self.image_tokens_before = count_image_tokens(original, processing_class)
+        self.llava = swap_vision_tower(original, tower)
+        if args.num_tokens is not None:
+            self.llava.set_num_tokens(args.num_tokens)
+        self.new_processor = matching_processor(processing_class, self.llava)
+        learner = Learner(self.llava)
+        if args.lora_rank:
+            learner.add_lora(args.lora_rank)
+        student_format = ImageFormat.from_processor(self.new_processor.image_processor)
+        self.learns_from_original = train.conversations is None
+        teacher_format = (
+            ImageFormat.from_processor(processing_class.image_processor) if self.learns_from_original else None
+        )
+        eval_view = PairedEvalView(student_format, teacher_format)
+        view = BootstrapView(student_format, teacher_format, args.crop_scale, flip=args.flip)
+        super().__init__(
+            *(learner, args),
+            # What is said of a part of an image may be about another one.
+            train=(train.images, view if self.learns_from_original else eval_view),
+            evaluation=(evaluation.images, eval_view),
+            test=test.images,
+            callbacks=callbacks,
+            **command,
+        )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError("What learns is small and the rest stays as it is: leave FSDP and DeepSpeed out.")
+        self.train_questions = train
+        self.questions = {self.eval_loader: evaluation, self.test_loader: test}
+        # What there is to say about each batch of a loader's images, which are the same in every epoch.
+        self.found: dict[object, dict[int, Answers]] = defaultdict(dict)
+        self.before: float | None = None
+
+    def outline(self) -> str:
+        """How many tokens an image has, and what learns."""
+        learned = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        return (
+            f"{self.llava.config.image_seq_length} tokens an image instead of {self.image_tokens_before}; "
+            f"{learned:,} of {sum(parameter.numel() for parameter in self.model.parameters()):,} parameters learn."
+        )
+
+    def train(self, *arguments, **options):
+        """As `RecipeTrainer.train`; what is right before it is measured first."""
+        if self.eval_loader and self.before is None:
+            self.before = self.measure(self.model, self.test_loader or self.eval_loader)["agreement"]
+            self.accelerator.print(f"Before: {self.before:.2%} of the answers' tokens are right.")
+        return super().train(*arguments, **options)
+
+    def make_optimizer(self) -> tuple:
+        in_projector = {*self.llava.model.multi_modal_projector.parameters()}
+        learned = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        rates = {parameter: 1.0 if parameter in in_projector else LORA_RATE for parameter in learned}
+        return optimizer_with_schedule(
+            self.model, self.args, self.run.epochs, self.loader.steps_per_epoch, rates=rates
+        )
+
+    def ask(self, batch: dict, part: "Questions") -> Answers:
         """What is to be answered about a batch of images, and what the LLaVA as it was says to that."""
         keys = list(zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True))
         if part.conversations is not None:
             return Answers([part.conversations[index] for _, index in keys])
-        chosen = [random_seed(run.seed, *key, CAPTION) % len(asking.questions) for key in keys]
-        pixel_values = batch.get("teacher_pixel_values", batch["pixel_values"])
-        with accelerator.autocast(), learner.as_it_was():
+        questions = self.args.questions
+        chosen = [random_seed(self.args.seed, *key, CAPTION) % len(questions) for key in keys]
+        pixel_values = batch.get("teacher_pixel_values", batch["pixel_values"]).to(self.llava.dtype)
+        with self.accelerator.autocast(), self.model.as_it_was():
             return answer(
-                *(original, processor, pixel_values.to(dtype), [asking.questions[number] for number in chosen]),
-                *(prompt, asking.answer_tokens),
+                *(self.original, self.processor, pixel_values, [questions[number] for number in chosen]),
+                *(self.prompt, self.args.answer_tokens),
             )
 
-    def read(model, batch: dict, answers: Answers) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
+    def read(self, model, batch: dict, answers: Answers) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
         """What the new LLaVA says in the place of each token of the answers, the tokens, how many are about each
         image, and the mean of what it reads of each."""
-        inputs, labels = answers.inputs(new_processor, llava.config.image_seq_length, prompt)
-        inputs = {name: value.to(accelerator.device) for name, value in inputs.items()}
+        device = self.accelerator.device
+        inputs, labels = answers.inputs(self.new_processor, self.llava.config.image_seq_length, self.prompt)
+        inputs = {name: value.to(device) for name, value in inputs.items()}
         # Nothing is asked about what stands before the answers; the token before them is asked for the first.
         asked = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
-        outputs = model(pixel_values=batch["pixel_values"].to(dtype), logits_to_keep=asked + 1, **inputs)
+        outputs = model(pixel_values=batch["pixel_values"].to(self.llava.dtype), logits_to_keep=asked + 1, **inputs)
         labels = labels[:, -asked:]
         answered = labels != NO_ANSWER
         features = projected_tokens(outputs)
         seen = features.reshape(len(labels), -1, features.shape[-1]).float().mean(1)
-        said, tokens = select(outputs.logits[:, :-1], answered).float(), labels[answered].to(accelerator.device)
+        said, tokens = select(outputs.logits[:, :-1], answered).float(), labels[answered].to(device)
         # The projector may be on another device than what is returned.
-        return said, tokens, answered.sum(1).tolist(), seen.to(accelerator.device)
+        return said, tokens, answered.sum(1).tolist(), seen.to(device)
 
-    def compute_loss(model, batch):
-        answers = ask(batch, train)
-        said, tokens, _, seen = read(model, batch, answers)
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        answers = self.ask(inputs, self.train_questions)
+        said, tokens, _, seen = self.read(model, inputs, answers)
         if answers.logits is None:
             return F.cross_entropy(said, tokens)
         loss = divergence(said, answers.logits, 1.0)
         distance = (seen - answers.seen).square().sum(1) / answers.seen.square().sum(1)
-        return loss + asking.feature_loss_weight * distance.mean()
-
-    # What there is to say about each batch of a loader's images, which are the same in every epoch.
-    found: dict[object, dict[int, Answers]] = defaultdict(dict)
+        return loss + self.args.feature_loss_weight * distance.mean()
 
     @torch.inference_mode()
-    def evaluate(model, loader) -> dict[str, float]:
+    def measure(self, model, loader) -> dict[str, float]:
         model.eval()
-        shares, known = [], found[loader]
+        shares, known = [], self.found[loader]
         # Finding the answers takes long.
-        progress = tqdm(loader, desc="answers", leave=False, disable=None if accelerator.is_main_process else True)
-        for number, batch in enumerate(progress):
+        hidden = None if self.accelerator.is_main_process else True
+        for number, batch in enumerate(tqdm(loader, desc="answers", leave=False, disable=hidden)):
             if number not in known:
                 # Distributions of all answers would fill the memory.
-                known[number] = Answers(ask(batch, evaluation if loader is eval_loader else test).conversations)
-            answers = known[number]
-            with accelerator.autocast():
-                said, tokens, lengths, _ = read(model, batch, answers)
+                known[number] = Answers(self.ask(batch, self.questions[loader]).conversations)
+            with self.accelerator.autocast():
+                said, tokens, lengths, _ = self.read(model, batch, known[number])
             right = (said.argmax(-1) == tokens).float().split(lengths)
-            shares.append(accelerator.gather_for_metrics(torch.stack([values.mean() for values in right])))
+            shares.append(self.accelerator.gather_for_metrics(torch.stack([values.mean() for values in right])))
         return {"agreement": torch.cat(shares).mean().item()}
 
-    before = None
-    if eval_loader:
-        before = evaluate(model, test_loader or eval_loader)["agreement"]
-        accelerator.print(f"Before: {before:.2%} of the answers' tokens are right.")
+    @property
+    def saved(self):
+        return self.model
 
-    def describe(state: TrainingState) -> str:
-        language_model = f" and the language model (LoRA of rank {parts.lora_rank})" if parts.lora_rank else ""
-        source = "answers of the LLaVA as it was" if learns_from_original else "conversations"
+    def summary(self, state: TrainingState) -> str:
+        rank, tokens = self.args.lora_rank, self.llava.config.image_seq_length
+        language_model = f" and the language model (LoRA of rank {rank})" if rank else ""
+        source = "answers of the LLaVA as it was" if self.learns_from_original else "conversations"
         text = (
-            f"{without_place(parts.model)} with {llava.config.image_seq_length} tokens an image, those of "
-            f"{without_place(parts.vision_model)}; the projector{language_model} learned from {source}"
+            f"{without_place(self.base_model)} with {tokens} tokens an image, those of "
+            f"{without_place(self.tower_name)}; the projector{language_model} learned from {source}"
         )
-        if before is None:
+        if self.before is None:
             return f"{text}, not evaluated."
-        return f"{text}: {state.measured['agreement']:.2%} of the answers' tokens are right, {before:.2%} before."
+        return f"{text}: {state.measured['agreement']:.2%} of the answers' tokens are right, {self.before:.2%} before."
 
-    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
-        plain = load_llava(parts.model, "cpu", dtype)[0].model.language_model if parts.quantize else None
-        weights = learner.whole_state(plain)
+    def write_repository(self, folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
+        plain = None
+        if self.quantize:
+            plain = load_llava(self.base_model, "cpu", self.llava.dtype)[0].model.language_model
+        weights = self.model.whole_state(plain)
         # Saving takes them out of it.
         num_parameters = sum(weight.numel() for weight in weights.values())
-        llava.save_pretrained(folder, state_dict=weights)
-        new_processor.save_pretrained(folder)
+        self.llava.save_pretrained(folder, state_dict=weights)
+        self.new_processor.save_pretrained(folder)
         # A PaliGemma's processor ends the line itself.
-        place = processor.image_token if prompt.endswith("\n") else f"{processor.image_token}\n"
-        example = prompt.removesuffix("\n").format(image=place, question=asking.questions[0])
+        token = self.processor.image_token
+        place = token if self.prompt.endswith("\n") else f"{token}\n"
+        example = self.prompt.removesuffix("\n").format(image=place, question=self.args.questions[0])
         write_card(
-            *(folder, llava, describe(state), data, run, state, parts.model, "agreement"),
+            *(folder, self.llava, self.summary(state), self.data, self.run, state, self.base_model, self.metric),
             use=USE.format(prompt=example),
             num_parameters=num_parameters,
         )
 
-    state = fit(
-        accelerator,
-        run,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        loader=loader,
-        compute_loss=compute_loss,
-        evaluate=evaluate,
-        eval_loader=eval_loader,
-        test_loader=test_loader,
-        save=save,
-        saved=learner,
-        metric="agreement",
-    )
-    accelerator.print(describe(state))
-    accelerator.print(f"It is {choice_of_epoch(data, run, state)}. See {run.output_dir}.")
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe with a command line's arguments."""
+    trainer = make_trainer(parse(argv), argv)
+    trainer.accelerator.print(trainer.outline())
+    trainer.train()
+    trainer.say_result("agreement")
     return 0
+
+
+def make_trainer(groups: tuple, argv: list[str] | None) -> AlignLlavaTrainer:
+    """The trainer that `GROUPS` describe; `argv` are the command's arguments, for the card."""
+    parts, asking, data, optimization, run = groups
+    choose_precision(parts.dtype, run)
+    start_run(run, PROG, argv, list(groups))
+    say_license(run, parts.model)
+    state = PartialState()
+    single = state.num_processes == 1
+    check(parts.device_map, parts.device_map is None or single, "device_map", "none with several processes")
+    train, evaluation, test = load_questions(data, asking, run.seed)
+    dtype = getattr(torch, parts.dtype)
+    original, processor = load_llava(parts.model, state.device, dtype, parts.quantize, parts.device_map)
+    tower, _ = load_vision_model(parts.vision_model, "cpu")
+    args = recipe_arguments(AlignLlavaArguments, run, data, parts, asking, optimization)
+    return AlignLlavaTrainer(
+        *(original, tower, args, train, evaluation, test, processor),
+        tower_name=parts.vision_model,
+        quantize=parts.quantize,
+        run=run,
+        data=data,
+        base_model=parts.model,
+    )
 
 
 def choose_precision(dtype: str, run: RunArguments):
@@ -242,6 +314,11 @@ class Questions:
 
     images: object
     conversations: list[list[tuple[str, str]]] | None = None
+
+
+def as_questions(given) -> Questions:
+    """Images, or what is said about them, as a trainer is given them."""
+    return given if isinstance(given, Questions) else Questions(None if given is None else as_images(given))
 
 
 def load_questions(data: DataArguments, asking: AnswerArguments, seed: int) -> tuple[Questions, Questions, Questions]:

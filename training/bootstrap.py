@@ -9,7 +9,6 @@ the paper's; it names no optimizer, AdamW is our choice. Continued bootstrapping
 tokens or pixels. `recipes/` has a file for each student of the paper, of ablations with an option that it names.
 """
 
-import dataclasses
 import json
 import math
 import random
@@ -54,7 +53,7 @@ from .components.checkpoints import TrainingState
 from .components.images import as_images
 from .components.models import choose_attention, parse_overrides, read_values, write_values
 from .components.optimizers import make_optimizer, parameter_groups
-from .components.runs import RecipeTrainingArguments, start_run, training_values
+from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
 from .components.teacher_cache import TeacherCache
 from .losses import AlignmentLoss, Targets
 from .options.bootstrap import (
@@ -149,12 +148,12 @@ class BootstrapTrainer(RecipeTrainer):
         *,
         run: RunArguments | None = None,
         data: DataArguments | None = None,
-        teacher_name: str | None = None,
+        base_model: str | None = None,
         attn_implementation: str | None = None,
         compile_teacher: bool = False,
     ):
         if isinstance(teacher, str):
-            teacher_name = teacher
+            base_model = teacher
             teacher, processor = load_vision_model(teacher, "cpu")
             processing_class = processing_class or processor
         if processing_class is None:
@@ -162,16 +161,16 @@ class BootstrapTrainer(RecipeTrainer):
         self.teacher_format = ImageFormat.from_processor(processing_class)
         self.student_format = format_of(model.config)
         if not isinstance(teacher, Anatomy):
-            teacher_name = teacher_name or teacher.config._name_or_path
+            base_model = base_model or teacher.config._name_or_path
             teacher = read_anatomy(teacher.requires_grad_(False), self.teacher_format.size)
-            check_teacher(teacher, teacher_name)
-        self.anatomy, self.teacher_name, self.student = teacher, teacher_name, model
+            check_teacher(teacher, base_model)
+        self.anatomy, self.student = teacher, model
         self.complete(args)
         self.tuned = freeze(model, args, len(self.anatomy.blocks))
         self.classify = getattr(model, "classifier", None)
         if self.classify is None and (args.loss == "kl" or args.label_loss_weight):
             raise ValueError(
-                f"--loss kl and --label-loss-weight compare classes, and {teacher_name} is no classifier; align its "
+                f"--loss kl and --label-loss-weight compare classes, and {base_model} is no classifier; align its "
                 "embedding (--loss cosine)."
             )
         parts = (as_images(train_dataset), *(images and as_images(images) for images in (eval_dataset, test_dataset)))
@@ -193,6 +192,7 @@ class BootstrapTrainer(RecipeTrainer):
             classes=classes,
             loader_options={"repeats": args.repeats, "view_epochs": args.view_epochs},
             callbacks=callbacks,
+            base_model=base_model,
         )
         self.hold_teacher(compile_teacher, view)
         choose_attention(model, attn_implementation, self.accelerator.device)
@@ -310,11 +310,11 @@ class BootstrapTrainer(RecipeTrainer):
     def summary(self, state: TrainingState) -> str:
         """What came out, in a sentence, and for several counts of tokens a table."""
         labels = self.args.label_loss_weight > 0
-        return describe(self.teacher_name, self.student, labels, state, count_measured(self.run))
+        return describe(self.base_model, self.student, labels, state, count_measured(self.run))
 
     def write_repository(self, folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         self.student.save_pretrained(folder, state_dict=weights)
-        write_card(folder, self.student, self.summary(state), self.data, self.run, state, self.teacher_name)
+        write_card(folder, self.student, self.summary(state), self.data, self.run, state, self.base_model)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -405,16 +405,12 @@ def make_trainer(
     anatomy = read_anatomy(teacher.requires_grad_(False), teacher_format.size)
     check_teacher(anatomy, pair.teacher)
     student = build_student(pair, anatomy, teacher_format)
-    args = BootstrapArguments(
-        **training_values(run, data),
-        **{f.name: getattr(group, f.name) for group in (alignment, schedule) for f in dataclasses.fields(group)},
-        **{name: getattr(pair, name) for name in ("recipe", "tune", "tune_all", "inherit_blocks")},
-    )
+    args = recipe_arguments(BootstrapArguments, run, data, pair, alignment, schedule)
     return BootstrapTrainer(
         *(anatomy, student, args, train, evaluation, test, processor),
         run=run,
         data=data,
-        teacher_name=pair.teacher,
+        base_model=pair.teacher,
         attn_implementation=pair.attn_implementation,
         compile_teacher=pair.compile_teacher,
     )

@@ -8,7 +8,7 @@ batch. The tokenizer knows the words of the sentences.
 """
 
 import re
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,93 +19,120 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 from ..common.data import class_names, load_splits
 from ..common.metrics import TopKAccuracy
 from ..common.views import CAPTION, EvalView, ImageFormat, random_seed
-from .components.arguments import (
-    run_as_program,
-)
+from .components.arguments import OptimizerArguments, run_as_program
 from .components.augmentation import SmallDataView
-from .components.cards import choice_of_epoch, count_measured, name_images, say_license, write_card
+from .components.cards import count_measured, name_images, say_license
 from .components.checkpoints import TrainingState
-from .components.loaders import make_loaders
-from .components.loop import fit
+from .components.images import labeled_images
 from .components.models import read_values
 from .components.optimizers import optimizer_with_schedule
-from .components.runs import start_accelerator
-from .components.sharding import prepare
+from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
 from .options.contrastive import PROG, ClipArguments, parse
+from .trainer import RecipeTrainer
+
+
+@dataclass
+class ContrastiveArguments(OptimizerArguments, RecipeTrainingArguments):
+    """Transformers' `TrainingArguments`, with the optimizer of the other recipes.
+
+    Raises:
+        ValueError: if a value does not fit.
+    """
+
+    def __post_init__(self):
+        for group in (OptimizerArguments, RecipeTrainingArguments):
+            group.__post_init__(self)
+
+
+class ContrastiveTrainer(RecipeTrainer):
+    """Transformers' `Trainer` of a CLIP that learns from labeled images.
+
+    Args:
+        model (`CLIPModel`): A CLIP.
+        args (`ContrastiveArguments`): How it is trained.
+        tokens (`torch.Tensor`): Sentences about each class, `(classes, sentences, length)`.
+        processing_class (`CLIPProcessor`): Its image processor and tokenizer.
+        train_dataset, eval_dataset, test_dataset: Images with labels, see `BootstrapTrainer`.
+    """
+
+    def __init__(
+        self,
+        model: CLIPModel,
+        args: ContrastiveArguments,
+        tokens: torch.Tensor,
+        processing_class: CLIPProcessor,
+        train_dataset,
+        eval_dataset=None,
+        test_dataset=None,
+        **command,
+    ):
+        train, evaluation, test = labeled_images(train_dataset, eval_dataset, test_dataset)
+        image_format = ImageFormat.from_processor(processing_class.image_processor)
+        super().__init__(
+            *(model, args),
+            train=(train, SmallDataView(image_format)),
+            evaluation=(evaluation, EvalView(image_format)),
+            test=test,
+            processing_class=processing_class,
+            **command,
+        )
+        self.tokens = tokens.to(self.accelerator.device)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"]
+        chosen = [
+            random_seed(self.args.seed, epoch, index, CAPTION) % self.tokens.shape[1]
+            for epoch, index in zip(inputs["epoch"].tolist(), inputs["index"].tolist(), strict=True)
+        ]
+        chosen = torch.tensor(chosen).to(labels.device, non_blocking=True)
+        outputs = model(input_ids=self.tokens[labels, chosen], pixel_values=inputs["pixel_values"])
+        targets = (labels[:, None] == labels).float()
+        targets /= targets.sum(1, keepdim=True)
+        logits = outputs.logits_per_image.float()
+        loss = (F.cross_entropy(logits, targets) + F.cross_entropy(logits.mT, targets)) / 2
+        return (loss, outputs) if return_outputs else loss
+
+    def make_optimizer(self) -> tuple:
+        return optimizer_with_schedule(self.model, self.args, self.run.epochs, self.loader.steps_per_epoch)
+
+    def measure(self, model, loader) -> dict[str, float]:
+        return evaluate_zero_shot(self.accelerator, model, self.tokens, loader)
+
+    def summary(self, state: TrainingState) -> str:
+        accuracy = ", not evaluated"
+        if self.eval_loader:
+            accuracy = f": zero-shot accuracy {state.measured['accuracy']:.2%}{count_measured(self.run)}"
+        return f"A CLIP trained on {name_images(self.data.dataset)} and sentences about the classes{accuracy}."
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe with a command line's arguments."""
-    arguments = parse(argv)
-    clip, data, optimization, run = arguments
-    accelerator = start_accelerator(run, PROG, argv, list(arguments))
-    say_license(accelerator, run)
+    trainer = make_trainer(parse(argv), argv)
+    trainer.train()
+    trainer.say_result("accuracy")
+    return 0
 
+
+def make_trainer(groups: tuple, argv: list[str] | None) -> ContrastiveTrainer:
+    """The trainer that `GROUPS` describe; `argv` are the command's arguments, for the card."""
+    clip, data, optimization, run = groups
+    start_run(run, PROG, argv, list(groups))
+    say_license(run)
     # What is said about them is made of their labels.
-    train_images, eval_images, test_images = load_splits(data, learns_labels=True)
-    names = class_names(train_images)
-    if eval_images is not None and class_names(eval_images) is None:
-        raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
+    train, evaluation, test = load_splits(data, learns_labels=True)
+    names = class_names(train)
     # `(classes, sentences)` texts and their tokens `(classes, sentences, length)`.
     texts = [[sentence.format(name) for sentence in clip.sentences] for name in names]
     tokenizer = word_tokenizer([text for row in texts for text in row])
     inputs = tokenizer([text for row in texts for text in row], padding=True, return_tensors="pt")["input_ids"]
-    tokens = inputs.view(len(names), len(clip.sentences), -1).to(accelerator.device)
+    tokens = inputs.view(len(names), len(clip.sentences), -1)
     model = build_clip(clip, tokenizer, tokens.shape[-1])
-    size = model.config.vision_config.image_size
-    image_processor = CLIPImageProcessor(
-        size={"height": size, "width": size}, crop_size={"height": size, "width": size}, do_center_crop=False
-    )
-    image_format = ImageFormat.from_processor(image_processor)
-
-    view, evaluation = SmallDataView(image_format), (eval_images, EvalView(image_format))
-    loader, eval_loader, test_loader = make_loaders(
-        accelerator, data, run, (train_images, view), evaluation, test_images
-    )
-    optimizer, scheduler = optimizer_with_schedule(model, optimization, run.epochs, loader.steps_per_epoch)
-    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
-
-    def compute_loss(model, batch):
-        labels = batch["labels"]
-        chosen = [
-            random_seed(run.seed, epoch, index, CAPTION) % len(clip.sentences)
-            for epoch, index in zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True)
-        ]
-        chosen = torch.tensor(chosen).to(labels.device, non_blocking=True)
-        outputs = model(input_ids=tokens[labels, chosen], pixel_values=batch["pixel_values"])
-        targets = (labels[:, None] == labels).float()
-        targets /= targets.sum(1, keepdim=True)
-        logits = outputs.logits_per_image.float()
-        return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.mT, targets)) / 2
-
-    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
-        trained = accelerator.unwrap_model(model)
-        trained.save_pretrained(folder, state_dict=weights)
-        CLIPProcessor(image_processor, tokenizer).save_pretrained(folder)
-        accuracy = (
-            f": zero-shot accuracy {state.measured['accuracy']:.2%}{count_measured(run)}"
-            if eval_loader
-            else ", not evaluated"
-        )
-        summary = f"A CLIP trained on {name_images(data.dataset)} and sentences about the classes{accuracy}."
-        write_card(folder, trained, summary, data, run, state)
-
-    state = fit(
-        accelerator,
-        run,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        loader=loader,
-        compute_loss=compute_loss,
-        evaluate=lambda model, loader: evaluate_zero_shot(accelerator, model, tokens, loader),
-        eval_loader=eval_loader,
-        test_loader=test_loader,
-        save=save,
-    )
-    accuracy = f"Zero-shot accuracy {state.measured['accuracy']:.4f}" if eval_loader else "Not evaluated"
-    accelerator.print(f"{accuracy}: {choice_of_epoch(data, run, state)}. See {run.output_dir}.")
-    return 0
+    if run.compile:
+        model.compile()
+    size = {"height": model.config.vision_config.image_size, "width": model.config.vision_config.image_size}
+    processor = CLIPProcessor(CLIPImageProcessor(size=size, crop_size=size, do_center_crop=False), tokenizer)
+    args = recipe_arguments(ContrastiveArguments, run, data, optimization)
+    return ContrastiveTrainer(model, args, tokens, processor, train, evaluation, test, run=run, data=data)
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

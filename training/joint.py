@@ -9,8 +9,8 @@ the losses of one to the digit.
 """
 
 import dataclasses
-import functools
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,109 +24,153 @@ from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
-from .components.arguments import (
-    DataArguments,
-    RunArguments,
-    run_as_program,
-)
+from .components.arguments import DataArguments, RunArguments, run_as_program
 from .components.augmentation import SmallDataView
-from .components.cards import choice_of_epoch, count_measured, name_images, say_license, write_card
+from .components.callbacks import HintDecayCallback
+from .components.cards import count_measured, name_images, say_license, write_card
 from .components.checkpoints import TrainingState
-from .components.loaders import make_loaders
-from .components.loop import fit
+from .components.images import labeled_images
 from .components.models import choose_attention, configure_start, read_values
 from .components.optimizers import optimizer_with_schedule
-from .components.runs import start_accelerator
-from .components.sharding import prepare
-from .options.joint import CLIPPING, PROG, TwinArguments, parse
+from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
+from .options.joint import CLIPPING, PROG, JointOptimizerArguments, RecipeArguments, TwinArguments, parse
+from .trainer import RecipeTrainer
 
 
 # Folders of the two models within a run's, and what their accuracies are called.
 PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the recipe with a command line's arguments."""
-    all_arguments = parse(argv)
-    arguments, data, recipe, optimization, run = all_arguments
-    if run.max_grad_norm is None:
-        run.max_grad_norm = CLIPPING.get(arguments.variant.removesuffix("-res"), 0.0)
-    accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
-    say_license(accelerator, run)
+@dataclass
+class JointArguments(RecipeArguments, JointOptimizerArguments, RecipeTrainingArguments):
+    """Transformers' `TrainingArguments`, and what `frugalvit joint` has besides, by the same names; see
+    `ImageClassificationArguments`.
 
-    train_images, eval_images, test_images = load_splits(data, learns_labels=True)
-    names = class_names(train_images)
-    if eval_images is not None and class_names(eval_images) is None:
-        raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
+    Raises:
+        ValueError: if a value does not fit.
+    """
 
-    model = build_twins(arguments, names, run.seed)
-    # An agent has no attention.
-    choose_attention(model.vit, arguments.attn_implementation, accelerator.device)
-    if run.compile:
-        model.compile()
-    values = image_processor_config(model.config)
-    processor = ViTImageProcessor(**{name: value for name, value in values.items() if name != "image_processor_type"})
-    image_format = ImageFormat.from_processor(processor)
-    view = SmallDataView(
-        image_format,
-        recipe.crop,
-        padding=recipe.crop_padding,
-        padding_mode=recipe.padding_mode,
-        crop_size=recipe.crop_size,
-        scale=recipe.crop_scale,
-        flip=recipe.flip,
-        randaugment_layers=0,
-    )
-    evaluation = (eval_images, EvalView(image_format))
-    loader, eval_loader, test_loader = make_loaders(
-        accelerator, data, run, (train_images, view), evaluation, test_images
-    )
-    optimizer, scheduler = optimizer_with_schedule(
-        model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer, sam_rho=recipe.sam_rho
-    )
-    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
-    # A tensor, as a compiled model would be compiled anew for each number.
-    hint_share = torch.ones((), device=accelerator.device)
+    num_train_epochs: float = 240.0
+    per_device_train_batch_size: int = 64
+    max_grad_norm: float = 0.0
 
-    def before_step(step: int, steps: int):
-        hint_share.fill_(1 - step / steps)
+    def __post_init__(self):
+        for group in (RecipeArguments, JointOptimizerArguments, RecipeTrainingArguments):
+            group.__post_init__(self)
 
-    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
-        trained = accelerator.unwrap_model(model)
-        trained.save_pretrained(folder, state_dict=weights)
-        processor.save_pretrained(folder)
-        write_card(
-            folder, trained, f"A ViT and its agent CNN, {accuracies(data, run, state.measured)}", data, run, state
+
+class JointTrainer(RecipeTrainer):
+    """Transformers' `Trainer` of a ViT and an agent CNN that learn from each other (Zhang et al.).
+
+    The weight of the hints falls to 0 with the steps. `max_grad_norm` clips the ViT's gradient. Both models alone lie
+    in the folders `vit` and `agent` of the output folder afterwards.
+
+    Args:
+        model (`BootstrappedViTForImageClassification`): The pair.
+        args (`JointArguments`): How it is trained.
+        train_dataset: Images with labels, see `BootstrapTrainer`.
+        eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
+        callbacks (*optional*): As Transformers has them.
+
+    Raises:
+        ValueError: if model, images and arguments do not fit each other.
+    """
+
+    def __init__(
+        self,
+        model: BootstrappedViTForImageClassification,
+        args: JointArguments,
+        train_dataset,
+        eval_dataset=None,
+        test_dataset=None,
+        callbacks=None,
+        **command,
+    ):
+        attention = command.pop("attn_implementation", None)
+        train, evaluation, test = labeled_images(train_dataset, eval_dataset, test_dataset)
+        values = image_processor_config(model.config)
+        processor = ViTImageProcessor(
+            **{name: value for name, value in values.items() if name != "image_processor_type"}
+        )
+        image_format = ImageFormat.from_processor(processor)
+        view = SmallDataView(
+            image_format,
+            args.crop,
+            padding=args.crop_padding,
+            padding_mode=args.padding_mode,
+            crop_size=args.crop_size,
+            scale=args.crop_scale,
+            flip=args.flip,
+            randaugment_layers=0,
+        )
+        super().__init__(
+            *(model, args),
+            train=(train, view),
+            evaluation=(evaluation, EvalView(image_format)),
+            test=test,
+            processing_class=processor,
+            callbacks=[HintDecayCallback(), *(callbacks or ())],
+            **command,
+        )
+        if self.is_deepspeed_enabled:
+            raise ValueError("This recipe clips the gradient of a part of its model, which DeepSpeed cannot.")
+        # An agent has no attention.
+        choose_attention(model.vit, attention, self.accelerator.device)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(pixel_values=inputs["pixel_values"], labels=inputs["labels"])
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    def clipped(self, model):
+        return self.accelerator.unwrap_model(model).vit
+
+    def make_optimizer(self) -> tuple:
+        return optimizer_with_schedule(
+            *(self.model, self.args, self.run.epochs, self.loader.steps_per_epoch, self.args.optimizer),
+            sam_rho=self.args.sam_rho,
         )
 
-    state = fit(
-        accelerator,
-        run,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        loader=loader,
-        compute_loss=lambda model, batch: (
-            model(pixel_values=batch["pixel_values"], labels=batch["labels"], hint_share=hint_share).loss
-        ),
-        evaluate=functools.partial(evaluate_twins, accelerator),
-        eval_loader=eval_loader,
-        test_loader=test_loader,
-        save=save,
-        before_step=before_step,
-        clipped=lambda model: accelerator.unwrap_model(model).vit,
-    )
-    if accelerator.is_main_process:
-        for name, accuracy in PARTS.items():
-            save_alone(name, accuracy, processor, data, run, state)
-    result = "Not evaluated"
-    if eval_loader:
-        result = f"Accuracy {state.measured['accuracy']:.4f}, its agent's {state.measured['agent_accuracy']:.4f}"
-    accelerator.print(
-        f"{result}: {choice_of_epoch(data, run, state)}. See {run.output_dir}; the ViT alone is in "
-        f"{Path(run.output_dir) / 'vit'}."
-    )
+    def measure(self, model, loader) -> dict[str, float]:
+        return evaluate_twins(self.accelerator, model, loader)
+
+    def summary(self, state: TrainingState) -> str:
+        return f"A ViT and its agent CNN, {accuracies(self.data, self.run, state.measured)}"
+
+    def train(self, *arguments, **options):
+        output = super().train(*arguments, **options)
+        if self.accelerator.is_main_process:
+            for name, accuracy in PARTS.items():
+                save_alone(name, accuracy, self.processing_class, self.data, self.run, self.progress.now)
+        return output
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe with a command line's arguments."""
+    trainer = make_trainer(parse(argv), argv)
+    trainer.train()
+    trainer.say_result("accuracy", "agent_accuracy")
+    trainer.accelerator.print(f"The ViT alone is in {Path(trainer.args.output_dir) / 'vit'}.")
     return 0
+
+
+def make_trainer(groups: tuple, argv: list[str] | None) -> JointTrainer:
+    """The trainer that `GROUPS` describe; `argv` are the command's arguments, for the card."""
+    twins, data, recipe, optimization, run = groups
+    if run.max_grad_norm is None:
+        run.max_grad_norm = CLIPPING.get(twins.variant.removesuffix("-res"), 0.0)
+    start_run(run, PROG, argv, list(groups))
+    say_license(run)
+    train, evaluation, test = load_splits(data, learns_labels=True)
+    model = build_twins(twins, class_names(train), run.seed)
+    if run.compile:
+        model.compile()
+    args = recipe_arguments(JointArguments, run, data, recipe, optimization)
+    return JointTrainer(
+        *(model, args, train, evaluation, test),
+        run=run,
+        data=data,
+        attn_implementation=twins.attn_implementation,
+    )
 
 
 def build_twins(arguments: TwinArguments, names: list[str], seed: int = 0) -> BootstrappedViTForImageClassification:

@@ -13,10 +13,11 @@ towards the image as for large (base: 1).
 """
 
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForSemanticSegmentation, SegformerImageProcessor
+from transformers import AutoConfig, AutoModelForSemanticSegmentation, PreTrainedModel, SegformerImageProcessor
 
 from ..common.loading import check_sizes, load_image_processor, one_error, split_revision
 from ..common.masks import MaskReader, SegmentationEvalView, SegmentationView, load_masked_splits
@@ -24,96 +25,145 @@ from ..common.metrics import evaluate_segmenter
 from ..common.views import ImageFormat
 from ..modeling.modeling_sparseformer import SparseFormerForSemanticSegmentation
 from ..modeling.segmentation import semantic_segmentation_loss
-from .components.arguments import (
-    run_as_program,
-)
-from .components.cards import choice_of_epoch, count_measured, name_images, say_license, write_card
+from .components.arguments import run_as_program
+from .components.cards import count_measured, name_images, say_license
 from .components.checkpoints import TrainingState
-from .components.loaders import make_loaders
-from .components.loop import fit
 from .components.models import check_loading, check_numbers, parse_overrides, set_drop_path
 from .components.optimizers import learning_rate_factors, optimizer_with_schedule
-from .components.runs import start_accelerator
-from .components.sharding import prepare
-from .options.segment import PROG, MaskedImageArguments, SegmenterArguments, parse
+from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
+from .options.segment import (
+    PROG,
+    AugmentationArguments,
+    MaskedImageArguments,
+    SegmenterArguments,
+    SegmentOptimizerArguments,
+    parse,
+)
+from .trainer import RecipeTrainer
 
 
 # What `--model` should be, for messages.
 KIND = "a model to go on from"
 
 
+@dataclass
+class SegmentationArguments(AugmentationArguments, SegmentOptimizerArguments, RecipeTrainingArguments):
+    """Transformers' `TrainingArguments`, and what `frugalvit segment` has besides, by the same names; see
+    `ImageClassificationArguments`.
+
+    Args:
+        num_train_epochs (`float`, *optional*): As many as make 80,000 steps if not given.
+        ignored_labels (`list[int]`, *optional*): Numbers in the masks that do not count, besides 255.
+        reduce_labels (`bool`, *optional*, defaults to `False`): 0 in the masks does not count, 1 is the first class.
+
+    Raises:
+        ValueError: if a value does not fit.
+    """
+
+    num_train_epochs: float | None = None
+    per_device_train_batch_size: int = 32
+    ignored_labels: list[int] = field(default_factory=list)
+    reduce_labels: bool = False
+
+    def __post_init__(self):
+        for group in (AugmentationArguments, SegmentOptimizerArguments, RecipeTrainingArguments):
+            group.__post_init__(self)
+
+
+class SegmentationTrainer(RecipeTrainer):
+    """Transformers' `Trainer` of semantic segmentation, with ViT-Adapter's recipe.
+
+    Args:
+        model (`PreTrainedModel`): A `SparseFormerForSemanticSegmentation`, or another of Transformers' segmenters.
+        args (`SegmentationArguments`): How it is trained.
+        train_dataset (`datasets.Dataset`): Images, in `image`, with masks, in `mask`, not decoded.
+        eval_dataset, test_dataset (`datasets.Dataset`, *optional*): The same, to choose the best epoch on and to
+            measure it on.
+        processing_class: The model's image processor.
+        callbacks (*optional*): As Transformers has them.
+
+    Raises:
+        ValueError: if model, images and arguments do not fit each other.
+    """
+
+    metric = "mean_iou"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: SegmentationArguments,
+        train_dataset,
+        eval_dataset=None,
+        test_dataset=None,
+        processing_class=None,
+        callbacks=None,
+        **command,
+    ):
+        image_format = ImageFormat.from_processor(processing_class)
+        read_mask = MaskReader(model.config.num_labels, args.ignored_labels, args.reduce_labels)
+        view = SegmentationView(image_format, read_mask, args.scale, args.max_share, args.flip, args.distort)
+        super().__init__(
+            *(model, args),
+            train=(train_dataset, view),
+            evaluation=(eval_dataset, SegmentationEvalView(image_format, read_mask)),
+            test=test_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            **command,
+        )
+        steps = self.loader.steps_per_epoch
+        self.run.epochs = args.num_train_epochs = self.run.epochs or math.ceil(80_000 / steps)
+        args.warmup_epochs = args.warmup_epochs or args.warmup_steps / steps
+        if args.warmup_epochs >= self.run.epochs:
+            raise ValueError(
+                f"--warmup-steps {args.warmup_steps} is all of the training of {self.run.epochs * steps} steps; warm "
+                "up for fewer, or train for more --epochs."
+            )
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(pixel_values=inputs["pixel_values"])
+        loss = semantic_segmentation_loss(outputs.logits, inputs["labels"], self.model.config.num_labels)
+        return (loss, outputs) if return_outputs else loss
+
+    def make_optimizer(self) -> tuple:
+        rates = learning_rate_factors(self.model, self.args.head_multiplier, self.args.layer_decay)
+        return optimizer_with_schedule(
+            self.model, self.args, self.run.epochs, self.loader.steps_per_epoch, rates=rates
+        )
+
+    def measure(self, model, loader) -> dict[str, float]:
+        return evaluate_segmenter(self.accelerator, model, loader, self.model.config.num_labels)
+
+    def summary(self, state: TrainingState) -> str:
+        images, measured = name_images(self.data.dataset), ", not evaluated."
+        if self.eval_loader:
+            size = " x ".join(map(str, self.evaluation_part[1].formats["pixel_values"].size))
+            mean_iou = f"{state.measured['mean_iou']:.2%}{count_measured(self.run)}"
+            measured = f": mean IoU {mean_iou}, measured at {size} pixels."
+        return f"A {self.model.config.model_type} for semantic segmentation trained on {images}{measured}"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe with a command line's arguments."""
-    all_arguments = parse(argv)
-    segmenter, data, augmentation, optimization, run = all_arguments
-    accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
-    say_license(accelerator, run, segmenter.model)
+    trainer = make_trainer(parse(argv), argv)
+    trainer.train()
+    trainer.say_result("mean_iou")
+    return 0
 
-    train_images, eval_images, test_images = load_masked_splits(data)
+
+def make_trainer(groups: tuple, argv: list[str] | None) -> SegmentationTrainer:
+    """The trainer that `GROUPS` describe; `argv` are the command's arguments, for the card."""
+    segmenter, data, augmentation, optimization, run = groups
+    start_run(run, PROG, argv, list(groups))
+    say_license(run, segmenter.model)
+    train, evaluation, test = load_masked_splits(data)
     model, processor = build_model(segmenter, data)
-    num_labels = model.config.num_labels
     if run.compile:
         model.compile()
-
-    image_format = ImageFormat.from_processor(processor)
-    read_mask = MaskReader(num_labels, data.ignored_labels, data.reduce_labels)
-    view = SegmentationView(
-        *(image_format, read_mask, augmentation.scale, augmentation.max_share),
-        *(augmentation.flip, augmentation.distort),
+    args = recipe_arguments(SegmentationArguments, run, data, data, augmentation, optimization)
+    return SegmentationTrainer(
+        *(model, args, train, evaluation, test, processor), run=run, data=data, base_model=segmenter.model
     )
-    evaluation = (eval_images, SegmentationEvalView(image_format, read_mask))
-    loader, eval_loader, test_loader = make_loaders(
-        accelerator, data, run, (train_images, view), evaluation, test_images
-    )
-    run.epochs = run.epochs or math.ceil(80_000 / loader.steps_per_epoch)
-    optimization.warmup_epochs = optimization.warmup_epochs or optimization.warmup_steps / loader.steps_per_epoch
-    if optimization.warmup_epochs >= run.epochs:
-        raise ValueError(
-            f"--warmup-steps {optimization.warmup_steps} is all of the training of "
-            f"{run.epochs * loader.steps_per_epoch} steps; warm up for fewer, or train for more --epochs."
-        )
-    optimizer, scheduler = optimizer_with_schedule(
-        model,
-        optimization,
-        run.epochs,
-        loader.steps_per_epoch,
-        rates=learning_rate_factors(model, optimization.head_multiplier, optimization.layer_decay),
-    )
-    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
-
-    def compute_loss(model, batch):
-        logits = model(pixel_values=batch["pixel_values"]).logits
-        return semantic_segmentation_loss(logits, batch["labels"], num_labels)
-
-    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
-        trained = accelerator.unwrap_model(model)
-        trained.save_pretrained(folder, state_dict=weights)
-        processor.save_pretrained(folder)
-        summary = f"A {trained.config.model_type} for semantic segmentation trained on {name_images(data.dataset)}"
-        if eval_loader:
-            size = " x ".join(map(str, segmenter.size))
-            summary += f": mean IoU {state.measured['mean_iou']:.2%}{count_measured(run)}, measured at {size} pixels."
-        else:
-            summary += ", not evaluated."
-        write_card(folder, trained, summary, data, run, state, segmenter.model, metric="mean_iou")
-
-    state = fit(
-        accelerator,
-        run,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        loader=loader,
-        compute_loss=compute_loss,
-        evaluate=lambda model, loader: evaluate_segmenter(accelerator, model, loader, num_labels),
-        eval_loader=eval_loader,
-        test_loader=test_loader,
-        save=save,
-        metric="mean_iou",
-    )
-    mean_iou = f"Mean IoU {state.measured['mean_iou']:.4f}" if eval_loader else "Not evaluated"
-    accelerator.print(f"{mean_iou}: {choice_of_epoch(data, run, state)}. See {run.output_dir}.")
-    return 0
 
 
 def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):

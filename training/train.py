@@ -6,18 +6,17 @@ RandAugment, mixup, label smoothing, AdamW, warm-up and cosine, on any image cla
 package.
 """
 
-import functools
 import inspect
 import statistics
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
-from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessor
+from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedModel, ViTImageProcessor
 
 from ..common.data import CorruptImageError, class_names, decode_image, load_splits
 from ..common.loading import check_sizes, load_image_classifier, load_image_processor, one_error, split_revision
@@ -32,14 +31,11 @@ from ..modeling.hosts.transformers import resize_positions_
 from ..modeling.hub import image_processor_config
 from ..modeling.layers import divergence
 from ..modeling.reference_initialization import REFERENCE
-from .components.arguments import (
-    run_as_program,
-)
+from .components.arguments import OptimizerArguments, run_as_program
 from .components.augmentation import Mix, SmallDataView
-from .components.cards import choice_of_epoch, count_measured, name_images, say_license, write_card
+from .components.cards import count_measured, name_images, say_license
 from .components.checkpoints import TrainingState
-from .components.loaders import make_loaders
-from .components.loop import fit
+from .components.images import labeled_images
 from .components.models import (
     check_loading,
     check_numbers,
@@ -51,9 +47,9 @@ from .components.models import (
     write_values,
 )
 from .components.optimizers import learning_rate_factors, optimizer_with_schedule
-from .components.runs import start_accelerator
-from .components.sharding import prepare
+from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
 from .options.train import PROG, ModelArguments, RecipeArguments, parse
+from .trainer import RecipeTrainer
 
 
 logger = transformers.utils.logging.get_logger(__name__)
@@ -66,106 +62,175 @@ FIRST_IMAGES = 16
 KIND = "an image classifier to go on from"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the recipe with a command line's arguments."""
-    all_arguments = parse(argv)
-    arguments, data, recipe, optimization, run = all_arguments
-    accelerator = start_accelerator(run, PROG, argv, list(all_arguments))
-    say_license(accelerator, run, arguments.model)
+@dataclass
+class ImageClassificationArguments(RecipeArguments, OptimizerArguments, RecipeTrainingArguments):
+    """Transformers' `TrainingArguments`, and what `frugalvit train` has besides, by the same names.
 
-    train_images, eval_images, test_images = load_splits(data, learns_labels=True)
-    names = class_names(train_images)
-    if eval_images is not None and class_names(eval_images) is None:
-        raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
+    What `TrainingArguments` say of optimizer and schedule besides the learning rate, the weight decay and Adam's
+    numbers, such as `optim` and `warmup_steps`, is not read: see `optimizer`, `lr_scheduler` and `warmup_epochs`.
 
-    if not (arguments.model or arguments.model_type or arguments.config_overrides):
-        pixels = arguments.image_size or typical_pixels(train_images)
-        variant = choose_variant(arguments, pixels)
-        chosen = f"--model-type {arguments.model_type} --config-overrides {arguments.config_overrides}"
-        accelerator.print(f"No model is named; images of {pixels} pixels have {variant}: {chosen}")
-    model, processor = build_model(arguments, recipe, names, run.seed)
-    choose_attention(model, arguments.attn_implementation, accelerator.device)
-    if run.compile:
-        model.compile()
-    image_format = ImageFormat.from_processor(processor)
-    view_format, options = format_in_training(model, image_format, arguments.train_image_size)
-    teacher_loss = None
-    if recipe.distill_from:
-        trusts = arguments.trust_remote_code
-        teacher_loss = load_teacher(recipe, view_format, len(names), accelerator, trusts)
+    Args:
+        train_image_size (`int`, *optional*): Pixels of training images where they are fewer than the model's, which
+            then interpolates its positions.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the teacher.
 
-    view = SmallDataView(
-        view_format,
-        recipe.crop,
-        recipe.crop_padding,
-        padding_mode=recipe.padding_mode,
-        crop_size=recipe.crop_size,
-        scale=recipe.crop_scale,
-        ratio=recipe.crop_ratio,
-        flip=recipe.flip,
-        randaugment_layers=recipe.randaugment_layers,
-        randaugment_magnitude=recipe.randaugment_magnitude,
-        erasing=recipe.erasing,
-        augmentation=recipe.augmentation,
-    )
-    mix = Mix(len(names), recipe.mixup, recipe.cutmix, recipe.label_smoothing, run.seed)
-    evaluation = (eval_images, EvalView(image_format))
-    views = {"mix": mix, "repeated_augmentation": recipe.repeated_augmentation}
-    loader, eval_loader, test_loader = make_loaders(
-        accelerator, data, run, (train_images, view), evaluation, test_images, **views
-    )
-    length = f"{run.epochs} x {loader.steps_per_epoch:,} x {run.batch_size:,}"
-    accelerator.print(
-        f"{type(model).__name__}: {model.num_parameters():,} parameters, "
-        f"{' x '.join(map(str, view_format.size))} pixels, {len(names):,} classes; epochs x steps x images: {length}."
-    )
-    rates = None
-    if (recipe.head_multiplier, recipe.layer_decay) != (1, 1):
-        rates = learning_rate_factors(model, recipe.head_multiplier, recipe.layer_decay)
-    optimizer, scheduler = optimizer_with_schedule(
-        model, optimization, run.epochs, loader.steps_per_epoch, recipe.optimizer, rates, sam_rho=recipe.sam_rho
-    )
-    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
+    Raises:
+        ValueError: if a value does not fit.
+    """
 
-    def compute_loss(model, batch):
-        outputs = model(pixel_values=batch["pixel_values"], **options)
+    train_image_size: int | None = None
+    trust_remote_code: bool = False
+    num_train_epochs: float = 100.0
+    per_device_train_batch_size: int = 128
+
+    def __post_init__(self):
+        for group in (RecipeArguments, OptimizerArguments, RecipeTrainingArguments):
+            group.__post_init__(self)
+
+
+class ImageClassificationTrainer(RecipeTrainer):
+    """Transformers' `Trainer` with the recipe for little data: RandAugment, mixup, CutMix, label smoothing, learning
+    rates that fall from block to block, and distillation.
+
+    ```python
+    model = AutoModelForImageClassification.from_config(config)
+    args = ImageClassificationArguments(output_dir="trained", num_train_epochs=100)
+    trainer = ImageClassificationTrainer(model, args, images, held_back, processing_class=processor)
+    trainer.train()
+    ```
+
+    Args:
+        model (`PreTrainedModel`): An image classifier.
+        args (`ImageClassificationArguments`): How it is trained.
+        train_dataset: Images with labels, see `BootstrapTrainer`.
+        eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
+        processing_class: The model's image processor.
+        callbacks (*optional*): As Transformers has them.
+
+    Raises:
+        ValueError: if model, images and arguments do not fit each other.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: ImageClassificationArguments,
+        train_dataset,
+        eval_dataset=None,
+        test_dataset=None,
+        processing_class=None,
+        callbacks=None,
+        **command,
+    ):
+        attention = command.pop("attn_implementation", None)
+        train, evaluation, test = labeled_images(train_dataset, eval_dataset, test_dataset)
+        names = class_names(train)
+        image_format = ImageFormat.from_processor(processing_class)
+        self.view_format, self.options = format_in_training(model, image_format, args.train_image_size)
+        view = SmallDataView(
+            self.view_format,
+            args.crop,
+            args.crop_padding,
+            padding_mode=args.padding_mode,
+            crop_size=args.crop_size,
+            scale=args.crop_scale,
+            ratio=args.crop_ratio,
+            flip=args.flip,
+            randaugment_layers=args.randaugment_layers,
+            randaugment_magnitude=args.randaugment_magnitude,
+            erasing=args.erasing,
+            augmentation=args.augmentation,
+        )
+        mix = Mix(len(names), args.mixup, args.cutmix, args.label_smoothing, args.seed)
+        super().__init__(
+            *(model, args),
+            train=(train, view),
+            evaluation=(evaluation, EvalView(image_format)),
+            test=test,
+            loader_options={"mix": mix, "repeated_augmentation": args.repeated_augmentation},
+            processing_class=processing_class,
+            callbacks=callbacks,
+            **command,
+        )
+        choose_attention(model, attention, self.accelerator.device)
+        self.teacher_loss = None
+        if args.distill_from:
+            self.teacher_loss = load_teacher(args, self.view_format, len(names), self.accelerator)
+
+    def outline(self) -> str:
+        """What is trained, and how long."""
+        length = f"{self.run.epochs} x {self.loader.steps_per_epoch:,} x {self.run.batch_size:,}"
+        return (
+            f"{type(self.model).__name__}: {self.model.num_parameters():,} parameters, "
+            f"{' x '.join(map(str, self.view_format.size))} pixels, {self.model.config.num_labels:,} classes; "
+            f"epochs x steps x images: {length}."
+        )
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs, targets = model(pixel_values=inputs["pixel_values"], **self.options), inputs["targets"]
         # A distilled model has two classifiers: one learns from the labels, one from the teacher if there is one.
         of_labels = getattr(outputs, "cls_logits", None)
         of_labels, of_teacher = (
             (outputs.logits,) * 2 if of_labels is None else (of_labels, outputs.distillation_logits)
         )
-        loss = F.cross_entropy(of_labels, batch["targets"])
-        if teacher_loss:
-            return torch.lerp(loss, teacher_loss(of_teacher, batch["pixel_values"]), recipe.distill_weight)
-        return loss if of_teacher is of_labels else (loss + F.cross_entropy(of_teacher, batch["targets"])) / 2
+        loss = F.cross_entropy(of_labels, targets)
+        if self.teacher_loss:
+            loss = torch.lerp(loss, self.teacher_loss(of_teacher, inputs["pixel_values"]), self.args.distill_weight)
+        elif of_teacher is not of_labels:
+            loss = (loss + F.cross_entropy(of_teacher, targets)) / 2
+        return (loss, outputs) if return_outputs else loss
 
-    def save(folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
-        trained = accelerator.unwrap_model(model)
-        trained.save_pretrained(folder, state_dict=weights)
-        processor.save_pretrained(folder)
-        accuracy = (
-            f": accuracy {state.measured['accuracy']:.2%}{count_measured(run)}" if eval_loader else ", not evaluated"
+    def make_optimizer(self) -> tuple:
+        args, rates = self.args, None
+        if (args.head_multiplier, args.layer_decay) != (1, 1):
+            rates = learning_rate_factors(self.model, args.head_multiplier, args.layer_decay)
+        return optimizer_with_schedule(
+            *(self.model, args, self.run.epochs, self.loader.steps_per_epoch, args.optimizer, rates),
+            sam_rho=args.sam_rho,
         )
-        architecture = getattr(trained.config, "architecture", trained.config.model_type)
-        summary = f"A {architecture} classifier trained on {name_images(data.dataset)}{accuracy}."
-        write_card(folder, trained, summary, data, run, state, arguments.model)
 
-    state = fit(
-        accelerator,
-        run,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        loader=loader,
-        compute_loss=compute_loss,
-        evaluate=functools.partial(evaluate_classifier, accelerator),
-        eval_loader=eval_loader,
-        test_loader=test_loader,
-        save=save,
-    )
-    accuracy = f"Accuracy {state.measured['accuracy']:.4f}" if eval_loader else "Not evaluated"
-    accelerator.print(f"{accuracy}: {choice_of_epoch(data, run, state)}. See {run.output_dir}.")
+    def measure(self, model, loader) -> dict[str, float]:
+        return evaluate_classifier(self.accelerator, model, loader)
+
+    def summary(self, state: TrainingState) -> str:
+        config, accuracy = self.model.config, ", not evaluated"
+        if self.eval_loader:
+            accuracy = f": accuracy {state.measured['accuracy']:.2%}{count_measured(self.run)}"
+        architecture = getattr(config, "architecture", config.model_type)
+        return f"A {architecture} classifier trained on {name_images(self.data.dataset)}{accuracy}."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe with a command line's arguments."""
+    trainer = make_trainer(parse(argv), argv)
+    trainer.accelerator.print(trainer.outline())
+    trainer.train()
+    trainer.say_result("accuracy")
     return 0
+
+
+def make_trainer(groups: tuple, argv: list[str] | None) -> ImageClassificationTrainer:
+    """The trainer that `GROUPS` describe; `argv` are the command's arguments, for the card."""
+    arguments, data, recipe, optimization, run = groups
+    start_run(run, PROG, argv, list(groups))
+    say_license(run, arguments.model)
+    train, evaluation, test = load_splits(data, learns_labels=True)
+    if not (arguments.model or arguments.model_type or arguments.config_overrides):
+        pixels = arguments.image_size or typical_pixels(train)
+        variant = choose_variant(arguments, pixels)
+        chosen = f"--model-type {arguments.model_type} --config-overrides {arguments.config_overrides}"
+        PartialState().print(f"No model is named; images of {pixels} pixels have {variant}: {chosen}")
+    model, processor = build_model(arguments, recipe, class_names(train), run.seed)
+    if run.compile:
+        model.compile()
+    args = recipe_arguments(ImageClassificationArguments, run, data, arguments, recipe, optimization)
+    return ImageClassificationTrainer(
+        *(model, args, train, evaluation, test, processor),
+        run=run,
+        data=data,
+        base_model=arguments.model,
+        attn_implementation=arguments.attn_implementation,
+    )
 
 
 def typical_pixels(images) -> int:
@@ -390,16 +455,10 @@ def format_in_training(model, image_format: ImageFormat, pixels: int | None) -> 
     return replace(image_format, size=size), options
 
 
-def load_teacher(
-    recipe: RecipeArguments,
-    image_format: ImageFormat,
-    num_labels: int,
-    accelerator: Accelerator,
-    trust_remote_code: bool = False,
-):
+def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels: int, accelerator: Accelerator):
     """A function of logits and pixels: the divergence from the teacher's distribution, times temperature^2, or, if it
     is to be hard, the cross-entropy with the teacher's best class (DeiT)."""
-    teacher, processor = load_image_classifier(recipe.distill_from, accelerator.device, trust_remote_code)
+    teacher, processor = load_image_classifier(recipe.distill_from, accelerator.device, recipe.trust_remote_code)
     hold_teacher(accelerator, teacher)
     teacher_format = ImageFormat.from_processor(processor)
     if teacher.config.num_labels != num_labels:

@@ -8,7 +8,9 @@ best model lies in the output folder, a complete repository; what is not finite 
 import datetime
 import json
 import math
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +25,20 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..common.files import write_json, write_text
+from ..modeling.hub import upload_folder
 from .components.arguments import ImageArguments, RunArguments
+from .components.cards import choice_of_epoch, write_card
 from .components.checkpoints import TEST, Checkpoints, TrainingState
 from .components.interruptions import Interruption
 from .components.loaders import DeviceLoader, TrainingLoader, check_images, describe_parts, evaluation_loader
-from .components.runs import RecipeTrainingArguments, check_output_folder, own_folder, record_of, replace_files
+from .components.runs import (
+    NOT_IN_REPOSITORY,
+    RecipeTrainingArguments,
+    check_output_folder,
+    own_folder,
+    record_of,
+    replace_files,
+)
 from .components.sharding import ordinary_class, prepare_sharing
 
 
@@ -48,6 +59,7 @@ class RecipeTrainer(Trainer):
         train, evaluation (pairs of images and `View`): What is shown of which images; `None` for no images.
         test (`datasets.Dataset`, *optional*): Images that are shown as those of `evaluation`, on which an epoch that
             is the best so far is measured besides.
+        base_model (`str`, *optional*): What the model came from, for its card.
         classes (sequence of `int`, *optional*): What the model calls each class, see `match_classes`.
         loader_options (`dict`, *optional*): Of the `TrainingLoader`, besides those that `run` and `data` tell.
         optimizers, processing_class, callbacks: As Transformers has them.
@@ -66,6 +78,7 @@ class RecipeTrainer(Trainer):
         train: tuple,
         evaluation: tuple,
         test: datasets.Dataset | None = None,
+        base_model: str | None = None,
         classes=None,
         loader_options: dict | None = None,
         **options,
@@ -73,6 +86,7 @@ class RecipeTrainer(Trainer):
         own_run, own_data = args.as_run()
         self.run, self.data = run or own_run, data or own_data
         self.train_part, self.evaluation_part, self.test_images = train, evaluation, test
+        self.base_model = base_model
         self.classes, self.loader_options = classes, loader_options or {}
         # Evaluation needs no arguments: it follows from what there is to evaluate.
         args.eval_strategy = "no" if evaluation[0] is None else "epoch"
@@ -97,9 +111,16 @@ class RecipeTrainer(Trainer):
         `loader.steps_per_epoch` steps."""
         raise NotImplementedError
 
-    def write_repository(self, folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
-        """Write the model with these weights, its image processor and its card."""
+    def summary(self, state: TrainingState) -> str:
+        """What the model is and what was measured, a sentence or two, for its card."""
         raise NotImplementedError
+
+    def write_repository(self, folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
+        """Write the model with these weights, its processor and its card."""
+        trained = self.accelerator.unwrap_model(self.model_wrapped)
+        trained.save_pretrained(folder, state_dict=weights)
+        self.processing_class.save_pretrained(folder)
+        write_card(folder, trained, self.summary(state), self.data, self.run, state, self.base_model, self.metric)
 
     @property
     def saved(self) -> nn.Module:
@@ -234,6 +255,33 @@ class RecipeTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         return self.lr_scheduler
+
+    def say_result(self, *names: str):
+        """Print what the best epoch reached, and where it is."""
+        state = self.progress.now
+        measured = [f"{name.replace('_', ' ')} {state.measured[name]:.4f}" for name in names if name in state.measured]
+        text = ", ".join(measured) or "not evaluated"
+        chosen = choice_of_epoch(self.data, self.run, state)
+        self.accelerator.print(f"{text[0].upper()}{text[1:]}: {chosen}. See {self.run.output_dir}.")
+
+    def push_to_hub(self, repo_id: str | None = None, private: bool | None = None, **_) -> str:
+        """Upload the best model, with its card, to the hub.
+
+        Args:
+            repo_id (`str`, *optional*): `args.hub_model_id`, or else the output folder's name, if not given.
+            private (`bool`, *optional*): Whether a new repository is private; `args.hub_private_repo` if not given.
+
+        Returns:
+            `str`: The repository's id.
+        """
+        folder = Path(self.args.output_dir)
+        repo_id = repo_id or self.args.hub_model_id or folder.resolve().name
+        private = self.args.hub_private_repo if private is None else private
+        if self.accelerator.is_main_process:
+            with tempfile.TemporaryDirectory() as aside:
+                shutil.copytree(folder, aside, ignore=NOT_IN_REPOSITORY, dirs_exist_ok=True)
+                upload_folder(aside, repo_id, private=private)
+        return repo_id
 
     # Checkpoints: Transformers writes the files, aside.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 from PIL import Image
 
-from ...common.data import load_images, select_images
+from ...common.data import class_names, load_images, select_images
 
 
 class PlainImages:
@@ -42,6 +42,20 @@ class PlainImages:
         images = PlainImages(self.source)
         images.features = datasets.Features({key: kind for key, kind in self.features.items() if key != name})
         return images
+
+
+def labeled_images(train, evaluation=None, test=None) -> tuple:
+    """Images to train on, to evaluate on and to test on, of a recipe that learns from labels, see `as_images`.
+
+    Raises:
+        ValueError: if those to train or to evaluate on have no labels.
+    """
+    train, evaluation, test = (None if images is None else as_images(images) for images in (train, evaluation, test))
+    if class_names(train) is None:
+        raise ValueError("The training images have no labels to train with.")
+    if evaluation is not None and class_names(evaluation) is None:
+        raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
+    return train, evaluation, test
 
 
 def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:

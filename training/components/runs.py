@@ -27,6 +27,10 @@ from .checkpoints import Checkpoints
 
 
 # What a run writes into its folder by these names, besides its checkpoints and the files of the best model.
+# What is there besides the best model, to go on from and to read.
+NOT_IN_REPOSITORY = shutil.ignore_patterns(
+    "checkpoints", "logs", "runs", "metrics.jsonl", "results.json", "run.json", LOCK
+)
 # Where the best model is written before its files are moved over the earlier ones.
 BEST_ASIDE = ".best.aside"
 # Of `TrainingArguments`, what makes a run what it is.
@@ -36,6 +40,7 @@ FIXED = frozenset(
         *("bf16", "fp16", "max_grad_norm"),
     }
 )
+# What a run writes into its folder by these names, besides its checkpoints and the files of the best model.
 WRITTEN = ("run.json", "results.json", "metrics.jsonl", "README.md", "logs")
 
 
@@ -133,7 +138,7 @@ class RecipeTrainingArguments(TrainingArguments):
         """The same as a recipe's command has it."""
         run = RunArguments(
             output_dir=self.output_dir,
-            epochs=math.ceil(self.num_train_epochs),
+            epochs=self.num_train_epochs and math.ceil(self.num_train_epochs),
             batch_size=self.per_device_train_batch_size * self.parts,
             eval_batch_size=self.per_device_eval_batch_size * self.world_size,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
@@ -153,6 +158,14 @@ class RecipeTrainingArguments(TrainingArguments):
             num_workers=self.dataloader_num_workers,
         )
         return run, data
+
+
+def recipe_arguments(kind: type[RecipeTrainingArguments], run: RunArguments, data: ImageArguments, *groups):
+    """The arguments of a trainer that a command's groups of options describe."""
+    values, names = training_values(run, data), {each.name for each in dataclasses.fields(kind) if each.init}
+    for group in groups:
+        values |= {each.name: getattr(group, each.name) for each in dataclasses.fields(group) if each.name in names}
+    return kind(**values)
 
 
 def training_values(run: RunArguments, data: ImageArguments) -> dict:
