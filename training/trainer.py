@@ -13,12 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import datasets
 import torch
-from accelerate.utils import set_seed
+from accelerate import Accelerator
+from accelerate.utils import SAFE_WEIGHTS_NAME, clean_state_dict_for_safetensors, save, set_seed
+from safetensors.torch import load_model
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
@@ -91,6 +93,9 @@ class RecipeTrainer(Trainer):
         # Evaluation needs no arguments: it follows from what there is to evaluate.
         args.eval_strategy = "no" if evaluation[0] is None else "epoch"
         super().__init__(model=model, args=args, eval_dataset=evaluation[0], **options)
+        # Nothing is written before the training.
+        with suppress(OSError):
+            Path(args.output_dir).rmdir()
         # Losses are means over a process' share of a batch, whatever the model's own would be.
         self.model_accepts_loss_kwargs = False
         for own in (PrinterCallback, ProgressCallback):
@@ -179,6 +184,12 @@ class RecipeTrainer(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.progress.unread.append(loss.float())
+        if self.steps_twice:
+            # Sharpness-aware minimization computes the gradient once more, where the first one has led.
+            if self.args.max_grad_norm:
+                self._clip_grad_norm(model)
+            self.optimizer.optimizer.first_step(zero_grad=True)
+            super().training_step(model, inputs, num_items_in_batch)
         return loss
 
     def _clip_grad_norm(self, model):
@@ -250,11 +261,31 @@ class RecipeTrainer(Trainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None:
             self.optimizer, self.lr_scheduler = self.make_optimizer()
+            self.steps_twice = hasattr(self.optimizer, "first_step")
+            if self.steps_twice and (self.args.gradient_accumulation_steps > 1 or self.args.fp16):
+                raise ValueError(
+                    "--optimizer sam needs --gradient-accumulation-steps 1 and --mixed-precision no or bf16."
+                )
             prepare_sharing(self.accelerator, self.model, self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         return self.lr_scheduler
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+        """Write the model as it is now to a folder, a complete repository with its card.
+
+        Args:
+            output_dir (`str`, *optional*): The folder; if not given, that of the run, in the best model's place.
+        """
+        if _internal_call:
+            super().save_model(output_dir, _internal_call=True)
+            return
+        weights = self.accelerator.get_state_dict(self.saved)
+        if self.accelerator.is_main_process:
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_files(folder, lambda aside: self.write_repository(aside, self.progress.now, weights))
 
     def say_result(self, *names: str):
         """Print what the best epoch reached, and where it is."""
@@ -297,14 +328,26 @@ class RecipeTrainer(Trainer):
         self.progress.checkpoints.save(self.progress.now, write)
         self.progress.after_checkpoint()
 
+    def _save(self, output_dir=None, state_dict=None):
+        # By the names that the model has in memory: `save_pretrained` may write those of earlier versions,
+        # which `Trainer` would not find again.
+        weights = clean_state_dict_for_safetensors(state_dict or self.model.state_dict())
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        save(weights, Path(output_dir) / SAFE_WEIGHTS_NAME, safe_serialization=True)
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with foreign_files(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if self.is_fsdp_enabled:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            else:
+                load_model(self.model, Path(resume_from_checkpoint) / SAFE_WEIGHTS_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         if checkpoint is not None:
             with foreign_files(checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
+                # Again before the next step; here for its errors.
+                super()._load_rng_state(checkpoint)
                 self.loader.load_position(Path(checkpoint))
 
     def _load_rng_state(self, checkpoint):
@@ -409,7 +452,8 @@ class Progress(TrainerCallback):
         is_end = step == (now.epoch + 1) * self.loader.steps_per_epoch
         control.should_save = control.should_save or is_time or received != 0 or is_end
         if self.reads(step) or control.should_save:
-            self.read_losses()
+            parts = args.gradient_accumulation_steps
+            now.losses += read_losses(self.accelerator, self.unread, parts, step, self.checkpoints)
         if logs:
             self.log_step(args)
         self.foretell(state, logs)
@@ -424,21 +468,6 @@ class Progress(TrainerCallback):
         found = torch.tensor([self.interruption.received, int(is_time)], device=self.accelerator.device)
         self.interruption.received, is_time = self.accelerator.gather(found[None]).amax(0).tolist()
         return self.interruption.received, bool(is_time)
-
-    def read_losses(self):
-        """Take the losses up to this step off the device, as means over processes and sums over a batch's parts.
-
-        Raises:
-            ValueError: if one is not finite; it names the step of the first.
-        """
-        if not self.unread:
-            return
-        losses = torch.stack(self.unread).view(-1, self.trainer.args.gradient_accumulation_steps).sum(1)
-        losses = self.accelerator.reduce(losses, reduction="mean").tolist()
-        self.unread.clear()
-        for at, loss in enumerate(losses, self.now.step - len(losses) + 1):
-            self.checkpoints.check_finite("loss", loss, at)
-        self.now.losses += losses
 
     def log_step(self, args):
         recent, time_now, step = self.now.losses[-args.logging_steps :], time.perf_counter(), self.now.step
@@ -538,7 +567,22 @@ class Progress(TrainerCallback):
             write_json(self.folder / "results.json", results)
 
 
-def check_weights(accelerator, model: nn.Module, step: int, checkpoints: Checkpoints):
+def read_losses(
+    accelerator: Accelerator, unread: list[torch.Tensor], parts: int, step: int, checkpoints: Checkpoints
+) -> list[float]:
+    """Take the losses up to `step` off the device, as means over processes and sums over a batch's `parts`.
+
+    Raises:
+        ValueError: if one is not finite; it names the step of the first.
+    """
+    losses = accelerator.reduce(torch.stack(unread).view(-1, parts).sum(1), reduction="mean").tolist()
+    unread.clear()
+    for at, loss in enumerate(losses, step - len(losses) + 1):
+        checkpoints.check_finite("loss", loss, at)
+    return losses
+
+
+def check_weights(accelerator: Accelerator, model: nn.Module, step: int, checkpoints: Checkpoints):
     """Raise a ValueError if a weight that learns is not finite."""
     learned = (weight for weight in model.parameters() if weight.requires_grad)
     # The part of a weight that this process holds, where FSDP shares it out.

@@ -1,4 +1,4 @@
-"""Run by test_loop.py as a program: `killed_at_random.py FOLDER KILLS ARGUMENT…` kills trainings, and publishing, at
+"""Run by test_trainer.py as a program: `killed_at_random.py FOLDER KILLS ARGUMENT…` kills trainings, and publishing, at
 random moments, KILLS times each, and looks at what they leave after every kill. Prints how often runs ended whole.
 
 All but counting is done in forked processes: loading a model starts threads, and a process that has some may deadlock
@@ -37,7 +37,7 @@ def check_what_is_left(folder: Path):
         check_model(folder)
     for state in Checkpoints(None, folder / "checkpoints").all():
         load_file(state / "model.safetensors")
-        torch.load(state / "optimizer.bin", weights_only=True)
+        torch.load(state / "optimizer.pt", weights_only=True)
         assert (state / "state.json").read_text().endswith("}\n")
 
 

@@ -1,4 +1,4 @@
-"""Run by test_loop.py as a program: trains in forked processes, some of which kill themselves with SIGKILL.
+"""Run by test_trainer.py as a program: trains in forked processes, some of which kill themselves with SIGKILL.
 
 `killed_runs.py FOLDER ARGUMENT…` leaves FOLDER/whole, never interrupted, and FOLDER/killed, killed in the middle of an
 epoch, of writing a checkpoint and of writing the best model. It prints how each process ended.
@@ -14,7 +14,7 @@ import torch._dynamo  # noqa: F401 (once, rather than in the first step of every
 import transformers
 
 from frugalvit.training import train
-from frugalvit.training.components import loop
+from frugalvit.training.components import checkpoints
 from frugalvit.training.components.loaders import TrainingLoader
 
 
@@ -36,7 +36,7 @@ def killed_in_mid_epoch():
 
 def killed_in_checkpoint():
     rename = os.rename
-    loop.os.rename = lambda source, target: die() if "step-00000009" in str(target) else rename(source, target)
+    checkpoints.os.rename = lambda source, target: die() if "step-00000009" in str(target) else rename(source, target)
 
 
 def killed_in_best_model():

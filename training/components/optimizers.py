@@ -77,9 +77,16 @@ def make_optimizer(name: str, groups: list[dict], sam_rho: float = 0.05, **optio
         return Muon(groups, **options)
     if name == "sam":
         try:
-            from pytorch_optimizer import SAM
+            import pytorch_optimizer
         except ImportError:
             raise ValueError("--optimizer sam is pytorch_optimizer's: pip install 'frugalvit[sam]'.") from None
+
+        class SAM(pytorch_optimizer.SAM):
+            """Its first step is made by the trainer, before the second gradient."""
+
+            def step(self, closure=None):
+                self.second_step()
+
         return SAM(groups, torch.optim.AdamW, rho=sam_rho, **options, fused=True)
     return torch.optim.AdamW(groups, **options, fused=True)
 

@@ -26,7 +26,6 @@ from .arguments import RESUMABLE, DataArguments, ImageArguments, RunArguments
 from .checkpoints import Checkpoints
 
 
-# What a run writes into its folder by these names, besides its checkpoints and the files of the best model.
 # What is there besides the best model, to go on from and to read.
 NOT_IN_REPOSITORY = shutil.ignore_patterns(
     "checkpoints", "logs", "runs", "metrics.jsonl", "results.json", "run.json", LOCK

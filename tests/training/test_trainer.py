@@ -20,12 +20,11 @@ from transformers import ViTConfig, ViTForImageClassification
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.data import CorruptImageError
 from frugalvit.common.files import locked, write_json
-from frugalvit.training import train
-from frugalvit.training.components import loop
+from frugalvit.training import train, trainer
 from frugalvit.training.components.checkpoints import CHECKSUMS, Checkpoints, checksums, damaged_files
 from frugalvit.training.components.loaders import TrainingLoader
-from frugalvit.training.components.loop import read_losses
 from frugalvit.training.components.optimizers import parameter_groups
+from frugalvit.training.trainer import read_losses
 
 
 TIMES = {"images_per_second", "seconds"}
@@ -66,10 +65,10 @@ def test_killed_runs_resume_bit_exactly(tmp_path):
         ours, theirs = killed / "checkpoints" / name, whole / "checkpoints" / name
         assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
         assert read(ours / "state.json") == read(theirs / "state.json")
-        for file in ("optimizer.bin", "scheduler.bin"):
+        for file in ("optimizer.pt", "scheduler.pt"):
             torch.testing.assert_close(torch.load(ours / file), torch.load(theirs / file), rtol=0, atol=0)
-        random = [torch.load(folder / "random_states_0.pkl", weights_only=False) for folder in (ours, theirs)]
-        assert torch.equal(*(states["torch_manual_seed"] for states in random))
+        random = [torch.load(folder / "rng_state.pth", weights_only=False) for folder in (ours, theirs)]
+        assert torch.equal(*(states["cpu"] for states in random))
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     results = [read(folder / "results.json") for folder in (killed, whole)]
     assert results[0]["epochs"] == results[1]["epochs"] and results[0]["best"] == results[1]["best"]
@@ -132,15 +131,15 @@ def test_an_interruption_saves_the_step_and_says_how_to_go_on(sent, raised, code
 
 def test_checkpoints_come_with_time_too(tiny_run, tmp_path, monkeypatch):
     saved, save = [], Checkpoints.save
-    monkeypatch.setattr(Checkpoints, "save", lambda self, state: (saved.append(state.step), save(self, state)))
-    monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
-    monkeypatch.setattr(loop, "SHARE_OF_WRITING", math.inf)
+    monkeypatch.setattr(Checkpoints, "save", lambda self, state, write: (saved.append(state.step), save(self, state, write)))
+    monkeypatch.setattr(trainer, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(trainer, "SHARE_OF_WRITING", math.inf)
     tiny_run()
     assert saved == list(range(1, 9))
 
 
 def test_the_time_that_is_left_is_foretold_after_seconds(tiny_run, monkeypatch, capfd):
-    monkeypatch.setattr(loop, "FORETELLING_SECONDS", 0.0)
+    monkeypatch.setattr(trainer, "FORETELLING_SECONDS", 0.0)
     tiny_run(logging_steps=100)
     assert capfd.readouterr().out.count(" left, evaluation aside.") == 1
 
@@ -316,12 +315,12 @@ def flip_a_byte(file):
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, lambda file: file.write_bytes(b""), lambda file: file.unlink()])
-@pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl", "model.safetensors", "state.json"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors", "state.json"])
 def test_a_damaged_checkpoint_gives_way_to_an_older_one(name, damage, tmp_path):
     folders = [tmp_path / f"step-0000000{step}" for step in (1, 2)]
     for folder in folders:
         folder.mkdir()
-        for file in ("optimizer.bin", "random_states_0.pkl", "model.safetensors", "state.json"):
+        for file in ("optimizer.pt", "rng_state.pth", "model.safetensors", "state.json"):
             (folder / file).write_text(json.dumps({"epoch": 1}))
         write_json(folder / CHECKSUMS, checksums(folder))
     checkpoints = Checkpoints(None, tmp_path)
@@ -398,11 +397,11 @@ def test_a_checkpoint_with_odd_json_is_damaged(file, content, saved, tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("optimizer.bin", None, "cannot be read: .* Remove it to go on from an earlier one, or start anew"),
-        ("optimizer.bin", {"state": {}}, "cannot be read"),
-        ("scheduler.bin", [], "cannot be read"),
-        ("random_states_0.pkl", None, "cannot be read"),
-        ("random_states_0.pkl", {"torch_manual_seed": "five"}, "cannot be read"),
+        ("optimizer.pt", None, "cannot be read: .* Remove it to go on from an earlier one, or start anew"),
+        ("optimizer.pt", {"state": {}}, "cannot be read"),
+        ("scheduler.pt", [], "cannot be read"),
+        ("rng_state.pth", None, "cannot be read"),
+        ("rng_state.pth", {"cpu": "five"}, "cannot be read"),
         ("model.safetensors", {}, "cannot be read"),
     ],
 )
@@ -426,8 +425,8 @@ def test_random_numbers_that_are_not_restored_are_said(processes, tiny_run, tmp_
     tiny_run(steps_per_epoch=1)
     for checkpoint in (tmp_path / "out" / "checkpoints").iterdir():
         (checkpoint / CHECKSUMS).unlink()
-        states = checkpoint / "random_states_0.pkl"
-        shutil.copyfile(states, checkpoint / "random_states_1.pkl") if processes else states.unlink()
+        states = checkpoint / "rng_state.pth"
+        shutil.copyfile(states, checkpoint / "rng_state_1.pth") if processes else states.unlink()
     assert "other random numbers" not in capsys.readouterr().out
     tiny_run(steps_per_epoch=1)
     assert "The run goes on with other random numbers" in capsys.readouterr().out
@@ -481,10 +480,10 @@ def test_goes_on_from_the_older_checkpoint(tiny_run, tmp_path, capsys):
     tiny_run(name="whole")
     tiny_run()
     newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
-    (newest / "optimizer.bin").write_bytes(b"")
+    (newest / "optimizer.pt").write_bytes(b"")
     tiny_run()
     printed = capsys.readouterr().out
-    assert "is damaged (optimizer.bin) and left out" in printed and "1 epochs and 4 steps are done" in printed
+    assert "is damaged (optimizer.pt) and left out" in printed and "1 epochs and 4 steps are done" in printed
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
     assert weights[0] == weights[1] and not damaged_files(newest)
 
@@ -551,9 +550,9 @@ def test_a_gradient_that_is_not_finite_reaches_no_checkpoint(tiny_run, tmp_path,
 
 def test_losses_that_are_read_later_tell_the_first_that_is_not_finite(tmp_path):
     losses, checkpoints = [torch.tensor(loss) for loss in (1.0, 2.0, math.inf, math.nan)], Checkpoints(None, tmp_path)
-    assert read_losses(Accelerator(), losses[:2], 8, checkpoints) == [1, 2]
+    assert read_losses(Accelerator(), losses[:2], 1, 8, checkpoints) == [1, 2]
     with pytest.raises(ValueError, match="The loss is inf at step 9, .* There is no checkpoint yet."):
-        read_losses(Accelerator(), losses, 10, checkpoints)
+        read_losses(Accelerator(), losses, 1, 10, checkpoints)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0, 1e-3])
