@@ -47,12 +47,10 @@ from frugalvit.training.components.arguments import (
     run_as_program,
 )
 from frugalvit.training.components.augmentation import BootstrapView
-from frugalvit.training.components.loaders import make_loaders
-from frugalvit.training.components.loop import fit
 from frugalvit.training.components.optimizers import optimizer_with_schedule
-from frugalvit.training.components.runs import start_accelerator
-from frugalvit.training.components.sharding import prepare
+from frugalvit.training.components.runs import RecipeTrainingArguments, recipe_arguments, start_run
 from frugalvit.training.components.teacher_cache import TeacherCache
+from frugalvit.training.trainer import RecipeTrainer
 
 
 PROG = "python benchmarks/token_merging.py"
@@ -236,14 +234,89 @@ def with_weights(vit: PooledViT, tuned: str | Path | None) -> MergedViT:
     return MergedViT(vit)
 
 
+@dataclass
+class MergingTrainingArguments(MergingArguments, OptimizerArguments, RecipeTrainingArguments):
+    """What the trainer reads."""
+
+    def __post_init__(self):
+        for group in (MergingArguments, OptimizerArguments, RecipeTrainingArguments):
+            group.__post_init__(self)
+
+
+class MergingTrainer(RecipeTrainer):
+    """Fine-tunes a `MergedViT`, or searches its rates.
+
+    Args:
+        model (`MergedViT`): What learns.
+        args (`MergingTrainingArguments`): How.
+        anatomy (`Anatomy`): Of the teacher.
+        image_format (`ImageFormat`): What it takes.
+        train, evaluation, test (`datasets.Dataset`): Images.
+        command: What `RecipeTrainer` takes of a command.
+    """
+
+    def __init__(self, model, args, anatomy: Anatomy, image_format: ImageFormat, train, evaluation, test, **command):
+        view = BootstrapView(image_format, scale=args.crop_scale)
+        super().__init__(
+            *(model, args),
+            train=(train, view),
+            evaluation=(evaluation, EvalView(image_format)),
+            test=test,
+            loader_options={"view_epochs": args.view_epochs},
+            **command,
+        )
+        self.anatomy, self.cache = anatomy, None
+        self.teacher_macs = count_macs(anatomy.source, image_format.size).macs_with_attention
+        anatomy.model.to(self.accelerator.device)
+        if args.teacher_cache:
+            self.cache = TeacherCache(
+                *(args.teacher_cache, self.accelerator, anatomy.source, anatomy.embedding_size, view, train, args.seed)
+            )
+        hold_teacher(self.accelerator, anatomy.source)
+
+    def before_epoch(self, epoch: int):
+        if self.cache:
+            self.cache.open(self.loader.sampler.views_of(epoch))
+
+    def make_optimizer(self) -> tuple:
+        return optimizer_with_schedule(self.model, self.args, self.run.epochs, self.loader.steps_per_epoch)
+
+    def ask_teacher(self, what, pixel_values: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), self.accelerator.autocast():
+            return what(pixel_values).float()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        args, pixel_values = self.args, inputs["pixel_values"]
+        if args.search_macs:
+            outputs, macs = model(pixel_values)
+            excess = (macs - args.search_macs) * DIFFRATE_SCALE / self.teacher_macs
+            return F.cross_entropy(outputs.logits, inputs["labels"]) + DIFFRATE_WEIGHT * excess**2
+        outputs = model(pixel_values)
+        if args.loss == "labels":
+            return F.cross_entropy(outputs.logits, inputs["labels"])
+        if args.loss == "teacher":
+            target = self.ask_teacher(self.anatomy.run_classifier, pixel_values)
+            return divergence(outputs.logits, target, args.temperature)
+        embed = functools.partial(self.ask_teacher, self.anatomy.embed, pixel_values)
+        target = self.cache(inputs["index"], embed) if self.cache else embed()
+        return (1 - F.cosine_similarity(outputs.embedding.float(), target)).mean()
+
+    def measure(self, model, loader) -> dict[str, float]:
+        update_rates(self.accelerator.unwrap_model(model).vit)
+        return evaluate_classifier(self.accelerator, model, loader)
+
+    def write_repository(self, folder, state, weights):
+        """Nothing: the model that counts is that of the last checkpoint, see `load_last`."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe with a command line's arguments."""
     groups = [MergingArguments, DataArguments, OptimizerArguments, RunArguments]
     arguments = ArgumentParser(groups, PROG, __doc__.splitlines()[0]).parse(argv)
     merging, data, optimization, run = arguments
-    accelerator = start_accelerator(run, PROG, argv, list(arguments))
+    start_run(run, PROG, argv, list(arguments))
 
-    teacher, processor = load_vision_model(merging.teacher, accelerator.device)
+    teacher, processor = load_vision_model(merging.teacher, "cpu")
     image_format = ImageFormat.from_processor(processor)
     anatomy = read_anatomy(teacher, image_format.size)
     if anatomy.classifier is None:
@@ -258,61 +331,9 @@ def main(argv: list[str] | None = None) -> int:
         parameter.requires_grad_(name.endswith("selected_probability") == model.searches)
     # It has no gradient where embeddings are aligned, which several processes do not take.
     vit.head.requires_grad_(not model.searches and merging.loss != "cosine")
-    teacher_macs = count_macs(teacher, image_format.size).macs_with_attention
-
-    uses_labels = merging.search_macs is not None or merging.loss == "labels"
-    train_images, eval_images, test_images = load_splits(data, learns_labels=uses_labels)
-    view = BootstrapView(image_format, scale=merging.crop_scale)
-    evaluation = (eval_images, EvalView(image_format))
-    loader, eval_loader, test_loader = make_loaders(
-        accelerator, data, run, (train_images, view), evaluation, test_images, view_epochs=merging.view_epochs
-    )
-    cache = None
-    if merging.teacher_cache:
-        width = anatomy.embedding_size
-        cache = TeacherCache(merging.teacher_cache, accelerator, teacher, width, view, train_images, run.seed)
-    optimizer, scheduler = optimizer_with_schedule(model, optimization, run.epochs, loader.steps_per_epoch)
-    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
-    hold_teacher(accelerator, teacher)
-
-    def ask_teacher(what, pixel_values: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), accelerator.autocast():
-            return what(pixel_values).float()
-
-    def compute_loss(model, batch):
-        pixel_values = batch["pixel_values"]
-        if merging.search_macs:
-            outputs, macs = model(pixel_values)
-            excess = (macs - merging.search_macs) * DIFFRATE_SCALE / teacher_macs
-            return F.cross_entropy(outputs.logits, batch["labels"]) + DIFFRATE_WEIGHT * excess**2
-        outputs = model(pixel_values)
-        if merging.loss == "labels":
-            return F.cross_entropy(outputs.logits, batch["labels"])
-        if merging.loss == "teacher":
-            return divergence(outputs.logits, ask_teacher(anatomy.run_classifier, pixel_values), merging.temperature)
-        embed = functools.partial(ask_teacher, anatomy.embed, pixel_values)
-        target = cache(batch["index"], embed) if cache else embed()
-        return (1 - F.cosine_similarity(outputs.embedding.float(), target)).mean()
-
-    def evaluate(model, loader):
-        update_rates(vit)
-        return evaluate_classifier(accelerator, model, loader)
-
-    fit(
-        accelerator,
-        run,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        loader=loader,
-        compute_loss=compute_loss,
-        evaluate=evaluate,
-        eval_loader=eval_loader,
-        test_loader=test_loader,
-        # The model that counts is that of the last checkpoint, see `load_last`.
-        save=lambda folder, state, weights: None,
-        before_epoch=lambda epoch: cache.open(loader.sampler.views_of(epoch)) if cache else None,
-    )
+    parts = load_splits(data, learns_labels=merging.search_macs is not None or merging.loss == "labels")
+    args = recipe_arguments(MergingTrainingArguments, run, data, merging, optimization)
+    MergingTrainer(model, args, anatomy, image_format, *parts, run=run, data=data).train()
     return 0
 
 

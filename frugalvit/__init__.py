@@ -89,7 +89,19 @@ if TYPE_CHECKING:
     from .modeling.swap import matching_processor as matching_processor
     from .modeling.swap import swap_vision_tower as swap_vision_tower
     from .resources import checkpoint_path as checkpoint_path
+    from .training.align_llava import AlignLlavaArguments as AlignLlavaArguments
+    from .training.align_llava import AlignLlavaTrainer as AlignLlavaTrainer
+    from .training.bootstrap import BootstrapArguments as BootstrapArguments
+    from .training.bootstrap import BootstrapTrainer as BootstrapTrainer
+    from .training.bootstrap import bootstrap as bootstrap
     from .training.components.callbacks import HintDecayCallback as HintDecayCallback
+    from .training.joint import JointArguments as JointArguments
+    from .training.joint import JointTrainer as JointTrainer
+    from .training.losses import AlignmentLoss as AlignmentLoss
+    from .training.segment import SegmentationArguments as SegmentationArguments
+    from .training.segment import SegmentationTrainer as SegmentationTrainer
+    from .training.train import ImageClassificationArguments as ImageClassificationArguments
+    from .training.train import ImageClassificationTrainer as ImageClassificationTrainer
 
 _NAMES = public_names()
 

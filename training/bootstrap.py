@@ -365,16 +365,18 @@ def bootstrap(
         options["num_latent_tokens"] = num_tokens
     elif num_tokens is not None:
         options["elastic_token_counts"] = list(num_tokens)
-    parts = None
+    parts, evaluated = None, None
     if isinstance(images, str | Path) and (eval_images is None or isinstance(eval_images, str | Path)):
         options["dataset"] = [str(images)]
         options |= {} if eval_images is None else {"eval_dataset": [str(eval_images)]}
     else:
         parts = as_images(images), None if eval_images is None else as_images(eval_images)
+        evaluated = None if eval_images is None else "eval_images"
         if eval_images is None and isinstance(parts[0], datasets.Dataset):
-            parts = hold_back(parts[0])
+            parts, evaluated = hold_back(parts[0]), "a tenth, held back"
     loaded = None if isinstance(teacher, str) else (teacher, processing_class)
     groups = fill_groups(GROUPS, options)
+    groups[GROUPS.index(DataArguments)].evaluated = evaluated
     argv = [text for key, value in options.items() for text in as_words(key, value)]
     run_recipe(make_trainer(groups, argv, loaded, parts), compares=groups[-1].compare)
     student, _ = load_vision_model(str(output), "cpu")
@@ -400,8 +402,6 @@ def make_trainer(
     start_run(run, PROG, argv, list(groups))
     say_license(run, pair.teacher)
     train, evaluation, test = (*parts, None) if parts else load_splits(data, alignment.label_loss_weight > 0)
-    if parts and evaluation is not None:
-        data.evaluated = "images that are held back"
     anatomy = read_anatomy(teacher.requires_grad_(False), teacher_format.size)
     check_teacher(anatomy, pair.teacher)
     student = build_student(pair, anatomy, teacher_format)

@@ -92,6 +92,7 @@ class RecipeTrainer(Trainer):
         self.classes, self.loader_options = classes, loader_options or {}
         # Evaluation needs no arguments: it follows from what there is to evaluate.
         args.eval_strategy = "no" if evaluation[0] is None else "epoch"
+        args.metric_for_best_model, args.greater_is_better = self.metric, True
         super().__init__(model=model, args=args, eval_dataset=evaluation[0], **options)
         # Nothing is written before the training.
         with suppress(OSError):
@@ -254,9 +255,13 @@ class RecipeTrainer(Trainer):
             newest = Path(given) if given else self.progress.checkpoints.newest()
             self.progress.begin(newest)
             try:
-                return super().train(resume_from_checkpoint=newest and str(newest), **options)
+                output = super().train(resume_from_checkpoint=newest and str(newest), **options)
             finally:
                 self.progress.close()
+        if self.args.load_best_model_at_end:
+            best = type(self.saved).from_pretrained(self.args.output_dir)
+            self.accelerator.unwrap_model(self.saved).load_state_dict(best.state_dict())
+        return output
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:
@@ -559,6 +564,7 @@ class Progress(TrainerCallback):
                     replace_files(self.folder, lambda aside: trainer.write_repository(aside, self.now, weights))
         self.note(record)
         self.checkpoints.update(self.now)
+        self.started = time.perf_counter()
 
     def on_train_end(self, args, state, control, **_):
         self.bar.close()

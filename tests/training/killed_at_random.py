@@ -1,5 +1,5 @@
-"""Run by test_trainer.py as a program: `killed_at_random.py FOLDER KILLS ARGUMENT…` kills trainings, and publishing, at
-random moments, KILLS times each, and looks at what they leave after every kill. Prints how often runs ended whole.
+"""Run by test_trainer.py as a program: `killed_at_random.py FOLDER KILLS ARGUMENT…` kills trainings, and publishing,
+at random moments, KILLS times each, and looks at what they leave after every kill. Prints how often runs ended whole.
 
 All but counting is done in forked processes: loading a model starts threads, and a process that has some may deadlock
 when it forks.

@@ -131,7 +131,9 @@ def test_an_interruption_saves_the_step_and_says_how_to_go_on(sent, raised, code
 
 def test_checkpoints_come_with_time_too(tiny_run, tmp_path, monkeypatch):
     saved, save = [], Checkpoints.save
-    monkeypatch.setattr(Checkpoints, "save", lambda self, state, write: (saved.append(state.step), save(self, state, write)))
+    monkeypatch.setattr(
+        Checkpoints, "save", lambda self, state, write: (saved.append(state.step), save(self, state, write))
+    )
     monkeypatch.setattr(trainer, "CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr(trainer, "SHARE_OF_WRITING", math.inf)
     tiny_run()

@@ -28,10 +28,10 @@ class PlainImages:
 
     def __getitem__(self, index: int) -> dict:
         item = self.source[index]
-        if isinstance(item, Image.Image):
-            item = (item,)
         if isinstance(item, dict):
             item = (item["image"], *((item["label"],) if "label" in item else ()))
+        if not isinstance(item, tuple | list):
+            item = (item,)
         if not isinstance(item[0], Image.Image):
             raise ValueError(f"Item {index} of the images is a {type(item[0]).__name__}, expected a PIL image.")
         record = {"image": item[0]}

@@ -471,7 +471,7 @@ def evaluation_loader(
 
 def describe_images(images: datasets.Dataset | datasets.IterableDataset | None) -> dict[str, int | str]:
     """What tells images from others that a run could find in their place: how many there are, and hashes of the names
-    of files and classes and of the labels; of a stream, what is known of it."""
+    of files and classes and of the labels; of a stream or a dataset of PyTorch, what is known of it."""
     if images is None:
         return {}
     found = {}
@@ -480,6 +480,8 @@ def describe_images(images: datasets.Dataset | datasets.IterableDataset | None) 
     if isinstance(images, datasets.IterableDataset):
         return found
     found["images"] = len(images)
+    if not isinstance(images, datasets.Dataset):
+        return found
     if "label" in images.features:
         found["labels"] = _hash(label_numbers(images).tolist())
     # Read from the table, where the bytes of images need not be.

@@ -1,6 +1,7 @@
 """How a run starts: its folder, its processes, its precision."""
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -39,6 +40,8 @@ FIXED = frozenset(
         *("bf16", "fp16", "max_grad_norm"),
     }
 )
+# Of recipes' arguments, what does not.
+NOT_FIXED = frozenset({"per_device_eval_batch_size"})
 # What a run writes into its folder by these names, besides its checkpoints and the files of the best model.
 WRITTEN = ("run.json", "results.json", "metrics.jsonl", "README.md", "logs")
 
@@ -112,6 +115,9 @@ class RecipeTrainingArguments(TrainingArguments):
         ValueError: if a value does not fit.
     """
 
+    seed: int = 0
+    logging_steps: float = 50
+    per_device_eval_batch_size: int = 256
     steps_per_epoch: int | None = None
     shuffle_buffer: int = 1000
     skip_corrupt: bool = False
@@ -200,10 +206,9 @@ def training_values(run: RunArguments, data: ImageArguments) -> dict:
 
 def record_of(args: RecipeTrainingArguments, trainer: str) -> dict:
     """What `run.json` says of a run that no command began: what made it what it is."""
-    own = {each.name for each in dataclasses.fields(args)} - {
-        each.name for each in dataclasses.fields(TrainingArguments)
-    }
-    values = {name: getattr(args, name) for name in sorted((own - RESUMABLE) | FIXED)}
+    kinds = type(args).__mro__
+    own = set().union(*(inspect.get_annotations(kind) for kind in kinds[: kinds.index(TrainingArguments)]))
+    values = {name: getattr(args, name) for name in sorted((own - RESUMABLE - NOT_FIXED) | FIXED)}
     return {
         "command": f"frugalvit.{trainer}",
         "processes": args.world_size,

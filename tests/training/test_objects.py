@@ -1,0 +1,256 @@
+"""Trainers as objects: what a notebook does with them."""
+
+import inspect
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import Dataset
+from transformers import AutoImageProcessor, AutoModelForImageClassification, TrainerCallback
+
+import frugalvit
+from frugalvit import (
+    BootstrapArguments,
+    BootstrapTrainer,
+    ImageClassificationArguments,
+    ImageClassificationTrainer,
+    SparseFormerForImageClassification,
+    bootstrap,
+)
+from frugalvit.common.data import decode_image, load_images
+from frugalvit.training import align_llava, contrastive, joint, segment, train, trainer
+from frugalvit.training import bootstrap as recipe
+
+
+SMALL = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, "mixing_hidden_size": 8}
+OVERRIDES = ",".join(f"{name}={value}" for name, value in SMALL.items())
+# What makes a call short.
+SHORT = {
+    **{"recipe": "paper", "epochs": 1, "batch_size": 16, "config_overrides": OVERRIDES},
+    **{"mixed_precision": "no", "compare": False},
+}
+
+
+@pytest.fixture(scope="module")
+def images():
+    return load_images("cifar10-subset", "train[:32]")
+
+
+class Pairs(Dataset):
+    """A dataset of PyTorch, as torchvision has them."""
+
+    def __init__(self, images):
+        self.classes = images.features["label"].names
+        self.pairs = [(decode_image(row["image"], 0), row["label"]) for row in images]
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, index):
+        return self.pairs[index]
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def of_command(teacher, tmp_path_factory):
+    """The folder of a student that the command bootstrapped."""
+    folder = tmp_path_factory.mktemp("command")
+    options = SHORT | {"teacher": teacher, "train_split": "train[:32]", "eval_split": "test[:16]"}
+    words = [text for name, value in options.items() if name != "compare" for text in (f"--{name}", str(value))]
+    recipe.main([*words, "--no-compare", "--output", str(folder / "out")])
+    return folder / "out"
+
+
+def test_one_call_gives_what_the_command_gives(of_command, teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
+    splits = {"train_split": "train[:32]", "eval_split": "test[:16]"}
+    student = bootstrap(str(teacher), "cifar10-subset", output=tmp_path / "out", **SHORT, **splits)
+    assert isinstance(student, SparseFormerForImageClassification)
+    assert_equal(weights(tmp_path / "out"), weights(of_command))
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "frugalvit bootstrap" in card and "ipykernel" not in card and str(tmp_path) not in card
+    # Made again, it is there.
+    assert_equal(
+        bootstrap(str(teacher), "cifar10-subset", output=tmp_path / "out", **SHORT, **splits).state_dict(),
+        student.state_dict(),
+    )
+
+
+@pytest.mark.parametrize("kind", ["data set", "PyTorch", "PIL", "paths", "folder"])
+def test_images_are_what_people_have(kind, of_command, images, teacher, tmp_path):
+    """The same student from the same pixels."""
+    pictures = [decode_image(row["image"], 0) for row in images]
+    for number, picture in enumerate(pictures):
+        (tmp_path / "images").mkdir(exist_ok=True)
+        picture.save(tmp_path / "images" / f"{number:02}.png")
+    given = {
+        "data set": datasets.Dataset.from_dict({"picture": pictures}),
+        "PyTorch": Pairs(images),
+        "PIL": pictures,
+        "paths": sorted((tmp_path / "images").iterdir()),
+        "folder": str(tmp_path / "images"),
+    }[kind]
+    held_back = load_images("cifar10-subset", "test[:16]")
+    bootstrap(str(teacher), given, output=tmp_path / "out", eval_images=held_back, **SHORT)
+    assert_equal(weights(tmp_path / "out"), weights(of_command))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"epoch": 1}, TypeError, "no option 'epoch'; did you mean 'epochs'"),
+        ({"epochs": 0}, ValueError, "--epochs is 0"),
+        ({"num_tokens": 0}, ValueError, "--num-latent-tokens is 0"),
+        ({"num_tokens": [4]}, ValueError, "--elastic-token-counts is"),
+        ({"images": 5}, ValueError, "The images are a int; expected a data set"),
+        ({"images": ["nowhere.png"] * 32, "eval_images": ["nowhere.png"]}, ValueError, "Image 0 of the data set"),
+        (
+            {"images": [None] * 32, "eval_images": [None]},
+            ValueError,
+            "Item 0 of the images is a NoneType, expected a PIL",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_raised(options, error, message, teacher, tmp_path):
+    """In a notebook nothing exits; nothing is left behind."""
+    options = {"images": "cifar10-subset", **SHORT, "train_split": "train[:32]", "eval_split": "test[:16]"} | options
+    with pytest.raises(error, match=message):
+        bootstrap(str(teacher), output=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def make(teacher, images, tmp_path):
+    """Makes a trainer of a fresh student."""
+
+    def make(name="out", callbacks=None, **options):
+        model = AutoModelForImageClassification.from_pretrained(teacher)
+        torch.manual_seed(0)
+        student = SparseFormerForImageClassification.from_teacher(model, num_latent_tokens=4, truncate=1 / 3, **SMALL)
+        values = {"num_train_epochs": 2, "per_device_train_batch_size": 16, "logging_steps": 1, "use_cpu": True}
+        return BootstrapTrainer(
+            teacher=model,
+            model=student,
+            args=BootstrapArguments(output_dir=str(tmp_path / name), **values | options),
+            train_dataset=images,
+            eval_dataset=load_images("cifar10-subset", "test[:16]"),
+            processing_class=AutoImageProcessor.from_pretrained(teacher),
+            callbacks=callbacks,
+        )
+
+    return make
+
+
+def test_a_trainer_can_be_asked(make):
+    """What is frozen, what is weighed, how long it is."""
+    own = make()
+    layers = own.student.sparseformer.layers
+    assert [all(weight.requires_grad for weight in layer.parameters()) for layer in layers] == [True, False]
+    assert not own.student.classifier.weight.requires_grad
+    assert (own.args.recipe, own.args.learning_rate, own.args.crop_scale) == ("small", 6e-3, [0.8, 1.0])
+    assert own.args.token_loss_weight == 4 and own.align.align_tokens
+    assert own.loader.steps_per_epoch == 2 * own.args.repeats == 4
+    optimizer, schedule = own.make_optimizer()
+    assert {weight for group in optimizer.param_groups for weight in group["params"]} == {
+        weight for weight in own.student.parameters() if weight.requires_grad
+    }
+    assert schedule.get_last_lr()
+
+
+class Recorder(TrainerCallback):
+    def __init__(self):
+        self.events = []
+
+    def on_step_end(self, args, state, control, **_):
+        self.events.append(state.global_step)
+
+    def on_evaluate(self, args, state, control, metrics, **_):
+        self.events.append(metrics["eval_alignment"])
+
+
+def test_trains_evaluates_and_saves_as_a_trainer(make, tmp_path, monkeypatch):
+    recorder = Recorder()
+    own = make(callbacks=[recorder], save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True)
+    before = own.evaluate()
+    assert before.keys() >= {"eval_alignment", "eval_accuracy", "eval_teacher_accuracy"}
+    output = own.train()
+    assert output.global_step == own.state.global_step == 8 and output.training_loss > 0
+    steps = [event for event in recorder.events if isinstance(event, int)]
+    alignments = [event for event in recorder.events if isinstance(event, float)]
+    assert steps == [*range(1, 9)] and len(alignments) == 3
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["best"]["alignment"] == own.state.best_metric == max(alignments[1:]) > before["eval_alignment"]
+    # The best model is in the trainer and in the folder, with a card that names no command.
+    assert own.evaluate()["eval_alignment"] == pytest.approx(results["best"]["alignment"], abs=1e-6)
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert_equal(student.state_dict(), own.student.state_dict())
+    assert "frugalvit.BootstrapTrainer" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    own.save_model(tmp_path / "saved")
+    assert_equal(weights(tmp_path / "saved"), weights(tmp_path / "out"))
+    uploaded = []
+
+    def upload(folder, repo_id, private=None):
+        uploaded.append((repo_id, private, {path.name for path in Path(folder).iterdir()}))
+
+    monkeypatch.setattr(trainer, "upload_folder", upload)
+    assert own.push_to_hub("owner/name", private=True) == "owner/name"
+    [(repo_id, private, names)] = uploaded
+    assert (repo_id, private) == ("owner/name", True) and {"README.md", "model.safetensors"} <= names
+    assert not names & {"checkpoints", "run.json", "results.json", "metrics.jsonl"}
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 3:
+            raise RuntimeError("stopped")
+
+
+def test_a_run_that_stopped_goes_on_by_the_same_call(make, tmp_path):
+    make("whole").train()
+    with pytest.raises(RuntimeError, match="stopped"):
+        make(callbacks=[Stop()], save_steps=2).train()
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000002"]
+    own = make(save_steps=2)
+    own.train()
+    assert own.state.global_step == 8
+    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    with pytest.raises(ValueError, match="holds another run .*learning_rate"):
+        make(learning_rate=1e-5).train()
+    make(learning_rate=1e-5, overwrite=True, num_train_epochs=1).train()
+
+
+def test_a_classifier_is_trained_as_by_the_command(images, tmp_path):
+    vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+    words = ("--train-split", "train[:32]", "--eval-split", "test[:16]", "--epochs", "1", "--batch-size", "16")
+    train.main([*words, "--config-overrides", vit, "--mixed-precision", "no", "--output", str(tmp_path / "command")])
+    groups = train.parse([*words, "--config-overrides", vit, "--output", "unused"])
+    torch.manual_seed(0)
+    model, processor = train.build_model(groups[0], groups[2], images.features["label"].names)
+    args = ImageClassificationArguments(
+        output_dir=str(tmp_path / "out"), num_train_epochs=1, per_device_train_batch_size=16, use_cpu=True
+    )
+    held_back = load_images("cifar10-subset", "test[:16]")
+    ImageClassificationTrainer(model, args, Pairs(images), held_back, processing_class=processor).train()
+    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "command"))
+
+
+@pytest.mark.parametrize("module", [recipe, train, joint, segment, align_llava, contrastive])
+def test_commands_are_short(module):
+    """A recipe is its trainer; its command parses, trains and says what came out."""
+    assert len(inspect.getsource(module.main).splitlines()) < 40
+
+
+def test_every_recipe_has_a_trainer_with_its_arguments():
+    for name in ("Bootstrap", "ImageClassification", "Joint", "Segmentation", "AlignLlava"):
+        kind, arguments = getattr(frugalvit, f"{name}Trainer"), getattr(frugalvit, f"{name}Arguments")
+        assert issubclass(kind, trainer.RecipeTrainer) and arguments(output_dir="unused", use_cpu=True)
