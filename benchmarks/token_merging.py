@@ -267,7 +267,7 @@ class MergingTrainer(RecipeTrainer):
         )
         self.anatomy, self.cache = anatomy, None
         self.teacher_macs = count_macs(anatomy.source, image_format.size).macs_with_attention
-        anatomy.model.to(self.accelerator.device)
+        anatomy.source.to(self.accelerator.device)
         if args.teacher_cache:
             self.cache = TeacherCache(
                 *(args.teacher_cache, self.accelerator, anatomy.source, anatomy.embedding_size, view, train, args.seed)

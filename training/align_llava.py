@@ -81,6 +81,11 @@ class AlignLlavaArguments(AnswerArguments, OptimizerArguments, RecipeTrainingArg
         for group in (AnswerArguments, OptimizerArguments, RecipeTrainingArguments):
             group.__post_init__(self)
 
+    @property
+    def place_model_on_device(self) -> bool:
+        """The LLaVA may be on several devices."""
+        return False
+
 
 class AlignLlavaTrainer(RecipeTrainer):
     """Transformers' `Trainer` of a LLaVA or a PaliGemma that learns to read a SparseFormer: its projector and, with

@@ -226,7 +226,7 @@ class BootstrapTrainer(RecipeTrainer):
     def hold_teacher(self, compiles: bool, view: BootstrapView):
         """Freeze the teacher on the device, and look up or note what it says of images."""
         args, anatomy = self.args, self.anatomy
-        anatomy.model.to(self.accelerator.device)
+        anatomy.source.to(self.accelerator.device)
         for name in ("token_loss_weight", "elastic_loss_weight"):
             if getattr(args, name) and self.accelerator.distributed_type == DistributedType.FSDP:
                 option = f"--{name.replace('_', '-')}"
@@ -241,7 +241,7 @@ class BootstrapTrainer(RecipeTrainer):
         if args.teacher_cache:
             width = anatomy.embedding_size + 4 * self.notes_window
             self.cache = TeacherCache(
-                *(args.teacher_cache, self.accelerator, anatomy.model, width, view),
+                *(args.teacher_cache, self.accelerator, anatomy.source, width, view),
                 *(self.train_part[0], args.seed, self.notes_window),
             )
         # Watched before it is compiled, so that a compiled teacher gives its states, too.
@@ -249,7 +249,7 @@ class BootstrapTrainer(RecipeTrainer):
         self.states = []
         if args.token_loss_weight or self.notes_window:
             self.states = self.watching.enter_context(anatomy.watch())
-        hold_teacher(self.accelerator, anatomy.model, anatomy.classifier)
+        hold_teacher(self.accelerator, anatomy.source, anatomy.classifier)
         # Not in evaluation, which asks about each batch once and ends with a smaller one.
         self.embed = torch.compile(anatomy.embed) if compiles else anatomy.embed
 

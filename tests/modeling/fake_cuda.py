@@ -149,6 +149,7 @@ def fake_cuda():
         "torch.cuda._lazy_init": None,
         "torch.cuda.device_count": 1,
         "torch.cuda.current_device": 0,
+        "torch.cuda.set_device": None,
         "torch.cuda.get_device_name": "fake CUDA",
         "torch.cuda.manual_seed_all": None,
         "torch.cuda.get_rng_state_all": [],

@@ -54,7 +54,7 @@ def run(device, tmp_path, monkeypatch):
 
     # A fake tensor has nothing to write.
     for name in ("save", "update"):
-        monkeypatch.setattr(checkpoints.Checkpoints, name, lambda self, state: None)
+        monkeypatch.setattr(checkpoints.Checkpoints, name, lambda self, state, write=None: None)
     monkeypatch.setattr(Accelerator, "get_state_dict", read_weights)
     waits, epoch = [], TrainingLoader.epoch
 

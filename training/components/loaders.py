@@ -138,10 +138,11 @@ class DeviceLoader:
     def __init__(
         self, accelerator: Accelerator, loader: DataLoader, view: View, mix: Mix | None = None, shared: bool = True
     ):
+        processes = {"num_processes": 1, "process_index": 0}
         if shared:
-            self.loader = accelerator.prepare_data_loader(loader, device_placement=False)
-        else:
-            self.loader = prepare_data_loader(loader, num_processes=1, process_index=0, put_on_device=False)
+            processes = {"num_processes": accelerator.num_processes, "process_index": accelerator.process_index}
+        # Each process gets its share of every batch.
+        self.loader = prepare_data_loader(loader, split_batches=True, put_on_device=False, **processes)
         self.device, self.formats, self.mix = accelerator.device, view.formats, mix
 
     def __len__(self) -> int:
@@ -316,8 +317,7 @@ class TrainingLoader:
     images that it would have seen.
 
     Args:
-        accelerator (`Accelerator`): With `split_batches`; each process gets its share of every batch. What a stream
-            needs to go on is in its checkpoints.
+        accelerator (`Accelerator`): Each process gets its share of every batch.
         images: What `load_images` returns.
         view (`View`): What is shown of an image.
         batch_size (`int`): Images of one optimizer step, over all processes and accumulation steps.

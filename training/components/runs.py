@@ -127,7 +127,6 @@ class RecipeTrainingArguments(TrainingArguments):
     def __post_init__(self):
         # A view is a function of (seed, epoch, index), and a loss that is not finite ends the run.
         self.remove_unused_columns, self.ignore_data_skip, self.logging_nan_inf_filter = False, True, False
-        self.accelerator_config = {"split_batches": True}
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False
         super().__post_init__()
