@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from frugalvit.common import conversations
 from frugalvit.common.loading import load_llava
 from frugalvit.training import align_llava
 from frugalvit.training.components.answers import Answers, answer
+from frugalvit.training.trainer import Progress
 from tiny import make_llava, make_paligemma, make_paligemma_processor, make_processor, make_tower
 
 
@@ -77,17 +79,13 @@ def test_the_projector_alone_learns_to_give_the_same_answers(align, pair, tmp_pa
 def test_a_run_that_was_stopped_goes_on(align, tmp_path):
     arguments = ("--epochs", "2", "--batch-size", "16", "--train-split", "train[:64]")
     whole = align(*arguments, name="whole")
-    run = align_llava.fit
 
-    def stopped(*given, before_step=None, **parts):
-        def stop(step, steps):
-            if step == 6:
-                raise KeyboardInterrupt
-
-        return run(*given, before_step=stop, **parts)
+    def stop(self, args, state, control, **_):
+        if state.global_step == 6:
+            raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(align_llava, "fit", stopped)
+        patch.setattr(Progress, "on_step_begin", stop)
         align(*arguments)
     again = align(*arguments)
     assert [epoch["train_loss"] for epoch in again["epochs"]] == [epoch["train_loss"] for epoch in whole["epochs"]]
@@ -242,7 +240,7 @@ def test_what_is_on_disk_cannot_have_lora(align, offloaded, tmp_path):
 
 
 def test_sharing_out_is_for_one_process(align, monkeypatch):
-    monkeypatch.setattr("accelerate.Accelerator.num_processes", 2)
+    monkeypatch.setattr(align_llava, "PartialState", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(ValueError, match="--device-map is 'auto', expected none with several processes"):
         align("--device-map", "auto")
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from accelerate import Accelerator
 from huggingface_hub import ModelCard, ModelCardData
 from PIL import Image
 
@@ -99,7 +98,7 @@ def test_a_missing_license_is_said_when_training_begins(tmp_path, capsys):
         *(("mit", None, False), (None, str(tmp_path), False)),
     ):
         run.license = license
-        say_license(Accelerator(cpu=True), run, base)
+        say_license(run, base)
         assert ("The card will name no license" in capsys.readouterr().out) == said
 
 

@@ -48,19 +48,16 @@ def test_trains_a_clip_that_evaluates_alike_everywhere(tmp_path):
 
 
 def test_images_of_a_class_are_not_pushed_from_its_sentences(tmp_path, monkeypatch):
-    fit, pairs = contrastive.fit, []
+    compute_loss, pairs = contrastive.ContrastiveTrainer.compute_loss, []
 
-    def watch(*arguments, compute_loss, **options):
-        def watched(model, batch):
-            loss = compute_loss(model, batch)
-            if not pairs:
-                # With one sentence a class, texts are as different as labels are.
-                pairs.append((loss.item(), expected_loss(model, batch)))
-            return loss
+    def watch(self, model, inputs, **options):
+        loss = compute_loss(self, model, inputs, **options)
+        if not pairs:
+            # With one sentence a class, texts are as different as labels are.
+            pairs.append((loss.item(), expected_loss(model, inputs)))
+        return loss
 
-        return fit(*arguments, compute_loss=watched, **options)
-
-    monkeypatch.setattr(contrastive, "fit", watch)
+    monkeypatch.setattr(contrastive.ContrastiveTrainer, "compute_loss", watch)
     run(tmp_path / "out", "--epochs", "1", "--sentences", "a {}")
     assert pairs[0][0] == pytest.approx(pairs[0][1], rel=1e-4)
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator
 from PIL import Image
 
 from frugalvit.common.data import (
@@ -161,11 +161,8 @@ def test_training_and_evaluation_must_agree_on_classes(write_parquet):
 
 
 def make_loader(images, *, accumulation=1, **options):
-    accelerator = Accelerator(
-        gradient_accumulation_steps=accumulation, dataloader_config=DataLoaderConfiguration(split_batches=True)
-    )
     options = {"batch_size": 4, "view": SmallDataView(FORMAT, padding=2)} | options
-    return TrainingLoader(accelerator, images, **options)
+    return TrainingLoader(Accelerator(), images, accumulation_steps=accumulation, **options)
 
 
 def batches(loader, *position):

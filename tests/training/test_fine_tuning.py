@@ -27,8 +27,7 @@ from frugalvit import cli, remove_context_broadcast
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.context_broadcast import has_context_broadcast
-from frugalvit.training import bootstrap, train
-from frugalvit.training.components import sharding
+from frugalvit.training import bootstrap, trainer
 
 
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2}
@@ -253,9 +252,9 @@ def by_part(names_and_rates: list[tuple[str, float]]) -> dict[str, set[float]]:
 
 def test_factors_of_learning_rates_end_in_the_optimizer(vit, tiny_run, monkeypatch):
     """The same for equal models of both libraries."""
-    calls = spy(monkeypatch, train, "prepare")
+    calls = spy(monkeypatch, trainer, "prepare_sharing")
     tiny_run(model=vit(), config_overrides=None, epochs=1, learning_rate=1e-3, layer_decay=0.5, head_multiplier=4)
-    [((_, model, optimizer, _), _)] = calls
+    [((_, model, optimizer), _)] = calls
     rates = {parameter: group["initial_lr"] for group in optimizer.param_groups for parameter in group["params"]}
     assert by_part([(name, rates[parameter]) for name, parameter in model.named_parameters()]) == {
         "embeddings": {1.25e-4},
@@ -276,16 +275,15 @@ def test_trains_on_smaller_images_and_evaluates_on_whole_ones(vit, distill, tiny
         seen[torch.is_grad_enabled()].add(tuple(images.shape[1:]))
         return forward(module, images)
 
-    def watch(accelerator, model, *others):
+    def watch(accelerator, model, optimizer):
         monkeypatch.setattr(nn.Conv2d, "forward", note)
-        return sharding.prepare(accelerator, model, *others)
 
-    monkeypatch.setattr(train, "prepare", watch)
+    monkeypatch.setattr(trainer, "prepare_sharing", watch)
     options = {}
     if distill:
         tiny_run(name="teacher", model=folder, **STILL)
         monkeypatch.undo()
-        monkeypatch.setattr(train, "prepare", watch)
+        monkeypatch.setattr(trainer, "prepare_sharing", watch)
         seen[False].clear(), seen[True].clear()
         options["distill_from"] = tmp_path / "teacher"
     results = tiny_run(model=folder, config_overrides=None, epochs=1, train_image_size=16, **options)
@@ -351,7 +349,7 @@ def test_timm_is_told_what_its_architecture_does_not_take(tmp_path, tiny_run):
 
 
 def test_blocks_of_timm_are_left_out_in_training(timm_vit, tiny_run, monkeypatch):
-    calls = spy(monkeypatch, train, "prepare")
+    calls = spy(monkeypatch, trainer, "prepare_sharing")
     tiny_run(model=timm_vit(), drop_path=0.3, **STILL)
-    [((_, model, *_), _)] = calls
+    [((_, model, _), _)] = calls
     assert model.timm_model.blocks[2].drop_path1.drop_prob == pytest.approx(0.3)

@@ -58,13 +58,13 @@ def run(tmp_path):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """What the recipe hands to the model: keyword arguments of every training step, and hints."""
+    """The weight of the hints in every training step, and the hints."""
     calls, forward = [], BootstrappedViTForImageClassification.forward
 
     def watch(self, *arguments, **options):
         outputs = forward(self, *arguments, **options)
         if self.training:
-            calls.append((options["hint_share"].item(), outputs.losses["hints"].detach()))
+            calls.append((self.hint_share.item(), outputs.losses["hints"].detach()))
         return outputs
 
     monkeypatch.setattr(BootstrappedViTForImageClassification, "forward", watch)
