@@ -26,11 +26,11 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
+from frugalvit import bootstrap
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import decode_image, load_images
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import ImageFormat
-from frugalvit.training import bootstrap
 from frugalvit.training.components.augmentation import BootstrapView
 from frugalvit.training.components.loaders import TrainingLoader
 from shared import add_results_argument, write_table
@@ -101,13 +101,17 @@ def with_peak(function, *arguments) -> tuple[float, float]:
 def recipe(arguments, folder: Path, cache: str) -> float:
     """`frugalvit bootstrap`; what it says of its second epoch."""
     output = Path(tempfile.mkdtemp(dir=folder))
-    bootstrap.main(
-        [
-            *("--teacher", str(folder / "teacher"), "--dataset", arguments.dataset, "--eval-split", "train[:4]"),
-            *("--batch-size", str(arguments.batch_size), "--steps-per-epoch", str(arguments.steps)),
-            *("--num-latent-tokens", "48", "--epochs", "2", "--output", str(output), "--no-compare"),
-            *("--teacher-cache", str(folder / "cache" if cache == "full" else output / "cache")),
-        ]
+    bootstrap(
+        str(folder / "teacher"),
+        arguments.dataset,
+        num_tokens=48,
+        output=output,
+        eval_split="train[:4]",
+        batch_size=arguments.batch_size,
+        steps_per_epoch=arguments.steps,
+        epochs=2,
+        teacher_cache=str(folder / "cache" if cache == "full" else output / "cache"),
+        compare=False,
     )
     return json.loads((output / "results.json").read_text(encoding="utf-8"))["epochs"][-1]["images_per_second"]
 

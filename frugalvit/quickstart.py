@@ -17,8 +17,9 @@ from .options.quickstart import parse
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
 from .resources import checkpoint_path
-from .training import bootstrap
+from .training.bootstrap import bootstrap
 from .training.components.runs import NOT_IN_REPOSITORY
+from .training.options.bootstrap import RECIPES
 
 
 HELD_BACK_IMAGES = 2000
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     teacher_path = checkpoint_path("cifar10-vit")
     bf16 = choose_mixed_precision(choose_device()) == "bf16"
     epochs = arguments.epochs or (4 if bf16 else 3)
-    views = epochs * bootstrap.RECIPES[RECIPE]["repeats"]
+    views = epochs * RECIPES[RECIPE]["repeats"]
     print(
         f"Bootstrapping a SparseFormer from {teacher_path.name} on {arguments.images:,} images without labels. Each "
         f"is shown {views} times: the bar counts to {views * arguments.images:,}. After each epoch, the student is "
@@ -44,18 +45,19 @@ def main(argv: list[str] | None = None) -> None:
         "the last number is another one."
     )
     counts = arguments.elastic_token_counts
-    bootstrap.main(
-        [
-            *(["--elastic-token-counts", *map(str, counts)] if counts else []),
-            *("--teacher", str(teacher_path)),
-            *("--recipe", RECIPE, "--no-compare"),
-            *("--dataset", SUBSET, "--train-split", f"train[:{arguments.images}]"),
-            # A glance after every epoch; all held-back images come at the end.
-            *("--eval-split", f"test[:{HELD_BACK_IMAGES // 4}]"),
-            *("--output", str(folder / "run")),
-            *("--epochs", str(epochs), "--seed", str(arguments.seed)),
-            *("--mixed-precision", "bf16" if bf16 else "no"),
-        ]
+    bootstrap(
+        str(teacher_path),
+        SUBSET,
+        counts,
+        folder / "run",
+        recipe=RECIPE,
+        train_split=f"train[:{arguments.images}]",
+        # A glance after every epoch; all held-back images come at the end.
+        eval_split=f"test[:{HELD_BACK_IMAGES // 4}]",
+        epochs=epochs,
+        seed=arguments.seed,
+        mixed_precision="bf16" if bf16 else "no",
+        compare=False,
     )
 
     with whole_folder(folder / "model", overwrite=True) as repository:
