@@ -6,11 +6,10 @@ python model_cards/render.py
 import re
 from pathlib import Path
 
-import yaml
 from huggingface_hub import ModelCard
 
 from frugalvit.info import variants
-from frugalvit.training.components.arguments import RECIPE_FILES
+from frugalvit.training.components.arguments import RECIPE_FILES, read_recipe
 
 
 HERE = Path(__file__).resolve().parent
@@ -39,7 +38,7 @@ USES = {
 }
 
 
-def read_recipe(file: Path) -> dict:
+def describe_recipe(file: Path) -> dict:
     """A recipe's arguments, and what its comment says: what it is, its commands, notes, size, the paper's numbers."""
     text = file.read_text(encoding="utf-8")
     lines = [line.removeprefix("#").removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
@@ -52,7 +51,7 @@ def read_recipe(file: Path) -> dict:
     for found in filter(None, (counted, theirs)):
         notes = notes.replace(found[0], "")
     return {
-        "arguments": yaml.safe_load(text),
+        "arguments": read_recipe(file)[1],
         "about": about,
         "commands": commands,
         "notes": notes.strip(),
@@ -135,7 +134,7 @@ def list_of(recipes: dict[str, dict]) -> str:
 
 def render() -> dict[str, str]:
     """All that this writes: texts by path, from here on."""
-    recipes = {file.stem: read_recipe(file) for file in sorted(RECIPE_FILES.glob("*.yaml"))}
+    recipes = {file.stem: describe_recipe(file) for file in sorted(RECIPE_FILES.glob("*.yaml"))}
     cards = {f"papers/{name}.md": card_of(name, recipe) for name, recipe in recipes.items()}
     return {"README.md": list_of(recipes), **cards}
 

@@ -9,7 +9,6 @@ import timm
 import torch
 import torch.fx.experimental._config as fx_config
 import transformers
-import yaml
 from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, ViTImageProcessor
 
 from frugalvit import (
@@ -29,6 +28,7 @@ from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap, joint, segment, train
 from frugalvit.training.components.arguments import (
     RECIPE_FILES,
+    read_recipe,
     recipes_of,
 )
 from frugalvit.training.components.optimizers import optimizer_with_schedule
@@ -103,7 +103,8 @@ TEACHERS = {
 def read(file) -> tuple[dict, str]:
     """A file's values, and its comment in one line."""
     text = file.read_text(encoding="utf-8")
-    return yaml.safe_load(text), " ".join(line.strip("# ") for line in text.splitlines() if line.startswith("#"))
+    comment = " ".join(line.strip("# ") for line in text.splitlines() if line.startswith("#"))
+    return read_recipe(file)[1], comment
 
 
 @pytest.fixture(scope="module")

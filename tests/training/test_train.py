@@ -7,7 +7,6 @@ import sys
 import datasets
 import pytest
 import torch
-import yaml
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -22,7 +21,7 @@ from transformers import (
 from frugalvit.attention import measure_attention
 from frugalvit.common.data import class_names, load_images
 from frugalvit.training import joint, train
-from frugalvit.training.components.arguments import recipes_of
+from frugalvit.training.components.arguments import read_recipe, recipes_of
 
 
 VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -339,7 +338,7 @@ def test_inserts_context_broadcast(tiny_run, tmp_path):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_of_the_papers_can_be_read(recipe, tiny_run, tmp_path):
     """One of each architecture, but for fewer and smaller images and layers, and fewer steps of Algorithm 1."""
-    values = yaml.safe_load(recipes_of("frugalvit train")[recipe].read_text(encoding="utf-8"))
+    _, values = read_recipe(recipes_of("frugalvit train")[recipe])
     small = {"dataset": "cifar10-subset", "mixed_precision": "no", "learning_rate": 1e-3, "label_column": "label"}
     if "initialization_options" in values:
         small["initialization_options"] = values["initialization_options"] + ",steps=2"
@@ -447,6 +446,7 @@ def test_aliases_do_not_unfold(text, taken, tmp_path, capsys):
         (["--output", "x", "--crop-ratio", "2", "1"], "expected two positive numbers, lower first"),
         (["--output", "x", "--lr-scheduler", "cubic"], "--lr-scheduler is 'cubic', expected one of linear"),
         (["--output", "x", "--mixed-precision", "int8"], "invalid choice: 'int8'"),
+        (["--output", "x", "--config", "augreg-base-49-224"], "augreg-base-49-224 is for frugalvit bootstrap"),
         (["--output", "x", "--config", "no.yaml"], "No such file or directory: 'no.yaml'"),
         (["--epochs", "1"], "the following arguments are required: --output"),
     ],

@@ -227,7 +227,7 @@ class ArgumentParser(OneSpelling, HfArgumentParser):
         argv = list(sys.argv[1:] if argv is None else argv)
         try:
             if given := _value_of("--config", argv):
-                argv = _read_arguments(_find_file(given, recipes_of(self.prog))) + argv
+                argv = self._read(given) + argv
             *parsed, _, rest = self.parse_args_into_dataclasses(
                 argv, look_for_args_file=False, return_remaining_strings=True
             )
@@ -236,6 +236,19 @@ class ArgumentParser(OneSpelling, HfArgumentParser):
             return tuple(parsed)
         except (ValueError, OSError) as error:
             self.error(printable(" ".join(str(error).split())))
+
+    def _read(self, given: str) -> list[str]:
+        """A file's arguments, or a recipe's of this name, as on a command line."""
+        command, content = read_recipe(_find_file(given, recipes_of(self.prog)))
+        if command is not None and f"frugalvit {command}" != self.prog:
+            raise ValueError(f"--config {given} is for frugalvit {command}")
+        values = {name: value if isinstance(value, list) else [value] for name, value in content.items()}
+        return [
+            text
+            for name, value in values.items()
+            if value != [None] and value
+            for text in (f"--{name}", *(os.path.expanduser(str(each)) for each in value))
+        ]
 
 
 def fill_groups(types: list[type], options: dict) -> tuple:
@@ -260,22 +273,38 @@ def as_words(name: str, value) -> list[str]:
 
 
 def recipes_of(prog: str) -> dict[str, Path]:
-    """The files in `recipes/` for a command, by name: those whose comment calls it."""
-    files = {file.stem: file for file in sorted(RECIPE_FILES.glob("*.yaml"))}
-    return {
-        name: file
-        for name, file in files.items()
-        if re.search(rf"^# +{prog} --config {name}( |$)", file.read_text(encoding="utf-8"), re.MULTILINE)
-    }
+    """The files in `recipes/` for a command, by name."""
+    files = sorted(RECIPE_FILES.glob("*.yaml"))
+    return {file.stem: file for file in files if f"frugalvit {read_recipe(file)[0]}" == prog}
+
+
+def read_recipe(file: Path) -> tuple[str | None, dict]:
+    """The command that a file of arguments is for, if it says so, and the arguments.
+
+    Raises:
+        ValueError: if it is neither YAML nor JSON, or holds no names and values.
+    """
+    try:
+        content = yaml.load(read_text(file), _Loader)  # JSON is YAML
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"--config {file} is neither YAML nor JSON ({error}).") from error
+    command = None
+    if isinstance(content, dict):
+        # What a run leaves has its arguments inside.
+        command = content.pop("command", None) if "arguments" not in content else None
+        content = content.get("arguments", content)
+    check(str(file), isinstance(content, dict), "config", "a file of names and values")
+    return command, content
 
 
 def _find_file(given: str, recipes: dict[str, Path]) -> Path:
-    """The file that `--config` names, or the recipe if there is no such file."""
-    if Path(given).is_file():
-        return Path(given)
-    if given not in recipes and (names := difflib.get_close_matches(given, recipes)):
+    """The file that `--config` names, or the recipe, of any command, if there is no such file."""
+    recipe = RECIPE_FILES / f"{given}.yaml"
+    if not Path(given).is_file() and recipe.is_file():
+        return recipe
+    if not Path(given).is_file() and (names := difflib.get_close_matches(given, recipes)):
         raise ValueError(f"--config {given} is no file and no recipe; did you mean {', '.join(names)}?")
-    return recipes.get(given, Path(given))
+    return Path(given)
 
 
 def _value_of(option: str, argv: list[str]) -> str | None:
@@ -302,24 +331,6 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("true|True|TRUE|false|False|FALSE"), "tTfF")
-
-
-def _read_arguments(file: Path) -> list[str]:
-    """A file's arguments as on a command line."""
-    try:
-        content = yaml.load(read_text(file), _Loader)  # JSON is YAML
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"--config {file} is neither YAML nor JSON ({error}).") from error
-    if isinstance(content, dict):
-        content = content.get("arguments", content)
-    check(str(file), isinstance(content, dict), "config", "a file of names and values")
-    values = {name: value if isinstance(value, list) else [value] for name, value in content.items()}
-    return [
-        text
-        for name, value in values.items()
-        if value != [None] and value
-        for text in (f"--{name}", *(os.path.expanduser(str(each)) for each in value))
-    ]
 
 
 def reason(error: BaseException) -> str | None:
