@@ -31,6 +31,7 @@ from ..modeling.hub import upload_folder
 from .components.arguments import ImageArguments, RunArguments
 from .components.cards import choice_of_epoch, write_card
 from .components.checkpoints import TEST, Checkpoints, TrainingState
+from .components.images import as_images
 from .components.interruptions import Interruption
 from .components.loaders import DeviceLoader, TrainingLoader, check_images, describe_parts, evaluation_loader
 from .components.runs import (
@@ -133,6 +134,10 @@ class RecipeTrainer(Trainer):
         """What the best model's weights are those of."""
         return self.model_wrapped
 
+    def take_images(self, images):
+        """Images to evaluate on, as the trainer reads them."""
+        return as_images(images)
+
     def before_epoch(self, epoch: int):
         """Called with the epoch, from 0, before it begins and when the run goes on within it."""
 
@@ -176,7 +181,7 @@ class RecipeTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset=None) -> DeviceLoader:
         if eval_dataset is None or eval_dataset is self.evaluation_part[0]:
             return self.eval_loader
-        return self.make_evaluation_loader(eval_dataset)
+        return self.make_evaluation_loader(self.take_images(eval_dataset))
 
     def _prepare_inputs(self, inputs: dict) -> dict:
         # They are on the device, and stay one and the same `dict`, in which a loss may note what it needs again.
@@ -207,7 +212,7 @@ class RecipeTrainer(Trainer):
         """What the model reaches on images, as `{prefix}_…`.
 
         Args:
-            eval_dataset (`datasets.Dataset`, *optional*): Other images than those that the trainer was given.
+            eval_dataset (*optional*): Other images than those that the trainer was given.
             ignore_keys: Not used.
             metric_key_prefix (`str`, *optional*, defaults to `"eval"`): Of the names.
 
@@ -261,6 +266,8 @@ class RecipeTrainer(Trainer):
         if self.args.load_best_model_at_end:
             best = type(self.saved).from_pretrained(self.args.output_dir)
             self.accelerator.unwrap_model(self.saved).load_state_dict(best.state_dict())
+        if self.args.push_to_hub:
+            self.push_to_hub()
         return output
 
     def create_optimizer(self, model=None):
@@ -339,6 +346,10 @@ class RecipeTrainer(Trainer):
         weights = clean_state_dict_for_safetensors(state_dict or self.model.state_dict())
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         save(weights, Path(output_dir) / SAFE_WEIGHTS_NAME, safe_serialization=True)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        # The best model alone is pushed, at the end.
+        pass
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with foreign_files(resume_from_checkpoint):

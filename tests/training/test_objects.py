@@ -39,6 +39,11 @@ def images():
     return load_images("cifar10-subset", "train[:32]")
 
 
+@pytest.fixture(scope="module")
+def held_back():
+    return load_images("cifar10-subset", "test[:16]")
+
+
 class Pairs(Dataset):
     """A dataset of PyTorch, as torchvision has them."""
 
@@ -87,7 +92,7 @@ def test_one_call_gives_what_the_command_gives(of_command, teacher, tmp_path, mo
 
 
 @pytest.mark.parametrize("kind", ["data set", "PyTorch", "PIL", "paths", "folder"])
-def test_images_are_what_people_have(kind, of_command, images, teacher, tmp_path):
+def test_images_are_what_people_have(kind, of_command, images, held_back, teacher, tmp_path):
     """The same student from the same pixels."""
     pictures = [decode_image(row["image"], 0) for row in images]
     for number, picture in enumerate(pictures):
@@ -100,7 +105,6 @@ def test_images_are_what_people_have(kind, of_command, images, teacher, tmp_path
         "paths": sorted((tmp_path / "images").iterdir()),
         "folder": str(tmp_path / "images"),
     }[kind]
-    held_back = load_images("cifar10-subset", "test[:16]")
     bootstrap(str(teacher), given, output=tmp_path / "out", eval_images=held_back, **SHORT)
     assert_equal(weights(tmp_path / "out"), weights(of_command))
 
@@ -130,7 +134,7 @@ def test_what_does_not_fit_is_raised(options, error, message, teacher, tmp_path)
 
 
 @pytest.fixture
-def make(teacher, images, tmp_path):
+def make(teacher, images, held_back, tmp_path):
     """Makes a trainer of a fresh student."""
 
     def make(name="out", callbacks=None, **options):
@@ -143,7 +147,7 @@ def make(teacher, images, tmp_path):
             model=student,
             args=BootstrapArguments(output_dir=str(tmp_path / name), **values | options),
             train_dataset=images,
-            eval_dataset=load_images("cifar10-subset", "test[:16]"),
+            eval_dataset=held_back,
             processing_class=AutoImageProcessor.from_pretrained(teacher),
             callbacks=callbacks,
         )
@@ -175,10 +179,10 @@ class Recorder(TrainerCallback):
         self.events.append(state.global_step)
 
     def on_evaluate(self, args, state, control, metrics, **_):
-        self.events.append(metrics["eval_alignment"])
+        self.events += [value for name, value in metrics.items() if name == "eval_alignment"]
 
 
-def test_trains_evaluates_and_saves_as_a_trainer(make, tmp_path, monkeypatch):
+def test_trains_evaluates_and_saves_as_a_trainer(make, held_back, tmp_path, monkeypatch):
     recorder = Recorder()
     own = make(callbacks=[recorder], save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True)
     before = own.evaluate()
@@ -195,6 +199,9 @@ def test_trains_evaluates_and_saves_as_a_trainer(make, tmp_path, monkeypatch):
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert_equal(student.state_dict(), own.student.state_dict())
     assert "frugalvit.BootstrapTrainer" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert own.evaluate([decode_image(row["image"], 0) for row in held_back], metric_key_prefix="other") == {
+        "other_alignment": pytest.approx(results["best"]["alignment"], abs=1e-6)
+    }
     own.save_model(tmp_path / "saved")
     assert_equal(weights(tmp_path / "saved"), weights(tmp_path / "out"))
     uploaded = []
@@ -229,7 +236,7 @@ def test_a_run_that_stopped_goes_on_by_the_same_call(make, tmp_path):
     make(learning_rate=1e-5, overwrite=True, num_train_epochs=1).train()
 
 
-def test_a_classifier_is_trained_as_by_the_command(images, tmp_path):
+def test_a_classifier_is_trained_as_by_the_command(images, held_back, tmp_path):
     vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
     words = ("--train-split", "train[:32]", "--eval-split", "test[:16]", "--epochs", "1", "--batch-size", "16")
     train.main([*words, "--config-overrides", vit, "--mixed-precision", "no", "--output", str(tmp_path / "command")])
@@ -239,7 +246,6 @@ def test_a_classifier_is_trained_as_by_the_command(images, tmp_path):
     args = ImageClassificationArguments(
         output_dir=str(tmp_path / "out"), num_train_epochs=1, per_device_train_batch_size=16, use_cpu=True
     )
-    held_back = load_images("cifar10-subset", "test[:16]")
     ImageClassificationTrainer(model, args, Pairs(images), held_back, processing_class=processor).train()
     assert_equal(weights(tmp_path / "out"), weights(tmp_path / "command"))
 
