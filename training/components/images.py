@@ -44,6 +44,16 @@ class PlainImages:
         return images
 
 
+def is_selected(features: datasets.Features | None) -> bool:
+    """Whether the columns are those that `load_images` returns."""
+    others = {name: kind for name, kind in (features or {}).items() if name != "image"}
+    return (
+        features is not None
+        and features.get("image") == datasets.Image(decode=False)
+        and all(name == "label" and isinstance(kind, datasets.ClassLabel) for name, kind in others.items())
+    )
+
+
 def labeled_images(train, evaluation=None, test=None) -> tuple:
     """Images to train on, to evaluate on and to test on, of a recipe that learns from labels, see `as_images`.
 
@@ -70,7 +80,8 @@ def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImag
         ValueError: if there are no images.
     """
     if isinstance(images, datasets.Dataset | datasets.IterableDataset):
-        return select_images(images, "the data set")
+        # Those that are selected already are known by their fingerprint, for example to caches.
+        return images if is_selected(images.features) else select_images(images, "the data set")
     if isinstance(images, str | Path):
         return load_images(str(images))
     if not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
