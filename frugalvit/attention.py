@@ -31,7 +31,9 @@ from .modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassific
 from .options.attention import parse
 from .pictures import LEGEND_COLOR, LEGEND_SIZE, LINE_COLORS, TEXT_COLOR, check_picture_path, label_lines, save_figure
 from .predict import find_images, read_images
-from .training import joint, train
+from .training import joint
+from .training.components.classifiers import starting_model
+from .training.options import train
 
 
 # The corner of the maps that is enlarged, as in the paper's figures, and how far from a position a head's favorite
@@ -142,7 +144,7 @@ def own_start(folder: str, model: PreTrainedModel, trust_remote_code: bool = Fal
     Raises:
         ValueError: if the folder has no `run.json` of such a run.
     """
-    folder, makers = Path(folder), {train.PROG: train.starting_model, joint.PROG: joint.starting_twins}
+    folder, makers = Path(folder), {train.PROG: starting_model, joint.PROG: joint.starting_twins}
     known, file = " or ".join(makers), folder / "run.json"
     if folder.name in joint.PARTS and not file.is_file():
         file, makers = folder.parent / "run.json", {joint.PROG: joint.starting_twins}

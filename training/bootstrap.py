@@ -9,12 +9,9 @@ the paper's; it names no optimizer, AdamW is our choice. Continued bootstrapping
 tokens or pixels. `recipes/` has a file for each student of the paper, of ablations with an option that it names.
 """
 
-import json
 import math
-import random
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,43 +24,42 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..common.comparison import compare_speeds, describe_pair, side_by_side, slower_than_teacher
+from ..common.comparison import describe_pair
 from ..common.data import hold_back, load_splits, match_classes
-from ..common.files import write_json
 from ..common.loading import load_vision_model
 from ..common.metrics import TopKAccuracy
-from ..common.names import without_place
 from ..common.precision import hold_teacher
-from ..common.tables import format_markdown, format_table
 from ..common.views import ImageFormat
-from ..configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
-from ..configuration.configuration_sparseformer import choose_grid
 from ..modeling.hosts import Anatomy, read_anatomy
-from ..modeling.modeling_sparseformer import (
-    SparseFormerForImageClassification,
-    SparseFormerPreTrainedModel,
-    SparseFormerVisionModel,
-    SparseFormerVisionModelWithProjection,
-)
+from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
 from .components.arguments import DataArguments, RunArguments, as_words, fill_groups, run_as_program
 from .components.attended_windows import attended_windows
 from .components.augmentation import BootstrapView, PairedEvalView
-from .components.cards import add_table, choice_of_epoch, count_measured, say_license, write_card
+from .components.cards import choice_of_epoch, count_measured, say_license, write_card
 from .components.checkpoints import TrainingState
 from .components.images import as_images
-from .components.models import choose_attention, parse_overrides, read_values, write_values
-from .components.optimizers import make_optimizer, parameter_groups
+from .components.models import choose_attention
 from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
+from .components.side_by_side import compare, describe, introduce
+from .components.students import (
+    apply_recipe,
+    build_optimizer,
+    build_student,
+    check_teacher,
+    fill_in,
+    format_of,
+    freeze,
+    recipe_of,
+    token_counts_to_train,
+)
 from .components.teacher_cache import TeacherCache
 from .losses import AlignmentLoss, Targets
 from .options.bootstrap import (
     GROUPS,
-    LARGEST_SMALL,
     PROG,
     RECIPES,
     AlignmentArguments,
     ScheduleArguments,
-    StudentArguments,
     check_blocks,
     parse,
 )
@@ -433,206 +429,6 @@ def run_recipe(trainer: BootstrapTrainer, compares: bool):
         compare(anatomy, type(student), sizes, costs, Path(trainer.run.output_dir), state)
 
 
-def recipe_of(config, size: tuple[int, int]) -> str:
-    """The recipe for a student that is configured so, of a teacher with images of that size."""
-    if config.patch_size is not None:
-        return "inherited"
-    return "paper" if max(size) > LARGEST_SMALL else "small"
-
-
-def fill_in(groups: Sequence, values: dict):
-    """Set the arguments that were not given."""
-    for group in groups:
-        for name, value in values.items():
-            if getattr(group, name, value) is None:
-                setattr(group, name, value)
-
-
-def apply_recipe(arguments: Sequence, size: tuple[int, int]):
-    """Fill in what the command line leaves open: by `--recipe` or else the teacher's image size, and by what else was
-    given.
-
-    Args:
-        arguments (sequence): Dataclasses of arguments, `StudentArguments` first.
-        size (pair of `int`): Height and width of the teacher's images in pixels.
-    """
-    pair = arguments[0]
-    # A student that was trained before would lose by large steps.
-    small = "paper" if pair.student or max(size) > LARGEST_SMALL else "small"
-    pair.recipe = pair.recipe or ("inherited" if pair.focusing == "inherited" else small)
-    values = RECIPES[pair.recipe] | {"epochs": 20}
-    if pair.student:
-        # It has its configuration, and its weights are good enough to begin with.
-        values |= {"config_overrides": "", "learning_rate": values["learning_rate"] / 4, "warmup_epochs": 0.0}
-        values["epochs"] = 5
-    if any(getattr(group, "teacher_cache", None) for group in arguments):
-        values["token_loss_weight"] = 0.0
-    if not pair.glance and not pair.student:
-        values["window_loss_weight"] = 0.0
-    overrides = values.pop("config_overrides"), pair.config_overrides
-    pair.config_overrides = write_values(read_values("config_overrides", ",".join(filter(None, overrides))))
-    fill_in(arguments, values)
-
-
-def check_teacher(teacher: Anatomy, name: str):
-    """Raise a ValueError if the teacher does not take the images that its image processor makes."""
-    teacher.require_plain("bootstrap from", embeds=True)
-    with torch.inference_mode():
-        try:
-            teacher.embed(teacher.example())
-        # Models fail in more ways than can be listed.
-        except Exception as error:
-            raise ValueError(
-                f"--teacher {name} does not take what its image processor makes, images of "
-                f"{' x '.join(map(str, teacher.image_size))} pixels: {' '.join(str(error).split())[:200]}"
-            ) from error
-
-
-def build_student(
-    pair: StudentArguments, teacher: Anatomy, teacher_format: ImageFormat
-) -> SparseFormerPreTrainedModel:
-    """A new student with the teacher's blocks, or `--student` with the tokens and pixels that are wanted."""
-    if pair.student:
-        student, _ = load_vision_model(pair.student, "cpu")
-        if not isinstance(student, SparseFormerPreTrainedModel):
-            raise ValueError(f"--student {pair.student} is no SparseFormer but a {type(student).__name__}.")
-        projects = isinstance(student, SparseFormerVisionModelWithProjection)
-        width = student.config.projection_dim if projects else student.config.pooled_size
-        teacher_width = teacher.embedding_size
-        if width != teacher_width or projects != (teacher.projection is not None):
-            raise ValueError(
-                f"--student {pair.student} gives embeddings {width} wide and --teacher {teacher_width}, before or "
-                "after a projection; these cannot be aligned. Give the teacher that the student was bootstrapped from."
-            )
-        if pair.num_latent_tokens not in (None, student.config.num_latent_tokens):
-            student.resize_tokens(pair.num_latent_tokens)
-        if pair.elastic_token_counts:
-            student.config.elastic_token_counts = pair.elastic_token_counts
-        student.set_num_tokens(None)
-        if pair.image_size:
-            set_image_size(student.config, pair.image_size)
-        return student
-    if teacher_format.reverse_channels and pair.focusing == "inherited":
-        raise ValueError(
-            f"--teacher {pair.teacher} takes blue, green and red; a student gets red, green and blue, for which the "
-            "teacher's patches are not made. Leave --focusing inherited out."
-        )
-    height, width = teacher_format.size
-    image_size = height if height == width else [height, width]
-    if teacher.classifier is not None:
-        student_class = SparseFormerForImageClassification
-    else:
-        student_class = (
-            SparseFormerVisionModel if teacher.projection is None else SparseFormerVisionModelWithProjection
-        )
-    glance = {}
-    if pair.focusing == "inherited" and pair.glance:
-        # Windows are smaller than the image, which is then needed at twice the size, too.
-        glance = {"glance_grid": choose_grid(pair.glance, teacher_format.size), "num_pyramid_levels": 2}
-    student = student_class.from_teacher(
-        teacher,
-        num_latent_tokens=pair.num_latent_tokens,
-        elastic_token_counts=pair.elastic_token_counts,
-        truncate=pair.truncate,
-        inherit_blocks=pair.inherit_blocks,
-        focusing=pair.focusing,
-        break_ties=pair.break_ties,
-        image_mean=teacher_format.mean,
-        image_std=teacher_format.std,
-        resample=teacher_format.resample,
-        resize_size=teacher_format.resize,
-        **{"image_size": image_size, **glance, **parse_overrides("sparseformer", pair.config_overrides)},
-    )
-    if pair.image_size:
-        set_image_size(student.config, pair.image_size)
-    return student
-
-
-def token_counts_to_train(config, seed: str) -> list[int]:
-    """The largest count of tokens, the smallest, and two of the others, chosen by the seed.
-
-    The sandwich rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*.
-    """
-    smallest, *between = config.trained_token_counts
-    if not between:
-        return [smallest]
-    *between, largest = between
-    return [largest, *random.Random(seed).sample(between, min(len(between), 2)), smallest]
-
-
-def set_image_size(config, image_size: int):
-    """Other pixels for the preprocessing; the model takes any."""
-    if config.resize_size is not None:
-        config.resize_size = round(config.resize_size * image_size / min(pair_of(config.image_size)))
-    config.image_size = image_size
-
-
-def format_of(config) -> ImageFormat:
-    """The images that a SparseFormer's configuration wants."""
-    return ImageFormat(
-        pair_of(config.image_size), config.image_mean, config.image_std, config.resample, config.resize_size
-    )
-
-
-def freeze(
-    student: SparseFormerPreTrainedModel, pair: StudentArguments | BootstrapArguments, num_blocks: int
-) -> set[nn.Parameter]:
-    """Leave the focusing stage and the blocks to tune trainable; returns the parameters of the latter.
-
-    Without inherited blocks the whole transformer is trained, and only what follows it is frozen: the inherited
-    classifier, projection or pooling head.
-    """
-    for name in ("classifier", "visual_projection", "pooling_head"):
-        for owner in (student, student.base_model):
-            if isinstance(module := getattr(owner, name, None), nn.Module):
-                module.requires_grad_(False)
-    if not pair.inherit_blocks:
-        return set()
-    base = student.base_model
-    layers, inherits_patches = base.layers, base.config.patch_size is not None
-    tune = 1 / 3 if pair.tune is None else pair.tune
-    count = int(tune) if tune >= 1 else round(tune * num_blocks)
-    if pair.tune_all or (inherits_patches and pair.tune is None):
-        count = len(layers)
-    if count > len(layers):
-        raise ValueError(f"--tune asks for {count} blocks, the student has {len(layers)}; --tune-all tunes them all.")
-    layers[count:].requires_grad_(False)
-    if inherits_patches:
-        # Cells stay where they are in the window. All but the glance begins as the teacher's.
-        base.latents.initial_rois.requires_grad_(False)
-        return {*base.parameters()} - {*(base.glance or nn.Module()).parameters()}
-    base.layernorm.requires_grad_(False)
-    return set(layers[:count].parameters())
-
-
-def build_optimizer(student, tuned: set[nn.Parameter], schedule: ScheduleArguments, steps_per_epoch: int, epochs: int):
-    """Optimizer and schedule: a rise over the warm-up, at 0 for inherited weights beside new ones, then a fall as half
-    a cosine."""
-    warmup, total = round(schedule.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch
-
-    def rate(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
-
-    # Where the focusing stage is inherited, too, nothing waits for it.
-    waits = student.config.patch_size is None
-
-    def inherited_rate(step: int) -> float:
-        return 0.0 if step < warmup and waits else schedule.inherited_learning_rate * rate(step)
-
-    groups, rates = [], []
-    for group in parameter_groups(student, schedule.weight_decay, schedule.optimizer):
-        for members, factor in (
-            ([p for p in group["params"] if p not in tuned], rate),
-            ([p for p in group["params"] if p in tuned], inherited_rate),
-        ):
-            groups.append({**group, "params": members})
-            rates.append(factor)
-    optimizer = make_optimizer(schedule.optimizer, groups, lr=schedule.learning_rate)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
-
-
 @torch.inference_mode()
 def evaluate_student(
     accelerator: Accelerator, model, config, project, classify, teacher: Anatomy, loader, targets
@@ -672,94 +468,6 @@ def evaluate_student(
             if labeled:
                 results[f"accuracy_{count}"] = found[count]
     return results
-
-
-def introduce(costs: list[dict], sizes: Sequence[tuple[int, int]], names: Sequence[str]) -> list[str]:
-    """Teacher and student, a line each, of what `describe_pair` counted; `sizes` of images and `names` of both."""
-    lines = []
-    for cost in costs:
-        role = cost["model"]
-        height, width = sizes[role == "student"]
-        macs = "" if cost["macs"] is None else f"{cost['macs'] / 1e9:.3g} G multiply-accumulates, "
-        lines.append(
-            f"{role.capitalize()}: {names[role == 'student']}, {cost['parameters']:,} parameters, {macs}"
-            f"{tokens_of(cost)}, {height} x {width} pixels."
-        )
-    return lines
-
-
-def tokens_of(cost: dict) -> str:
-    """The tokens of a row of `describe_pair`, as they are asked for, and those that always are among them."""
-    kind = "patches" if cost["model"] == "teacher" else "latent tokens"
-    others = cost["tokens"] - cost["num_tokens"]
-    return f"{cost['num_tokens']:,} {kind}" + {0: "", 1: " and [CLS]"}.get(
-        others, f" and {others} more, [CLS] and registers"
-    )
-
-
-def compare(
-    teacher: Anatomy,
-    student_class: type[SparseFormerPreTrainedModel],
-    sizes: Sequence[tuple[int, int]],
-    costs: list[dict],
-    folder: Path,
-    state: TrainingState,
-):
-    """Measure the speeds of the teacher and of the student in a folder, print both side by side with what the best
-    epoch's evaluation said and what they cost, and add that to `results.json`."""
-    weight = next(teacher.model.parameters())
-    dtype = weight.dtype
-    teacher.source.to(dtype)
-    student = student_class.from_pretrained(folder).to(weight.device, dtype)
-    rows = side_by_side(costs, scores_of(state, student.config), compare_speeds(teacher, student, *sizes))
-    print(f"Side by side, on {weight.device.type} in {str(dtype).removeprefix('torch.')}:\n\n{format_table(rows)}\n")
-    if slow := slower_than_teacher(rows):
-        print(
-            f"Warning: the student is not faster than its teacher, {' and '.join(slow)}. Fewer tokens "
-            "(--num-latent-tokens), fewer blocks (--truncate) or a smaller focusing stage (--config-overrides) help."
-        )
-    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    write_json(folder / "results.json", results | {"comparison": rows})
-    add_table(folder, "Beside the teacher", rows)
-
-
-def scores_of(state: TrainingState, config) -> list[dict[str, float]]:
-    """What the best epoch's evaluation said of the teacher and of the student, for each count of tokens: accuracy, or
-    else alignment."""
-    counts = config.trained_token_counts
-    measured = state.measured
-    name = next((name for name in ("accuracy", "alignment") if name in measured), None)
-    if name is None:
-        return [{} for _ in ("teacher", *counts)]
-    names = [name] if len(counts) == 1 else [f"{name}_{count}" for count in counts]
-    return [{name: measured.get(key)} for key in (f"teacher_{name}", *names)]
-
-
-def describe(
-    teacher: str, student: SparseFormerPreTrainedModel, labels: bool, state: TrainingState, images: str
-) -> str:
-    """What came out, in a sentence, of so many `images`, and for several counts of tokens a table."""
-    config = student.config
-    counts = config.trained_token_counts
-    tokens = f"{', '.join(map(str, counts))} latent tokens{' and [CLS]' if config.use_cls_token else ''}"
-    choice = "" if len(counts) == 1 else ", of which a call chooses (`num_tokens`)"
-    text = (
-        f"A SparseFormer with {tokens}{choice}, bootstrapped from {without_place(teacher)}"
-        f"{'' if labels else ' without labels'}"
-    )
-    measured = state.measured
-    if "accuracy" in measured:
-        own, teachers = measured["accuracy"], measured["teacher_accuracy"]
-        text = f"{text}: accuracy {own:.2%}{images}, the teacher's is {teachers:.2%}."
-    elif "alignment" in measured:
-        text = f"{text}: mean cosine with the teacher's embeddings {measured['alignment']:.4f}{images}."
-    else:
-        text = f"{text}, not evaluated."
-    if len(counts) > 1 and "alignment" in measured:
-        _, *scores = scores_of(state, config)
-        rows = [{"num_tokens": count, **score} for count, score in zip(counts, scores, strict=True)]
-        text = f"{text}\n\n{format_markdown(rows)}"
-    return text
 
 
 if __name__ == "__main__":

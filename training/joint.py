@@ -197,7 +197,7 @@ def build_twins(arguments: TwinArguments, names: list[str], seed: int = 0) -> Bo
 
 
 def starting_twins(values: dict, config) -> BootstrappedViTForImageClassification:
-    """The pair that a run began with; as `frugalvit.training.train.starting_model`."""
+    """The pair that a run began with; as `components.classifiers.starting_model`."""
     arguments = TwinArguments(
         **{f.name: values[f.name] for f in dataclasses.fields(TwinArguments) if f.name in values}
     )

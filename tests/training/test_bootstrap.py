@@ -27,6 +27,7 @@ from frugalvit.common.macs import count_macs
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.layers import divergence
 from frugalvit.training import bootstrap
+from frugalvit.training.components import side_by_side, students
 from frugalvit.training.components.arguments import ArgumentParser
 from frugalvit.training.components.token_alignment import TokenAlignment, distance_from_largest
 from frugalvit.training.options.bootstrap import BootstrapRunArguments
@@ -125,14 +126,14 @@ def test_repeated_steps_ask_the_teacher_once(teacher, tmp_path, monkeypatch):
 
 
 def test_schedule_is_a_warm_up_and_half_a_cosine():
-    pair = bootstrap.StudentArguments(teacher="t")
-    config = bootstrap.SparseFormerForImageClassification.config_class(
+    pair = students.StudentArguments(teacher="t")
+    config = students.SparseFormerForImageClassification.config_class(
         hidden_size=16, focusing_hidden_size=8, num_hidden_layers=2, num_latent_tokens=4, stem_channels=4
     )
-    student = bootstrap.SparseFormerForImageClassification(config)
-    tuned = bootstrap.freeze(student, pair, 3)
-    schedule = bootstrap.ScheduleArguments(learning_rate=1.0, warmup_epochs=1, inherited_learning_rate=0.1)
-    optimizer, scheduler = bootstrap.build_optimizer(student, tuned, schedule, steps_per_epoch=4, epochs=3)
+    student = students.SparseFormerForImageClassification(config)
+    tuned = students.freeze(student, pair, 3)
+    schedule = students.ScheduleArguments(learning_rate=1.0, warmup_epochs=1, inherited_learning_rate=0.1)
+    optimizer, scheduler = students.build_optimizer(student, tuned, schedule, steps_per_epoch=4, epochs=3)
     rates = []
     for _ in range(12):
         rates.append(sorted({group["lr"] for group in optimizer.param_groups if group["params"]}))
@@ -162,12 +163,12 @@ def test_schedule_is_a_warm_up_and_half_a_cosine():
 )
 def test_the_ablations_choose_what_is_trained(teacher, arguments, trained_layers):
     argv = ["--teacher", str(teacher), "--config-overrides", SMALL, *arguments]
-    (pair,) = ArgumentParser([bootstrap.StudentArguments], "test", "").parse(argv)
+    (pair,) = ArgumentParser([students.StudentArguments], "test", "").parse(argv)
     model = AutoModelForImageClassification.from_pretrained(teacher)
-    teacher_format = bootstrap.ImageFormat.from_processor(AutoImageProcessor.from_pretrained(teacher))
-    bootstrap.apply_recipe([pair], (224, 224))
-    student = bootstrap.build_student(pair, read_anatomy(model), teacher_format)
-    bootstrap.freeze(student, pair, 3)
+    teacher_format = students.ImageFormat.from_processor(AutoImageProcessor.from_pretrained(teacher))
+    students.apply_recipe([pair], (224, 224))
+    student = students.build_student(pair, read_anatomy(model), teacher_format)
+    students.freeze(student, pair, 3)
     trained = [
         number
         for number, layer in enumerate(student.sparseformer.layers)
@@ -368,10 +369,10 @@ def test_open_clip_models_that_cannot_be_loaded(name, message, tmp_path):
 
 
 def resolve(argv, size):
-    groups = [bootstrap.StudentArguments, bootstrap.AlignmentArguments, bootstrap.ScheduleArguments]
+    groups = [students.StudentArguments, bootstrap.AlignmentArguments, students.ScheduleArguments]
     argv = ["--teacher", "t", "--output", "o", *argv]
     arguments = ArgumentParser([*groups, BootstrapRunArguments], "test", "").parse(argv)
-    bootstrap.apply_recipe(arguments, size)
+    students.apply_recipe(arguments, size)
     return {name: value for group in arguments for name, value in vars(group).items()}
 
 
@@ -409,7 +410,7 @@ def test_given_configuration_goes_before_the_recipes():
     name, *recipes_own = bootstrap.RECIPES["small"]["config_overrides"].split(",")
     overrides = resolve(["--config-overrides", given], (32, 32))["config_overrides"]
     assert name == "stem_channels=48"
-    values = bootstrap.read_values("config_overrides", overrides)
+    values = students.read_values("config_overrides", overrides)
     assert values.pop("stem_channels") == 8 and values.pop("hidden_act") == "gelu"
     assert values.pop("pooled_class_tokens") == [0, 1]
     assert [f"{name}={value}" for name, value in values.items()] == recipes_own
@@ -444,7 +445,7 @@ def test_says_what_it_does_and_ends_with_both_side_by_side(teacher, tmp_path, ca
     speeds = [{"images/s, 1": 10.0, "images/s, 32": 20.0}, {"images/s, 1": 5.0, "images/s, 32": 30.0}]
     for student_speeds, warns in ((speeds[1], True), ({"images/s, 1": 11.0, "images/s, 32": 30.0}, False)):
         AcceleratorState._reset_state(True)
-        monkeypatch.setattr(bootstrap, "compare_speeds", lambda *_, last=student_speeds: [speeds[0], last])
+        monkeypatch.setattr(side_by_side, "compare_speeds", lambda *_, last=student_speeds: [speeds[0], last])
         again = run(teacher, tmp_path / "out", *options, **arguments)
         assert again["comparison"][1]["images/s, 1"] == student_speeds["images/s, 1"]
         warning = "Warning: the student is not faster than its teacher, 0.50 times its images/s in batches of 1. Fewer"
@@ -598,14 +599,14 @@ def test_smaller_counts_may_learn_from_the_tokens_of_the_largest(teacher, tmp_pa
 
 def test_counts_are_chosen_by_a_sandwich_rule():
     config = SparseFormerConfig(num_latent_tokens=49, elastic_token_counts=[9, 16, 25, 36, 49])
-    chosen = [bootstrap.token_counts_to_train(config, f"0-{step}") for step in range(50)]
+    chosen = [students.token_counts_to_train(config, f"0-{step}") for step in range(50)]
     assert all(len({*counts}) == 4 and (counts[0], counts[-1]) == (49, 9) for counts in chosen)
     assert {count for counts in chosen for count in counts} == {9, 16, 25, 36, 49}
-    assert chosen == [bootstrap.token_counts_to_train(config, f"0-{step}") for step in range(50)]
+    assert chosen == [students.token_counts_to_train(config, f"0-{step}") for step in range(50)]
     config.elastic_token_counts = [9, 49]
-    assert bootstrap.token_counts_to_train(config, "") == [49, 9]
+    assert students.token_counts_to_train(config, "") == [49, 9]
     config.elastic_token_counts = None
-    assert bootstrap.token_counts_to_train(config, "") == [49]
+    assert students.token_counts_to_train(config, "") == [49]
 
 
 def test_elastic_and_side_by_side(teacher, tmp_path, capsys, monkeypatch):
@@ -621,15 +622,15 @@ def test_elastic_and_side_by_side(teacher, tmp_path, capsys, monkeypatch):
 def test_the_inherited_rate_is_there_from_the_first_step(teacher):
     argv = ["--teacher", str(teacher), "--focusing", "inherited", "--glance", "4"]
     argv += ["--learning-rate", "1.0", "--warmup-epochs", "1"]
-    groups = [bootstrap.StudentArguments, bootstrap.ScheduleArguments]
+    groups = [students.StudentArguments, students.ScheduleArguments]
     pair, schedule = ArgumentParser(groups, "test", "").parse(argv)
-    bootstrap.apply_recipe([pair, schedule], (32, 32))
+    students.apply_recipe([pair, schedule], (32, 32))
     model = AutoModelForImageClassification.from_pretrained(teacher)
-    student = bootstrap.SparseFormerForImageClassification.from_teacher(
+    student = students.SparseFormerForImageClassification.from_teacher(
         model, 16, focusing="inherited", glance_grid=[2, 2], num_glance_layers=1
     )
-    tuned = bootstrap.freeze(student, pair, 3)
-    optimizer, _ = bootstrap.build_optimizer(student, tuned, schedule, steps_per_epoch=4, epochs=3)
+    tuned = students.freeze(student, pair, 3)
+    optimizer, _ = students.build_optimizer(student, tuned, schedule, steps_per_epoch=4, epochs=3)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     base = student.sparseformer
     assert rates[id(base.glance.saliency.weight)] == pytest.approx(0.25)

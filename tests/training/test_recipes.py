@@ -26,6 +26,7 @@ from frugalvit.common.macs import count_macs
 from frugalvit.common.views import ImageFormat
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap, joint, segment, train
+from frugalvit.training.components import classifiers, students
 from frugalvit.training.components.arguments import (
     RECIPE_FILES,
     read_recipe,
@@ -143,9 +144,9 @@ def build(stand_in, tmp_path_factory):
         arguments = bootstrap.parse(argv)
         teacher, processor = load_vision_model(arguments[0].teacher, "cpu")
         image_format = ImageFormat.from_processor(processor)
-        bootstrap.apply_recipe(arguments, image_format.size)
+        students.apply_recipe(arguments, image_format.size)
         anatomy = read_anatomy(teacher)
-        built[name] = arguments, bootstrap.build_student(arguments[0], anatomy, image_format), len(anatomy.blocks)
+        built[name] = arguments, students.build_student(arguments[0], anatomy, image_format), len(anatomy.blocks)
         return built[name]
 
     return build_recipe
@@ -174,10 +175,10 @@ def test_bootstrapping(name, build, write_parquet, tmp_path):
     assert (blocks, values["tune"]) in ((12, 4), (24, 8))
     assert len(student.base_model.layers) == blocks - (0 if name.endswith("untruncated") else values["tune"])
 
-    tuned = bootstrap.freeze(student, pair, blocks)
+    tuned = students.freeze(student, pair, blocks)
     assert tuned == {*student.base_model.layers[: values["tune"]].parameters()}
     steps = IMAGES // run.batch_size
-    optimizer, scheduler = bootstrap.build_optimizer(student, tuned, schedule, steps, run.epochs)
+    optimizer, scheduler = students.build_optimizer(student, tuned, schedule, steps, run.epochs)
     assert max(group["initial_lr"] for group in optimizer.param_groups) == values["learning_rate"]
     rate, warmup = scheduler.lr_lambdas[0], round(values["warmup_epochs"] * steps)
     assert rate(warmup) == 1 and rate(values["epochs"] * steps) == pytest.approx(0, abs=1e-9)
@@ -213,9 +214,9 @@ def test_segmentation(name, build, tmp_path):
 def test_training(name):
     values, _ = read(TRAIN[name])
     model, data, recipe, optimization, run = train.parse(["--config", name, "--output", "out"])
-    overrides = train.parse_overrides(model.model_type, model.config_overrides)
+    overrides = classifiers.parse_overrides(model.model_type, model.config_overrides)
     config = transformers.AutoConfig.for_model(model.model_type, **overrides)
-    train.set_drop_path(config, recipe.drop_path)
+    classifiers.set_drop_path(config, recipe.drop_path)
     assert run.batch_size == values["batch_size"] and config.image_size in (32, 224, (224, 224))
     for arguments in (model, data, recipe, optimization, run):
         for field, value in values.items():
@@ -364,7 +365,7 @@ def test_each_row_of_the_papers_has_a_file(table):
             for word in re.findall(r"^--[\w-]+|\w+(?==)", option):
                 assert word.replace("_", "-").removeprefix("--") in text, (row, word)
         if files is TRAIN:
-            train.parse_overrides(parsed[0].model_type, parsed[0].config_overrides)
+            classifiers.parse_overrides(parsed[0].model_type, parsed[0].config_overrides)
 
 
 def test_no_file_is_in_no_table():
@@ -382,7 +383,7 @@ def of_train(values: dict):
     if "variant" in values:
         config = BootstrappedViTConfig.from_variant(values["variant"], num_labels=classes)
         return BootstrappedViTForImageClassification(config), config.image_size
-    overrides = train.parse_overrides(values["model_type"], values["config_overrides"])
+    overrides = classifiers.parse_overrides(values["model_type"], values["config_overrides"])
     config = transformers.AutoConfig.for_model(values["model_type"], num_labels=classes, **overrides)
     return transformers.AutoModelForImageClassification.from_config(config), config.image_size
 

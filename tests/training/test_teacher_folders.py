@@ -32,6 +32,7 @@ from frugalvit import (
 from frugalvit.common.views import EvalView
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap
+from frugalvit.training.components import students
 
 
 # Of a student, where its teacher does not say.
@@ -243,7 +244,7 @@ def test_a_folder_is_a_teacher(kind, student_of, photographs):
     assert student.config.pooling == anatomy.pooling
     # Its own image processor prepares what it was trained on.
     [image, *_] = datasets.Dataset.from_parquet(photographs)["image"]
-    student_format = bootstrap.format_of(student.config)
+    student_format = students.format_of(student.config)
     pixels = student_format.normalize(EvalView(student_format)(image)["pixel_values"][None])
     expected = AutoImageProcessor.from_pretrained(folder)(image, return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(pixels, expected, rtol=0, atol=1e-5)
@@ -259,7 +260,7 @@ def test_students_predict_where_frugalvit_is_not_installed(student_of, tmp_path)
         if type(student) in classes:
             continue
         classes.add(type(student))
-        inputs = torch.randn(2, 3, *bootstrap.format_of(student.config).size)
+        inputs = torch.randn(2, 3, *students.format_of(student.config).size)
         with torch.no_grad():
             outputs = student(inputs)
         name = next(name for name in ("logits", "image_embeds", "last_hidden_state") if name in outputs)

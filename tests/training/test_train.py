@@ -21,6 +21,7 @@ from transformers import (
 from frugalvit.attention import measure_attention
 from frugalvit.common.data import class_names, load_images
 from frugalvit.training import joint, train
+from frugalvit.training.components import classifiers
 from frugalvit.training.components.arguments import read_recipe, recipes_of
 
 
@@ -139,13 +140,13 @@ def test_initializes_attention_as_told(tiny_run, tmp_path):
 def test_a_start_leaves_alone_what_it_is_told_to(name):
     """Also in the family that would start so by itself; and random positions stay what the configuration says."""
     overrides = ",".join(f"{field}={value}" for field, value in (VIT | {"position_embedding": "random"}).items())
-    arguments = train.ModelArguments(
+    arguments = classifiers.ModelArguments(
         model_type="vit_impulse_init",
         config_overrides=f"{overrides},position_std=3",
         initialization=name,
         initialization_options="value_init=default",
     )
-    model, _ = train.build_model(arguments, train.RecipeArguments(), ["ant", "bee"])
+    model, _ = classifiers.build_model(arguments, classifiers.RecipeArguments(), ["ant", "bee"])
     attention = model.vit.layers[0].attention
     assert attention.v_proj.weight.std() < 0.03
     assert model.vit.embeddings.position_embeddings.std() > 2
@@ -185,8 +186,10 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
     else:
         sizes = {"convmixer": "hidden_size=16,num_hidden_layers=2", "agent_cnn": "image_size=32,patch_size=8"}
         heads = "image_size=32,patch_size=8,hidden_size=16,num_hidden_layers=2,num_attention_heads=2"
-        arguments = train.ModelArguments(model_type=model_type, config_overrides=sizes.get(model_type, heads), **start)
-        model, _ = train.build_model(arguments, train.RecipeArguments(), ["ant", "bee"], seed=3)
+        arguments = classifiers.ModelArguments(
+            model_type=model_type, config_overrides=sizes.get(model_type, heads), **start
+        )
+        model, _ = classifiers.build_model(arguments, classifiers.RecipeArguments(), ["ant", "bee"], seed=3)
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -210,11 +213,11 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
 def test_a_model_that_fits_the_images(pixels, size, patch, initialization, write_parquet):
     """Where none is named."""
     images = load_images(write_parquet(size=pixels, count=4, corrupt=[1]))
-    arguments = train.ModelArguments(initialization=initialization)
+    arguments = classifiers.ModelArguments(initialization=initialization)
     variant = train.choose_variant(arguments, train.typical_pixels(images))
     assert variant == ("vit-tiny-h3-224" if pixels == 250 else "vit-tiny-h3-32")
     assert arguments.model_type == {"default": "vit", "impulse": "vit_impulse_init"}[initialization]
-    fields = train.parse_overrides(arguments.model_type, arguments.config_overrides)
+    fields = classifiers.parse_overrides(arguments.model_type, arguments.config_overrides)
     assert (fields["image_size"], fields["patch_size"], fields["hidden_size"]) == (size, patch, 192)
     assert fields.get("resize_size", 256) == (None if initialization == "impulse" and pixels < 250 else 256)
 
@@ -346,7 +349,7 @@ def test_recipes_of_the_papers_can_be_read(recipe, tiny_run, tmp_path):
     for name in ("cutmix", "erasing", "drop_path", "initialization", "context_broadcast", "padding_mode"):
         assert results["arguments"][name] == values.get(name, results["arguments"][name])
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    wanted = train.parse_overrides(values["model_type"], values["config_overrides"])
+    wanted = classifiers.parse_overrides(values["model_type"], values["config_overrides"])
     for name in ("context_broadcast", "spatial_filters", "stem", "mixing_bias"):
         assert getattr(model.config, name, None) == wanted.get(name, getattr(model.config, name, None))
 

@@ -1,0 +1,222 @@
+"""Students of a vision transformer: made, frozen in parts, with the schedule that this needs."""
+
+import math
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ...common.loading import load_vision_model
+from ...common.views import ImageFormat
+from ...configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
+from ...configuration.configuration_sparseformer import choose_grid
+from ...modeling.hosts import Anatomy
+from ...modeling.modeling_sparseformer import (
+    SparseFormerForImageClassification,
+    SparseFormerPreTrainedModel,
+    SparseFormerVisionModel,
+    SparseFormerVisionModelWithProjection,
+)
+from ..options.bootstrap import LARGEST_SMALL, RECIPES, ScheduleArguments, StudentArguments
+from .models import parse_overrides, read_values, write_values
+from .optimizers import make_optimizer, parameter_groups
+
+
+def recipe_of(config, size: tuple[int, int]) -> str:
+    """The recipe for a student that is configured so, of a teacher with images of that size."""
+    if config.patch_size is not None:
+        return "inherited"
+    return "paper" if max(size) > LARGEST_SMALL else "small"
+
+
+def fill_in(groups: Sequence, values: dict):
+    """Set the arguments that were not given."""
+    for group in groups:
+        for name, value in values.items():
+            if getattr(group, name, value) is None:
+                setattr(group, name, value)
+
+
+def apply_recipe(arguments: Sequence, size: tuple[int, int]):
+    """Fill in what the command line leaves open: by `--recipe` or else the teacher's image size, and by what else was
+    given.
+
+    Args:
+        arguments (sequence): Dataclasses of arguments, `StudentArguments` first.
+        size (pair of `int`): Height and width of the teacher's images in pixels.
+    """
+    pair = arguments[0]
+    # A student that was trained before would lose by large steps.
+    small = "paper" if pair.student or max(size) > LARGEST_SMALL else "small"
+    pair.recipe = pair.recipe or ("inherited" if pair.focusing == "inherited" else small)
+    values = RECIPES[pair.recipe] | {"epochs": 20}
+    if pair.student:
+        # It has its configuration, and its weights are good enough to begin with.
+        values |= {"config_overrides": "", "learning_rate": values["learning_rate"] / 4, "warmup_epochs": 0.0}
+        values["epochs"] = 5
+    if any(getattr(group, "teacher_cache", None) for group in arguments):
+        values["token_loss_weight"] = 0.0
+    if not pair.glance and not pair.student:
+        values["window_loss_weight"] = 0.0
+    overrides = values.pop("config_overrides"), pair.config_overrides
+    pair.config_overrides = write_values(read_values("config_overrides", ",".join(filter(None, overrides))))
+    fill_in(arguments, values)
+
+
+def check_teacher(teacher: Anatomy, name: str):
+    """Raise a ValueError if the teacher does not take the images that its image processor makes."""
+    teacher.require_plain("bootstrap from", embeds=True)
+    with torch.inference_mode():
+        try:
+            teacher.embed(teacher.example())
+        # Models fail in more ways than can be listed.
+        except Exception as error:
+            raise ValueError(
+                f"--teacher {name} does not take what its image processor makes, images of "
+                f"{' x '.join(map(str, teacher.image_size))} pixels: {' '.join(str(error).split())[:200]}"
+            ) from error
+
+
+def build_student(
+    pair: StudentArguments, teacher: Anatomy, teacher_format: ImageFormat
+) -> SparseFormerPreTrainedModel:
+    """A new student with the teacher's blocks, or `--student` with the tokens and pixels that are wanted."""
+    if pair.student:
+        student, _ = load_vision_model(pair.student, "cpu")
+        if not isinstance(student, SparseFormerPreTrainedModel):
+            raise ValueError(f"--student {pair.student} is no SparseFormer but a {type(student).__name__}.")
+        projects = isinstance(student, SparseFormerVisionModelWithProjection)
+        width = student.config.projection_dim if projects else student.config.pooled_size
+        teacher_width = teacher.embedding_size
+        if width != teacher_width or projects != (teacher.projection is not None):
+            raise ValueError(
+                f"--student {pair.student} gives embeddings {width} wide and --teacher {teacher_width}, before or "
+                "after a projection; these cannot be aligned. Give the teacher that the student was bootstrapped from."
+            )
+        if pair.num_latent_tokens not in (None, student.config.num_latent_tokens):
+            student.resize_tokens(pair.num_latent_tokens)
+        if pair.elastic_token_counts:
+            student.config.elastic_token_counts = pair.elastic_token_counts
+        student.set_num_tokens(None)
+        if pair.image_size:
+            set_image_size(student.config, pair.image_size)
+        return student
+    if teacher_format.reverse_channels and pair.focusing == "inherited":
+        raise ValueError(
+            f"--teacher {pair.teacher} takes blue, green and red; a student gets red, green and blue, for which the "
+            "teacher's patches are not made. Leave --focusing inherited out."
+        )
+    height, width = teacher_format.size
+    image_size = height if height == width else [height, width]
+    if teacher.classifier is not None:
+        student_class = SparseFormerForImageClassification
+    else:
+        student_class = (
+            SparseFormerVisionModel if teacher.projection is None else SparseFormerVisionModelWithProjection
+        )
+    glance = {}
+    if pair.focusing == "inherited" and pair.glance:
+        # Windows are smaller than the image, which is then needed at twice the size, too.
+        glance = {"glance_grid": choose_grid(pair.glance, teacher_format.size), "num_pyramid_levels": 2}
+    student = student_class.from_teacher(
+        teacher,
+        num_latent_tokens=pair.num_latent_tokens,
+        elastic_token_counts=pair.elastic_token_counts,
+        truncate=pair.truncate,
+        inherit_blocks=pair.inherit_blocks,
+        focusing=pair.focusing,
+        break_ties=pair.break_ties,
+        image_mean=teacher_format.mean,
+        image_std=teacher_format.std,
+        resample=teacher_format.resample,
+        resize_size=teacher_format.resize,
+        **{"image_size": image_size, **glance, **parse_overrides("sparseformer", pair.config_overrides)},
+    )
+    if pair.image_size:
+        set_image_size(student.config, pair.image_size)
+    return student
+
+
+def token_counts_to_train(config, seed: str) -> list[int]:
+    """The largest count of tokens, the smallest, and two of the others, chosen by the seed.
+
+    The sandwich rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*.
+    """
+    smallest, *between = config.trained_token_counts
+    if not between:
+        return [smallest]
+    *between, largest = between
+    return [largest, *random.Random(seed).sample(between, min(len(between), 2)), smallest]
+
+
+def set_image_size(config, image_size: int):
+    """Other pixels for the preprocessing; the model takes any."""
+    if config.resize_size is not None:
+        config.resize_size = round(config.resize_size * image_size / min(pair_of(config.image_size)))
+    config.image_size = image_size
+
+
+def format_of(config) -> ImageFormat:
+    """The images that a SparseFormer's configuration wants."""
+    return ImageFormat(
+        pair_of(config.image_size), config.image_mean, config.image_std, config.resample, config.resize_size
+    )
+
+
+def freeze(student: SparseFormerPreTrainedModel, pair, num_blocks: int) -> set[nn.Parameter]:
+    """Leave the focusing stage and the blocks to tune trainable, of a teacher with so many blocks, as `pair`
+    (`StudentArguments` or `BootstrapArguments`) says; returns the parameters of the latter.
+
+    Without inherited blocks the whole transformer is trained, and only what follows it is frozen: the inherited
+    classifier, projection or pooling head.
+    """
+    for name in ("classifier", "visual_projection", "pooling_head"):
+        for owner in (student, student.base_model):
+            if isinstance(module := getattr(owner, name, None), nn.Module):
+                module.requires_grad_(False)
+    if not pair.inherit_blocks:
+        return set()
+    base = student.base_model
+    layers, inherits_patches = base.layers, base.config.patch_size is not None
+    tune = 1 / 3 if pair.tune is None else pair.tune
+    count = int(tune) if tune >= 1 else round(tune * num_blocks)
+    if pair.tune_all or (inherits_patches and pair.tune is None):
+        count = len(layers)
+    if count > len(layers):
+        raise ValueError(f"--tune asks for {count} blocks, the student has {len(layers)}; --tune-all tunes them all.")
+    layers[count:].requires_grad_(False)
+    if inherits_patches:
+        # Cells stay where they are in the window. All but the glance begins as the teacher's.
+        base.latents.initial_rois.requires_grad_(False)
+        return {*base.parameters()} - {*(base.glance or nn.Module()).parameters()}
+    base.layernorm.requires_grad_(False)
+    return set(layers[:count].parameters())
+
+
+def build_optimizer(student, tuned: set[nn.Parameter], schedule: ScheduleArguments, steps_per_epoch: int, epochs: int):
+    """Optimizer and schedule: a rise over the warm-up, at 0 for inherited weights beside new ones, then a fall as half
+    a cosine."""
+    warmup, total = round(schedule.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
+
+    # Where the focusing stage is inherited, too, nothing waits for it.
+    waits = student.config.patch_size is None
+
+    def inherited_rate(step: int) -> float:
+        return 0.0 if step < warmup and waits else schedule.inherited_learning_rate * rate(step)
+
+    groups, rates = [], []
+    for group in parameter_groups(student, schedule.weight_decay, schedule.optimizer):
+        for members, factor in (
+            ([p for p in group["params"] if p not in tuned], rate),
+            ([p for p in group["params"] if p in tuned], inherited_rate),
+        ):
+            groups.append({**group, "params": members})
+            rates.append(factor)
+    optimizer = make_optimizer(schedule.optimizer, groups, lr=schedule.learning_rate)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
