@@ -1,7 +1,9 @@
 """The `frugalvit` command: fast help, clear errors, exit codes."""
 
 import argparse
+import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -11,6 +13,7 @@ from tqdm import tqdm
 
 from frugalvit import cli
 from frugalvit.common import command_line
+from frugalvit.common.files import whole_file, whole_folder
 from frugalvit.training.components.arguments import ArgumentParser, RunArguments, run_as_program
 from frugalvit.version import __version__
 
@@ -295,13 +298,49 @@ def test_debug_shows_the_traceback_of_user_errors(command, how, monkeypatch):
         cli.main({"before": ["--debug", "fake"], "after": ["fake", "--debug"], "environment": ["fake"]}[how])
 
 
-def test_interruption(command, capsys):
-    def fail(argv):
-        raise KeyboardInterrupt
+def swallowing(function):
+    """A library that makes an error of its own of whatever ends it."""
+    try:
+        function()
+    except BaseException as error:
+        raise ImportError("It could not be imported.") from error
 
-    command(fail)
-    assert cli.main(["fake"]) == 130
-    assert capsys.readouterr().err == "\nfrugalvit fake: interrupted\n"
+
+ENDINGS = {"SIGINT": (130, "interrupted"), "SIGTERM": (143, "terminated"), "SIGHUP": (129, "its terminal was closed")}
+
+
+@pytest.mark.parametrize("through", [lambda function: function(), swallowing], ids=["as it is", "swallowed"])
+@pytest.mark.parametrize("name", ENDINGS)
+def test_signals_end_a_command_in_one_line_and_leave_nothing(name, through, command, tmp_path, capsys):
+    number, (code, said) = getattr(signal, name), ENDINGS[name]
+    before = signal.getsignal(number)
+
+    def work(argv):
+        with whole_folder(tmp_path / "out") as folder, whole_file(tmp_path / "out.json") as file:
+            for path in (folder / "half", file):
+                path.write_text("half")
+            through(lambda: os.kill(os.getpid(), number))
+
+    command(work)
+    assert cli.main(["fake"]) == code
+    assert capsys.readouterr().err == f"\nfrugalvit fake: {said}\n"
+    assert not list(tmp_path.iterdir()) and signal.getsignal(number) == before
+    with pytest.raises(SystemExit) as stop:
+        run_as_program(lambda: work([]), "fake")
+    assert stop.value.code == code and capsys.readouterr().err == f"fake: {said}\n"
+    assert not list(tmp_path.iterdir()) and signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_signals_that_are_ignored_stay_so(name, command):
+    """As `nohup` and shells leave them to what runs in the background."""
+    number, received = getattr(signal, name), []
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        command(lambda argv: received.append(os.kill(os.getpid(), number)))
+        assert cli.main(["fake"]) == 0 and received == [None]
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (3, 3)])

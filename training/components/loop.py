@@ -18,9 +18,9 @@ from accelerate.utils import DistributedType, set_seed
 from tqdm import tqdm
 
 from ...common.files import disk_errors, locked, write_json, write_text
+from ...common.interruptions import Interruption
 from .arguments import RunArguments
 from .checkpoints import TEST, Checkpoints, TrainingState
-from .interruptions import Interruption
 from .loaders import DeviceLoader, TrainingLoader
 from .runs import has_begun, read_run
 from .sharding import ordinary_class
