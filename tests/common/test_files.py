@@ -18,7 +18,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from frugalvit.common.files import check_file_path, disk_errors, locked, read_json, whole_folder, write_text
+from frugalvit.common.files import (
+    check_file_path,
+    disk_errors,
+    locked,
+    read_json,
+    read_json_lines,
+    whole_folder,
+    write_text,
+)
 
 
 def write(output: Path, content: str, overwrite: bool = True):
@@ -386,13 +394,21 @@ def test_a_lock_takes_the_place_of_nothing(kind, place, tmp_path):
         ('{"name": "x", "sizes": [true]}', "sizes is not"),
         ('{"name": "x", "sizes": {"0": 1}}', "sizes is not"),
         ('{"name": "x", "sizes": [], "note": []}', "note is not"),
+        ('{"name": "x", "sizes": [], "about": {"count": 5}}', None),
+        ('{"name": "x", "sizes": [], "about": {"count": "5"}}', "in about, count is not"),
+        ('{"name": "x", "sizes": [], "about": []}', "in about, it is a list"),
     ],
 )
 def test_json_of_another_shape_is_said(text, problem, tmp_path):
     (tmp_path / "file.json").write_text(text)
-    fields = {"name": str, "sizes": list[int], "note": str | None}
+    (tmp_path / "file.jsonl").write_text(f"{text}\n\n{text}\n")
+    fields = {"name": str, "sizes": list[int], "note": str | None, "about": {"count": int | None}}
     if problem is None:
-        assert read_json(tmp_path / "file.json", fields) == json.loads(text)
+        content = json.loads(text)
+        assert read_json(tmp_path / "file.json", fields) == content
+        assert read_json_lines(tmp_path / "file.jsonl", fields) == [content, content]
         return
     with pytest.raises(ValueError, match=problem):
         read_json(tmp_path / "file.json", fields)
+    with pytest.raises(ValueError, match=f"line 1 of .*{problem}"):
+        read_json_lines(tmp_path / "file.jsonl", fields)
