@@ -10,7 +10,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
@@ -110,6 +110,21 @@ def _beside(path: Path) -> tuple[Path, Path]:
     return target, target.with_name(f".{target.stem}.{secrets.token_hex(4)}{path.suffix}")
 
 
+def permit_as_usual(*files: Path):
+    """Give files the permissions that new ones get where they lie: safetensors 0.8 leaves its own to the owner alone,
+    whatever the umask says."""
+    usual = {}
+    for folder in {file.parent for file in files}:
+        probe = folder / f".{secrets.token_hex(4)}"
+        probe.touch()
+        usual[folder] = stat.S_IMODE(probe.stat().st_mode)
+        probe.unlink()
+    for file in files:
+        # Some disks know no permissions.
+        with suppress(OSError):
+            file.chmod(usual[file.parent])
+
+
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     """A path to write to, with the ending of `path`; what is there takes its name if the block succeeds.
@@ -131,6 +146,8 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
             yield aside
             if target.exists():
                 shutil.copymode(target, aside)
+            else:
+                permit_as_usual(aside)
             aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)
@@ -367,6 +384,7 @@ def whole_folder(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
         partial.mkdir()
         try:
             yield partial
+            permit_as_usual(*(path for path in partial.rglob("*") if path.is_file() and not path.is_symlink()))
             # Someone may have put something there meanwhile.
             _check_free(output, overwrite)
             if output.exists():

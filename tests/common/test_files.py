@@ -24,9 +24,11 @@ from frugalvit.common.files import (
     locked,
     read_json,
     read_json_lines,
+    whole_file,
     whole_folder,
     write_text,
 )
+from frugalvit.training.components.loop import replace_files
 
 
 def write(output: Path, content: str, overwrite: bool = True):
@@ -191,6 +193,23 @@ def test_a_disk_that_takes_no_more_is_said(write, tmp_path):
             write(tmp_path / "file")
 
     assert forked(too_large(check)) == 0
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002, 0o027])
+def test_files_are_shared_as_the_user_wants(mask, tmp_path):
+    """Weights, too: safetensors leaves its files to their owner alone."""
+    before = os.umask(mask)
+    try:
+        with whole_folder(tmp_path / "model") as folder, whole_file(tmp_path / "x.safetensors") as file:
+            save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+            save_file({"x": torch.ones(1)}, file)
+            (folder / "config.json").touch()
+        replace_files(tmp_path, lambda aside: save_file({"x": torch.ones(1)}, aside / "best.safetensors"))
+    finally:
+        os.umask(before)
+    modes = {path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    files = ("model/model.safetensors", "model/config.json", "x.safetensors", "best.safetensors")
+    assert modes == {"model": 0o777 & ~mask} | dict.fromkeys(files, 0o666 & ~mask)
 
 
 @pytest.mark.parametrize("place", ["/proc/results.json", "no/results.json", "folder"])

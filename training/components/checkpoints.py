@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import RNG_STATE_NAME, broadcast_object_list, load
 
-from ...common.files import disk_errors, misshapen, read_json, write_json
+from ...common.files import disk_errors, misshapen, permit_as_usual, read_json, write_json
 
 
 # Before what is measured on images to test on, where the best epoch is chosen on others.
@@ -84,6 +84,7 @@ class Checkpoints:
         if self.accelerator.is_main_process:
             write_json(aside / CHECKSUMS, checksums(aside))
             write_json(aside / "state.json", dataclasses.asdict(state))
+            permit_as_usual(*(path for path in aside.rglob("*") if path.is_file()))
             if target.exists():
                 self.remove(target)
             os.rename(aside, target)

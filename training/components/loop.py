@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from tqdm import tqdm
 
-from ...common.files import disk_errors, locked, write_json, write_text
+from ...common.files import disk_errors, locked, permit_as_usual, write_json, write_text
 from ...common.interruptions import Interruption
 from .arguments import RunArguments
 from .checkpoints import TEST, Checkpoints, TrainingState
@@ -41,6 +41,7 @@ def replace_files(folder: Path, write: Callable[[Path], None]):
     aside.mkdir()
     with disk_errors(folder):
         write(aside)
+        permit_as_usual(*aside.iterdir())
     for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
         os.replace(path, folder / path.name)
     aside.rmdir()
