@@ -2,16 +2,18 @@
 
 import argparse
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
 import types
 
 import pytest
 from tqdm import tqdm
 
-from frugalvit import cli
+from frugalvit import checkpoint_path, cli
 from frugalvit.common import command_line
 from frugalvit.common.files import whole_file, whole_folder
 from frugalvit.training.components.arguments import ArgumentParser, RunArguments, run_as_program
@@ -329,6 +331,28 @@ def test_signals_end_a_command_in_one_line_and_leave_nothing(name, through, comm
         run_as_program(lambda: work([]), "fake")
     assert stop.value.code == code and capsys.readouterr().err == f"fake: {said}\n"
     assert not list(tmp_path.iterdir()) and signal.getsignal(number) == before
+
+
+@pytest.mark.timeout(7200)
+def test_signals_at_random_moments_leave_all_or_nothing(tmp_path):
+    """Of a command that writes a folder and starts another process."""
+    chance, output = random.Random(int(os.environ.get("FRUGALVIT_SEED", "0"))), tmp_path / "out"
+    command = [sys.executable, "-m", "frugalvit", "publish", str(checkpoint_path("cifar10-agent-cnn"))]
+    command += ["--license", "mit", "--output", str(output), "--overwrite"]
+    for _ in range(int(os.environ.get("FRUGALVIT_SIGNALS", "1"))):
+        name = chance.choice(list(ENDINGS))
+        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+            while process.poll() is None and not list(tmp_path.glob(".out.*.partial")):
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0, 3))
+            process.send_signal(getattr(signal, name))
+            said = process.communicate(timeout=600)[1]
+        code, text = ENDINGS[name]
+        # Where all is written, the process may be about to end.
+        assert process.returncode in (code, 0, -getattr(signal, name)), said
+        assert process.returncode != code or said.endswith(f"\nfrugalvit publish: {text}\n")
+        assert [path.name for path in tmp_path.iterdir()] == ["out"] * output.exists()
+        assert process.returncode == code or (output / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", ENDINGS)
