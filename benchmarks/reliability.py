@@ -7,6 +7,7 @@ than the tests try every time.
     python benchmarks/reliability.py writers     # 200 times, five commands write one folder at once, and one is killed
     python benchmarks/reliability.py json        # 2,000 odd versions of each JSON file that a folder may bring
     python benchmarks/reliability.py hostile     # links, foreign programs, checkpoints, indexes, names, aliases
+    python benchmarks/reliability.py ends        # 50 signals at random moments, runs and workers that are stopped
     python benchmarks/reliability.py suite       # every test, in two and four processes too, and why some were skipped
 
 They run with the packages of this environment; run `suite` in several to try several versions. Each writes its row of
@@ -30,16 +31,24 @@ from frugalvit.common.versions import origin
 from shared import ROOT, add_results_argument
 
 
-COMMANDS, KILLS, FUZZ, WRITERS, JSON = 1500, 50, 500, 200, 2000
+COMMANDS, KILLS, FUZZ, WRITERS, JSON, SIGNALS = 1500, 50, 500, 200, 2000, 50
 # Files with tests of folders from elsewhere, and words in the names of these tests.
 HOSTILE_FILES = (
     *("tests/common/test_files.py", "tests/common/test_tables.py", "tests/test_fuzz.py", "tests/test_index.py"),
     *("tests/test_predict.py", "tests/test_trust.py", "tests/training/test_loop.py", "tests/training/test_train.py"),
+    *("tests/test_attention.py", "tests/test_export.py", "tests/test_messages.py", "tests/training/test_data_sets.py"),
 )
 HOSTILE = (
     *("takes_the_place", "another_shape", "terminal", "pickle", "is_said", "is_damaged", "follows_no_link", "aliases"),
     *("classes_have", "exported", "nothing_runs", "user_keeps", "odd_json", "foreign", "odd_run", "of_another_run"),
+    *("may_not", "shared_as", "archives", "broken_models"),
 )
+# Files with tests of what ends before its time, and words in their names.
+ENDS_FILES = (
+    *("tests/test_cli.py", "tests/training/test_align_llava.py", "tests/training/test_loop.py"),
+    *("tests/training/test_processes.py", "tests/training/test_segment.py"),
+)
+ENDS = ("signals", "interruption", "stopped", "gone_on", "end_together", "bit_exactly")
 # What pytest runs, and what the tests read from the environment.
 ROWS = {
     "commands": (["tests/test_odd_commands.py", "--timeout=7200"], {"FRUGALVIT_ODD_COMMANDS": str(COMMANDS)}),
@@ -51,6 +60,7 @@ ROWS = {
     ),
     "json": (["tests/test_fuzz.py", "-k", "json", "--timeout=7200"], {"FRUGALVIT_FUZZ_CASES": str(JSON)}),
     "hostile": ([*HOSTILE_FILES, "-k", " or ".join(HOSTILE)], {}),
+    "ends": ([*ENDS_FILES, "-k", " or ".join(ENDS), "--timeout=7200"], {"FRUGALVIT_SIGNALS": str(SIGNALS)}),
     "suite": (["--numprocesses=auto"], {}),
 }
 

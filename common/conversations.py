@@ -1,7 +1,6 @@
 """What is asked about images and answered: prompts as a LLaVA or a PaliGemma wants them, and LLaVA's own files of
 conversations."""
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ import datasets
 from transformers import PaliGemmaProcessor
 
 from .data import HELD_BACK_SHARE, MOST_HELD_BACK
-from .files import read_text
+from .files import read_json, read_json_lines
 from .prompts import PALIGEMMA_PROMPT, PROMPT
 
 
@@ -50,13 +49,10 @@ def read_conversations(
     file = Path(file).expanduser()
     folder = file.parent if image_folder is None else Path(image_folder).expanduser()
     try:
-        text = read_text(file)
         lines = file.suffix.lower() == ".jsonl"
-        records = [json.loads(line) for line in text.splitlines() if line.strip()] if lines else json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"Cannot read conversations from {str(file)!r} ({error}).") from error
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise ValueError(f"{str(file)!r} holds no list of conversations as LLaVA's files do.")
+        records = read_json_lines(file) if lines else read_json(file, list[dict])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"Cannot read conversations from {str(file)!r}: {error}") from error
     images, conversations = [], []
     for number, record in enumerate(records):
         where = f"Record {number} of {str(file)!r}"

@@ -47,6 +47,8 @@ _WORDS = re.compile(r"[-._ 0-9].*")
 # Columns of images that have no type of their own, and columns of their files.
 IMAGE_COLUMNS = re.compile(r"(image|img|picture|photo)s?(_bytes)?|jpe?g|png|webp", re.IGNORECASE)
 PATH_COLUMNS = re.compile(r"((image|img)_)?(file|path)|file_?(name|path)", re.IGNORECASE)
+# What several files are packed into.
+ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".7z", ".rar")
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # Images that are held back to evaluate on, where there is no split for that: a share of them, and the most.
 HELD_BACK_SHARE, MOST_HELD_BACK = 0.1, 5_000
@@ -586,8 +588,18 @@ def _has_images(folder: Path) -> bool:
 
 def files_within(folder: str | Path, fits: Callable[[Path], bool]) -> Iterator[Path]:
     """Files that are people's own in a folder and those within it, through symbolic links, too, which may not lead
-    round in circles; those whose names fit."""
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    round in circles; those whose names fit.
+
+    Raises:
+        PermissionError: if a folder may not be looked into: its images would be missing without a word.
+    """
+
+    def refuse(error: OSError):
+        # Others are gone since they were listed.
+        if isinstance(error, PermissionError):
+            raise error
+
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
         above = os.path.realpath(parent)
         folders[:] = sorted(
             name
@@ -605,8 +617,11 @@ def image_files(folder: str | Path) -> Iterator[Path]:
 
 
 def say_unread(folder: str | Path):
-    """Print how many pictures in a folder and within it are not read, such as .heic, and what to do."""
+    """Print how many pictures in a folder and within it are not read, such as .heic, and what to do, and which
+    archives are not looked into."""
     _say_unread(list(files_within(folder, is_unread_picture)))
+    if archives := list(files_within(folder, lambda path: path.suffix.lower() in ARCHIVES)):
+        _leave_out(archives, "archives are not looked into here; unpack them")
 
 
 def _say_unread(pictures: list[Path]):

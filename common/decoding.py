@@ -33,14 +33,14 @@ FORMATS = [
 IMAGE_ENDINGS = frozenset(
     ending for ending, name in Image.registered_extensions().items() if name in {*FORMATS, "MPO"}
 )
-_HEIF, _RAW = "pip install pillow-heif", "convert them to JPEG or TIFF"
+_EXTRA, _RAW = "pip install 'frugalvit[pictures]'", "convert them to JPEG or TIFF"
 # Endings of pictures that are not read, and how they could be.
 UNREAD_ENDINGS = {
     ending: advice
     for endings, advice in {
-        ".heic .heics .heif .heifs .hif": _HEIF,
+        ".heic .heics .heif .heifs .hif": f"{_EXTRA}, which brings pillow-heif",
         ".avif .avifs": "pip install -U pillow",
-        ".jxl": "pip install pillow-jxl-plugin",
+        ".jxl": f"{_EXTRA}, which brings pillow-jxl-plugin",
         ".3fr .arw .cr2 .cr3 .dng .erf .kdc .mef .mrw .nef .nrw .orf .pef .raf .rw2 .sr2 .srf .srw .x3f": _RAW,
         ".eps .jxr .ps .psb .svg .svgz .wdp .wmf .emf .xcf": "convert them to PNG",
     }.items()

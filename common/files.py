@@ -10,7 +10,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
@@ -110,6 +110,21 @@ def _beside(path: Path) -> tuple[Path, Path]:
     return target, target.with_name(f".{target.stem}.{secrets.token_hex(4)}{path.suffix}")
 
 
+def permit_as_usual(*files: Path):
+    """Give files the permissions that new ones get where they lie: safetensors 0.8 leaves its own to the owner alone,
+    whatever the umask says."""
+    usual = {}
+    for folder in {file.parent for file in files}:
+        probe = folder / f".{secrets.token_hex(4)}"
+        probe.touch()
+        usual[folder] = stat.S_IMODE(probe.stat().st_mode)
+        probe.unlink()
+    for file in files:
+        # Some disks know no permissions.
+        with suppress(OSError):
+            file.chmod(usual[file.parent])
+
+
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     """A path to write to, with the ending of `path`; what is there takes its name if the block succeeds.
@@ -131,6 +146,8 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
             yield aside
             if target.exists():
                 shutil.copymode(target, aside)
+            else:
+                permit_as_usual(aside)
             aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)
@@ -148,38 +165,59 @@ def read_text(path: str | os.PathLike) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def read_json(path: str | os.PathLike, expected: type | dict[str, type] = dict):
+def read_json(path: str | os.PathLike, expected: type | dict = dict):
     """What a JSON file holds, if it has the shape that is expected.
 
     Args:
         path (`str` or `os.PathLike`): The file.
-        expected (type or mapping of types, *optional*): A type such as `list[str]`, or those of an object's fields, by
-            name; others may be there, too, and one that may be `None` may be missing.
+        expected (type or mapping, *optional*): A type such as `list[str]`, or those of an object's fields, by name,
+            each of which may be such a mapping again. Other fields may be there, too, and one that may be `None` may
+            be missing.
 
     Raises:
         OSError: if the file cannot be read.
         ValueError: if it is no JSON, or has another shape.
     """
-    try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is no JSON ({error}).") from error
+    content = _parse(read_text(path), repr(str(path)))
     if problem := misshapen(content, expected):
         raise ValueError(f"{str(path)!r} has another content than expected: {problem}.")
     return content
 
 
-def misshapen(content, expected: type | dict[str, type]) -> str | None:
+def read_json_lines(path: str | os.PathLike, expected: type | dict = dict) -> list:
+    """What a file holds that has JSON in each line, empty ones aside; arguments and errors as of `read_json`."""
+    records = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if line.strip():
+            where = f"line {number} of {str(path)!r}"
+            records.append(_parse(line, where))
+            if problem := misshapen(records[-1], expected):
+                raise ValueError(f"{where} has another content than expected: {problem}.")
+    return records
+
+
+def _parse(text: str, where: str):
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is no JSON ({error}).") from error
+
+
+def misshapen(content, expected: type | dict) -> str | None:
     """Why the content of a JSON file has not the shape that is expected, see `read_json`, if so."""
     fields = expected if isinstance(expected, dict) else {}
     if fields and not isinstance(content, dict):
         return f"it is a {type(content).__name__}, not an object of names and values"
     values = {name: content.get(name) for name in fields} if fields else {"it": content}
     for name, value in values.items():
+        wanted = fields.get(name, expected)
+        if isinstance(wanted, dict):
+            if problem := misshapen({} if value is None else value, wanted):
+                return f"in {name}, {problem}"
+            continue
         try:
-            type_validator(name, value, fields.get(name, expected))
+            type_validator(name, value, wanted)
         except TypeError:
-            wanted = fields.get(name, expected)
             return f"{name} is not {getattr(wanted, '__name__', None) if type(wanted) is type else wanted}"
     return None
 
@@ -346,6 +384,7 @@ def whole_folder(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
         partial.mkdir()
         try:
             yield partial
+            permit_as_usual(*(path for path in partial.rglob("*") if path.is_file() and not path.is_symlink()))
             # Someone may have put something there meanwhile.
             _check_free(output, overwrite)
             if output.exists():

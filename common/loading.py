@@ -285,12 +285,17 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
     Raises:
         ValueError: if a file is none.
+        PermissionError: if it may not be read.
     """
     shapes = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
+            # Of what may not be read, safetensors says that it is not there.
+            path.open("rb").close()
             with safe_open(path, "pt") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except PermissionError:
+            raise
         except (SafetensorError, OSError) as error:
             raise ValueError(f"Cannot load {str(path)!r}: it holds no weights ({_one_line(error)}).") from error
     return shapes

@@ -196,23 +196,16 @@ class ImageFormat:
 
     def _normalized_as(self, name: str, flat: Sequence[torch.Tensor]) -> "ImageFormat":
         """This format, normalized as a processor did with black, white and red; as it says where that is the same."""
-        middle = (..., self.size[0] // 2, self.size[1] // 2)
-        low, high, red = (pixels[middle].double() for pixels in flat)
-        scale = high - low
-        if not (scale.isfinite().all() and scale.abs().min() > 0):
-            raise ValueError(f"{name} makes the same pixels of black and white, {low.tolist()}; check its image_std.")
-        reverse = bool((red - low).abs().argmax() == 2)
-        values = torch.stack([-low / scale, 1 / scale])
-        values = values.flip(1) if reverse else values
+        mean, std, reverse = _normalization(name, flat)
+        values = torch.tensor([mean, std], dtype=torch.float64)
         if not reverse and torch.allclose(values, values.new_tensor([self.mean, self.std]), rtol=1e-4, atol=1e-4):
             return self
-        mean, std = map(tuple, values.tolist())
         return replace(self, mean=mean, std=std, reverse_channels=reverse)
 
     def _made_by(self, processor, size: tuple[int, int]) -> torch.Tensor:
         """What a processor makes of a black, a white and a red image and of a test picture of this width and height:
         `(4, 3, height, width)`, float32."""
-        images = [*(Image.new("RGB", size, color) for color in ("black", "white", "red")), _test_picture(size)]
+        images = [*_flat_pictures(size), _test_picture(size)]
         made = torch.as_tensor(np.asarray(processor(images, return_tensors="pt")["pixel_values"])).float()
         if getattr(processor, "max_num_patches", None) and made.ndim == 3:
             # Patches in row order, their pixels before their channels; more than a square has stay empty.
@@ -274,6 +267,23 @@ def _number_of_filter(resample: int | str) -> int:
     return int(number)
 
 
+def _normalization(name: str, flat: Sequence[torch.Tensor]) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
+    """Mean and standard deviation of red, green and blue, of values in 0..1, and whether channels are reversed, of
+    what an image processor made of `_flat_pictures`.
+
+    Raises:
+        ValueError: if it made the same of black and of white.
+    """
+    low, high, red = (pixels[:, pixels.shape[-2] // 2, pixels.shape[-1] // 2].double() for pixels in flat)
+    scale = high - low
+    if not (scale.isfinite().all() and scale.abs().min() > 0):
+        raise ValueError(f"{name} makes the same pixels of black and white, {low.tolist()}; check its image_std.")
+    reverse = bool((red - low).abs().argmax() == 2)
+    values = torch.stack([-low / scale, 1 / scale])
+    mean, std = (values.flip(1) if reverse else values).tolist()
+    return tuple(mean), tuple(std), reverse
+
+
 def _of_channels(values: float | Sequence[float]) -> tuple[float, ...]:
     """One number for each channel, where a processor may have one for all."""
     return (values,) * 3 if isinstance(values, int | float) else tuple(values)
@@ -281,6 +291,11 @@ def _of_channels(values: float | Sequence[float]) -> tuple[float, ...]:
 
 # Width and height of the picture that views and image processors are compared on.
 PICTURE = (360, 240)
+
+
+def _flat_pictures(size: tuple[int, int]) -> list[Image.Image]:
+    """Black, white and red ones, which tell how pixels are normalized."""
+    return [Image.new("RGB", size, color) for color in ("black", "white", "red")]
 
 
 @functools.cache
@@ -303,6 +318,37 @@ def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tens
     if any(map(_is_strip, images)) and _sees_middle(image_processor):
         images = [middle_of(image) for image in images]
     return image_processor(list(images), return_tensors="pt")["pixel_values"]
+
+
+def restore_images(image_processor, pixel_values: torch.Tensor) -> torch.Tensor:
+    """What a model saw, as images: the inverse of an image processor's normalization, which is measured, so that any
+    factor, offset and order of channels is undone.
+
+    Args:
+        image_processor: A Transformers image processor, or what is called like one.
+        pixel_values (`torch.Tensor`): `(batch, 3, height, width)`, what it made.
+
+    Returns:
+        `torch.Tensor`: float32 of the same shape on the CPU: red, green and blue, 0 to 1.
+
+    Raises:
+        ValueError: if it makes the same pixels of black and white.
+    """
+    made = image_processor(_flat_pictures(PICTURE), return_tensors="pt")["pixel_values"]
+    flat = torch.as_tensor(np.asarray(made)).float()
+    mean, std, reverse = _normalization(type(image_processor).__name__, flat)
+    image_format = ImageFormat(tuple(pixel_values.shape[-2:]), mean, std, reverse_channels=reverse)
+    return image_format.denormalize(pixel_values.detach().float().cpu()).clamp(0, 1)
+
+
+def size_made_by(image_processor) -> tuple[int, int]:
+    """Height and width in pixels of what an image processor makes of pictures, as they are or, where training can
+    follow it, as `ImageFormat.from_processor` has them."""
+    try:
+        return ImageFormat.from_processor(image_processor).size
+    except ValueError:
+        made = image_processor([_test_picture(PICTURE)], return_tensors="pt")["pixel_values"]
+        return tuple(np.asarray(made[0]).shape[-2:])
 
 
 def _sees_middle(image_processor) -> bool:

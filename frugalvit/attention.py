@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
 from .common.data import decode_image, load_images
-from .common.files import check_file_path, write_json
+from .common.files import check_file_path, read_json, write_json
 from .common.loading import load_image_classifier
 from .common.tables import format_table
 from .common.views import prepare_images
@@ -148,15 +148,19 @@ def own_start(folder: str, model: PreTrainedModel, trust_remote_code: bool = Fal
     known, file = " or ".join(makers), folder / "run.json"
     if folder.name in joint.PARTS and not file.is_file():
         file, makers = folder.parent / "run.json", {joint.PROG: joint.starting_twins}
-    run = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    make = next((maker for prog, maker in makers.items() if run and run["command"].startswith(f"{prog} ")), None)
+    run = read_json(file, {"command": str | None, "arguments": dict}) if file.is_file() else {}
+    command = run.get("command") or ""
+    make = next((maker for prog, maker in makers.items() if command.startswith(f"{prog} ")), None)
     if make is None:
         raise ValueError(
             f"--start: {folder} has no run.json of {known}, so that its start is not known; compare with a new "
             "draw by --initialization."
         )
     # A folder does not say whom to trust; its user does.
-    start = make(run["arguments"] | {"trust_remote_code": trust_remote_code}, model.config)
+    try:
+        start = make(run["arguments"] | {"trust_remote_code": trust_remote_code}, model.config)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"--start: the arguments in {file} are none that {known} takes ({error}).") from error
     if not isinstance(start, BootstrappedViTForImageClassification):
         return start
     return start.agent if isinstance(model, type(start.agent)) else start.vit

@@ -17,7 +17,7 @@ from transformers import AutoProcessor, PreTrainedModel
 
 from .benchmark import image_size_of
 from .common.comparison import ImageSide, macs_if_countable, using_tokens
-from .common.files import whole_folder
+from .common.files import read_json, whole_folder
 from .common.loading import choose_device, load_pretrained, split_revision
 from .common.macs import count_macs
 from .common.speed import images_per_second
@@ -35,6 +35,14 @@ from .validation import model_class
 
 # What a training may have noted of each count, the first choice first.
 SCORES = ("accuracy", "alignment")
+# Images that they may be of, the first choice first.
+PARTS = ("test", "evaluation")
+# What is read of the results that a training wrote.
+RESULTS = {
+    "arguments": {"teacher": str | None, "dataset": list[str] | None, "eval_dataset": list[str] | None},
+    "best": dict[str, float | int] | None,
+    "images": {f"{part} {what}": kind | None for part in PARTS for what, kind in (("split", str), ("images", int))},
+}
 # Weights of other frameworks, which no folder of ours needs.
 OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth")
 
@@ -129,7 +137,7 @@ def find_teacher(given: str | None, source: Path, device: str) -> Anatomy | None
     """
     if given:
         return load_teacher(str(checkpoint_path(given)) if given in shipped_checkpoints() else given, device)[0]
-    named = [read_results(source).get("arguments", {}).get("teacher")]
+    named = [(read_results(source).get("arguments") or {}).get("teacher")]
     if (source / "README.md").is_file():
         base = ModelCard.load(source / "README.md").data.get("base_model")
         named += [base] if isinstance(base, str) else base or []
@@ -149,9 +157,13 @@ def is_cached(name: str) -> bool:
 
 
 def read_results(source: Path) -> dict:
-    """What a training wrote beside its model, if it did."""
+    """What a training wrote beside its model, if it did.
+
+    Raises:
+        ValueError: if the file holds something else.
+    """
     file = source / "results.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read_json(file, RESULTS) if file.is_file() else {}
 
 
 def measure_counts(
@@ -219,11 +231,11 @@ def scores_of(source: Path, rows: list[dict[str, object]]) -> list[dict[str, flo
 def scored_on(source: Path) -> str | None:
     """Of which images the scores are, as the training or the card in a folder says."""
     results = read_results(source)
-    images, arguments = results.get("images", {}), results.get("arguments", {})
-    for part in ("test", "evaluation"):
+    images, arguments = results.get("images") or {}, results.get("arguments") or {}
+    for part in PARTS:
         if split := images.get(f"{part} split"):
             names = arguments.get("eval_dataset") or arguments.get("dataset") or []
-            return f"{split} of {' '.join(names)} ({images.get(f'{part} images', 0):,} images)"
+            return f"{split} of {' '.join(names)} ({images.get(f'{part} images') or 0:,} images)"
     if not (source / "README.md").is_file():
         return None
     listed = ModelCard.load(source / "README.md").data.eval_results or []

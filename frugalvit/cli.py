@@ -11,6 +11,7 @@ import os
 import sys
 from types import ModuleType
 
+from .common.interruptions import SIGNALS, ended_by_signals, ending_of
 from .common.threads import bound_spinning
 from .version import __version__
 
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         argv (`list[str]`, *optional*): Arguments after the program's name; those of the process if not given.
 
     Returns:
-        `int`: Exit code: 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C.
+        `int`: Exit code: 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C, 143 after SIGTERM.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0")
@@ -136,26 +137,30 @@ def main(argv: list[str] | None = None) -> int:
     # What a terminal has no letters for, it is told in escapes.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
+    received = []
     try:
         options_of(command).parse(rest)
         bound_spinning()
-        code = importlib.import_module(COMMANDS[command][0]).main(rest)
-        sys.stdout.flush()
+        with ended_by_signals() as received:
+            code = importlib.import_module(COMMANDS[command][0]).main(rest)
+            sys.stdout.flush()
         return code or 0
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        print(f"\nfrugalvit {command}: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # The reader, for example `head`, has seen enough; Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:
-        from .training.components.arguments import reason
-
-        if debug or not (message := reason(error)):
+    except BaseException as error:
+        number = ending_of(error, received)
+        if debug or (number is None and isinstance(error, SystemExit)):
             raise
+        if number is None:
+            from .training.components.arguments import reason
+
+            if not (message := reason(error)):
+                raise
+    if number is not None:
+        print(f"\nfrugalvit {command}: {SIGNALS[number]}", file=sys.stderr)
+        return 128 + number
     # After the handler nothing holds progress bars, and the message has a line of its own.
     print(f"frugalvit {command}: error: {message}", file=sys.stderr)
     return 1

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 
 from .common.comparison import count_parameters
 from .common.loading import load_vision_model
-from .common.views import ImageFormat
+from .common.views import size_made_by
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
 from .modeling.hosts import Anatomy, read_anatomy
 from .modeling.layers import rotary_table, rotate_half
@@ -103,7 +103,7 @@ def load_teacher(folder: str, device: str | None = None, trust_remote_code: bool
     """
     model, image_processor = load_vision_model(folder, device, trust_remote_code)
     model.requires_grad_(False)
-    anatomy = read_anatomy(model, ImageFormat.from_processor(image_processor).size)
+    anatomy = read_anatomy(model, size_made_by(image_processor))
     anatomy.require_plain("compare students with", embeds=True)
     return anatomy, image_maker(image_processor)
 
@@ -263,7 +263,7 @@ def load_student(
     model, image_processor = load_vision_model(folder, device, trust_remote_code)
     model = without_agent(model).requires_grad_(False)
     load = functools.partial(load_student, folder, method, name, device, trust_remote_code, num_tokens)
-    size, name = ImageFormat.from_processor(image_processor).size, name or Path(folder).name
+    size, name = size_made_by(image_processor), name or Path(folder).name
     embed = image_embedder(model, size)
     config = getattr(model, "config", None)
     if getattr(config, "model_type", None) == "sparseformer":

@@ -1,6 +1,5 @@
 """`frugalvit curves`: how trainings went, beside each other."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from .common.files import misshapen, read_json_lines
 from .common.tables import format_table
 from .options.curves import parse
 from .pictures import LINE_COLORS, TEXT_COLOR, check_picture_path, label_lines, save_figure
@@ -55,15 +55,17 @@ def read_epochs(folder: str) -> list[dict]:
     """The records of a run's epochs that are done.
 
     Raises:
-        ValueError: if the folder holds no run, or no epoch is done.
+        ValueError: if the folder holds no run, no epoch is done, or a record is none of numbers.
     """
     file = Path(folder) / "metrics.jsonl"
     if not file.is_file():
         raise ValueError(f"{folder!r} has no metrics.jsonl; expected the --output of a training run.")
-    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    epochs = [record for record in records if "train_loss" in record]
+    epochs = [record for record in read_json_lines(file) if "train_loss" in record]
     if not epochs:
         raise ValueError(f"No epoch of {folder!r} is done yet.")
+    for record in epochs:
+        if problem := misshapen(record, dict[str, float | int]) or misshapen(record, {"epoch": int}):
+            raise ValueError(f"An epoch in {str(file)!r} is none that a recipe wrote: {problem}.")
     return epochs
 
 

@@ -20,10 +20,10 @@ from .common.data import SUBSET, decode_image, load_images
 from .common.decoding import read_image
 from .common.exported import ExportedModule
 from .common.loading import choose_device, load_image_classifier
-from .common.views import prepare_images
+from .common.views import prepare_images, restore_images
 from .features import draw_features, feature_maps, parts
 from .options.demo import parse
-from .pictures import denormalize, draw_maps
+from .pictures import draw_maps
 from .predict import draw_predictions, has_rois, predict
 from .resources import checkpoint_path, shipped_checkpoints
 
@@ -197,7 +197,7 @@ def look(
             return look(model, image_processor, image, name)
     [prediction] = predict(model, image_processor, [image], output_rois=has_rois(model))
     pixel_values = prepare_images(image_processor, [image]).to(model.device)
-    seen = denormalize(pixel_values, image_processor.image_mean, image_processor.image_std)
+    seen = restore_images(image_processor, pixel_values)
     rois = features = attention = None
     if has_rois(model):
         rois = draw_predictions([prediction], all_steps=True)

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from .attention import patch_grid
 from .common.loading import load_image_classifier
-from .common.views import prepare_images
+from .common.views import prepare_images, restore_images
 from .options.features import parse
-from .pictures import check_picture_path, denormalize, draw_maps, save_figure
+from .pictures import check_picture_path, draw_maps, save_figure
 from .predict import find_images, read_images
 
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
         model, image_processor = load_image_classifier(folder, arguments.device, arguments.trust_remote_code)
         pixel_values = prepare_images(image_processor, images)
         if seen is None:
-            seen = denormalize(pixel_values, image_processor.image_mean, image_processor.image_std)
+            seen = restore_images(image_processor, pixel_values)
         for part, alone in parts(name, model).items():
             maps[part] = feature_maps(alone, pixel_values.to(model.device))
     save_figure(draw_features(seen, maps, arguments.layers), arguments.picture)

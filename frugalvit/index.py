@@ -25,6 +25,7 @@ from tqdm import tqdm
 from .common.comparison import LIMIT
 from .common.data import CorruptImageError, image_files, say_unread
 from .common.files import LOCK, locked, misshapen, read_json, refuse_links, whole_file, write_json
+from .common.interruptions import leave_interruptions_to_the_main_process
 from .common.metrics import check_scores
 from .common.speed import images_per_second
 from .common.tables import printable
@@ -209,7 +210,13 @@ def embed_files(towers: TwoTowers, folder: Path, files: Sequence[list], output: 
     """Embed images and write them, a file for so many."""
     state = PartialState()
     collate = _Collate(folder, towers.image_processor, arguments.skip_corrupt)
-    batches = DataLoader(files, arguments.batch_size, collate_fn=collate, num_workers=arguments.num_workers)
+    batches = DataLoader(
+        files,
+        arguments.batch_size,
+        collate_fn=collate,
+        num_workers=arguments.num_workers,
+        worker_init_fn=leave_interruptions_to_the_main_process,
+    )
     # After all that is there, so that nothing is replaced, also where a damaged file was removed.
     number = max(map(shard_number, shard_files(output)), default=-1) + 1
     kept, embeddings = [], []

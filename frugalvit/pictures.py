@@ -41,21 +41,6 @@ TOKEN_COLORS = LinearSegmentedColormap.from_list(
 LINE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
-def denormalize(pixel_values: torch.Tensor, image_mean: Sequence[float], image_std: Sequence[float]) -> torch.Tensor:
-    """What the model saw, as an image: the inverse of an image processor's normalization.
-
-    Args:
-        pixel_values (`torch.Tensor`): `(batch, channels, height, width)`.
-        image_mean, image_std (sequence of `float`): The image processor's, one for each channel.
-
-    Returns:
-        `torch.Tensor`: float32 of the same shape, 0 to 1.
-    """
-    pixel_values = pixel_values.detach().float().cpu()
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (image_mean, image_std))
-    return (pixel_values * std + mean).clamp(0, 1)
-
-
 def draw_rois(
     images: torch.Tensor | Sequence[torch.Tensor],
     rois: Sequence[torch.Tensor],
@@ -70,9 +55,9 @@ def draw_rois(
     and 2 of its supplement).
 
     RoIs are relative to what the model saw. If the image processor cropped the image, draw on the cropped view, which
-    `denormalize` makes from the pixel values. Of more than 16 tokens that overlap, 16 are drawn. A token keeps its
-    color in all panels. RoIs may leave the image: a light margin, the same in all panels, shows up to 0.15 image sides
-    beyond each edge.
+    `restore_images` of `common/views.py` makes from the pixel values. Of more than 16 tokens that overlap, 16 are
+    drawn. A token keeps its color in all panels. RoIs may leave the image: a light margin, the same in all panels,
+    shows up to 0.15 image sides beyond each edge.
 
     Args:
         images (`torch.Tensor` of shape `(batch, channels, height, width)`, or a sequence of images):

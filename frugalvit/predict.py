@@ -22,7 +22,7 @@ from .common.exported import ExportedModule
 from .common.loading import load_image_classifier
 from .common.metrics import check_scores
 from .common.tables import printable
-from .common.views import prepare_images
+from .common.views import prepare_images, restore_images
 from .options.predict import MAX_DRAWN, PAGE, parse
 from .resources import checkpoint_path
 from .tokens import choose_tokens
@@ -149,10 +149,7 @@ def predict(
         for prediction, count in zip(predictions, outputs.num_tokens.tolist(), strict=True):
             prediction.num_tokens = count
     if output_rois:
-        from .pictures import denormalize
-
-        if getattr(image_processor, "do_normalize", False):
-            pixel_values = denormalize(pixel_values, image_processor.image_mean, image_processor.image_std)
+        pixel_values = restore_images(image_processor, pixel_values)
         for i, prediction in enumerate(predictions):
             prediction.view = pixel_values[i]
             prediction.rois = [step[i].cpu() for step in outputs.rois]

@@ -1,7 +1,6 @@
 """`frugalvit publish`: a trained model to the hub, in half the bytes, after everything about it has been looked at."""
 
 import argparse
-import json
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
 from .common.exported import is_exported
-from .common.files import forget_code, strangers, whole_folder
+from .common.files import forget_code, read_json, strangers, whole_folder
 from .common.licenses import check_license
 from .common.tables import format_table
 from .modeling.hub import model_card, upload_folder
@@ -164,7 +163,7 @@ def render_card(template: str | Path, results: str | Path) -> str:
     template, results = Path(template), Path(results)
 
     def read(name: str) -> dict:
-        return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+        return read_json(results / f"{name}.json")
 
     def find_row(name: str, row: str) -> dict:
         for each in read(name)["rows"]:

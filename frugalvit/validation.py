@@ -1,6 +1,5 @@
 """Whether a folder is a repository to share: everything is looked at before a byte leaves this machine."""
 
-import json
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import frugalvit
 
 from .common.exported import ExportedModule, example_of, read_report
+from .common.files import read_json
 from .common.licenses import license_problem
 from .common.loading import load_image_processor, load_pretrained
 from .common.names import is_hub_id, places_in
@@ -182,7 +182,11 @@ def check_weights(folder: Path) -> list[str]:
         except (SafetensorError, OSError) as error:
             problems.append(f"{path.name} cannot be read ({error})")
     for path in sorted(folder.glob("*.safetensors.index.json")):
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        try:
+            index = read_json(path, {"weight_map": dict[str, str]})["weight_map"]
+        except (ValueError, OSError) as error:
+            problems.append(str(error).rstrip("."))
+            continue
         problems += [f"{path.name} names {name}, which no file has" for name in sorted(index.keys() - names)[:3]]
     return problems
 

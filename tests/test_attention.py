@@ -200,6 +200,22 @@ def test_a_folder_within_a_run_is_not_the_run(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "run",
+    [
+        *("{", "[]", "5", "[" * 100_000, '{"command": 5, "arguments": {}}', '{"arguments": {}}'),
+        *(f'{{"command": "frugalvit train --seed 0", "arguments": {text}}}' for text in ("[]", "{}", '{"seed": "x"}')),
+        '{"command": "frugalvit train --seed 0", "arguments": {"seed": 0, "config_overrides": 5}}',
+    ],
+)
+def test_a_start_of_an_odd_run_is_one_line(run, folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "trained")
+    (tmp_path / "trained" / "run.json").write_text(run)
+    assert main(["attention", str(tmp_path / "trained"), "--start", "--images", "1"]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("frugalvit attention: error: ") and "run.json" in error
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--start"], "has no run.json of frugalvit train or frugalvit joint, so that its start is not known"),

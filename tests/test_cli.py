@@ -1,16 +1,21 @@
 """The `frugalvit` command: fast help, clear errors, exit codes."""
 
 import argparse
+import os
+import random
 import re
+import signal
 import subprocess
 import sys
+import time
 import types
 
 import pytest
 from tqdm import tqdm
 
-from frugalvit import cli
+from frugalvit import checkpoint_path, cli
 from frugalvit.common import command_line
+from frugalvit.common.files import whole_file, whole_folder
 from frugalvit.training.components.arguments import ArgumentParser, RunArguments, run_as_program
 from frugalvit.version import __version__
 
@@ -295,13 +300,71 @@ def test_debug_shows_the_traceback_of_user_errors(command, how, monkeypatch):
         cli.main({"before": ["--debug", "fake"], "after": ["fake", "--debug"], "environment": ["fake"]}[how])
 
 
-def test_interruption(command, capsys):
-    def fail(argv):
-        raise KeyboardInterrupt
+def swallowing(function):
+    """A library that makes an error of its own of whatever ends it."""
+    try:
+        function()
+    except BaseException as error:
+        raise ImportError("It could not be imported.") from error
 
-    command(fail)
-    assert cli.main(["fake"]) == 130
-    assert capsys.readouterr().err == "\nfrugalvit fake: interrupted\n"
+
+ENDINGS = {"SIGINT": (130, "interrupted"), "SIGTERM": (143, "terminated"), "SIGHUP": (129, "its terminal was closed")}
+
+
+@pytest.mark.parametrize("through", [lambda function: function(), swallowing], ids=["as it is", "swallowed"])
+@pytest.mark.parametrize("name", ENDINGS)
+def test_signals_end_a_command_in_one_line_and_leave_nothing(name, through, command, tmp_path, capsys):
+    number, (code, said) = getattr(signal, name), ENDINGS[name]
+    before = signal.getsignal(number)
+
+    def work(argv):
+        with whole_folder(tmp_path / "out") as folder, whole_file(tmp_path / "out.json") as file:
+            for path in (folder / "half", file):
+                path.write_text("half")
+            through(lambda: os.kill(os.getpid(), number))
+
+    command(work)
+    assert cli.main(["fake"]) == code
+    assert capsys.readouterr().err == f"\nfrugalvit fake: {said}\n"
+    assert not list(tmp_path.iterdir()) and signal.getsignal(number) == before
+    with pytest.raises(SystemExit) as stop:
+        run_as_program(lambda: work([]), "fake")
+    assert stop.value.code == code and capsys.readouterr().err == f"fake: {said}\n"
+    assert not list(tmp_path.iterdir()) and signal.getsignal(number) == before
+
+
+@pytest.mark.timeout(7200)
+def test_signals_at_random_moments_leave_all_or_nothing(tmp_path):
+    """Of a command that writes a folder and starts another process."""
+    chance, output = random.Random(int(os.environ.get("FRUGALVIT_SEED", "0"))), tmp_path / "out"
+    command = [sys.executable, "-m", "frugalvit", "publish", str(checkpoint_path("cifar10-agent-cnn"))]
+    command += ["--license", "mit", "--output", str(output), "--overwrite"]
+    for _ in range(int(os.environ.get("FRUGALVIT_SIGNALS", "1"))):
+        name = chance.choice(list(ENDINGS))
+        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+            while process.poll() is None and not list(tmp_path.glob(".out.*.partial")):
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0, 3))
+            process.send_signal(getattr(signal, name))
+            said = process.communicate(timeout=600)[1]
+        code, text = ENDINGS[name]
+        # Where all is written, the process may be about to end.
+        assert process.returncode in (code, 0, -getattr(signal, name)), said
+        assert process.returncode != code or said.endswith(f"\nfrugalvit publish: {text}\n")
+        assert [path.name for path in tmp_path.iterdir()] == ["out"] * output.exists()
+        assert process.returncode == code or (output / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_signals_that_are_ignored_stay_so(name, command):
+    """As `nohup` and shells leave them to what runs in the background."""
+    number, received = getattr(signal, name), []
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        command(lambda argv: received.append(os.kill(os.getpid(), number)))
+        assert cli.main(["fake"]) == 0 and received == [None]
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (3, 3)])

@@ -56,6 +56,8 @@ def test_draws_whatever_a_recipe_measures(tmp_path):
         (["run", "other/../run"], "--names has 1 different names for 2 runs"),
         (["begun"], "No epoch of 'begun' is done yet"),
         (["run", "--picture", "curves.txt"], "expected a file name ending in"),
+        (["half"], "line 1 of 'half/metrics.jsonl' is no JSON"),
+        (["words"], "An epoch in 'words/metrics.jsonl' is none that a recipe wrote: it is not"),
     ],
 )
 def test_bad_input(arguments, message, tmp_path, monkeypatch, capsys):
@@ -63,5 +65,8 @@ def test_bad_input(arguments, message, tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "run", [0.5])
     write_run(tmp_path / "begun", [])
     (tmp_path / "other").mkdir()
+    for name, text in {"half": '{"train_loss": 1', "words": '{"epoch": 1, "train_loss": "low"}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(text)
     assert main(["curves", *arguments]) == 1
     assert message in capsys.readouterr().err

@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import math
+import shutil
 
 import datasets
 import numpy as np
@@ -11,12 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageClassification
+from transformers import AutoImageProcessor, AutoModelForImageClassification, PerceiverImageProcessor
 from vision_transformers import KINDS
 
 from frugalvit import checkpoint_path, extract_features
 from frugalvit.cli import main
 from frugalvit.common.data import SUBSET, load_images
+from frugalvit.common.views import ImageFormat
+from frugalvit.contenders import load_students, load_teachers
 from frugalvit.evaluation.embeddings import LabeledFeatures, image_embedder, image_maker
 from frugalvit.evaluation.knn import neighbor_scores
 from frugalvit.evaluation.linear import PENALTIES, LinearProbe, fit_probe, hold_back
@@ -227,6 +230,27 @@ def test_image_processors_that_return_patches():
     assert pixel_values.shape == (1, 3, 32, 32)
     embedding = image_embedder(KINDS["siglip2-vision"].make(), (32, 32))(pixel_values)
     assert embedding.shape == (1, 48)
+
+
+def test_image_processors_that_training_cannot_follow(tmp_path):
+    """Crop before they resize, for example: embeddings are of what they make, in every command that takes some."""
+    folder = tmp_path / "model"
+    shutil.copytree(VIT, folder)
+    (folder / "preprocessor_config.json").unlink()
+    sizes = ({"height": side, "width": side} for side in (40, 32))
+    processor = PerceiverImageProcessor(**dict(zip(("crop_size", "size"), sizes, strict=True)))
+    processor.save_pretrained(folder)
+    with pytest.raises(ValueError):
+        ImageFormat.from_processor(AutoImageProcessor.from_pretrained(folder))
+    images = ["--model", folder, "--train-split", "train[:40]", "--limit", 30, "--neighbors", 7]
+    assert evaluate("knn", *images, tmp_path=tmp_path)["accuracy"] > 0.2
+    model = AutoModelForImageClassification.from_pretrained(folder)
+    picture = decode(load_images(SUBSET, "test[:1]"))[0].resize((80, 50))
+    with torch.no_grad():
+        expected = model.vit(processor(picture, return_tensors="pt").pixel_values).last_hidden_state[:, 0]
+    torch.testing.assert_close(extract_features(model, processor, [picture]), expected)
+    [teacher, *_], [student] = load_teachers(str(folder), device="cpu"), load_students(str(folder), device="cpu")
+    assert teacher.image_size == student.image_size == (32, 32)
 
 
 @pytest.mark.parametrize(

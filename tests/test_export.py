@@ -109,7 +109,7 @@ def test_a_program_is_the_model(arguments, tolerance, write, folder):
     model, _ = load_image_classifier(folder)
     program, _ = load_image_classifier(output, trust_remote_code="torch" in arguments)
     generator = torch.Generator().manual_seed(1)
-    for size in (1, 3):
+    for size in (1, 2, 7, 64) if tolerance else (1, 3):
         pixel_values = torch.randn(size, 3, 32, 32, generator=generator)
         with torch.no_grad():
             expected, computed = model(pixel_values).logits, program(pixel_values).logits.float()
@@ -127,6 +127,17 @@ def test_a_program_is_the_model(arguments, tolerance, write, folder):
     assert report["macs"] == frugalvit.count_macs(model, 32).macs_with_attention
     assert set(measured["images_per_second"]) == {"1", "8"}
     assert (report["calibration_images"] == 8) == ("int8" in arguments)
+
+
+def test_how_long_it_takes_is_said_first(folder):
+    model, _ = load_image_classifier(folder)
+    many = load_images(SUBSET, "test[:800]")
+    few, none = many.select(range(8)), many.select([])
+    told = export.foretell(parts_of(model), "torch", 2.0, few, none)
+    assert told.keys() == {"exporting", "comparing"} and told["exporting"] == 2 * export.TIMES_COUNTING["torch"]
+    more = export.foretell(parts_of(model), "torch", 2.0, many, few)
+    assert more["comparing"] > told["comparing"] and more["calibrating"] > 0
+    assert export.TIMES_COUNTING.keys() == programs.FORMATS.keys()
 
 
 def test_the_original_stays_in_float32(folder, tmp_path):

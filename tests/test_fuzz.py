@@ -22,12 +22,16 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
+from frugalvit.budget import scored_on, scores_of
 from frugalvit.common.exported import read_report
 from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.tables import format_table
+from frugalvit.curves import best_epoch, curves_of, read_epochs
 from frugalvit.index import read_about, read_shards
 from frugalvit.predict import read_images
 from frugalvit.training.components.checkpoints import damaged_files, read_state
 from frugalvit.training.components.runs import read_run
+from frugalvit.validation import check_weights
 from kinds import KINDS
 
 
@@ -180,6 +184,24 @@ STATE = {
 }
 SPEC = json.dumps([1, {"type": "builtins.dict", "context": '["logits"]', "children_spec": []}])
 PROGRAM = {"file": "model.onnx", "metadata": {"in_spec": SPEC, "out_spec": SPEC}}
+RESULTS = {"arguments": {"dataset": ["owner/name"]}, "best": {"accuracy": 0.5, "accuracy_4": 0.25}}
+RESULTS["images"] = {"test split": "test", "test images": 5}
+EPOCH = {"epoch": 1, "step": 2, "train_loss": 1.0, "accuracy": 0.5}
+
+
+def read_scores(folder) -> str:
+    """As `frugalvit budget` prints them."""
+    return format_table(scores_of(folder, [{"model": "student", "num_tokens": 4}])) + str(scored_on(folder))
+
+
+def read_curves(folder) -> str:
+    """As `frugalvit curves` prints them."""
+    epochs = read_epochs(str(folder))
+    return format_table([{name: epochs[-1].get(name) for name in curves_of({"run": epochs})}]) + str(
+        best_epoch(epochs)
+    )
+
+
 RUN = {"command": "frugalvit train", "arguments": {"epochs": 1, "mixed_precision": "no"}, "images": {"images": 3}}
 JSON = {
     "report.json": (
@@ -191,6 +213,9 @@ JSON = {
     "state.json": (STATE, read_state),
     "checksums.json": ({"state.json": 0}, damaged_files),
     "run.json": (RUN, read_run),
+    "results.json": (RESULTS, read_scores),
+    "metrics.jsonl": (EPOCH, read_curves),
+    "model.safetensors.index.json": ({"weight_map": {"weight": "model.safetensors"}}, check_weights),
     "embeddings": ([["a.png", 1, 1]], lambda folder: list(read_shards(folder))),
 }
 atoms = st.one_of(

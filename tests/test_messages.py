@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -37,6 +38,20 @@ def folder(tmp_path):
     ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **SIZES)).save_pretrained(tmp_path / "model")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+def test_weights_that_may_not_be_read_are_not_said_to_be_missing(folder, monkeypatch):
+    """As safetensors would."""
+    opened = Path.open
+
+    def refusing(self, *arguments, **options):
+        if self.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    with pytest.raises(PermissionError, match="Permission denied: .*model.safetensors"):
+        load_image_classifier(str(folder))
 
 
 def refused(load, folder):

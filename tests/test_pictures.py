@@ -9,7 +9,6 @@ from frugalvit.pictures import (
     MAX_MARGIN,
     MIN_MARGIN,
     TOKEN_COLORS,
-    denormalize,
     draw_rois,
     draw_segmentation,
     save_figure,
@@ -174,16 +173,6 @@ def test_half_precision_with_gradient():
 def test_what_does_not_fit_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         draw_rois(*arguments)
-
-
-def test_denormalize_inverts_the_image_processor():
-    from transformers import ViTImageProcessor
-
-    image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    mean, std = [0.48, 0.45, 0.4], [0.2, 0.25, 0.3]
-    processor = ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=mean, image_std=std)
-    seen = denormalize(processor(Image.fromarray(image), return_tensors="pt").pixel_values, mean, std)
-    np.testing.assert_allclose(seen[0].permute(1, 2, 0).numpy(), image / 255, atol=1e-5)
 
 
 def test_saved_picture_is_large_and_not_blank(tmp_path):

@@ -27,12 +27,12 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..common.files import write_json, write_text
+from ..common.interruptions import Interruption
 from ..modeling.hub import upload_folder
 from .components.arguments import ImageArguments, RunArguments
 from .components.cards import choice_of_epoch, write_card
 from .components.checkpoints import TEST, Checkpoints, TrainingState
 from .components.images import as_images
-from .components.interruptions import Interruption
 from .components.loaders import DeviceLoader, TrainingLoader, check_images, describe_parts, evaluation_loader
 from .components.runs import (
     NOT_IN_REPOSITORY,

@@ -16,7 +16,7 @@ from ..common.data import check_labels, class_names, hold_back, label_numbers, l
 from ..common.exported import ExportedModule, is_exported
 from ..common.loading import load_exported, load_image_processor, load_vision_model
 from ..common.metrics import check_scores
-from ..common.views import EvalView, ImageFormat
+from ..common.views import EvalView, ImageFormat, size_made_by
 from ..modeling.hosts import read_anatomy
 from .images import image_batches, images_to_evaluate, take_first
 
@@ -151,7 +151,7 @@ def extract_features(
     """
     if not len(images):
         raise ValueError("Got no images, expected at least one.")
-    embed = image_embedder(model, ImageFormat.from_processor(image_processor).size)
+    embed = image_embedder(model, size_made_by(image_processor))
     parameter, make, features = next(model.parameters()), image_maker(image_processor), []
     for start in range(0, len(images), batch_size):
         pixel_values = make(list(images[start : start + batch_size]), return_tensors="pt")["pixel_values"]
@@ -278,7 +278,7 @@ def evaluate_features(
     else:
         model, image_processor = load_vision_model(arguments.model, arguments.device, arguments.trust_remote_code)
         device = next(model.parameters()).device
-    embed = image_embedder(model, ImageFormat.from_processor(image_processor).size)
+    embed = image_embedder(model, size_made_by(image_processor))
     options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "skip_corrupt")}
     train, test = (
         embed_images(embed, image_maker(image_processor), images, device, **options)

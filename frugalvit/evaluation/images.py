@@ -17,6 +17,7 @@ from ..common.data import (
     say_if_few_classes,
     split_names,
 )
+from ..common.interruptions import leave_interruptions_to_the_main_process
 from ..common.views import prepare_images
 
 
@@ -65,7 +66,13 @@ def image_batches(
         ValueError: if none can be read.
     """
     collate = _Collate(images, image_processor, skip_corrupt)
-    loader = DataLoader(range(len(images)), batch_size=batch_size, num_workers=num_workers, collate_fn=collate)
+    loader = DataLoader(
+        range(len(images)),
+        batch_size=batch_size,
+        num_workers=num_workers,
+        collate_fn=collate,
+        worker_init_fn=leave_interruptions_to_the_main_process,
+    )
     found = False
     with tqdm(total=len(images), desc="evaluate", unit=" images", leave=False, disable=None) as progress:
         for pixel_values, indices, seen in loader:

@@ -47,8 +47,8 @@ def test_reads_what_is_said_about_images(write, name):
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ({}, "holds no list of conversations"),
-        ([1], "holds no list of conversations"),
+        ({}, r"Cannot read conversations from .* is not list\[dict\]"),
+        ([1], r"Cannot read conversations from .* is not list\[dict\]"),
         ([{"image": "b.png"}], "Record 0 .* has the image 'b.png', which is not in"),
         ([{"image": 3}], "Record 0 .* has the image 3"),
         ([{"conversations": said("a", "b")}], "has no conversation about an image"),

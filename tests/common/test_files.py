@@ -18,7 +18,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from frugalvit.common.files import check_file_path, disk_errors, locked, read_json, whole_folder, write_text
+from frugalvit.common.files import (
+    check_file_path,
+    disk_errors,
+    locked,
+    read_json,
+    read_json_lines,
+    whole_file,
+    whole_folder,
+    write_text,
+)
+from frugalvit.training.components.loop import replace_files
 
 
 def write(output: Path, content: str, overwrite: bool = True):
@@ -183,6 +193,23 @@ def test_a_disk_that_takes_no_more_is_said(write, tmp_path):
             write(tmp_path / "file")
 
     assert forked(too_large(check)) == 0
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002, 0o027])
+def test_files_are_shared_as_the_user_wants(mask, tmp_path):
+    """Weights, too: safetensors leaves its files to their owner alone."""
+    before = os.umask(mask)
+    try:
+        with whole_folder(tmp_path / "model") as folder, whole_file(tmp_path / "x.safetensors") as file:
+            save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+            save_file({"x": torch.ones(1)}, file)
+            (folder / "config.json").touch()
+        replace_files(tmp_path, lambda aside: save_file({"x": torch.ones(1)}, aside / "best.safetensors"))
+    finally:
+        os.umask(before)
+    modes = {path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    files = ("model/model.safetensors", "model/config.json", "x.safetensors", "best.safetensors")
+    assert modes == {"model": 0o777 & ~mask} | dict.fromkeys(files, 0o666 & ~mask)
 
 
 @pytest.mark.parametrize("place", ["/proc/results.json", "no/results.json", "folder"])
@@ -386,13 +413,21 @@ def test_a_lock_takes_the_place_of_nothing(kind, place, tmp_path):
         ('{"name": "x", "sizes": [true]}', "sizes is not"),
         ('{"name": "x", "sizes": {"0": 1}}', "sizes is not"),
         ('{"name": "x", "sizes": [], "note": []}', "note is not"),
+        ('{"name": "x", "sizes": [], "about": {"count": 5}}', None),
+        ('{"name": "x", "sizes": [], "about": {"count": "5"}}', "in about, count is not"),
+        ('{"name": "x", "sizes": [], "about": []}', "in about, it is a list"),
     ],
 )
 def test_json_of_another_shape_is_said(text, problem, tmp_path):
     (tmp_path / "file.json").write_text(text)
-    fields = {"name": str, "sizes": list[int], "note": str | None}
+    (tmp_path / "file.jsonl").write_text(f"{text}\n\n{text}\n")
+    fields = {"name": str, "sizes": list[int], "note": str | None, "about": {"count": int | None}}
     if problem is None:
-        assert read_json(tmp_path / "file.json", fields) == json.loads(text)
+        content = json.loads(text)
+        assert read_json(tmp_path / "file.json", fields) == content
+        assert read_json_lines(tmp_path / "file.jsonl", fields) == [content, content]
         return
     with pytest.raises(ValueError, match=problem):
         read_json(tmp_path / "file.json", fields)
+    with pytest.raises(ValueError, match=f"line 1 of .*{problem}"):
+        read_json_lines(tmp_path / "file.jsonl", fields)

@@ -538,8 +538,11 @@ def test_folders_that_machines_make_hold_no_images(folder, metadata, tmp_path):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["fox/IMG_1.HEIC", "fox/IMG_2.heic"], r"2 \.heic in .*fox. To have them: pip install pillow-heif"),
-        (["cat/a.jxl"], r"1 \.jxl in .*cat. To have them: pip install pillow-jxl-plugin"),
+        (
+            ["fox/IMG_1.HEIC", "fox/IMG_2.heic"],
+            r"2 \.heic in .*fox. To have them: pip install 'frugalvit.pictures.'",
+        ),
+        (["cat/a.jxl"], r"1 \.jxl in .*cat. To have them: pip install 'frugalvit.pictures.'"),
         (["cat/a.CR2", "dog/b.nef"], r"1 \.cr2, 1 \.nef in .*: convert them to JPEG or TIFF"),
         (["cat/a.svg", "dog/a.eps"], r"1 \.eps, 1 \.svg in .*: convert them to PNG"),
         (["cat/a.avif"], None),
@@ -561,6 +564,33 @@ def test_pictures_that_are_not_read_are_said_once(names, said, tmp_path, capsys)
     shutil.copytree(tmp_path, tmp_path / "copy")
     assert len(find_images([str(tmp_path / "copy")])) == len(train) + len(evaluation)
     assert re.search(said or "^$", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("place", [".", "cat", "cat/deeper"])
+def test_a_folder_that_may_not_be_looked_into_is_no_empty_one(place, tmp_path, monkeypatch):
+    """Its images would be missing without a word."""
+    draw_classes(tmp_path, 2)
+    (tmp_path / "cat" / "deeper").mkdir(exist_ok=True, parents=True)
+    scandir, closed = os.scandir, str((tmp_path / place).resolve())
+
+    def refusing(path="."):
+        if os.path.realpath(path) == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        find_images([str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["a.zip", "cat/b.TAR", "c.tar.gz"])
+def test_archives_beside_images_are_said(name, tmp_path, capsys):
+    draw_classes(tmp_path, 2)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    find_images([str(tmp_path)])
+    said = f"Left out, as archives are not looked into here; unpack them: {Path(name).name}"
+    assert said in capsys.readouterr().err
 
 
 def table(**columns):

@@ -50,7 +50,7 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from frugalvit.common.loading import load_image_classifier, load_vision_model, split_revision
-from frugalvit.common.views import EvalView, ImageFormat
+from frugalvit.common.views import EvalView, ImageFormat, restore_images, size_made_by
 from frugalvit.evaluation.two_towers import load_two_towers
 from frugalvit.info import describe
 from frugalvit.modeling.hosts import read_anatomy
@@ -357,6 +357,18 @@ def test_training_prepares_images_as_every_processor_of_transformers_does(name):
     assert_prepared_alike(getattr(transformers, name)(), photograph(256, 256), levels)
 
 
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_pictures_show_what_a_model_saw(name):
+    """Whatever factor, offset, mean and order its processor has."""
+    processor, _ = PROCESSORS[name]
+    image = photograph(64, 64)
+    expected = EvalView(ImageFormat.from_processor(processor))(image)["pixel_values"]
+    seen = restore_images(processor, processor([image], return_tensors="pt")["pixel_values"])
+    assert seen.min() >= 0 and seen.max() <= 1 and seen.dtype == torch.float32
+    # Rounding, and what is no number of 0 to 255 after resizing.
+    assert (255 * seen[0] - expected).abs().mean() < 1
+
+
 class FarFromTraining(ViTImageProcessor):
     """One that also mirrors images."""
 
@@ -413,3 +425,13 @@ def test_processors_that_leave_the_shape_open_are_followed_on_squares(processor,
 def test_processors_that_cannot_be_followed(processor, message):
     with pytest.raises(ValueError, match=message):
         ImageFormat.from_processor(processor)
+
+
+def test_what_training_cannot_follow_is_still_seen():
+    """In pictures and by what measures embeddings, which take what the processor makes."""
+    processor = FarFromTraining(size={"height": 64, "width": 48}, rescale_factor=1 / 127.5, image_mean=[1.0] * 3)
+    assert size_made_by(processor) == (64, 48)
+    image = photograph(48, 64)
+    seen = restore_images(processor, processor([image], return_tensors="pt")["pixel_values"])[0]
+    mirrored = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1).flip(-1) / 255
+    torch.testing.assert_close(seen, mirrored, rtol=0, atol=0.005)

@@ -102,6 +102,9 @@ def finished(tmp_path_factory, teacher):
         {"name": "one", "processes": 1},
         {"name": "four", "processes": 4, "options": PARTS},
         {"name": "stream", "processes": 1, "options": stream},
+        # Two begin, one goes on.
+        {"name": "fewer", "processes": 2, "stops": 5},
+        {"name": "fewer", "processes": 1},
         # They end in the second epoch, after a checkpoint within it, and go on.
         {**sharded, "stops": 7},
         sharded,
@@ -135,6 +138,12 @@ def test_a_classifier(finished):
     for name, expected, processes in (("four", "one", 4), ("sharded", "stream", 2)):
         assert_same_run(finished / name, finished / expected)
         assert json.loads((finished / name / "results.json").read_text())["processes"] == processes
+
+
+def test_a_run_of_two_processes_is_gone_on_with_by_one(finished):
+    """What nobody draws at random in the model is as it would have been."""
+    assert_same_run(finished / "fewer", finished / "one")
+    assert json.loads((finished / "fewer" / "results.json").read_text())["processes"] == 1
 
 
 def test_each_reads_its_own_shards(finished):

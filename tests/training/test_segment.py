@@ -26,6 +26,7 @@ from frugalvit.common.metrics import SegmentationScores
 from frugalvit.common.views import ImageFormat, seeded
 from frugalvit.evaluation.segmentation import segmentation_scores, window_starts
 from frugalvit.training import segment
+from frugalvit.training.components.loaders import TrainingLoader
 
 
 torch.set_num_threads(1)
@@ -361,6 +362,26 @@ class TestRecipe:
         # Masks of 52 pixels across here, of 48 in training.
         assert scores["mean_iou"] == pytest.approx(results["best"]["mean_iou"], abs=0.05)
         assert {"iou a", "iou b", "iou c", "iou d"} <= scores.keys()
+
+    def test_a_run_that_was_stopped_goes_on(self, start, parquet, tmp_path):
+        arguments = self.arguments(start, parquet, tmp_path / "whole", "--epochs", "2", "--checkpointing-steps", "2")
+        again = [str(tmp_path / "again") if word == str(tmp_path / "whole") else word for word in arguments]
+        assert segment.main(arguments) == 0
+        epoch = TrainingLoader.epoch
+
+        def stopped(self, number, start=0):
+            for at, batch in enumerate(epoch(self, number, start), start):
+                if (number, at) == (1, 2):
+                    raise KeyboardInterrupt
+                yield batch
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(TrainingLoader, "epoch", stopped)
+            segment.main(again)
+        assert segment.main(again) == 0
+        for name in ("model.safetensors", "checkpoints/step-00000006/optimizer.bin"):
+            files = [tmp_path / folder / name for folder in ("whole", "again")]
+            assert files[0].read_bytes() == files[1].read_bytes()
 
     def test_trains_models_of_transformers_from_scratch(self, parquet, tmp_path):
         overrides = (

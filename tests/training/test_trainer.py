@@ -20,6 +20,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.data import CorruptImageError
 from frugalvit.common.files import locked, write_json
+from frugalvit.common.interruptions import SIGNALS
 from frugalvit.training import train, trainer
 from frugalvit.training.components.checkpoints import CHECKSUMS, Checkpoints, checksums, damaged_files
 from frugalvit.training.components.loaders import TrainingLoader
@@ -113,11 +114,12 @@ def at_step(number: tuple[int, int], happens):
 
 
 @pytest.mark.parametrize(
-    ("sent", "raised", "code"), [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 143)]
+    ("sent", "raised", "code"),
+    [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 143), (signal.SIGHUP, SystemExit, 129)],
 )
 def test_an_interruption_saves_the_step_and_says_how_to_go_on(sent, raised, code, tiny_run, tmp_path, capfd):
     whole = tiny_run(name="whole")
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(raised) as stop:
         patch.setattr(TrainingLoader, "epoch", at_step((1, 1), lambda: os.kill(os.getpid(), sent)))
         tiny_run()
@@ -125,7 +127,7 @@ def test_an_interruption_saves_the_step_and_says_how_to_go_on(sent, raised, code
     # Step 2 of the second epoch of four was under way.
     assert (tmp_path / "out" / "checkpoints" / "step-00000006").is_dir()
     assert "step-00000006 is saved; run the same command to go on" in capfd.readouterr().err
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
     assert without_times(tiny_run()["epochs"]) == without_times(whole["epochs"])
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from ...common.files import disk_errors, misshapen, read_json, write_json
+from ...common.files import disk_errors, misshapen, permit_as_usual, read_json, write_json
 
 
 # Before what is measured on images to test on, where the best epoch is chosen on others.
@@ -88,6 +88,7 @@ class Checkpoints:
             [written] = self.aside.iterdir()
             write_json(written / CHECKSUMS, checksums(written))
             write_json(written / "state.json", dataclasses.asdict(state))
+            permit_as_usual(*(path for path in written.rglob("*") if path.is_file()))
             if target.exists():
                 self.remove(target)
             os.rename(written, target)

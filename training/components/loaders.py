@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from ...common.data import CorruptImageError, class_names, decode_image, label_numbers
 from ...common.files import write_json
+from ...common.interruptions import leave_interruptions_to_the_main_process
 from ...common.views import ORDER, SHUFFLE, VIEW, View, random_seed, seeded
 from .augmentation import Mix
-from .interruptions import leave_interruptions_to_the_main_process
 
 
 # Shards of a stream for each process from which on one more or less for some does not matter.
@@ -465,6 +465,7 @@ def evaluation_loader(
         num_workers=num_workers,
         pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),
+        worker_init_fn=leave_interruptions_to_the_main_process,
     )
     return DeviceLoader(accelerator, loader, view)
 

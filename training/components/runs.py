@@ -20,7 +20,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, parse_flag_from_env, set_seed
 from transformers import TrainingArguments
 
-from ...common.files import LOCK, disk_errors, locked, read_json, refuse_links, write_json
+from ...common.files import LOCK, disk_errors, locked, permit_as_usual, read_json, refuse_links, write_json
 from ...common.precision import choose_mixed_precision, describe_device
 from ...common.versions import origin
 from .arguments import RESUMABLE, DataArguments, ImageArguments, RunArguments
@@ -320,6 +320,7 @@ def replace_files(folder: Path, write: Callable[[Path], None]):
     aside.mkdir()
     with disk_errors(folder):
         write(aside)
+        permit_as_usual(*aside.iterdir())
     for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
         os.replace(path, folder / path.name)
     aside.rmdir()

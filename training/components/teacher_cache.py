@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...common.files import whole_file, write_json
+from ...common.files import read_json, whole_file, write_json
 from .augmentation import BootstrapView
 
 
@@ -80,7 +80,7 @@ class TeacherCache:
                     raise ValueError(f"--teacher-cache {folder} holds something else; give another folder.")
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_json(file, about)
-        there = json.loads(file.read_text(encoding="utf-8"))
+        there = read_json(file)
         if different := [name for name in {**about, **there} if about.get(name) != there.get(name)]:
             raise ValueError(
                 f"--teacher-cache {folder} holds embeddings for other {', '.join(different)}; give another folder."
