@@ -28,7 +28,7 @@ from frugalvit.common.files import (
     whole_folder,
     write_text,
 )
-from frugalvit.training.components.loop import replace_files
+from frugalvit.training.components.runs import replace_files
 
 
 def write(output: Path, content: str, overwrite: bool = True):
