@@ -1,10 +1,13 @@
 """Ctrl-C and SIGTERM during training: the step is finished and saved first."""
 
+import contextlib
+import os
 import signal
 import threading
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+NOTED = "\nThe step under way is finished and saved first. Once more ends it at once.\n"
 
 
 class Interruption:
@@ -28,6 +31,9 @@ class Interruption:
     def _note(self, number: int, _):
         self.received = number
         self.__exit__()
+        # A step may take minutes. Buffered streams may be in the middle of a write when a signal comes.
+        with contextlib.suppress(OSError):
+            os.write(2, NOTED.encode())
 
     def end(self):
         """End as the signal that was received does: by `KeyboardInterrupt`, or with the exit code of SIGTERM."""

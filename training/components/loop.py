@@ -178,13 +178,26 @@ def fit(
 
     def backward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         nonlocal gradient_norm
+        began = time.perf_counter()
         loss = compute_loss(model, batch)
+        guess(time.perf_counter() - began)
         accelerator.backward(loss)
         # Where the gradient is not clipped, its norm is computed for those who read it alone.
         if accelerator.sync_gradients and (run.max_grad_norm or reads(state.step + 1)):
             parameters = (clipped(model) if clipped else model).parameters()
             gradient_norm = accelerator.clip_grad_norm_(parameters, run.max_grad_norm or math.inf)
         return loss
+
+    def guess(seconds: float):
+        """Foretell the time by the first forward pass where a step takes long, as measuring needs two; the way back
+        takes about twice as long."""
+        nonlocal guessed
+        if not guessed and accelerator.is_main_process and seconds > FORETELLING_SECONDS:
+            step = 3 * seconds * run.gradient_accumulation_steps
+            left = datetime.timedelta(seconds=round((total_steps - state.step) * step))
+            speed = loader.batch_size / step
+            progress.write(f"By the first forward pass, about {speed:.2g} images/s and {left} left.")
+        guessed = True
 
     def reads(step: int) -> bool:
         """Whether numbers are read off the device after this step; reading makes an accelerator wait."""
@@ -204,7 +217,7 @@ def fit(
         mininterval=0.2 if sys.stderr.isatty() else 30,
         disable=not accelerator.is_main_process,
     )
-    foretold, warm, interruption = False, None, Interruption()
+    guessed, foretold, warm, interruption = False, False, None, Interruption()
     saved_at, writing = time.perf_counter(), 0.0
 
     def asked() -> tuple[int, bool]:
