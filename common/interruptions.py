@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 # Signals that end a command, and what is said of them. Windows has no SIGHUP.
@@ -14,6 +14,7 @@ SIGNALS = {
     for name, text in {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGHUP": "its terminal was closed"}.items()
     if hasattr(signal, name)
 }
+NOTED = "\nThe step under way is finished and saved first. Once more ends it at once.\n"
 
 
 @contextmanager
@@ -87,6 +88,9 @@ class Interruption:
         self.received = number
         leave_terminal(number)
         self.__exit__()
+        # A step may take minutes. Buffered streams may be in the middle of a write when a signal comes.
+        with suppress(OSError):
+            os.write(2, NOTED.encode())
 
     def end(self):
         """End as the signal that was received does: by `KeyboardInterrupt`, or with its exit code."""

@@ -40,8 +40,8 @@ def main(argv: list[str] | None = None) -> None:
     views = epochs * RECIPES[RECIPE]["repeats"]
     print(
         f"Bootstrapping a SparseFormer from {teacher_path.name} on {arguments.images:,} images without labels. Each "
-        f"is shown {views} times: the bar counts to {views * arguments.images:,}. After each epoch, the student is "
-        f"judged on {HELD_BACK_IMAGES // 4:,} images that are held back; at the end on {HELD_BACK_IMAGES:,}, so that "
+        f"is shown {views} times: the bar counts to about {views * arguments.images:,}. After each epoch, the "
+        f"student is judged on {HELD_BACK_IMAGES // 4:,} images that are held back; at the end on {HELD_BACK_IMAGES:,}, so that "
         "the last number is another one."
     )
     counts = arguments.elastic_token_counts
@@ -107,7 +107,8 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"The student keeps {results['student_accuracy'] / results['teacher_accuracy']:.1%} of the teacher's accuracy "
         f"at {times:.2f} times its speed (float32, batches of {BATCH_SIZES[-1]}). The student that ships, "
-        f"bootstrapped longer, reaches {results['shipped_student_accuracy']:.4g}.\n{explain(rows[0], largest)}\n"
+        f"bootstrapped longer, reaches {results['shipped_student_accuracy']:.4g} on these images.\n"
+        f"{explain(rows[0], largest)}\n"
         f"Model: {folder / 'model'}   Where its tokens look: {folder / 'rois.png'}   "
         f"{results['seconds']} seconds."
     )

@@ -181,7 +181,7 @@ def run(line: str, monkeypatch):
     arguments += SHORT.get(name, [])
     if "cifar10-subset" in arguments:
         arguments += SUBSET
-    if "--model-type" in arguments:
+    if name == "train" and not {"--model", "--config"} & set(arguments):
         arguments += ["--config-overrides", f"image_size=32,patch_size=8,{NARROW}"]
     assert main([name, *arguments]) == 0, line
 

@@ -57,7 +57,7 @@ def test_makes_a_repository_a_picture_and_results(tmp_path, capsys):
     assert [row[2:4] for row in rows] == [["64", "65"], ["7", "8"], ["15", "16"]]
 
     # What a reader would ask.
-    assert "128 images without labels. Each is shown 2 times: the bar counts to 256." in printed
+    assert "128 images without labels. Each is shown 2 times: the bar counts to about 256." in printed
     assert "judged on 25 images that are held back; at the end on 100" in printed
     assert "The student has more parameters" in printed
 

@@ -188,7 +188,9 @@ class RecipeTrainer(Trainer):
         return inputs
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        began = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
+        self.progress.guess(time.perf_counter() - began, self.state)
         self.progress.unread.append(loss.float())
         if self.steps_twice:
             # Sharpness-aware minimization computes the gradient once more, where the first one has led.
@@ -403,7 +405,7 @@ class Progress(TrainerCallback):
         self.unread: list[torch.Tensor] = []
         self.gradient_norm: torch.Tensor | float | None = None
         self.bar, self.awaits_evaluation = None, False
-        self.foretold, self.warm, self.saved_at, self.writing = False, None, 0.0, 0.0
+        self.guessed, self.foretold, self.warm, self.saved_at, self.writing = False, False, None, 0.0, 0.0
 
     def begin(self, checkpoint: Path | None):
         """Take a run up where a checkpoint left it, or at its beginning."""
@@ -505,6 +507,15 @@ class Progress(TrainerCallback):
         if self.accelerator.is_main_process:
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+
+    def guess(self, seconds: float, state):
+        """Foretell the time by the first pass where that takes long, as measuring needs two steps."""
+        if not self.guessed and self.accelerator.is_main_process and seconds > FORETELLING_SECONDS:
+            step = seconds * self.trainer.args.gradient_accumulation_steps
+            left = datetime.timedelta(seconds=round((state.max_steps - state.global_step) * step))
+            speed = self.loader.batch_size / step
+            self.bar.write(f"By the first pass, about {speed:.2g} images/s and {left} left.")
+        self.guessed = True
 
     def foretell(self, state, logs: bool):
         """Say once how long the run will take."""

@@ -126,7 +126,9 @@ def test_an_interruption_saves_the_step_and_says_how_to_go_on(sent, raised, code
     assert code is None or stop.value.code == code
     # Step 2 of the second epoch of four was under way.
     assert (tmp_path / "out" / "checkpoints" / "step-00000006").is_dir()
-    assert "step-00000006 is saved; run the same command to go on" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert said.count("The step under way is finished") == 1
+    assert "step-00000006 is saved; run the same command to go on" in said
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert without_times(tiny_run()["epochs"]) == without_times(whole["epochs"])
 
@@ -145,7 +147,8 @@ def test_checkpoints_come_with_time_too(tiny_run, tmp_path, monkeypatch):
 def test_the_time_that_is_left_is_foretold_after_seconds(tiny_run, monkeypatch, capfd):
     monkeypatch.setattr(trainer, "FORETELLING_SECONDS", 0.0)
     tiny_run(logging_steps=100)
-    assert capfd.readouterr().out.count(" left, evaluation aside.") == 1
+    said = capfd.readouterr().out
+    assert said.count("By the first pass, about ") == said.count(" left, evaluation aside.") == 1
 
 
 def test_a_run_without_a_step_blocks_nothing(tiny_run, tmp_path):

@@ -140,7 +140,7 @@ def say_license(run: RunArguments, base_model: str | None = None):
     if not (run.license or license_of(base_model and split_revision(base_model)[0])):
         PartialState().print(
             "The card will name no license, without which nothing is published: --license, for example apache-2.0, "
-            "here or of `frugalvit publish`."
+            "here or to `frugalvit publish`."
         )
 
 

@@ -94,9 +94,8 @@ class StudentArguments:
     student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
     recipe: str | None = argument(
         None,
-        "What other arguments are if they are not given: paper, made for 224 pixels, small, or inherited. Default: "
-        "inherited with --focusing inherited, else small for teachers of up to "
-        f"{LARGEST_SMALL} pixels without --student.",
+        "Whose defaults apply, where an argument below has one for each. Default: inherited with --focusing "
+        f"inherited, else small for teachers of up to {LARGEST_SMALL} pixels without --student, else paper.",
         choices=[*RECIPES],
     )
     focusing: str = argument(
