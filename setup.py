@@ -10,7 +10,7 @@ PACKAGES = {
     "frugalvit.configuration": "configuration",
     "frugalvit.modeling": "modeling",
     "frugalvit.modeling.hosts": "modeling/hosts",
-    "frugalvit.common": "common",
+    "frugalvit.common": "frugalvit/common",
     "frugalvit.training": "training",
     "frugalvit.training.components": "training/components",
     "frugalvit.training.options": "training/options",

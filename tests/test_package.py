@@ -149,13 +149,15 @@ def test_configurations_need_no_torch():
     assert result.stdout == "48\n49\n", result.stderr
 
 
-SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+FOLDERS = [room for room in ROOMS if room != "common"]
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    room, *folders = path.relative_to(ROOT).parent.parts
-    package = ".".join(["frugalvit", *([room] if room != "frugalvit" else []), *folders])
+    parts = path.relative_to(ROOT).parent.parts
+    room = "common" if parts[:2] == ("frugalvit", "common") else parts[0]
+    package = ".".join(["frugalvit", *parts[parts[0] == "frugalvit" :]])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -225,7 +227,7 @@ def test_shipped_checkpoints_are_found():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     source = tmp_path_factory.mktemp("source")
-    for name in (*ROOMS, "checkpoints", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in (*FOLDERS, "checkpoints", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     code = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
@@ -237,8 +239,8 @@ def test_wheel_holds_code_data_and_checkpoints(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {
         f"frugalvit/{path.relative_to(ROOT) if path.parts[-2] != 'frugalvit' else path.name}"
-        for room in ROOMS
-        for path in (ROOT / room).glob("*.py")
+        for folder in FOLDERS
+        for path in (ROOT / folder).glob("*.py")
     }
     for folder in ("training/cifar10", "checkpoints/cifar10-vit", "checkpoints/cifar10-sparseformer"):
         expected |= {f"frugalvit/{folder}/{path.name}" for path in (ROOT / folder).iterdir() if path.is_file()}
