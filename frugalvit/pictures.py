@@ -55,7 +55,7 @@ def draw_rois(
     and 2 of its supplement).
 
     RoIs are relative to what the model saw. If the image processor cropped the image, draw on the cropped view, which
-    `restore_images` of `frugalvit/common/views.py` makes from the pixel values. Of more than 16 tokens that overlap, 16 are
+    `restore_images` of `common/views.py` makes from the pixel values. Of more than 16 tokens that overlap, 16 are
     drawn. A token keeps its color in all panels. RoIs may leave the image: a light margin, the same in all panels,
     shows up to 0.15 image sides beyond each edge.
 

@@ -3,10 +3,12 @@
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import AutoImageProcessor, AutoModelForImageClassification, TrainerCallback
@@ -21,8 +23,10 @@ from frugalvit import (
     bootstrap,
 )
 from frugalvit.common.data import decode_image, load_images
+from frugalvit.modeling.layers import divergence
 from frugalvit.training import align_llava, contrastive, joint, segment, train, trainer
 from frugalvit.training import bootstrap as recipe
+from frugalvit.training.losses import Targets
 
 
 SMALL = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, "mixing_hidden_size": 8}
@@ -260,3 +264,23 @@ def test_every_recipe_has_a_trainer_with_its_arguments():
     for name in ("Bootstrap", "ImageClassification", "Joint", "Segmentation", "AlignLlava"):
         kind, arguments = getattr(frugalvit, f"{name}Trainer"), getattr(frugalvit, f"{name}Arguments")
         assert issubclass(kind, trainer.RecipeTrainer) and arguments(output_dir="unused", use_cpu=True)
+
+
+def test_losses_can_be_asked(make):
+    """Each part is what it says, times its weight."""
+    torch.manual_seed(0)
+    embeddings, targets, labels = torch.randn(2, 32), Targets(torch.randn(2, 32)), torch.tensor([3, 5])
+    outputs = SimpleNamespace(pooler_output=embeddings)
+
+    def loss(**options):
+        own = make(recipe="paper", **options)
+        return own.align(outputs, targets, labels), own.student.classifier, own.anatomy.classifier
+
+    cosine, classify, classify_teacher = loss()
+    assert cosine.item() == pytest.approx(1 - F.cosine_similarity(embeddings, targets.embedding).mean().item())
+    with_labels, *_ = loss(label_loss_weight=0.5)
+    added = 0.5 * F.cross_entropy(classify(embeddings), labels)
+    assert (with_labels - cosine).item() == pytest.approx(added.item(), rel=1e-5)
+    of_classes, *_ = loss(loss="kl", temperature=2.0)
+    expected = divergence(classify(embeddings), classify_teacher(targets.embedding), 2.0)
+    assert of_classes.item() == pytest.approx(expected.item(), rel=1e-5)
