@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"Bootstrapping a SparseFormer from {teacher_path.name} on {arguments.images:,} images without labels. Each "
         f"is shown {views} times: the bar counts to about {views * arguments.images:,}. After each epoch, the "
-        f"student is judged on {HELD_BACK_IMAGES // 4:,} images that are held back; at the end on {HELD_BACK_IMAGES:,}, so that "
-        "the last number is another one."
+        f"student is judged on {HELD_BACK_IMAGES // 4:,} images that are held back; at the end on "
+        f"{HELD_BACK_IMAGES:,}, so that the last number is another one."
     )
     counts = arguments.elastic_token_counts
     bootstrap.main(
