@@ -210,7 +210,7 @@ def check_preprocessing(folder: Path, model: PreTrainedModel) -> list[str]:
     if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         return ["it has no preprocessor_config.json"]
     try:
-        problems += check_image_processor(load_image_processor(folder, False, "a model"), model.config)
+        problems += check_image_processor(load_image_processor(folder, False, "a model"), model)
     except ValueError as error:
         problems.append(str(error))
     task, named = pipeline_tag(model), ModelCard.load(folder / "README.md").data.get("pipeline_tag")
@@ -219,17 +219,29 @@ def check_preprocessing(folder: Path, model: PreTrainedModel) -> list[str]:
     return problems
 
 
-def check_image_processor(image_processor, config) -> list[str]:
-    """What an image processor makes of an image has the shape that the model takes."""
-    vision = vision_config_of(config)
+def check_image_processor(image_processor, model: PreTrainedModel) -> list[str]:
+    """What an image processor makes of an image has the shape that the model was made for, or, of a model of another
+    library, takes: a DINOv2 for 518 pixels comes with a processor for 224."""
+    vision = vision_config_of(model.config)
     image = Image.new("RGB", (61, 61))
     pixel_values = image_processor(image, return_tensors="pt")["pixel_values"]
     size = getattr(vision, "image_size", None)
     height, width = pair(size) if size else pixel_values.shape[-2:]
     expected = (1, getattr(vision, "num_channels", 3), height, width)
-    if tuple(pixel_values.shape) != expected:
-        return [f"the image processor makes pixel values {tuple(pixel_values.shape)}, the model takes {expected}"]
-    return []
+    if tuple(pixel_values.shape) == expected or (not isinstance(model, HubModel) and takes(model, pixel_values)):
+        return []
+    return [f"the image processor makes pixel values {tuple(pixel_values.shape)}, the model takes {expected}"]
+
+
+def takes(model: PreTrainedModel, pixel_values: torch.Tensor) -> bool:
+    """Whether a model computes something of these images."""
+    try:
+        with torch.inference_mode():
+            outputs_of(model, example_inputs(model.config) | {"pixel_values": pixel_values.expand(2, -1, -1, -1)})
+    # Models refuse a size in more ways than can be listed.
+    except Exception:
+        return False
+    return True
 
 
 def check_predictions(folder: Path, model: PreTrainedModel) -> list[str]:

@@ -17,6 +17,8 @@ from transformers import (
     AutoModelForImageClassification,
     CLIPConfig,
     CLIPModel,
+    Dinov2Config,
+    Dinov2ForImageClassification,
     Trainer,
     TrainingArguments,
     ViTConfig,
@@ -34,6 +36,7 @@ from frugalvit.validation import (
     check_card,
     check_code,
     check_files,
+    check_image_processor,
     check_predictions,
     check_preprocessing,
     check_results,
@@ -304,6 +307,16 @@ def test_what_is_wrong_is_found(spoil, message, trained):
     spoil(trained)
     with pytest.raises(ValueError, match=f"not ready to be published: .*{message}"):
         validate_repository(trained)
+
+
+def test_a_model_that_takes_images_of_any_size_may_have_a_processor_for_others(tmp_path):
+    """A DINOv2 interpolates its positions, a ViT does not unless it is asked to."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 7}
+    dinov2 = Dinov2ForImageClassification(Dinov2Config(**sizes)).eval()
+    vit = ViTForImageClassification(ViTConfig(**sizes, intermediate_size=16)).eval()
+    processor = ViTImageProcessor(size={"height": 14, "width": 14})
+    assert check_image_processor(processor, dinov2) == []
+    assert len(check_image_processor(processor, vit)) == 1
 
 
 def test_code_that_computes_something_else_is_found(trained):

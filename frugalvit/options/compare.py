@@ -35,7 +35,7 @@ def make_parser() -> CommandParser:
         nargs="+",
         choices=[*BASELINES, "none"],
         default=list(BASELINES),
-        help="what else the teacher can do (default: %(default)s)",
+        help="what else the teacher can do (default: both)",
     )
     parser.add_argument(
         "--resolutions",

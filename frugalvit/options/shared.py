@@ -80,7 +80,7 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
 def add_part_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that name a part of a data set and the images in it."""
     parser.add_argument("--dataset-config", help="configuration of a hub data set with several")
-    parser.add_argument("--split", help="default: test, else validation, else all, train")
+    parser.add_argument("--split", help="default: test, else validation, else train")
     parser.add_argument("--image-column", help="where names and types do not tell")
 
 
