@@ -6,6 +6,7 @@ import functools
 import gc
 import http.server
 import json
+import signal
 import threading
 
 import pytest
@@ -16,7 +17,7 @@ from huggingface_hub import HfApi
 # Few tests that take long, many of them processes to wait for.
 LONG_MODULES = (
     "tests/training/test_processes.py",
-    "tests/training/test_loop.py",
+    "tests/training/test_trainer.py",
     "tests/training/test_segment.py",
     "tests/training/test_train.py",
     "tests/modeling/test_ecosystem.py",
@@ -35,6 +36,14 @@ def fresh_accelerator():
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_as_at_a_terminal():
+    """A test run in the background is told to ignore some."""
+    for name, usual in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
+            signal.signal(getattr(signal, name), usual)
 
 
 @pytest.hookimpl(wrapper=True)

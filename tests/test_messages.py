@@ -16,9 +16,10 @@ from frugalvit.common.data import load_images
 from frugalvit.common.loading import choose_device, load_image_classifier, load_vision_model
 from frugalvit.info import describe
 from frugalvit.training.components.arguments import ArgumentParser, OptimizerArguments, RunArguments
+from frugalvit.training.components.classifiers import load_or_create
+from frugalvit.training.options.train import ModelArguments, RecipeArguments
 from frugalvit.training.segment import MaskedImageArguments, SegmenterArguments
 from frugalvit.training.segment import build_model as build_segmenter
-from frugalvit.training.train import ModelArguments, RecipeArguments, load_or_create
 
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

@@ -87,7 +87,7 @@ class RecipeTrainer(Trainer):
         **options,
     ):
         own_run, own_data = args.as_run()
-        self.run, self.data = run or own_run, data or own_data
+        self.run, self.data, self.is_command = run or own_run, data or own_data, run is not None
         self.train_part, self.evaluation_part, self.test_images = train, evaluation, test
         self.base_model = base_model
         self.classes, self.loader_options = classes, loader_options or {}
@@ -249,7 +249,7 @@ class RecipeTrainer(Trainer):
                 images. Or if the optimizer cannot do what the arguments ask for.
         """
         self.run.overwrite = self.run.overwrite or resume_from_checkpoint is False
-        if "command" not in self.run.record:
+        if not self.is_command:
             self.run.record |= record_of(self.args, type(self).__name__)
             check_output_folder(Path(self.args.output_dir), self.run, [self.args])
         images = self.train_part[0], self.evaluation_part[0], self.test_images

@@ -198,6 +198,7 @@ def test_trains_evaluates_and_saves_as_a_trainer(make, held_back, tmp_path, monk
     assert steps == [*range(1, 9)] and len(alignments) == 3
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["best"]["alignment"] == own.state.best_metric == max(alignments[1:]) > before["eval_alignment"]
+    assert own.train().global_step == 8
     # The best model is in the trainer and in the folder, with a card that names no command.
     assert own.evaluate()["eval_alignment"] == pytest.approx(results["best"]["alignment"], abs=1e-6)
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")

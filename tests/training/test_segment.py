@@ -379,7 +379,7 @@ class TestRecipe:
             patch.setattr(TrainingLoader, "epoch", stopped)
             segment.main(again)
         assert segment.main(again) == 0
-        for name in ("model.safetensors", "checkpoints/step-00000006/optimizer.bin"):
+        for name in ("model.safetensors", "checkpoints/step-00000006/optimizer.pt"):
             files = [tmp_path / folder / name for folder in ("whole", "again")]
             assert files[0].read_bytes() == files[1].read_bytes()
 
