@@ -35,7 +35,7 @@ COMMANDS, KILLS, FUZZ, WRITERS, JSON, SIGNALS = 1500, 50, 500, 200, 2000, 50
 # Files with tests of folders from elsewhere, and words in the names of these tests.
 HOSTILE_FILES = (
     *("tests/common/test_files.py", "tests/common/test_tables.py", "tests/test_fuzz.py", "tests/test_index.py"),
-    *("tests/test_predict.py", "tests/test_trust.py", "tests/training/test_loop.py", "tests/training/test_train.py"),
+    *("tests/test_predict.py", "tests/test_trust.py", "tests/training/test_trainer.py", "tests/training/test_train.py"),
     *("tests/test_attention.py", "tests/test_export.py", "tests/test_messages.py", "tests/training/test_data_sets.py"),
 )
 HOSTILE = (
@@ -45,14 +45,14 @@ HOSTILE = (
 )
 # Files with tests of what ends before its time, and words in their names.
 ENDS_FILES = (
-    *("tests/test_cli.py", "tests/training/test_align_llava.py", "tests/training/test_loop.py"),
+    *("tests/test_cli.py", "tests/training/test_align_llava.py", "tests/training/test_trainer.py"),
     *("tests/training/test_processes.py", "tests/training/test_segment.py"),
 )
 ENDS = ("signals", "interruption", "stopped", "gone_on", "end_together", "bit_exactly")
 # What pytest runs, and what the tests read from the environment.
 ROWS = {
     "commands": (["tests/test_odd_commands.py", "--timeout=7200"], {"FRUGALVIT_ODD_COMMANDS": str(COMMANDS)}),
-    "kills": (["tests/training/test_loop.py", "-k", "killed", "--timeout=7200"], {"FRUGALVIT_KILLS": str(KILLS)}),
+    "kills": (["tests/training/test_trainer.py", "-k", "killed", "--timeout=7200"], {"FRUGALVIT_KILLS": str(KILLS)}),
     "fuzz": (["tests/test_fuzz.py", "--timeout=7200"], {"FRUGALVIT_FUZZ_CASES": str(FUZZ)}),
     "writers": (
         ["tests/common/test_files.py", "-k", "writers", "--timeout=7200"],
@@ -82,6 +82,8 @@ def main():
             check=False,
         )
         row = {"row": arguments.row, **environment, **read_report(Path(folder) / "report.xml")}
+        if not row["passed"] + row["failed"]:
+            raise SystemExit(f"{' '.join(words)}: pytest ran no test; see above.")
         row["minutes"] = round((time.monotonic() - started) / 60, 1)
         if arguments.row == "commands":
             # Not through pytest's link to the last folder.
