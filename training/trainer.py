@@ -24,7 +24,8 @@ from safetensors.torch import load_model
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import PrinterCallback
 
 from ..common.files import write_json, write_text
 from ..common.interruptions import Interruption
@@ -100,8 +101,9 @@ class RecipeTrainer(Trainer):
             Path(args.output_dir).rmdir()
         # Losses are means over a process' share of a batch, whatever the model's own would be.
         self.model_accepts_loss_kwargs = False
-        for own in (PrinterCallback, ProgressCallback):
-            self.remove_callback(own)
+        # `Progress` shows images instead of steps, in notebooks, too.
+        for shown in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
+            self.remove_callback(shown)
         self.loader = self.make_training_loader()
         self.eval_loader, self.test_loader = (self.make_evaluation_loader(part) for part in (evaluation[0], test))
         self.progress = Progress(self)

@@ -442,7 +442,7 @@ def test_random_numbers_that_are_not_restored_are_said(processes, tiny_run, tmp_
 @pytest.mark.parametrize(
     "place",
     [
-        *("run.json", "results.json", "metrics.jsonl", "README.md", ".lock", "checkpoints/.aside", "logs"),
+        *("run.json", "results.json", "metrics.jsonl", "README.md", ".lock", "checkpoints/.aside", "runs"),
         *("checkpoints/step-00000001/state.json", "checkpoints/step-00000003", "checkpoints/.removed"),
     ],
 )

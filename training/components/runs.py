@@ -43,7 +43,7 @@ FIXED = frozenset(
 # Of recipes' arguments, what does not.
 NOT_FIXED = frozenset({"per_device_eval_batch_size"})
 # What a run writes into its folder by these names, besides its checkpoints and the files of the best model.
-WRITTEN = ("run.json", "results.json", "metrics.jsonl", "README.md", "logs")
+WRITTEN = ("run.json", "results.json", "metrics.jsonl", "README.md", "runs")
 
 
 def start_run(run: RunArguments, prog: str, argv: list[str] | None, arguments: list):
