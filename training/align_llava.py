@@ -176,9 +176,7 @@ class AlignLlavaTrainer(RecipeTrainer):
         in_projector = {*self.llava.model.multi_modal_projector.parameters()}
         learned = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
         rates = {parameter: 1.0 if parameter in in_projector else LORA_RATE for parameter in learned}
-        return optimizer_with_schedule(
-            self.model, self.args, self.run.epochs, self.loader.steps_per_epoch, rates=rates
-        )
+        return optimizer_with_schedule(self.model, self.args, self.epochs, self.loader.steps_per_epoch, rates=rates)
 
     def ask(self, batch: dict, part: "Questions") -> Answers:
         """What is to be answered about a batch of images, and what the LLaVA as it was says to that."""
@@ -248,7 +246,7 @@ class AlignLlavaTrainer(RecipeTrainer):
             f"{without_place(self.base_model)} with {tokens} tokens an image, those of "
             f"{without_place(self.tower_name)}; the projector{language_model} learned from {source}"
         )
-        if self.before is None:
+        if self.before is None or "agreement" not in state.measured:
             return f"{text}, not evaluated."
         return f"{text}: {state.measured['agreement']:.2%} of the answers' tokens are right, {self.before:.2%} before."
 

@@ -9,10 +9,11 @@ the paper's; it names no optimizer, AdamW is our choice. Continued bootstrapping
 tokens or pixels. `recipes/` has a file for each student of the paper, of ablations with an option that it names.
 """
 
-import math
+import copy
+import functools
 import statistics
 from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from .components.attended_windows import attended_windows
 from .components.augmentation import BootstrapView, PairedEvalView
 from .components.cards import choice_of_epoch, count_measured, say_license, write_card
 from .components.checkpoints import TrainingState
-from .components.images import as_images
+from .components.images import PlainImages, as_images
 from .components.models import choose_attention
 from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
 from .components.side_by_side import compare, describe, introduce
@@ -148,18 +149,25 @@ class BootstrapTrainer(RecipeTrainer):
         attn_implementation: str | None = None,
         compile_teacher: bool = False,
     ):
-        if isinstance(teacher, str):
-            base_model = teacher
-            teacher, processor = load_vision_model(teacher, "cpu")
+        args = copy.copy(args)
+        if isinstance(teacher, str | Path):
+            base_model = str(teacher)
+            teacher, processor = load_vision_model(base_model, "cpu")
             processing_class = processing_class or processor
         if processing_class is None:
             raise ValueError("The teacher is a model; give its image processor, processing_class.")
         self.teacher_format = ImageFormat.from_processor(processing_class)
         self.student_format = format_of(model.config)
         if not isinstance(teacher, Anatomy):
-            base_model = base_model or teacher.config._name_or_path
+            base_model = base_model or teacher.config._name_or_path or "a model without a name"
             teacher = read_anatomy(teacher.requires_grad_(False), self.teacher_format.size)
             check_teacher(teacher, base_model)
+        normalized = [(form.mean, form.std) for form in (self.teacher_format, self.student_format)]
+        if model.config.patch_size is not None and normalized[0] != normalized[1]:
+            raise ValueError(
+                f"The student inherits its teacher's patches and normalizes otherwise: mean and std are "
+                f"{normalized[1]}, the teacher's {normalized[0]}. Give them to from_teacher: image_mean, image_std."
+            )
         self.anatomy, self.student = teacher, model
         self.complete(args)
         self.tuned = freeze(model, args, len(self.anatomy.blocks))
@@ -240,17 +248,16 @@ class BootstrapTrainer(RecipeTrainer):
                 *(args.teacher_cache, self.accelerator, anatomy.source, width, view),
                 *(self.train_part[0], args.seed, self.notes_window),
             )
-        # Watched before it is compiled, so that a compiled teacher gives its states, too.
-        self.watching = ExitStack()
-        self.states = []
-        if args.token_loss_weight or self.notes_window:
-            self.states = self.watching.enter_context(anatomy.watch())
+        self.states: list[torch.Tensor] = []
         hold_teacher(self.accelerator, anatomy.source, anatomy.classifier)
         # Not in evaluation, which asks about each batch once and ends with a smaller one.
         self.embed = torch.compile(anatomy.embed) if compiles else anatomy.embed
 
     def train(self, *arguments, **options):
-        with self.watching:
+        """As `RecipeTrainer.train`."""
+        # Watched before it is compiled, so that a compiled teacher gives its states, too.
+        reads_states = self.args.token_loss_weight or self.notes_window
+        with self.anatomy.watch() if reads_states else nullcontext([]) as self.states:
             return super().train(*arguments, **options)
 
     def before_epoch(self, epoch: int):
@@ -290,13 +297,12 @@ class BootstrapTrainer(RecipeTrainer):
         return Targets(noted[:, :width], window, list(self.states) if self.align.align_tokens else [])
 
     def make_optimizer(self) -> tuple:
-        steps, epochs = self.loader.steps_per_epoch, math.ceil(self.args.num_train_epochs)
-        return build_optimizer(self.student, self.tuned, self.args, steps, epochs)
+        return build_optimizer(self.student, self.tuned, self.args, self.loader.steps_per_epoch, self.epochs)
 
     def measure(self, model, loader) -> dict[str, float]:
         return evaluate_student(
             *(self.accelerator, model, self.student.config, self.align.project, self.classify, self.anatomy),
-            *(loader, self.known[loader]),
+            *(loader, self.known[loader] if loader in (self.eval_loader, self.test_loader) else {}),
         )
 
     @property
@@ -355,7 +361,10 @@ def bootstrap(
         TypeError: if there is no such option.
         ValueError: if teacher, images and options do not fit each other.
     """
-    name = teacher if isinstance(teacher, str) else teacher.config._name_or_path
+    is_named = isinstance(teacher, str | Path)
+    if not is_named and processing_class is None:
+        raise ValueError("The teacher is a model; give its image processor, processing_class.")
+    name = teacher if is_named else teacher.config._name_or_path or "a model without a name"
     options |= {"teacher": str(name), "output_dir": str(output)}
     if isinstance(num_tokens, int):
         options["num_latent_tokens"] = num_tokens
@@ -368,9 +377,10 @@ def bootstrap(
     else:
         parts = as_images(images), None if eval_images is None else as_images(eval_images)
         evaluated = None if eval_images is None else "eval_images"
-        if eval_images is None and isinstance(parts[0], datasets.Dataset):
-            parts, evaluated = hold_back(parts[0]), "a tenth, held back"
-    loaded = None if isinstance(teacher, str) else (teacher, processing_class)
+        if eval_images is None and not isinstance(parts[0], datasets.IterableDataset):
+            hold = parts[0].hold_back if isinstance(parts[0], PlainImages) else functools.partial(hold_back, parts[0])
+            parts, evaluated = hold(), "a tenth, held back"
+    loaded = None if is_named else (teacher, processing_class)
     groups = fill_groups(GROUPS, options)
     groups[GROUPS.index(DataArguments)].evaluated = evaluated
     argv = [text for key, value in options.items() for text in as_words(key, value)]

@@ -93,14 +93,14 @@ class ContrastiveTrainer(RecipeTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def make_optimizer(self) -> tuple:
-        return optimizer_with_schedule(self.model, self.args, self.run.epochs, self.loader.steps_per_epoch)
+        return optimizer_with_schedule(self.model, self.args, self.epochs, self.loader.steps_per_epoch)
 
     def measure(self, model, loader) -> dict[str, float]:
         return evaluate_zero_shot(self.accelerator, model, self.tokens, loader)
 
     def summary(self, state: TrainingState) -> str:
         accuracy = ", not evaluated"
-        if self.eval_loader:
+        if "accuracy" in state.measured:
             accuracy = f": zero-shot accuracy {state.measured['accuracy']:.2%}{count_measured(self.run)}"
         return f"A CLIP trained on {name_images(self.data.dataset)} and sentences about the classes{accuracy}."
 

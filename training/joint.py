@@ -126,7 +126,7 @@ class JointTrainer(RecipeTrainer):
 
     def make_optimizer(self) -> tuple:
         return optimizer_with_schedule(
-            *(self.model, self.args, self.run.epochs, self.loader.steps_per_epoch, self.args.optimizer),
+            *(self.model, self.args, self.epochs, self.loader.steps_per_epoch, self.args.optimizer),
             sam_rho=self.args.sam_rho,
         )
 

@@ -49,7 +49,7 @@ KIND = "a model to go on from"
 @dataclass
 class SegmentationArguments(AugmentationArguments, SegmentOptimizerArguments, RecipeTrainingArguments):
     """Transformers' `TrainingArguments`, and what `frugalvit segment` has besides, by the same names; see
-    `ImageClassificationArguments`.
+    `ImageClassificationArguments`, but that `warmup_steps` is read, where `warmup_epochs` is 0.
 
     Args:
         num_train_epochs (`float`, *optional*): As many as make 80,000 steps if not given.
@@ -111,14 +111,19 @@ class SegmentationTrainer(RecipeTrainer):
             callbacks=callbacks,
             **command,
         )
-        steps = self.loader.steps_per_epoch
-        self.run.epochs = args.num_train_epochs = self.run.epochs or math.ceil(80_000 / steps)
+        steps, args = self.loader.steps_per_epoch, self.args
         args.warmup_epochs = args.warmup_epochs or args.warmup_steps / steps
-        if args.warmup_epochs >= self.run.epochs:
+        if args.warmup_epochs >= self.epochs:
             raise ValueError(
-                f"--warmup-steps {args.warmup_steps} is all of the training of {self.run.epochs * steps} steps; warm "
-                "up for fewer, or train for more --epochs."
+                f"--warmup-steps {args.warmup_steps} is all of the training of {self.total_steps} steps; warm up for "
+                "fewer, or train for more --epochs."
             )
+
+    @property
+    def total_steps(self) -> int:
+        if self.args.num_train_epochs is None:
+            self.args.num_train_epochs = self.run.epochs = math.ceil(80_000 / self.loader.steps_per_epoch)
+        return super().total_steps
 
     def take_images(self, images):
         return images
@@ -130,16 +135,14 @@ class SegmentationTrainer(RecipeTrainer):
 
     def make_optimizer(self) -> tuple:
         rates = learning_rate_factors(self.model, self.args.head_multiplier, self.args.layer_decay)
-        return optimizer_with_schedule(
-            self.model, self.args, self.run.epochs, self.loader.steps_per_epoch, rates=rates
-        )
+        return optimizer_with_schedule(self.model, self.args, self.epochs, self.loader.steps_per_epoch, rates=rates)
 
     def measure(self, model, loader) -> dict[str, float]:
         return evaluate_segmenter(self.accelerator, model, loader, self.model.config.num_labels)
 
     def summary(self, state: TrainingState) -> str:
         images, measured = name_images(self.data.dataset), ", not evaluated."
-        if self.eval_loader:
+        if "mean_iou" in state.measured:
             size = " x ".join(map(str, self.evaluation_part[1].formats["pixel_values"].size))
             mean_iou = f"{state.measured['mean_iou']:.2%}{count_measured(self.run)}"
             measured = f": mean IoU {mean_iou}, measured at {size} pixels."

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator, PartialState
 from transformers import PreTrainedModel
 
+from ..common.classes import match_labels
 from ..common.data import class_names, load_splits
 from ..common.loading import load_image_classifier
 from ..common.metrics import evaluate_classifier
@@ -94,7 +95,7 @@ class ImageClassificationTrainer(RecipeTrainer):
     ):
         attention = command.pop("attn_implementation", None)
         train, evaluation, test = labeled_images(train_dataset, eval_dataset, test_dataset)
-        names = class_names(train)
+        classes = classes_of(model.config, class_names(train))
         image_format = ImageFormat.from_processor(processing_class)
         self.view_format, self.options = format_in_training(model, image_format, args.train_image_size)
         view = SmallDataView(
@@ -111,12 +112,13 @@ class ImageClassificationTrainer(RecipeTrainer):
             erasing=args.erasing,
             augmentation=args.augmentation,
         )
-        mix = Mix(len(names), args.mixup, args.cutmix, args.label_smoothing, args.seed)
+        mix = Mix(model.config.num_labels, args.mixup, args.cutmix, args.label_smoothing, args.seed)
         super().__init__(
             *(model, args),
             train=(train, view),
             evaluation=(evaluation, EvalView(image_format)),
             test=test,
+            classes=classes,
             loader_options={"mix": mix, "repeated_augmentation": args.repeated_augmentation},
             processing_class=processing_class,
             callbacks=callbacks,
@@ -125,7 +127,7 @@ class ImageClassificationTrainer(RecipeTrainer):
         choose_attention(model, attention, self.accelerator.device)
         self.teacher_loss = None
         if args.distill_from:
-            self.teacher_loss = load_teacher(args, self.view_format, len(names), self.accelerator)
+            self.teacher_loss = load_teacher(args, self.view_format, model.config.num_labels, self.accelerator)
 
     def outline(self) -> str:
         """What is trained, and how long."""
@@ -155,7 +157,7 @@ class ImageClassificationTrainer(RecipeTrainer):
         if (args.head_multiplier, args.layer_decay) != (1, 1):
             rates = learning_rate_factors(self.model, args.head_multiplier, args.layer_decay)
         return optimizer_with_schedule(
-            *(self.model, args, self.run.epochs, self.loader.steps_per_epoch, args.optimizer, rates),
+            *(self.model, args, self.epochs, self.loader.steps_per_epoch, args.optimizer, rates),
             sam_rho=args.sam_rho,
         )
 
@@ -164,7 +166,7 @@ class ImageClassificationTrainer(RecipeTrainer):
 
     def summary(self, state: TrainingState) -> str:
         config, accuracy = self.model.config, ", not evaluated"
-        if self.eval_loader:
+        if "accuracy" in state.measured:
             accuracy = f": accuracy {state.measured['accuracy']:.2%}{count_measured(self.run)}"
         architecture = getattr(config, "architecture", config.model_type)
         return f"A {architecture} classifier trained on {name_images(self.data.dataset)}{accuracy}."
@@ -201,6 +203,17 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> ImageClassificationTr
         base_model=arguments.model,
         attn_implementation=arguments.attn_implementation,
     )
+
+
+def classes_of(config, names: list[str]) -> list[int] | None:
+    """What a classifier calls each class of a data set; None where numbers alone tell.
+
+    Raises:
+        ValueError: if it does not know all of them.
+    """
+    own = [config.id2label[label] for label in range(config.num_labels)]
+    unnamed = own == [f"LABEL_{label}" for label in range(len(names))]
+    return None if own == names or unnamed else match_labels(names, config.id2label)
 
 
 def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels: int, accelerator: Accelerator):

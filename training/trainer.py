@@ -5,6 +5,7 @@ neither on workers nor on processes, and a run that was killed goes on to the sa
 best model lies in the output folder, a complete repository; what is not finite ends the run, in one line.
 """
 
+import copy
 import datetime
 import json
 import math
@@ -26,6 +27,7 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import TrainOutput
 
 from ..common.files import write_json, write_text
 from ..common.interruptions import Interruption
@@ -33,7 +35,7 @@ from ..modeling.hub import upload_folder
 from .components.arguments import ImageArguments, RunArguments
 from .components.cards import choice_of_epoch, write_card
 from .components.checkpoints import TEST, Checkpoints, TrainingState
-from .components.images import as_images
+from .components.images import as_images, check_same_classes
 from .components.loaders import DeviceLoader, TrainingLoader, check_images, describe_parts, evaluation_loader
 from .components.runs import (
     NOT_IN_REPOSITORY,
@@ -66,7 +68,7 @@ class RecipeTrainer(Trainer):
         base_model (`str`, *optional*): What the model came from, for its card.
         classes (sequence of `int`, *optional*): What the model calls each class, see `match_classes`.
         loader_options (`dict`, *optional*): Of the `TrainingLoader`, besides those that `run` and `data` tell.
-        optimizers, processing_class, callbacks: As Transformers has them.
+        processing_class, callbacks: As Transformers has them.
     """
 
     # The number of `measure` that is to be high.
@@ -85,8 +87,10 @@ class RecipeTrainer(Trainer):
         base_model: str | None = None,
         classes=None,
         loader_options: dict | None = None,
-        **options,
+        processing_class=None,
+        callbacks=None,
     ):
+        args = copy.copy(args)
         own_run, own_data = args.as_run()
         self.run, self.data, self.is_command = run or own_run, data or own_data, run is not None
         self.train_part, self.evaluation_part, self.test_images = train, evaluation, test
@@ -95,10 +99,17 @@ class RecipeTrainer(Trainer):
         # Evaluation needs no arguments: it follows from what there is to evaluate.
         args.eval_strategy = "no" if evaluation[0] is None else "epoch"
         args.metric_for_best_model, args.greater_is_better = self.metric, True
-        super().__init__(model=model, args=args, eval_dataset=evaluation[0], **options)
+        for name, images in (("evaluated", evaluation[0]), ("tested", test)):
+            if images is not None and getattr(self.data, name) is None:
+                setattr(self.data, name, "eval_dataset" if name == "evaluated" else "test_dataset")
+        was_there = Path(args.output_dir).exists()
+        super().__init__(
+            model=model, args=args, eval_dataset=evaluation[0], processing_class=processing_class, callbacks=callbacks
+        )
         # Nothing is written before the training.
-        with suppress(OSError):
-            Path(args.output_dir).rmdir()
+        if not was_there:
+            with suppress(OSError):
+                Path(args.output_dir).rmdir()
         # Losses are means over a process' share of a batch, whatever the model's own would be.
         self.model_accepts_loss_kwargs = False
         # `Progress` shows images instead of steps, in notebooks, too.
@@ -106,8 +117,21 @@ class RecipeTrainer(Trainer):
             self.remove_callback(shown)
         self.loader = self.make_training_loader()
         self.eval_loader, self.test_loader = (self.make_evaluation_loader(part) for part in (evaluation[0], test))
+        if not self.is_command:
+            self.run.epochs = math.ceil(self.epochs)
         self.progress = Progress(self)
         self.add_callback(self.progress)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole training."""
+        steps = self.args.num_train_epochs * self.loader.steps_per_epoch
+        return self.args.max_steps if self.args.max_steps > 0 else math.ceil(steps)
+
+    @property
+    def epochs(self) -> float:
+        """Epochs of the whole training; the last one may end before its images do."""
+        return self.total_steps / self.loader.steps_per_epoch
 
     # What a recipe says.
 
@@ -116,8 +140,7 @@ class RecipeTrainer(Trainer):
         raise NotImplementedError
 
     def make_optimizer(self) -> tuple:
-        """An optimizer of the model's parameters, and its schedule, of `args.num_train_epochs` times
-        `loader.steps_per_epoch` steps."""
+        """An optimizer of the model's parameters, and its schedule, of `total_steps`."""
         raise NotImplementedError
 
     def summary(self, state: TrainingState) -> str:
@@ -183,7 +206,17 @@ class RecipeTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset=None) -> DeviceLoader:
         if eval_dataset is None or eval_dataset is self.evaluation_part[0]:
             return self.eval_loader
-        return self.make_evaluation_loader(self.take_images(eval_dataset))
+        images = self.take_images(eval_dataset)
+        check_same_classes(self.train_part[0], images)
+        return self.make_evaluation_loader(images)
+
+    def predict(self, test_dataset, *_, **__):
+        """Not offered: `evaluate` measures, and a pipeline predicts.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("A recipe's trainer measures by evaluate(images); predict with a pipeline.")
 
     def _prepare_inputs(self, inputs: dict) -> dict:
         # They are on the device, and stay one and the same `dict`, in which a loss may note what it needs again.
@@ -232,6 +265,11 @@ class RecipeTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def _evaluate(self, *arguments, **options):
+        metrics = super()._evaluate(*arguments, **options)
+        self.progress.finish_awaited(metrics)
+        return metrics
+
     def train(self, resume_from_checkpoint: str | bool | None = None, **options):
         """Train to the last epoch, from the newest whole checkpoint in the output folder on if there is one.
 
@@ -242,7 +280,7 @@ class RecipeTrainer(Trainer):
         Ctrl-C and SIGTERM end it after the step, with a checkpoint; a second one at once.
 
         Args:
-            resume_from_checkpoint (*optional*): `False` starts anew; a folder goes on from that checkpoint.
+            resume_from_checkpoint (*optional*): A checkpoint to go on from instead of the newest; later ones go.
             options: As Transformers has them.
 
         Raises:
@@ -250,7 +288,6 @@ class RecipeTrainer(Trainer):
                 finite; the last checkpoint stays. If another process works in the folder, or it holds a run on other
                 images. Or if the optimizer cannot do what the arguments ask for.
         """
-        self.run.overwrite = self.run.overwrite or resume_from_checkpoint is False
         if not self.is_command:
             self.run.record |= record_of(self.args, type(self).__name__)
             check_output_folder(Path(self.args.output_dir), self.run, [self.args])
@@ -260,16 +297,20 @@ class RecipeTrainer(Trainer):
             for loader in filter(None, (self.eval_loader, self.test_loader)):
                 check_images(loader.loader.dataset, self.accelerator)
         with own_folder(self.accelerator, self.run):
+            checkpoints = self.progress.checkpoints
             given = resume_from_checkpoint if isinstance(resume_from_checkpoint, str | Path) else None
-            newest = Path(given) if given else self.progress.checkpoints.newest()
+            newest = checkpoints.go_back_to(Path(given)) if given else checkpoints.newest()
             self.progress.begin(newest)
+            if self.progress.ended_within_an_epoch:
+                self._load_from_checkpoint(str(newest))
+                return TrainOutput(self.total_steps, self.progress.now.epochs[-1]["train_loss"], {})
             try:
                 output = super().train(resume_from_checkpoint=newest and str(newest), **options)
             finally:
                 self.progress.close()
         if self.args.load_best_model_at_end:
-            best = type(self.saved).from_pretrained(self.args.output_dir)
-            self.accelerator.unwrap_model(self.saved).load_state_dict(best.state_dict())
+            own = self.accelerator.unwrap_model(self.saved, keep_torch_compile=False)
+            own.load_state_dict(type(own).from_pretrained(self.args.output_dir).state_dict())
         if self.args.push_to_hub:
             self.push_to_hub()
         return output
@@ -292,16 +333,19 @@ class RecipeTrainer(Trainer):
         """Write the model as it is now to a folder, a complete repository with its card.
 
         Args:
-            output_dir (`str`, *optional*): The folder; if not given, that of the run, in the best model's place.
+            output_dir (`str`, *optional*): The folder. That of the run, which is meant if it is not given, keeps the
+                best model.
         """
         if _internal_call:
             super().save_model(output_dir, _internal_call=True)
             return
+        folder, now = Path(output_dir or self.args.output_dir), self.progress.now
         weights = self.accelerator.get_state_dict(self.saved)
-        if self.accelerator.is_main_process:
-            folder = Path(output_dir or self.args.output_dir)
+        if self.accelerator.is_main_process and not (now.best and folder == Path(self.args.output_dir)):
             folder.mkdir(parents=True, exist_ok=True)
-            replace_files(folder, lambda aside: self.write_repository(aside, self.progress.now, weights))
+            # What the best epoch reached is not said of another one.
+            state = TrainingState(now.epoch, now.step)
+            replace_files(folder, lambda aside: self.write_repository(aside, state, weights))
 
     def say_result(self, *names: str):
         """Print what the best epoch reached, and where it is."""
@@ -311,24 +355,36 @@ class RecipeTrainer(Trainer):
         chosen = choice_of_epoch(self.data, self.run, state)
         self.accelerator.print(f"{text[0].upper()}{text[1:]}: {chosen}. See {self.run.output_dir}.")
 
-    def push_to_hub(self, repo_id: str | None = None, private: bool | None = None, **_) -> str:
-        """Upload the best model, with its card, to the hub.
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> str:
+        """Upload the best model, with its card, to the hub, as `args.hub_model_id`, or else the output folder's name.
 
         Args:
-            repo_id (`str`, *optional*): `args.hub_model_id`, or else the output folder's name, if not given.
-            private (`bool`, *optional*): Whether a new repository is private; `args.hub_private_repo` if not given.
+            commit_message (`str`, *optional*, defaults to `"End of training"`): Of the commit.
+            blocking: Not used: it returns when all is there.
+            token (`str`, *optional*): `args.hub_token` if not given.
+            revision (`str`, *optional*): The branch.
 
         Returns:
             `str`: The repository's id.
         """
-        folder = Path(self.args.output_dir)
-        repo_id = repo_id or self.args.hub_model_id or folder.resolve().name
-        private = self.args.hub_private_repo if private is None else private
+        folder, args = Path(self.args.output_dir), self.args
+        repo_id = args.hub_model_id or folder.resolve().name
         if self.accelerator.is_main_process:
             with tempfile.TemporaryDirectory() as aside:
                 shutil.copytree(folder, aside, ignore=NOT_IN_REPOSITORY, dirs_exist_ok=True)
-                upload_folder(aside, repo_id, private=private)
+                upload_folder(
+                    *(aside, repo_id, args.hub_private_repo, token or args.hub_token, commit_message, revision)
+                )
         return repo_id
+
+    def create_model_card(self, *_, **__):
+        """Nothing: the card is the recipe's, and is there."""
 
     # Checkpoints: Transformers writes the files, aside.
 
@@ -350,6 +406,10 @@ class RecipeTrainer(Trainer):
         weights = clean_state_dict_for_safetensors(state_dict or self.model.state_dict())
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         save(weights, Path(output_dir) / SAFE_WEIGHTS_NAME, safe_serialization=True)
+
+    def _load_best_model(self):
+        # It is in the output folder, not in a checkpoint.
+        pass
 
     def _push_from_checkpoint(self, checkpoint_folder):
         # The best model alone is pushed, at the end.
@@ -401,19 +461,21 @@ class Progress(TrainerCallback):
     def __init__(self, trainer: RecipeTrainer):
         self.trainer, self.accelerator, self.loader = trainer, trainer.accelerator, trainer.loader
         self.folder = Path(trainer.args.output_dir)
-        self.checkpoints = Checkpoints(self.accelerator, self.folder / "checkpoints")
-        self.interruption, self.now = Interruption(), TrainingState()
-        # Losses on the device, of each part of a batch.
-        self.unread: list[torch.Tensor] = []
-        self.gradient_norm: torch.Tensor | float | None = None
-        self.bar, self.awaits_evaluation = None, False
-        self.guessed, self.foretold, self.warm, self.saved_at, self.writing = False, False, None, 0.0, 0.0
+        limit = trainer.args.save_total_limit or 2
+        self.checkpoints = Checkpoints(self.accelerator, self.folder / "checkpoints", limit)
+        self.now, self.bar, self.interruption = TrainingState(), None, Interruption()
 
     def begin(self, checkpoint: Path | None):
         """Take a run up where a checkpoint left it, or at its beginning."""
+        self.interruption = Interruption()
+        # Losses on the device, of each part of a batch.
+        self.unread: list[torch.Tensor] = []
+        self.gradient_norm: torch.Tensor | float | None = None
+        self.awaits_evaluation, self.guessed, self.foretold, self.warm = False, False, False, None
+        self.saved_at = self.writing = 0.0
         self.now = self.checkpoints.state_of(checkpoint)
         steps = self.loader.steps_per_epoch
-        if not 0 <= self.now.step - self.now.epoch * steps <= steps:
+        if not 0 <= self.now.step - self.now.epoch * steps <= steps and not self.ended_within_an_epoch:
             raise ValueError(
                 f"{self.folder} has a checkpoint of {self.now.epoch} epochs and {self.now.step} steps, and an epoch "
                 f"has {steps}; give another folder, or start anew with --overwrite."
@@ -422,6 +484,12 @@ class Progress(TrainerCallback):
         if self.accelerator.is_main_process:
             # What a run that was killed logged after its last checkpoint is logged again.
             write_text(self.metrics, "".join(json.dumps(record) + "\n" for record in self.now.log))
+
+    @property
+    def ended_within_an_epoch(self) -> bool:
+        """Whether there is nothing left to do, though the last epoch has more images."""
+        steps, now = self.loader.steps_per_epoch, self.now
+        return now.step == self.trainer.total_steps and now.step < now.epoch * steps
 
     def close(self):
         self.interruption.__exit__()
@@ -450,12 +518,12 @@ class Progress(TrainerCallback):
             # Killed in its evaluation.
             self.on_epoch_end(args, state, control)
             if self.trainer.eval_loader:
-                self.trainer.evaluate()
+                self.trainer._evaluate(None, None)
 
     def on_epoch_begin(self, args, state, control, **_):
         self.trainer.before_epoch(self.now.epoch)
         self.trainer.model_wrapped.train()
-        self.bar.set_description(f"epoch {self.now.epoch + 1}/{math.ceil(args.num_train_epochs)}")
+        self.bar.set_description(f"epoch {self.now.epoch + 1}/{math.ceil(self.trainer.epochs)}")
         self.started = self.logged_at = time.perf_counter()
         self.logged_step = state.global_step
         self.interruption.__enter__()
@@ -554,7 +622,8 @@ class Progress(TrainerCallback):
         if not self.trainer.eval_loader:
             self.finish_epoch({})
 
-    def on_evaluate(self, args, state, control, metrics: dict[str, float], **_):
+    def finish_awaited(self, metrics: dict[str, float]):
+        """Finish the epoch that its evaluation ends, if there is one."""
         if self.awaits_evaluation:
             self.finish_epoch({name.removeprefix("eval_"): value for name, value in metrics.items()})
 

@@ -188,7 +188,7 @@ class Recorder(TrainerCallback):
 
 def test_trains_evaluates_and_saves_as_a_trainer(make, held_back, tmp_path, monkeypatch):
     recorder = Recorder()
-    own = make(callbacks=[recorder], save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True)
+    own = make(callbacks=[recorder], load_best_model_at_end=True)
     before = own.evaluate()
     assert before.keys() >= {"eval_alignment", "eval_accuracy", "eval_teacher_accuracy"}
     output = own.train()
@@ -207,17 +207,22 @@ def test_trains_evaluates_and_saves_as_a_trainer(make, held_back, tmp_path, monk
     assert own.evaluate([decode_image(row["image"], 0) for row in held_back], metric_key_prefix="other") == {
         "other_alignment": pytest.approx(results["best"]["alignment"], abs=1e-6)
     }
+    best = (tmp_path / "out" / "README.md").read_bytes()
+    own.save_model()
+    assert (tmp_path / "out" / "README.md").read_bytes() == best
     own.save_model(tmp_path / "saved")
+    assert "not evaluated" in (tmp_path / "saved" / "README.md").read_text(encoding="utf-8")
     assert_equal(weights(tmp_path / "saved"), weights(tmp_path / "out"))
     uploaded = []
 
-    def upload(folder, repo_id, private=None):
-        uploaded.append((repo_id, private, {path.name for path in Path(folder).iterdir()}))
+    def upload(folder, *told):
+        uploaded.append((told, {path.name for path in Path(folder).iterdir()}))
 
     monkeypatch.setattr(trainer, "upload_folder", upload)
-    assert own.push_to_hub("owner/name", private=True) == "owner/name"
-    [(repo_id, private, names)] = uploaded
-    assert (repo_id, private) == ("owner/name", True) and {"README.md", "model.safetensors"} <= names
+    own.args.hub_model_id, own.args.hub_private_repo = "owner/name", True
+    assert own.push_to_hub("All of it", token="secret") == "owner/name"
+    [(told, names)] = uploaded
+    assert told == ("owner/name", True, "secret", "All of it", None) and {"README.md", "model.safetensors"} <= names
     assert not names & {"checkpoints", "run.json", "results.json", "metrics.jsonl"}
 
 
@@ -285,3 +290,76 @@ def test_losses_can_be_asked(make):
     of_classes, *_ = loss(loss="kl", temperature=2.0)
     expected = divergence(classify(embeddings), classify_teacher(targets.embedding), 2.0)
     assert of_classes.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_only_model": True}, "save_only_model is True, expected False"),
+        ({"logging_steps": 0.5}, "logging_steps is 0.5, expected 1 or more"),
+        ({"label_smoothing_factor": 0.1}, "expected 0: a recipe's is label_smoothing"),
+        ({"tune": -1}, "--tune is -1"),
+    ],
+)
+def test_arguments_that_a_recipe_cannot_follow_are_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        BootstrapArguments(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
+@pytest.mark.parametrize(("options", "steps"), [({"max_steps": 5}, 5), ({"num_train_epochs": 1.5}, 6)])
+def test_a_training_may_end_within_an_epoch(options, steps, make, tmp_path):
+    """Its schedule ends with it, and asked again it is done."""
+    own = make(**options)
+    own.train()
+    assert own.state.global_step == own.total_steps == steps
+    assert max(own.lr_scheduler.get_last_lr()) == pytest.approx(0, abs=1e-6)
+    assert make(**options).train().global_step == steps
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [record["step"] for record in results["epochs"]] == [4, steps]
+    assert "of 2, chosen and measured" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_stopped_training_goes_on_in_the_same_trainer(make, tmp_path):
+    """Nothing of the first call is left in it: neither tokens of the teacher, nor that it was to stop."""
+    make("whole").train()
+    own = make(callbacks=[Stop()], save_steps=2)
+    with pytest.raises(RuntimeError, match="stopped"):
+        own.train()
+    own.remove_callback(Stop)
+    own.train()
+    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+
+
+def test_a_given_checkpoint_is_gone_back_to(make, tmp_path):
+    make(save_steps=1).train()
+    before = weights(tmp_path / "out")
+    steps = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
+    assert steps == ["step-00000007", "step-00000008"]
+    own = make(save_steps=1)
+    own.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoints" / steps[0]))
+    assert own.state.global_step == 8
+    assert_equal(weights(tmp_path / "out"), before)
+    with pytest.raises(
+        ValueError, match="checkpoint-500 is no checkpoint of a recipe; expected a folder called step-"
+    ):
+        make().train(resume_from_checkpoint=str(tmp_path / "checkpoint-500"))
+
+
+def test_a_dataset_of_pytorch_is_held_back_from(images, teacher, tmp_path):
+    bootstrap(str(teacher), Pairs(images), output=tmp_path / "out", **SHORT | {"batch_size": 8})
+    record = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (record["images"]["images"], record["images"]["evaluation images"]) == (29, 3)
+    assert record["best"]["accuracy"] >= 0
+
+
+@pytest.mark.parametrize("order", ["names", "numbers", "other", "unknown"])
+def test_a_classifier_learns_its_own_labels(order, images, tmp_path):
+    """Those that it has by these names, whatever their numbers in the data."""
+    names = images.features["label"].names
+    own = {"names": names, "numbers": [f"LABEL_{n}" for n in range(10)], "other": names[::-1], "unknown": names[:5]}
+    config = SimpleNamespace(id2label=dict(enumerate(own[order])), num_labels=len(own[order]))
+    if order == "unknown":
+        with pytest.raises(ValueError, match="the model only 5"):
+            train.classes_of(config, names)
+    else:
+        assert train.classes_of(config, names) == (list(range(10))[::-1] if order == "other" else None)

@@ -109,7 +109,7 @@ def choice_of_epoch(data: ImageArguments, run: RunArguments, state: TrainingStat
         return f"{split}{'' if count is None else f' ({count:,} images)'}"
 
     epoch = f"epoch {(state.best or {}).get('epoch', state.epoch)} of {run.epochs}"
-    if data.evaluated is None:
+    if data.evaluated is None or state.best is None:
         return f"{epoch}, none was evaluated"
     chosen = part(data.evaluated, "evaluation")
     if data.tested is None:

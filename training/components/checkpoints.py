@@ -116,6 +116,21 @@ class Checkpoints:
         """
         return broadcast_object_list([self.newest_whole() if self.accelerator.is_main_process else None])[0]
 
+    def go_back_to(self, checkpoint: Path) -> Path:
+        """Let a checkpoint be the newest: later ones are removed.
+
+        Raises:
+            ValueError: if it is none that a recipe wrote.
+        """
+        if not re.fullmatch(r"step-\d+", checkpoint.name, re.ASCII) or not checkpoint.is_dir():
+            raise ValueError(f"{checkpoint} is no checkpoint of a recipe; expected a folder called step-….")
+        if self.accelerator.is_main_process:
+            for later in self.all():
+                if int(later.name.removeprefix("step-")) > int(checkpoint.name.removeprefix("step-")):
+                    self.remove(later)
+        self.accelerator.wait_for_everyone()
+        return checkpoint
+
     def state_of(self, checkpoint: Path | None) -> TrainingState:
         """Where a checkpoint leaves the run, which is said, or the beginning without one."""
         if checkpoint is None:

@@ -1,12 +1,13 @@
 """What people have as images, as recipes read it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import datasets
 from PIL import Image
+from torch.utils.data import Subset
 
-from ...common.data import class_names, load_images, select_images
+from ...common.data import class_names, hold_back, load_images, select_images
 
 
 class PlainImages:
@@ -20,8 +21,9 @@ class PlainImages:
     def __init__(self, source):
         self.source = source
         self.features = datasets.Features({"image": datasets.Image()})
-        if getattr(source, "classes", None):
-            self.features["label"] = datasets.ClassLabel(names=list(source.classes))
+        names = getattr(source.dataset if isinstance(source, Subset) else source, "classes", None)
+        if names:
+            self.features["label"] = datasets.ClassLabel(names=list(names))
 
     def __len__(self) -> int:
         return len(self.source)
@@ -36,6 +38,17 @@ class PlainImages:
             raise ValueError(f"Item {index} of the images is a {type(item[0]).__name__}, expected a PIL image.")
         record = {"image": item[0]}
         return record | {"label": int(item[1])} if "label" in self.features else record
+
+    def select(self, indices) -> "PlainImages":
+        """Some of them."""
+        images = PlainImages(Subset(self.source, list(indices)))
+        images.features = self.features
+        return images
+
+    def hold_back(self) -> tuple["PlainImages", "PlainImages"]:
+        """Images to train on and images to evaluate on, see `frugalvit.common.data.hold_back`."""
+        train, evaluation = hold_back(datasets.Dataset.from_dict({"place": range(len(self))}))
+        return self.select(train["place"]), self.select(evaluation["place"])
 
     def remove_columns(self, name: str) -> "PlainImages":
         """Without its labels."""
@@ -62,10 +75,25 @@ def labeled_images(train, evaluation=None, test=None) -> tuple:
     """
     train, evaluation, test = (None if images is None else as_images(images) for images in (train, evaluation, test))
     if class_names(train) is None:
-        raise ValueError("The training images have no labels to train with.")
+        raise ValueError(
+            "The training images have no labels to train with; a dataset of PyTorch names them by its attribute "
+            "classes."
+        )
     if evaluation is not None and class_names(evaluation) is None:
         raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
+    check_same_classes(train, evaluation)
+    check_same_classes(train, test)
     return train, evaluation, test
+
+
+def check_same_classes(train, other):
+    """Raise a ValueError if images that are not trained on have labels of other classes, or in another order."""
+    names = [None if images is None else class_names(images) for images in (train, other)]
+    if None not in names and names[0] != names[1]:
+        raise ValueError(
+            f"The training images have the classes {', '.join(names[0][:5])}, …, those to evaluate on "
+            f"{', '.join(names[1][:5])}, …; expected the same in the same order."
+        )
 
 
 def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:
@@ -82,9 +110,11 @@ def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImag
     if isinstance(images, datasets.Dataset | datasets.IterableDataset):
         # Those that are selected already are known by their fingerprint, for example to caches.
         return images if is_selected(images.features) else select_images(images, "the data set")
+    if isinstance(images, PlainImages):
+        return images
     if isinstance(images, str | Path):
         return load_images(str(images))
-    if not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
+    if isinstance(images, Mapping) or not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
         raise ValueError(
             f"The images are a {type(images).__name__}; expected a data set, a list of PIL images or of paths, or the "
             "name of a folder."

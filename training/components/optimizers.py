@@ -94,7 +94,7 @@ def make_optimizer(name: str, groups: list[dict], sam_rho: float = 0.05, **optio
 def optimizer_with_schedule(
     model: torch.nn.Module,
     optimization: OptimizerArguments,
-    epochs: int,
+    epochs: float,
     steps_per_epoch: int,
     name: str = "adamw",
     rates: dict[torch.nn.Parameter, float] | None = None,
@@ -122,6 +122,6 @@ def optimizer_with_schedule(
         optimization.lr_scheduler,
         optimizer,
         num_warmup_steps=round(optimization.warmup_epochs * steps_per_epoch),
-        num_training_steps=epochs * steps_per_epoch,
+        num_training_steps=round(epochs * steps_per_epoch),
     )
     return optimizer, scheduler

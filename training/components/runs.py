@@ -129,7 +129,17 @@ class RecipeTrainingArguments(TrainingArguments):
         self.remove_unused_columns, self.ignore_data_skip, self.logging_nan_inf_filter = False, True, False
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False
+        if self.load_best_model_at_end:
+            self.eval_strategy = self.save_strategy = "epoch"
         super().__post_init__()
+        for name, fits, expected in (
+            ("logging_steps", self.logging_steps >= 1 and self.logging_steps == int(self.logging_steps), "1 or more"),
+            ("save_steps", self.save_steps >= 1 and self.save_steps == int(self.save_steps), "1 or more"),
+            ("save_only_model", not self.save_only_model, "False: a run goes on from its optimizer, too"),
+            ("label_smoothing_factor", not self.label_smoothing_factor, "0: a recipe's is label_smoothing"),
+        ):
+            if not fits:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected {expected}.")
         # Several devices are several processes' affair.
         self._n_gpu = min(self.n_gpu, 1)
 
@@ -318,12 +328,14 @@ def replace_files(folder: Path, write: Callable[[Path], None]):
     """Let `write` fill a folder aside, then move its files over, the weights last."""
     aside = folder / BEST_ASIDE
     aside.mkdir()
-    with disk_errors(folder):
-        write(aside)
-        permit_as_usual(*aside.iterdir())
-    for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
-        os.replace(path, folder / path.name)
-    aside.rmdir()
+    try:
+        with disk_errors(folder):
+            write(aside)
+            permit_as_usual(*aside.iterdir())
+        for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def claim(folder: Path, run: RunArguments):

@@ -194,7 +194,9 @@ def freeze(student: SparseFormerPreTrainedModel, pair, num_blocks: int) -> set[n
     return set(layers[:count].parameters())
 
 
-def build_optimizer(student, tuned: set[nn.Parameter], schedule: ScheduleArguments, steps_per_epoch: int, epochs: int):
+def build_optimizer(
+    student, tuned: set[nn.Parameter], schedule: ScheduleArguments, steps_per_epoch: int, epochs: float
+):
     """Optimizer and schedule: a rise over the warm-up, at 0 for inherited weights beside new ones, then a fall as half
     a cosine."""
     warmup, total = round(schedule.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch
