@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
         for part, alone in parts(name, model).items():
             maps[part] = feature_maps(alone, pixel_values.to(model.device))
     save_figure(draw_features(seen, maps, arguments.layers), arguments.picture)
+    print(f"Drew {arguments.picture}.")
 
 
 def parts(name: str, model: PreTrainedModel) -> dict[str, PreTrainedModel]:

@@ -36,11 +36,13 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
     if arguments.num_tokens is not None:
         model.set_num_tokens(arguments.num_tokens)
     processor = matching_processor(old_processor, model)
+    matched = ""
     if arguments.dataset:
         images = sample(load_images(arguments.dataset, "train"), arguments.images, seed=0)
         pairs = pixel_pairs(processor, old_processor, images, arguments.skip_corrupt)
         place = input_device(llava), dtype
         match_channels_(model, llava, ([pixel_values.to(*place) for pixel_values in pair] for pair in pairs))
+        matched = f", its channels matched on {len(images):,} images"
     if arguments.quantize:
         # Written, and loaded, as it is held.
         model.hf_quantizer, model.config.quantization_config = llava.hf_quantizer, llava.config.quantization_config
@@ -49,6 +51,7 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
     quantized = f", its language model in {arguments.quantize}" if arguments.quantize else ""
     return (
         f"{model.config.image_seq_length} tokens an image instead of {before} patches, in {arguments.dtype}{quantized}"
+        f"{matched}"
     )
 
 

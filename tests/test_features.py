@@ -66,6 +66,7 @@ def test_command_draws_both_of_a_pair(folders, capsys):
     arguments = [str(folders / "vit"), str(folders / "pair"), "--names", "alone", "joint"]
     picture = folders / "features.svg"
     assert main(["features", *arguments, "--image", str(folders / "*.png"), "--picture", str(picture)]) == 0
+    assert capsys.readouterr().out == f"Drew {picture}.\n"
     # 2 images, each once, and 2 layers of each of 3 models.
     assert picture.read_text().count("<image ") == 2 * (1 + 3 * 2)
     options = ["--limit", "1", "--layers", "2"]

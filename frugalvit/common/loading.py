@@ -211,6 +211,8 @@ def load_llava(
 
     def choose_class(config: PreTrainedConfig) -> type:
         if config.model_type not in classes:
+            if config.model_type.startswith("sparseformer_"):
+                raise ValueError("its tower is a SparseFormer already; give the model that this one was made from")
             raise ValueError(
                 f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5, or a paligemma"
             )

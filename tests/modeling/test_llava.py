@@ -546,6 +546,9 @@ def test_rows_of_tiles_are_refused(tmp_path, capsys):
     command = ["swap", "--model", str(tmp_path / "llava"), "--vision-model", str(tmp_path / "tower")]
     assert main([*command, "--output", str(tmp_path / "out")]) == 1
     assert "it is a llava_next, expected a llava, in the style of LLaVA 1.5, or a paligemma" in capsys.readouterr().err
+    command[2] = str(frugalvit.checkpoint_path("cifar10-sparseformer-llava"))
+    assert main([*command, "--output", str(tmp_path / "out")]) == 1
+    assert "its tower is a SparseFormer already" in capsys.readouterr().err
 
 
 def test_auto_model_is_the_model_without_its_head():
@@ -602,7 +605,7 @@ def test_a_projector_without_biases_cannot_match_means():
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [(), ("--device-map", "auto")])
-def test_the_command_matches_channels(options, tmp_path):
+def test_the_command_matches_channels(options, tmp_path, capsys):
     llava = make_llava()
     llava.save_pretrained(tmp_path / "llava")
     make_processor(llava).save_pretrained(tmp_path / "llava")
@@ -613,6 +616,7 @@ def test_the_command_matches_channels(options, tmp_path):
     command = ["swap", "--model", str(tmp_path / "llava"), "--vision-model", str(tmp_path / "tower")]
     command += ["--dataset", str(tmp_path / "images"), "--images", "4", "--output", str(tmp_path / "out")]
     assert main([*command, *options]) == 0
+    assert "its channels matched on 4 images" in capsys.readouterr().out
     state, old = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict(), llava.state_dict()
     changed = {
         name for name, value in state.items() if "vision_tower" not in name and not torch.equal(value, old[name])
