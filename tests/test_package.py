@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
 import frugalvit
+from frugalvit.common.versions import commit
 from frugalvit.registry import FAMILIES, public_names
 
 
@@ -40,6 +41,15 @@ def python(code: str, cwd: Path | None = None, **environment: str) -> subprocess
 
 def test_version_is_the_installed_one():
     assert importlib.metadata.version("frugalvit") == frugalvit.__version__
+
+
+def test_results_name_the_commit():
+    """Of a clone; a copy without its history has none to name."""
+    if not (ROOT / ".git").exists():
+        assert commit() is None
+        return
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert commit()[:12] == head[:12]
 
 
 @pytest.mark.parametrize("name", public_names())

@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
 @functools.cache
 def commit() -> str | None:
     """The commit of the clone that this file is in, with a mark where files differ from it; None elsewhere."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     command = ["git", "describe", "--always", "--abbrev=12", "--dirty=, changed", "--exclude=*"]
