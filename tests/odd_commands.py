@@ -513,6 +513,8 @@ def forked(work: Callable[[], int | None], folder: Path, seconds: float = SECOND
             for number, name in enumerate((os.devnull, "stdout", "stderr")):
                 os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
             resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+            # The bar of the cases is no bar of the command, which would draw it again with what it writes.
+            tqdm._instances.clear()
             code = work() or 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
