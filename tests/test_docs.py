@@ -62,7 +62,7 @@ STAND_INS = {
     "uoft-cs/cifar10": "cifar10-subset",
     "FOLDER": "sparseformer",
     "OTHER": "checkpoints/cifar10-vit",
-    'output="student")': 'output="student", epochs=1, batch_size=8, mixed_precision="no", compare=False)',
+    'epochs=1, output="student"': 'epochs=1, output="student", batch_size=8, mixed_precision="no", compare=False',
 }
 # Options that make a command short, behind its own.
 TRAINS = ["--epochs", "1", "--batch-size", "8", "--num-workers", "0", "--mixed-precision", "no"]
