@@ -35,7 +35,9 @@ from frugalvit.common.masks import load_masked_images, load_masked_splits
 from frugalvit.evaluation.images import images_to_evaluate
 from frugalvit.predict import find_images, read_images
 from frugalvit.training import bootstrap, joint
-from frugalvit.training.components.arguments import DataArguments
+from frugalvit.training.components.arguments import DataArguments, RunArguments
+from frugalvit.training.components.cards import choice_of_epoch
+from frugalvit.training.components.checkpoints import TrainingState
 from frugalvit.training.segment import MaskedImageArguments
 
 
@@ -250,6 +252,15 @@ def test_evaluated_classes_are_trained(tmp_path, tiny_run, capsys):
     assert results["best"]["step"] == 5
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "epoch 1 of 1, chosen and measured on train, held back (5 images)" in card
+
+
+def test_the_one_split_of_a_file_to_evaluate_on_is_not_taken_for_the_training_images():
+    data = DataArguments(eval_dataset=["test.parquet"])
+    data.evaluated = "train"
+    run = RunArguments(output_dir="out", epochs=1)
+    run.record = {"images": {"evaluation images": 60}}
+    said = choice_of_epoch(data, run, TrainingState(1, 4, best={"epoch": 1}))
+    assert said == "epoch 1 of 1, chosen and measured on train of --eval-dataset (60 images)"
 
 
 @pytest.mark.parametrize(

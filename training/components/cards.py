@@ -106,6 +106,8 @@ def choice_of_epoch(data: ImageArguments, run: RunArguments, state: TrainingStat
 
     def part(split: str, which: str) -> str:
         count = images.get(f"{which} images")
+        # A file that is given to evaluate on has one split, "train".
+        split += " of --eval-dataset" if data.eval_dataset else ""
         return f"{split}{'' if count is None else f' ({count:,} images)'}"
 
     epoch = f"epoch {(state.best or {}).get('epoch', state.epoch)} of {run.epochs}"
