@@ -11,7 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 import timm.data
 import torch
+from accelerate import Accelerator
+from accelerate.state import GradientState
 from PIL import Image
+from torch.utils.data import DataLoader
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -118,6 +121,18 @@ def test_equals_brute_force(folder, tmp_path, capsys):
     assert (results["images"], results["skipped"], results["split"]) == (COUNT, 0, "train")
     assert f"{results['accuracy']:.4g}" in output and "top5_accuracy" in output
     assert {file.name for file in tmp_path.iterdir()} == {"images.parquet", "results.json"}
+
+
+def test_a_loop_left_early_cuts_nothing(folder, tmp_path, capsys):
+    """Transformers' `Trainer` leaves its loader at the last batch; Accelerate takes it for the one that is read."""
+    loader = Accelerator().prepare(DataLoader(range(5), batch_size=4))
+    batches = iter(loader)
+    assert [len(next(batches)) for _ in range(2)] == [4, 1] and GradientState().remainder == 1
+    encoded, labels = write_images(tmp_path / "images.parquet")
+    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--output", tmp_path / "results.json"]
+    run("classification", *arguments, capsys=capsys)
+    results, expected = json.loads((tmp_path / "results.json").read_text()), brute_force(folder, encoded, labels)
+    assert {name: results[name] for name in expected} == pytest.approx(expected)
 
 
 def test_limit(folder, tmp_path, capsys):

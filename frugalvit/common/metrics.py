@@ -169,7 +169,7 @@ def evaluate_segmenter(accelerator: Accelerator, model: torch.nn.Module, loader,
 
 @torch.inference_mode()
 def evaluate_classifier(
-    accelerator: Accelerator, model: torch.nn.Module, loader, classes: torch.Tensor | None = None
+    accelerator: Accelerator | None, model: torch.nn.Module, loader, classes: torch.Tensor | None = None
 ) -> dict[str, float]:
     """Loss, top-1 and top-5 accuracy of an image classifier, over all processes.
 
@@ -177,7 +177,8 @@ def evaluate_classifier(
     probability.
 
     Args:
-        accelerator (`Accelerator`): Gathers and drops the images that pad the last batch.
+        accelerator (`Accelerator`, *optional*): Gathers and drops the images that pad the last batch; `None` for
+            batches that no other process has a part of.
         model (`nn.Module`): Returns an output with `logits`; it is left in training mode if it was.
         loader: What `evaluation_loader` returns; `labels` are `(batch,)`, or `(batch, several)`, filled up with -1.
         classes (`torch.Tensor`, *optional*): The classes that are compared, which labels count; all if not given.
@@ -188,7 +189,9 @@ def evaluate_classifier(
     for batch in loader:
         logits = model(pixel_values=batch["pixel_values"]).logits.float()
         logits = logits if classes is None else logits[:, classes]
-        logits, labels = accelerator.gather_for_metrics((logits, batch["labels"]))
+        labels = batch["labels"]
+        if accelerator is not None:
+            logits, labels = accelerator.gather_for_metrics((logits, labels))
         loss += negative_log_likelihood(logits, labels).item()
         count += len(labels)
         for metric in (accuracy, top5):

@@ -5,7 +5,6 @@ import time
 
 import datasets
 import torch
-from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from ..common.exported import ExportedModule
@@ -105,7 +104,7 @@ def classification_accuracy(
 
     classifier = model if confidence is None else Adaptive(model, confidence)
     start = time.perf_counter()
-    metrics = evaluate_classifier(Accelerator(), classifier, batches(), classes)
+    metrics = evaluate_classifier(None, classifier, batches(), classes)
     seconds = time.perf_counter() - start
     account = {} if confidence is None else classifier.account()
     return {"images": count, "skipped": total - count, **metrics, "images_per_second": count / seconds, **account}

@@ -9,6 +9,7 @@ import datasets
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.state import GradientState
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import AutoImageProcessor, AutoModelForImageClassification, TrainerCallback
@@ -193,6 +194,8 @@ def test_trains_evaluates_and_saves_as_a_trainer(make, held_back, tmp_path, monk
     assert before.keys() >= {"eval_alignment", "eval_accuracy", "eval_teacher_accuracy"}
     output = own.train()
     assert output.global_step == own.state.global_step == 8 and output.training_loss > 0
+    # What others of this process gather is theirs.
+    assert not GradientState().in_dataloader
     steps = [event for event in recorder.events if isinstance(event, int)]
     alignments = [event for event in recorder.events if isinstance(event, float)]
     assert steps == [*range(1, 9)] and len(alignments) == 3

@@ -149,14 +149,18 @@ class DeviceLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor | int]]:
-        for batch in self.loader:
-            for name in batch.keys() - {"skipped", "epoch", "index"}:
-                batch[name] = batch[name].to(self.device, non_blocking=True)
-            for name, image_format in self.formats.items():
-                batch[name] = image_format.normalize(batch[name])
-            if self.mix:
-                self.mix(batch)
-            yield batch
+        try:
+            for batch in self.loader:
+                for name in batch.keys() - {"skipped", "epoch", "index"}:
+                    batch[name] = batch[name].to(self.device, non_blocking=True)
+                for name, image_format in self.formats.items():
+                    batch[name] = image_format.normalize(batch[name])
+                if self.mix:
+                    self.mix(batch)
+                yield batch
+        finally:
+            # Left at its last batch, as `Trainer` leaves it, it would cut what others gather to that batch's length.
+            self.loader.end()
 
 
 class EpochSampler(Sampler):
