@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForSemanticSegmentation, PreTrainedModel, SegformerImageProcessor
 
-from ..common.loading import check_sizes, load_image_processor, one_error, split_revision
+from ..common.loading import check_folder, load_image_processor, one_error, split_revision
 from ..common.masks import MaskReader, SegmentationEvalView, SegmentationView, load_masked_splits
 from ..common.metrics import evaluate_segmenter
 from ..common.views import ImageFormat
@@ -182,7 +182,7 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
     preprocessing = {}
     if arguments.model:
         name, revision = split_revision(arguments.model)
-        check_sizes(Path(name).expanduser(), KIND)
+        check_folder(Path(name).expanduser(), KIND)
         remote = {"trust_remote_code": arguments.trust_remote_code}
         with one_error(arguments.model, KIND):
             config = AutoConfig.from_pretrained(name, **remote, **revision, **labels)

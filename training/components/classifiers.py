@@ -11,7 +11,7 @@ from accelerate.utils import set_seed
 from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessor
 
 from ...common.data import CorruptImageError, decode_image
-from ...common.loading import check_sizes, load_image_processor, one_error, split_revision
+from ...common.loading import check_folder, load_image_processor, one_error, split_revision
 from ...common.views import ImageFormat
 from ...configuration.configuration_base import pair
 from ...configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
@@ -122,7 +122,7 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     if arguments.model:
         name, revision = split_revision(arguments.model)
-        check_sizes(Path(name).expanduser(), KIND)
+        check_folder(Path(name).expanduser(), KIND)
         remote = {"trust_remote_code": arguments.trust_remote_code, **revision}
         # Configurations of timm's models keep their own count of classes, unless it is given.
         with one_error(arguments.model, KIND):
