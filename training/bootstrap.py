@@ -26,10 +26,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..common.comparison import describe_pair
-from ..common.data import hold_back, load_splits, match_classes
 from ..common.loading import load_vision_model
 from ..common.metrics import TopKAccuracy
 from ..common.precision import hold_teacher
+from ..common.splits import hold_back, load_splits, match_classes
 from ..common.views import ImageFormat
 from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel

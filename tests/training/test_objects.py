@@ -23,7 +23,8 @@ from frugalvit import (
     SparseFormerForImageClassification,
     bootstrap,
 )
-from frugalvit.common.data import decode_image, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
 from frugalvit.modeling.layers import divergence
 from frugalvit.training import align_llava, contrastive, joint, segment, train, trainer
 from frugalvit.training import bootstrap as recipe

@@ -20,9 +20,9 @@ from frugalvit import (
     SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
 )
-from frugalvit.common.data import load_splits
 from frugalvit.common.loading import load_vision_model
 from frugalvit.common.macs import count_macs
+from frugalvit.common.splits import load_splits
 from frugalvit.common.views import ImageFormat
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap, joint, segment, train

@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from frugalvit.attention import measure_attention
-from frugalvit.common.data import class_names, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.labels import class_names
 from frugalvit.training import joint, train
 from frugalvit.training.components import classifiers
 from frugalvit.training.components.arguments import read_recipe, recipes_of

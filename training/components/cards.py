@@ -7,7 +7,7 @@ from accelerate import PartialState
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from ...common.data import SUBSET
+from ...common.choices import SUBSET
 from ...common.files import write_text
 from ...common.loading import split_revision
 from ...common.names import is_hub_id, is_place, portable_command

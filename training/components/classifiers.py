@@ -10,7 +10,7 @@ import transformers
 from accelerate.utils import set_seed
 from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessor
 
-from ...common.data import CorruptImageError, decode_image
+from ...common.decoding import CorruptImageError, decode_image
 from ...common.loading import check_sizes, load_image_processor, one_error, split_revision
 from ...common.views import ImageFormat
 from ...configuration.configuration_base import pair

@@ -7,7 +7,9 @@ import datasets
 from PIL import Image
 from torch.utils.data import Subset
 
-from ...common.data import class_names, hold_back, load_images, select_images
+from ...common.data import load_images, select_images
+from ...common.labels import class_names
+from ...common.splits import hold_back
 
 
 class PlainImages:
@@ -46,7 +48,7 @@ class PlainImages:
         return images
 
     def hold_back(self) -> tuple["PlainImages", "PlainImages"]:
-        """Images to train on and images to evaluate on, see `frugalvit.common.data.hold_back`."""
+        """Images to train on and images to evaluate on, see `frugalvit.common.splits.hold_back`."""
         train, evaluation = hold_back(datasets.Dataset.from_dict({"place": range(len(self))}))
         return self.select(train["place"]), self.select(evaluation["place"])
 

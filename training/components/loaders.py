@@ -18,9 +18,10 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from ...common.data import CorruptImageError, class_names, decode_image, label_numbers
+from ...common.decoding import CorruptImageError, decode_image
 from ...common.files import write_json
 from ...common.interruptions import leave_interruptions_to_the_main_process
+from ...common.labels import class_names, label_numbers
 from ...common.views import ORDER, SHUFFLE, VIEW, View, random_seed, seeded
 from .augmentation import Mix
 
