@@ -78,10 +78,6 @@ class AlignLlavaArguments(AnswerArguments, OptimizerArguments, RecipeTrainingArg
     num_tokens: int | None = None
     lora_rank: int = 0
 
-    def __post_init__(self):
-        for group in (AnswerArguments, OptimizerArguments, RecipeTrainingArguments):
-            group.__post_init__(self)
-
     @property
     def place_model_on_device(self) -> bool:
         """The LLaVA may be on several devices."""

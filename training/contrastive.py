@@ -40,10 +40,6 @@ class ContrastiveArguments(OptimizerArguments, RecipeTrainingArguments):
         ValueError: if a value does not fit.
     """
 
-    def __post_init__(self):
-        for group in (OptimizerArguments, RecipeTrainingArguments):
-            group.__post_init__(self)
-
 
 class ContrastiveTrainer(RecipeTrainer):
     """Transformers' `Trainer` of a CLIP that learns from labeled images.

@@ -55,10 +55,6 @@ class JointArguments(RecipeArguments, JointOptimizerArguments, RecipeTrainingArg
     per_device_train_batch_size: int = 64
     max_grad_norm: float = 0.0
 
-    def __post_init__(self):
-        for group in (RecipeArguments, JointOptimizerArguments, RecipeTrainingArguments):
-            group.__post_init__(self)
-
 
 class JointTrainer(RecipeTrainer):
     """Transformers' `Trainer` of a ViT and an agent CNN that learn from each other (Zhang et al.).

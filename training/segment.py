@@ -65,10 +65,6 @@ class SegmentationArguments(AugmentationArguments, SegmentOptimizerArguments, Re
     ignored_labels: list[int] = field(default_factory=list)
     reduce_labels: bool = False
 
-    def __post_init__(self):
-        for group in (AugmentationArguments, SegmentOptimizerArguments, RecipeTrainingArguments):
-            group.__post_init__(self)
-
 
 class SegmentationTrainer(RecipeTrainer):
     """Transformers' `Trainer` of semantic segmentation, with ViT-Adapter's recipe.
@@ -166,7 +162,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> SegmentationTrainer:
     model, processor = build_model(segmenter, data)
     if run.compile:
         model.compile()
-    args = recipe_arguments(SegmentationArguments, run, data, data, augmentation, optimization)
+    args = recipe_arguments(SegmentationArguments, run, data, augmentation, optimization)
     return SegmentationTrainer(
         *(model, args, train, evaluation, test, processor), run=run, data=data, base_model=segmenter.model
     )

@@ -55,10 +55,6 @@ class ImageClassificationArguments(RecipeArguments, OptimizerArguments, RecipeTr
     num_train_epochs: float = 100.0
     per_device_train_batch_size: int = 128
 
-    def __post_init__(self):
-        for group in (RecipeArguments, OptimizerArguments, RecipeTrainingArguments):
-            group.__post_init__(self)
-
 
 class ImageClassificationTrainer(RecipeTrainer):
     """Transformers' `Trainer` with the recipe for little data: RandAugment, mixup, CutMix, label smoothing, learning

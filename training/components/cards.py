@@ -1,6 +1,5 @@
 """Model cards of recipes, with what they measured."""
 
-import json
 from pathlib import Path
 
 from accelerate import PartialState
@@ -77,8 +76,7 @@ def write_card(
             metric_value=round(measured[metric], 4),
         )
         results = [result]
-    command = json.loads((Path(run.output_dir) / "run.json").read_text(encoding="utf-8"))["command"]
-    command = portable_command(command, [*data.dataset, *(data.eval_dataset or [])])
+    command = portable_command(run.record["command"], [*data.dataset, *(data.eval_dataset or [])])
     num_parameters = num_parameters or sum(parameter.numel() for parameter in model.parameters())
     use = USES.get(pipeline_tag(model), "") if use is None else use
     make_card(

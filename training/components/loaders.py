@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -459,6 +459,11 @@ def evaluation_loader(
     classes: Sequence[int] | None = None,
 ) -> DeviceLoader:
     """All images once, in order, shared among processes; use `accelerator.gather_for_metrics` on what is computed."""
+    if isinstance(images, Mapping) or not hasattr(images, "__len__"):
+        raise ValueError(
+            f"The images to evaluate on are of the type {type(images).__name__}; expected one data set that has a "
+            "length: of a stream what take() gives, of several one, and evaluate(images) measures on the others."
+        )
     if not len(images):
         raise ValueError("There are no images to evaluate on; check --eval-dataset and --eval-split.")
     processes = accelerator.num_processes
