@@ -34,11 +34,12 @@ from transformers.trainer_utils import TrainOutput
 
 from ..common.files import write_json, write_text
 from ..common.interruptions import Interruption
+from ..common.labels import check_same_classes, class_names
 from ..modeling.hub import upload_folder
 from .components.arguments import IN_PYTHON, ImageArguments, RunArguments, arguments_named
 from .components.cards import choice_of_epoch, write_card
 from .components.checkpoints import TEST, Checkpoints, TrainingState
-from .components.images import as_images, check_same_classes
+from .components.images import as_images
 from .components.loaders import DeviceLoader, TrainingLoader, check_images, describe_parts, evaluation_loader
 from .components.runs import (
     NOT_IN_REPOSITORY,
@@ -233,7 +234,7 @@ class RecipeTrainer(Trainer):
         if eval_dataset is None or eval_dataset is self.evaluation_part[0]:
             return self.eval_loader
         images = self.take_images(eval_dataset)
-        check_same_classes(self.train_part[0], images)
+        check_same_classes(class_names(self.train_part[0]), images)
         return self.make_evaluation_loader(images)
 
     def predict(self, test_dataset, *_, **__):

@@ -93,3 +93,14 @@ def say_if_few_classes(images: datasets.Dataset, part: str):
             f"{shortened([names[label] for label in known])} of {len(names)} classes, and no sample of all.",
             file=sys.stderr,
         )
+
+
+def check_same_classes(names: list[str] | None, images):
+    """Raise a ValueError if images that are not trained on have labels of other classes than those, or in another
+    order."""
+    others = None if images is None else class_names(images)
+    if names and others and names != others:
+        raise ValueError(
+            f"The training images have the classes {shortened(names)}, the evaluation images {shortened(others)}; "
+            "expected the same in the same order. Name them with --class-names if the data sets do not."
+        )

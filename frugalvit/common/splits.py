@@ -10,7 +10,7 @@ from accelerate import PartialState
 from .choices import NO_EVALUATION
 from .classes import match_labels
 from .data import load_images, names_in, split_names
-from .labels import check_labels, class_names, label_numbers, say_if_few_classes
+from .labels import check_labels, check_same_classes, class_names, label_numbers, say_if_few_classes
 from .tables import shortened
 from .views import ORDER, random_seed
 
@@ -76,17 +76,12 @@ def load_splits(
         check_labels(evaluation, split)
         if "[" in split:
             say_if_few_classes(evaluation, split)
-        eval_names = class_names(evaluation)
-        if names and names != eval_names:
-            raise ValueError(
-                f"The training images have the classes {shortened(names)}, the evaluation images "
-                f"{shortened(eval_names)}; expected the same. Name them with --class-names if the data sets do not."
-            )
+        check_same_classes(names, evaluation)
         lacking = np.setdiff1d(label_numbers(evaluation), label_numbers(train)) if labeled else ()
         if len(lacking):
             message = (
                 f"Among the training images ({data.train_split}) there are none of {len(lacking)} classes that are "
-                f"evaluated: {shortened([eval_names[label] for label in lacking])}."
+                f"evaluated: {shortened([names[label] for label in lacking])}."
             )
             if learns_labels:
                 raise ValueError(
