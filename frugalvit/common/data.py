@@ -93,6 +93,8 @@ def load_table(
     source = find_source(dataset, name)
     if source["path"] == "imagefolder" and "data_files" in source:
         parts = source["data_files"]
+        if unknown := [name for name in names_in(split) if name not in parts]:
+            raise ValueError(f"Cannot load the split {unknown[0]!r} of {dataset!r}: it has {', '.join(parts)}.")
         folders = [Path(folder) for part in parts.values() for folder in part]
         if not any((folder / name).is_file() for folder in folders for name in METADATA_FILES):
             return _read_parts(dataset, split, parts, streaming)
@@ -116,8 +118,6 @@ def _read_parts(
     """The images of parts of a folder: those in their class folders, however deep, or flat ones, which have no
     labels."""
     named = names_in(split)
-    if unknown := [name for name in named if name not in parts]:
-        raise ValueError(f"Cannot load the split {unknown[0]!r} of {dataset!r}: it has {', '.join(parts)}.")
     found = {name: images_within(folders) for name, folders in parts.items()}
     if empty := [name for name in named if not found[name]]:
         raise ValueError(f"Cannot load {dataset!r}: there are no images in {', '.join(parts[empty[0]])}; {EXPECTED}.")
@@ -154,8 +154,6 @@ def _part_of_folder(dataset, split: str, parts: dict[str, list[str]]) -> dict:
     It takes the names of folders for labels, in flat parts their own: parts with and without classes go apart.
     """
     named = names_in(split)
-    if unknown := [name for name in named if name not in parts]:
-        raise ValueError(f"Cannot load the split {unknown[0]!r} of {dataset!r}: it has {', '.join(parts)}.")
     flat = {name: not any(map(subfolders, map(Path, folders))) for name, folders in parts.items()}
     if len({flat[name] for name in named}) > 1:
         raise ValueError(f"Cannot load {split!r} of {dataset!r}: only some of these parts have classes.")

@@ -287,12 +287,11 @@ def fill_groups(types: list[type], options: dict) -> tuple:
     Raises:
         TypeError: if none of them has such an option.
     """
-    names = {kind: {each.name for each in dataclasses.fields(kind) if each.init} for kind in types}
-    known = set().union(*names.values())
+    known = {each.name for kind in types for each in dataclasses.fields(kind) if each.init}
     if unknown := sorted(options.keys() - known):
         close = difflib.get_close_matches(unknown[0], known, 1)
         raise TypeError(f"There is no option {unknown[0]!r}" + (f"; did you mean {close[0]!r}?" if close else "."))
-    return tuple(kind(**{name: options[name] for name in names[kind] & options.keys()}) for kind in types)
+    return HfArgumentParser(types).parse_dict(options)
 
 
 def as_words(name: str, value) -> list[str]:
