@@ -35,6 +35,7 @@ from transformers.trainer_utils import TrainOutput
 from ..common.files import write_json, write_text
 from ..common.interruptions import Interruption
 from ..common.labels import check_same_classes, class_names
+from ..common.tables import first_line
 from ..modeling.hub import upload_folder
 from .components.arguments import IN_PYTHON, ImageArguments, RunArguments, arguments_named
 from .components.cards import choice_of_epoch, write_card
@@ -738,7 +739,7 @@ def foreign_files(checkpoint: str | Path):
         yield
     # Files of others fail in as many ways as there are formats.
     except Exception as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise ValueError(
             f"The checkpoint {checkpoint} cannot be read: {line} Remove it to go on from an earlier one, or start "
             "anew with --overwrite."
