@@ -486,9 +486,10 @@ def describe(settings: Mapping[str, object]) -> str:
     """What the table's numbers are, in two sentences."""
     learned = f", {settings['train_images']:,} to learn from" if settings["train_images"] else ""
     classes = f" of {settings['classes']:,} classes" if settings["classes"] else ""
+    threads = f"{settings['threads']} thread{'' if settings['threads'] == 1 else 's'}"
     images = f"{settings['dataset']}, {settings['split']}: {settings['images']:,} images{classes}{learned}"
     return (
-        f"{images}; ± is a standard error. Images a second on {settings['device']} ({settings['threads']} threads), "
+        f"{images}; ± is a standard error. Images a second on {settings['device']} ({threads}), "
         f"by batch size; memory of a model and a pass of {BATCH_SIZES[-1]} images."
     )
 

@@ -108,8 +108,9 @@ def main(argv: list[str] | None = None) -> None:
     times = largest[measured] / rows[0][measured]
     print(
         f"The student keeps {results['student_accuracy'] / results['teacher_accuracy']:.1%} of the teacher's accuracy "
-        f"at {times:.2f} times its speed (float32, batches of {BATCH_SIZES[-1]}). The student that ships, "
-        f"bootstrapped longer, reaches {results['shipped_student_accuracy']:.4g} on these images.\n"
+        f"at {times:.2f} times its speed (float32, batches of {BATCH_SIZES[-1]}). The student that ships, of another "
+        f"recipe with {shipped.num_parameters():,} parameters and longer training, reaches "
+        f"{results['shipped_student_accuracy']:.4g} on these images.\n"
         f"{explain(rows[0], largest)}\n"
         f"Model: {folder / 'model'}   Where its tokens look: {folder / 'rois.png'}   "
         f"{results['seconds']} seconds."

@@ -34,6 +34,10 @@ from .options.train import PROG, RecipeArguments, parse
 from .trainer import RecipeTrainer
 
 
+# How many times as large as they are images are shown to a new model without a word.
+MOST_ENLARGED = 3
+
+
 @dataclass
 class ImageClassificationArguments(RecipeArguments, OptimizerArguments, RecipeTrainingArguments):
     """Transformers' `TrainingArguments`, and what `frugalvit train` has besides, by the same names.
@@ -184,12 +188,19 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> ImageClassificationTr
     start_run(run, PROG, argv, list(groups))
     say_license(run, arguments.model)
     train, evaluation, test = load_splits(data, learns_labels=True)
-    if not (arguments.model or arguments.model_type or arguments.config_overrides):
-        pixels = arguments.image_size or typical_pixels(train)
+    is_chosen = not (arguments.model or arguments.model_type or arguments.config_overrides)
+    pixels = None if arguments.model else arguments.image_size or typical_pixels(train)
+    if is_chosen:
         variant = choose_variant(arguments, pixels)
         chosen = f"--model-type {arguments.model_type} --config-overrides {arguments.config_overrides}"
         PartialState().print(f"No model is named; images of {pixels} pixels have {variant}: {chosen}")
     model, processor = build_model(arguments, recipe, class_names(train), run.seed)
+    size = min(ImageFormat.from_processor(processor).size)
+    if pixels and not is_chosen and size > MOST_ENLARGED * pixels:
+        PartialState().print(
+            f"Note: the new model sees images of {size} pixels, and these have {pixels}: they are enlarged. One for "
+            f"their own size is faster: --config-overrides image_size={pixels},patch_size=…"
+        )
     if run.compile:
         model.compile()
     args = recipe_arguments(ImageClassificationArguments, run, data, arguments, recipe, optimization)

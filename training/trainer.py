@@ -390,7 +390,7 @@ class RecipeTrainer(Trainer):
     def say_result(self, *names: str):
         """Print what the best epoch reached, and where it is."""
         state = self.progress.now
-        measured = [f"{name.replace('_', ' ')} {state.measured[name]:.4f}" for name in names if name in state.measured]
+        measured = [f"{name.replace('_', ' ')} {state.measured[name]:.2%}" for name in names if name in state.measured]
         text = ", ".join(measured) or "not evaluated"
         chosen = choice_of_epoch(self.data, self.run, state)
         self.accelerator.print(f"{text[0].upper()}{text[1:]}: {chosen}. See {self.run.output_dir}.")
@@ -659,7 +659,9 @@ class Progress(TrainerCallback):
     def on_epoch_end(self, args, state, control, **_):
         self.interruption.__exit__()
         self.awaits_evaluation = True
-        if not self.trainer.eval_loader:
+        if self.trainer.eval_loader:
+            self.bar.set_description(f"epoch {self.now.epoch + 1}, evaluating")
+        else:
             self.finish_epoch({})
 
     def finish_awaited(self, metrics: dict[str, float]):

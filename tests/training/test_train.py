@@ -236,6 +236,17 @@ def test_says_the_model_that_it_chose_first(tiny_run, write_parquet, tmp_path, c
     assert second.endswith("2 classes; epochs x steps x images: 1 x 1 x 2.")
 
 
+@pytest.mark.parametrize(("pixels", "enlarged"), [(32, True), (96, False)])
+def test_says_that_images_are_enlarged(pixels, enlarged, write_parquet, tmp_path, capsys):
+    """Without its size, `--model-type vit` is a ViT-B for 224 pixels."""
+    file = str(write_parquet(size=pixels))
+    tiny = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32,image_size=128"
+    options = ["--dataset", file, "--train-split", "train", "--eval-dataset", file, "--eval-split", "train"]
+    options += ["--model-type", "vit", "--config-overrides", tiny, "--batch-size", "4"]
+    train.make_trainer(train.parse([*options, "--output", str(tmp_path / "out")]), None)
+    assert ("sees images of 128 pixels, and these have 32: they are enlarged" in capsys.readouterr().out) == enlarged
+
+
 def test_trains_a_convmixer(tiny_run, tmp_path):
     mixer = {"config_overrides": "hidden_size=16,num_hidden_layers=2,patch_size=4,spatial_filters=impulse"}
     results = tiny_run(model_type="convmixer", learning_rate=0.01, epochs=4, **mixer)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from ...common.loading import check_sizes, one_error, split_revision
+from ...common.loading import check_folder, one_error, split_revision
 from ...configuration.configuration_base import AttentionStartConfig, FrugalViTConfig
 from ...modeling.hosts.timm import TIMM
 from ...modeling.initialization import INITIALIZATIONS, START_FIELDS, initialize_attention_
@@ -86,7 +86,7 @@ def read_config(given: str, kind: str, trust_remote_code: bool = False, **values
     """The configuration of a checkpoint to go on from, a folder or hub id of what is to be that `kind`, with other
     values in it."""
     name, revision = split_revision(given)
-    check_sizes(Path(name).expanduser(), kind)
+    check_folder(Path(name).expanduser(), kind)
     with one_error(given, kind):
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision, **values)
 
