@@ -25,8 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from .common.data import check_labels, class_names, label_numbers
 from .common.files import whole_folder, write_json, write_text
+from .common.labels import check_labels, class_names, label_numbers
 from .common.loading import choose_device
 from .common.macs import count_macs
 from .common.precision import choose_mixed_precision

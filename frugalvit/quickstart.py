@@ -4,8 +4,10 @@ import shutil
 import time
 from pathlib import Path
 
+from .common.choices import SUBSET
 from .common.comparison import compare_speeds, describe_pair, side_by_side, using_tokens
-from .common.data import SUBSET, decode_image, load_images
+from .common.data import load_images
+from .common.decoding import decode_image
 from .common.files import whole_folder, write_json
 from .common.loading import choose_device, load_image_classifier
 from .common.precision import choose_mixed_precision

@@ -18,7 +18,8 @@ from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassificatio
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.cli import main
-from frugalvit.common.data import decode_image, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.predict import draw_predictions, find_images, predict, read_images
 

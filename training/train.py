@@ -14,10 +14,11 @@ from accelerate import Accelerator, PartialState
 from transformers import PreTrainedModel
 
 from ..common.classes import match_labels
-from ..common.data import class_names, load_splits
+from ..common.labels import class_names
 from ..common.loading import load_image_classifier
 from ..common.metrics import evaluate_classifier
 from ..common.precision import hold_teacher
+from ..common.splits import load_splits
 from ..common.views import EvalView, ImageFormat
 from ..modeling.layers import divergence
 from .components.arguments import OptimizerArguments, run_as_program
@@ -57,10 +58,6 @@ class ImageClassificationArguments(RecipeArguments, OptimizerArguments, RecipeTr
     trust_remote_code: bool = False
     num_train_epochs: float = 100.0
     per_device_train_batch_size: int = 128
-
-    def __post_init__(self):
-        for group in (RecipeArguments, OptimizerArguments, RecipeTrainingArguments):
-            group.__post_init__(self)
 
 
 class ImageClassificationTrainer(RecipeTrainer):

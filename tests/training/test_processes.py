@@ -15,7 +15,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers import AutoModelForImageClassification
 
-from frugalvit.common.data import SUBSET, load_images
+from frugalvit.common.choices import SUBSET
+from frugalvit.common.data import load_images
 from frugalvit.training import train
 
 

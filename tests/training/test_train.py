@@ -19,10 +19,12 @@ from transformers import (
 )
 
 from frugalvit.attention import measure_attention
-from frugalvit.common.data import class_names, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.labels import class_names
 from frugalvit.training import joint, train
 from frugalvit.training.components import classifiers
 from frugalvit.training.components.arguments import read_recipe, recipes_of
+from frugalvit.training.components.models import parse_overrides
 
 
 VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -217,7 +219,7 @@ def test_a_model_that_fits_the_images(pixels, size, patch, initialization, write
     variant = train.choose_variant(arguments, train.typical_pixels(images))
     assert variant == ("vit-tiny-h3-224" if pixels == 250 else "vit-tiny-h3-32")
     assert arguments.model_type == {"default": "vit", "impulse": "vit_impulse_init"}[initialization]
-    fields = classifiers.parse_overrides(arguments.model_type, arguments.config_overrides)
+    fields = parse_overrides(arguments.model_type, arguments.config_overrides)
     assert (fields["image_size"], fields["patch_size"], fields["hidden_size"]) == (size, patch, 192)
     assert fields.get("resize_size", 256) == (None if initialization == "impulse" and pixels < 250 else 256)
 
@@ -360,7 +362,7 @@ def test_recipes_of_the_papers_can_be_read(recipe, tiny_run, tmp_path):
     for name in ("cutmix", "erasing", "drop_path", "initialization", "context_broadcast", "padding_mode"):
         assert results["arguments"][name] == values.get(name, results["arguments"][name])
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    wanted = classifiers.parse_overrides(values["model_type"], values["config_overrides"])
+    wanted = parse_overrides(values["model_type"], values["config_overrides"])
     for name in ("context_broadcast", "spatial_filters", "stem", "mixing_bias"):
         assert getattr(model.config, name, None) == wanted.get(name, getattr(model.config, name, None))
 
