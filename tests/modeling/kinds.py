@@ -69,7 +69,7 @@ SPARSEFORMERS = (
     frugalvit.SparseFormerVisionModelWithProjection,
     frugalvit.SparseFormerForSemanticSegmentation,
 )
-SPARSEFORMER_FILES = {"context_broadcast.py", "pyramid.py", "segmentation.py"}
+SPARSEFORMER_FILES = {"context_broadcast.py", "placement.py", "pyramid.py", "segmentation.py"}
 # What tells the generations of SparseFormer apart is left as it is.
 KINDS = {
     "bootstrapped": Kind(
@@ -89,6 +89,13 @@ KINDS = {
             **{"num_pyramid_levels": 2, "glance_grid": [2, 2], "num_glance_layers": 1},
         },
         SPARSEFORMERS,
+        files=SPARSEFORMER_FILES,
+    ),
+    "content": Kind(
+        frugalvit.SparseFormerConfig,
+        "augreg-base-49-224",
+        {**SPARSEFORMER, **{"num_latent_tokens": 10, "patch_size": 4, "placement": "content"}},
+        SPARSEFORMERS[:2],
         files=SPARSEFORMER_FILES,
     ),
     "v1": Kind(
