@@ -58,6 +58,9 @@ def coarsest_grid(image_size: tuple[int, int], most: int = 4) -> tuple[int, int]
 
 # What a layer can do with its tokens, in the order in which the configuration lists it.
 STEPS = ("sampling", "position_encoding", "attention", "mlp", "roi_adjustment")
+# Where tokens that embed patches look, and what says which cells of a tree are split.
+PLACEMENTS = ("grid", "content")
+PLACEMENT_RULES = ("detail", "contrast", "entropy")
 
 
 @strict
@@ -109,8 +112,8 @@ class SparseFormerConfig(FrugalViTConfig):
         placement_grid (`int` or pair of `int`, *optional*):
             The coarsest grid of trees in images of `image_size`; up to four nearly square cells by default.
         num_placement_levels (`int`, *optional*):
-            Sizes of a tree's cells, each half of the one before; by default as many as it takes until a patch's points
-            are no fewer than the image's pixels in the finest.
+            Sizes of a tree's cells, at least two, each half of the one before; by default as many as it takes until a
+            patch's points are no fewer than the image's pixels in the finest.
         placement_random_share (`float`, *optional*, defaults to 0.0):
             Share of images that have a random tree while training.
         num_pyramid_levels (`int`, *optional*, defaults to 1):
@@ -343,7 +346,7 @@ class SparseFormerConfig(FrugalViTConfig):
         self.placement_grid = pair(self.placement_grid or coarsest_grid(pair(self.image_size)))
         self.num_latent_tokens = self.tokens_of_tree(self.num_latent_tokens)
         if self.elastic_token_counts:
-            self.elastic_token_counts = [self.tokens_of_tree(count) for count in self.elastic_token_counts]
+            self.elastic_token_counts = sorted({*map(self.tokens_of_tree, self.elastic_token_counts)})
         if self.num_tokens is not None:
             self.num_tokens = self.tokens_of_tree(self.num_tokens)
 
@@ -356,7 +359,8 @@ class SparseFormerConfig(FrugalViTConfig):
             rows, columns = coarsest_grid((height, width), rows * columns)
         levels, points = self.num_placement_levels, self.patch_size
         if levels is None:
-            finer = max(height / (rows * points[0]), width / (columns * points[1]), 1)
+            # Two at least, as there is nothing to choose in one.
+            finer = max(height / (rows * points[0]), width / (columns * points[1]), 2)
             levels = 1 + math.ceil(math.log2(finer) - 1e-9)
         return [(rows << level, columns << level) for level in range(levels)]
 
@@ -374,6 +378,10 @@ class SparseFormerConfig(FrugalViTConfig):
                 f"{grids[0][1]}; expected {base} or more, or give a coarser `placement_grid`."
             )
         return min(base + (num_tokens - base) // 3 * 3, most)
+
+    def round_tokens(self, num_tokens: int) -> int:
+        """The count that is computed with where so many tokens are asked for; errors as of `tokens_of_tree`."""
+        return self.tokens_of_tree(num_tokens) if self.placement == "content" else num_tokens
 
     @property
     def default_num_tokens(self) -> int:
@@ -516,6 +524,8 @@ class SparseFormerConfig(FrugalViTConfig):
             for name in ("token_grid", "glance_grid"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"`{name}` is {getattr(self, name)} with `placement='content'`; leave it out.")
+            if self.num_placement_levels == 1:
+                raise ValueError("`num_placement_levels` is 1, expected 2 or more; `placement='grid'` has one.")
             # Raises where there is none.
             self.tokens_of_tree(self.num_latent_tokens)
             return
@@ -567,8 +577,8 @@ class SparseFormerConfig(FrugalViTConfig):
             norm_type=("layer_norm", "rms_norm"),
             sampling_padding_mode=("border", "zeros"),
             roi_encoding=("reference", "paper"),
-            placement=("grid", "content"),
-            placement_rule=("detail", "contrast", "entropy"),
+            placement=PLACEMENTS,
+            placement_rule=PLACEMENT_RULES,
             num_roi_delta_layers=(1, 2),
         )
         if self.pooling in ("cls", "class_mean", "cls_and_latent_mean") and not self.use_cls_token:

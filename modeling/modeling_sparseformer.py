@@ -40,7 +40,7 @@ from .layers import (
     in_float32,
     rotary_table,
 )
-from .placement import CellPyramid, ContentPlacement, cells_of
+from .placement import CellPyramid, ContentPlacement, cells_of, known_size
 from .pyramid import ImagePyramid, PatchSampling, grid_rois, place_in_window, sample_features, window_of
 from .segmentation import SegmentationHead, semantic_segmentation_loss
 
@@ -283,7 +283,12 @@ class SparseFormerLatents(nn.Module):
         num_rois = sum(map(math.prod, self.grids)) if self.grids else config.num_latent_tokens
         num_embeddings = 1 if config.shared_token_embedding else num_rois
         self.token_embedding = nn.Parameter(torch.empty(num_embeddings, config.latent_size))
-        self.initial_rois = nn.Parameter(torch.empty(num_rois, 4, dtype=torch.float32))
+        rois = torch.empty(num_rois, 4, dtype=torch.float32)
+        if self.grids:
+            # Cells are cut out of the image, and do not move.
+            self.register_buffer("initial_rois", rois)
+        else:
+            self.initial_rois = nn.Parameter(rois)
         self.cls_token = self.register_tokens = None
         if self.num_class_tokens:
             self.cls_token = nn.Parameter(torch.empty(self.num_class_tokens, config.hidden_size))
@@ -302,7 +307,7 @@ class SparseFormerLatents(nn.Module):
         `(1, num_tokens, latent_size)` and RoIs `(1, num_tokens, 4)`, in float32, of any image, and [CLS] and
         registers, `(batch, prefix tokens, hidden_size)`."""
         if cells is not None:
-            return *self.at_cells(cells, grids), self.prefix(len(cells))
+            return *self.at_cells(cells, grids), self.prefix(batch_size)
         tokens, rois = self.token_embedding.expand(self.num_latent_tokens, -1), in_float32(self.initial_rois)
         if grid != self.grid:
             tokens, rois = self.on_grid(grid)
@@ -447,6 +452,11 @@ class SparseFormerSampling(nn.Module):
         if self.clip_gradients and self.training:
             points = ClipGradient.apply(points, 1 / features.shape[2])
         return self.mixing(tokens, sample_features(features, points, self.padding_mode)), points
+
+
+def placement_of(config: SparseFormerConfig) -> ContentPlacement:
+    """What chooses the cells of each image."""
+    return ContentPlacement(config.placement_rule, config.patch_size, config.placement_random_share)
 
 
 def patch_sampling(config: SparseFormerConfig) -> PatchSampling:
@@ -812,8 +822,7 @@ class SparseFormerPreTrainedModel(HubModel):
             ValueError: as `set_num_tokens`.
         """
         config = self.config
-        if config.placement == "content" and num_tokens >= 1:
-            num_tokens = config.tokens_of_tree(num_tokens)
+        num_tokens = config.round_tokens(num_tokens)
         if not 1 <= num_tokens <= config.num_latent_tokens:
             raise ValueError(
                 f"`num_tokens` is {num_tokens}, expected 1 to {config.num_latent_tokens}, the latent tokens that this "
@@ -826,6 +835,35 @@ class SparseFormerPreTrainedModel(HubModel):
                 " be much worse; `frugalvit bootstrap --student MODEL --elastic-token-counts …` teaches it others."
             )
         return num_tokens
+
+    @torch.no_grad()
+    def place_by_content(self, rule: str = "detail", num_levels: int | None = None):
+        """Let tokens that embed the patches of a grid look at the cells of a quadtree, in place, see
+        `frugalvit.modeling.placement`. Weights stay; positions are interpolated.
+
+        Args:
+            rule (`str`, *optional*, defaults to `"detail"`): `placement_rule` of the configuration.
+            num_levels (`int`, *optional*): `num_placement_levels` of the configuration.
+
+        Raises:
+            ValueError: if tokens embed no patches, or glance.
+        """
+        base, config = self.base_model, self.config
+        if config.placement == "content":
+            raise ValueError("This model's tokens are placed by content already.")
+        fields = {"placement": "content", "placement_rule": rule, "num_placement_levels": num_levels}
+        placed, latents = type(config).from_dict(config.to_dict() | fields | {"token_grid": None}), base.latents
+        grids = placed.cell_grids()
+        tables = [resize_table(latents.token_embedding, latents.grid, grid) for grid in grids]
+        latents.token_embedding = nn.Parameter(torch.cat(tables), latents.token_embedding.requires_grad)
+        latents.initial_rois = nn.Parameter(
+            cells_of(grids).to(latents.initial_rois), latents.initial_rois.requires_grad
+        )
+        latents.grid, latents.grids, latents.num_latent_tokens = None, grids, placed.num_latent_tokens
+        counts = ("num_latent_tokens", "elastic_token_counts", "num_tokens")
+        for name in (*fields, "token_grid", "placement_grid", *counts):
+            setattr(config, name, getattr(placed, name))
+        base.stem, base.placement = CellPyramid(config.patch_size), placement_of(config)
 
     @classmethod
     @torch.no_grad()
@@ -984,8 +1022,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         batch_size = pixel_values.shape[0]
         num_tokens = self.config.default_num_tokens if num_tokens is None else self.check_num_tokens(num_tokens)
         if self.placement is not None:
-            grids = self.config.cell_grids(tuple(pixel_values.shape[-2:]))
-            num_tokens = self.config.tokens_of_tree(num_tokens, tuple(pixel_values.shape[-2:]))
+            size = known_size(pixel_values)
+            grids, num_tokens = self.config.cell_grids(size), self.config.tokens_of_tree(num_tokens, size)
             levels = self.stem(pixel_values, grids)
             cells = self.placement(levels, num_tokens)
             features = self.placement.patches(levels, cells)

@@ -22,6 +22,18 @@ BINS, BOUND = 16, 2.5
 TIE = 2.0**-20
 
 
+def known_size(images: torch.Tensor) -> tuple[int, int]:
+    """Height and width of images, on which the grids of a tree depend.
+
+    Raises:
+        ValueError: if a program is being exported for images of any size.
+    """
+    size = tuple(images.shape[-2:])
+    if not all(isinstance(side, int) for side in size):
+        raise ValueError("Trees depend on the size of images; export a program for one size, with any batch.")
+    return size
+
+
 def cells_of(grids: list[tuple[int, int]]) -> torch.Tensor:
     """RoIs of the cells of all grids, coarsest first, `(cells, 4)` as left, top, right, bottom."""
     return torch.cat([grid_rois(grid) for grid in grids])
@@ -143,7 +155,7 @@ class CellPyramid(nn.Module):
         levels = []
         for grid in grids:
             size = tuple(cells * points for cells, points in zip(grid, self.patch_size, strict=True))
-            same = size == tuple(pixel_values.shape[-2:])
+            same = size == known_size(pixel_values)
             levels.append(pixel_values if same else F.interpolate(pixel_values, size, mode="bilinear", antialias=True))
         return levels
 

@@ -17,6 +17,7 @@ class Kind:
         fields (`dict`): these.
         classes (`tuple[type, ...]`): Its models: the base model, the classifier, others.
         any_size (`bool`): Whether the models take images of any size.
+        one_program (`bool`): Whether one exported program does.
         files (`set[str]`): The source files that its repositories hold, besides those of all families.
     """
 
@@ -25,6 +26,7 @@ class Kind:
     fields: dict
     classes: tuple[type[PreTrainedModel], ...]
     any_size: bool = True
+    one_program: bool = True
     files: set[str] = field(default_factory=set)
 
     @property
@@ -96,6 +98,7 @@ KINDS = {
         "augreg-base-49-224",
         {**SPARSEFORMER, **{"num_latent_tokens": 10, "patch_size": 4, "placement": "content"}},
         SPARSEFORMERS[:2],
+        one_program=False,
         files=SPARSEFORMER_FILES,
     ),
     "v1": Kind(
