@@ -20,7 +20,9 @@ from tqdm import tqdm
 
 import frugalvit
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import class_names, decode_image, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
+from frugalvit.common.labels import class_names
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
