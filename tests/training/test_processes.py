@@ -76,14 +76,48 @@ def assert_same_run(folder: Path, expected: Path):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, teacher):
-    """The folder of all runs; one program imports for all of them."""
+def folder(tmp_path_factory):
+    """The folder of all runs, with images to stream."""
     folder = tmp_path_factory.mktemp("runs")
     for name, images in (("train", 25), ("eval", 21)):
         load_images(SUBSET, f"train[:{images}]").to_parquet(folder / f"{name}.parquet")
+    return folder
+
+
+def classifiers(jobs: list[dict]) -> list[dict]:
+    return [{"recipe": "train", **job, "options": CLASSIFIER | job.get("options", {})} for job in jobs]
+
+
+def students(jobs: list[dict], teacher: Path) -> list[dict]:
+    small = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
+    student = {"teacher": teacher, "config_overrides": small, "learning_rate": 1e-3, "recipe": "paper"}
+    student["elastic_token_counts"] = ["1", "2", "3", "4", "5"]
+    return [{"recipe": "bootstrap", **job, "options": student | job.get("options", {})} for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def finished(folder, teacher):
+    """One program imports for all runs."""
     stream = {"dataset": folder / "train.parquet", "eval_dataset": folder / "eval.parquet", "eval_split": "train"}
     stream |= {"train_split": "train", "streaming": True, "steps_per_epoch": 4, "shuffle_buffer": 20}
     sharded = {"name": "sharded", "processes": 2, "options": stream | PARTS, "environment": fsdp()}
+    raised = {"name": "raised", "processes": 2, "fails": "worker raises", "ends": [1, 1]}
+    # The processes agree on a precision.
+    raised["options"] = {"num_workers": 1, "mixed_precision": "auto"}
+    # They end in the second epoch, after a checkpoint within it, and go on.
+    jobs = classifiers(
+        [{"name": "stream", "processes": 1, "options": stream}, {**sharded, "stops": 7}, sharded, raised]
+    )
+    jobs += students(
+        [{"name": "student-one", "processes": 1}, {"name": "student-two", "processes": 2, "options": PARTS}], teacher
+    )
+    run(folder, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def more_finished(finished, folder, teacher):
+    """More runs, beside these."""
     # Four shards of 12 images, each with a label of its own.
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=48)})
     numbered = load_images(SUBSET, "train[:48]").remove_columns("label").add_column("label", range(48)).cast(features)
@@ -98,56 +132,52 @@ def finished(tmp_path_factory, teacher):
         "batch_size": 8,
         "shuffle_buffer": 5,
     }
-    classifiers = [
+    jobs = [
         {"name": "one", "processes": 1},
         {"name": "four", "processes": 4, "options": PARTS},
-        {"name": "stream", "processes": 1, "options": stream},
         # Two begin, one goes on.
         {"name": "fewer", "processes": 2, "stops": 5},
         {"name": "fewer", "processes": 1},
-        # They end in the second epoch, after a checkpoint within it, and go on.
-        {**sharded, "stops": 7},
-        sharded,
         {"name": "shards", "processes": 2, "options": shards, "listed": True},
         {"name": "shards-again", "processes": 2, "options": shards, "listed": True, "stops": 10},
         {"name": "shards-again", "processes": 2, "options": shards | {"num_workers": 1}, "listed": True},
         {"name": "killed", "processes": 2, "fails": "killed", "ends": [1, -9]},
         {"name": "lost", "processes": 2, "fails": "worker killed", "ends": [1, 1], "options": {"num_workers": 1}},
-        {"name": "raised", "processes": 2, "fails": "worker raises", "ends": [1, 1], "options": {"num_workers": 1}},
     ]
-    # The processes agree on one.
-    classifiers[-1]["options"]["mixed_precision"] = "auto"
-    students = [
-        {"name": "student-one", "processes": 1},
-        {"name": "student-two", "processes": 2, "options": PARTS},
-        {"name": "student-sharded", "processes": 2, "environment": fsdp()},
-    ]
-    small = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
-    student = {"teacher": teacher, "config_overrides": small, "learning_rate": 1e-3, "recipe": "paper"}
-    student["elastic_token_counts"] = ["1", "2", "3", "4", "5"]
-    jobs = [{"recipe": "train", **job, "options": CLASSIFIER | job.get("options", {})} for job in classifiers]
-    jobs += [{"recipe": "bootstrap", **job, "options": student | job.get("options", {})} for job in students]
-    run(folder, jobs)
+    sharded = {"name": "student-sharded", "processes": 2, "environment": fsdp()}
+    run(folder, classifiers(jobs) + students([sharded], teacher))
     return folder
 
 
+def processes_of(folder: Path) -> int:
+    return json.loads((folder / "results.json").read_text())["processes"]
+
+
 def test_a_classifier(finished):
-    """Four processes that accumulate; two that share out its weights and go on within a stream."""
+    """Two processes that accumulate, share out its weights and go on within a stream."""
     checkpoint = finished / "sharded" / "checkpoints" / "step-00000006"
     assert (checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp").is_file()
-    for name, expected, processes in (("four", "one", 4), ("sharded", "stream", 2)):
-        assert_same_run(finished / name, finished / expected)
-        assert json.loads((finished / name / "results.json").read_text())["processes"] == processes
+    assert_same_run(finished / "sharded", finished / "stream")
+    assert processes_of(finished / "sharded") == 2
 
 
-def test_a_run_of_two_processes_is_gone_on_with_by_one(finished):
+@pytest.mark.reliability
+def test_a_classifier_of_four_processes(more_finished):
+    assert_same_run(more_finished / "four", more_finished / "one")
+    assert processes_of(more_finished / "four") == 4
+
+
+@pytest.mark.reliability
+def test_a_run_of_two_processes_is_gone_on_with_by_one(more_finished):
     """What nobody draws at random in the model is as it would have been."""
-    assert_same_run(finished / "fewer", finished / "one")
-    assert json.loads((finished / "fewer" / "results.json").read_text())["processes"] == 1
+    assert_same_run(more_finished / "fewer", more_finished / "one")
+    assert processes_of(more_finished / "fewer") == 1
 
 
-def test_each_reads_its_own_shards(finished):
+@pytest.mark.reliability
+def test_each_reads_its_own_shards(more_finished):
     """Every image once an epoch, none twice; and what goes on within an epoch sees what it would have seen."""
+    finished = more_finished
 
     def listed(name: str, rank: int) -> list[list[int]]:
         lines = (finished / f"{name}.log.{rank}.batches").read_text().splitlines()
@@ -177,20 +207,33 @@ def test_each_reads_its_own_shards(finished):
 
 
 def test_a_bootstrapped_student(finished):
-    """Two processes that accumulate, and two that share out the student's weights."""
-    for name in ("student-two", "student-sharded"):
-        assert_same_run(finished / name, finished / "student-one")
+    """Two processes that accumulate."""
+    assert_same_run(finished / "student-two", finished / "student-one")
+
+
+@pytest.mark.reliability
+def test_a_student_whose_weights_are_shared_out(more_finished):
+    assert_same_run(more_finished / "student-sharded", more_finished / "student-one")
+
+
+def said(file: Path, message: str):
+    error = file.read_text()
+    assert "Traceback" not in error
+    assert re.search(rf"^frugalvit train: error: {message}$", error, re.MULTILINE), error
 
 
 def test_processes_end_together_and_say_why(finished):
-    """One that is killed, and one whose DataLoader loses a process or fails in it, ends the other."""
-    for name, message in (
-        ("lost", r"A process that decodes images died: DataLoader worker .* Then lower --num-workers\."),
-        ("raised", r"Really not\."),
-    ):
-        error = (finished / f"{name}.log.1").read_text()
-        assert "Traceback" not in error
-        assert re.search(rf"^frugalvit train: error: {message}$", error, re.MULTILINE), error
+    """One whose DataLoader fails in a process ends the other."""
+    said(finished / "raised.log.1", r"Really not\.")
+
+
+@pytest.mark.reliability
+def test_lost_processes_end_together_and_say_why(more_finished):
+    """One that is killed, and one whose DataLoader loses a process, ends the other."""
+    said(
+        more_finished / "lost.log.1",
+        r"A process that decodes images died: DataLoader worker .* Then lower --num-workers\.",
+    )
 
 
 def test_processes_that_accelerate_does_not_see_are_refused(tmp_path, monkeypatch):

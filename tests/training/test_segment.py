@@ -424,6 +424,7 @@ class TestRecipe:
             segment.main(arguments)
         assert re.search(message, f"{raised.value} {capsys.readouterr().err}")
 
+    @pytest.mark.reliability
     def test_two_processes_give_the_losses_of_one(self, parquet, tmp_path):
         """Of a model with a pooling head, which the scores of pixels do not depend on."""
         torch.manual_seed(0)
