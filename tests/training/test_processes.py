@@ -26,6 +26,10 @@ SHARED = {"train_split": "train[:72]", "eval_split": "test[:51]", "eval_batch_si
 SHARED |= {"warmup_epochs": 1, "logging_steps": 1, "checkpointing_steps": 3, "mixed_precision": "no"}
 CLASSIFIER = {"config_overrides": VIT, "mixup": 0.8, "cutmix": 1}
 PARTS = {"gradient_accumulation_steps": 2}
+# It draws random numbers in the model, too.
+KILLED = {"processes": 1, "options": {"config_overrides": f"{VIT},hidden_dropout_prob=0.1", "epochs": 3}}
+KILLED["options"] |= {"train_split": "train[:64]", "logging_steps": 2, "mixup": 0, "cutmix": 0}
+TIMES = {"images_per_second", "seconds"}
 
 
 # They start many processes, for which a busy machine takes long.
@@ -108,6 +112,9 @@ def finished(folder, teacher):
     jobs = classifiers(
         [{"name": "stream", "processes": 1, "options": stream}, {**sharded, "stops": 7}, sharded, raised]
     )
+    # One is never interrupted, one killed three times.
+    killed = [{"killed": where, "ends": [-9]} for where in ("best model", "epoch", "checkpoint")]
+    jobs += classifiers([{"name": "whole"} | KILLED, *({"name": "killed"} | KILLED | each for each in [*killed, {}])])
     jobs += students(
         [{"name": "student-one", "processes": 1}, {"name": "student-two", "processes": 2, "options": PARTS}], teacher
     )
@@ -159,6 +166,39 @@ def test_a_classifier(finished):
     assert (checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp").is_file()
     assert_same_run(finished / "sharded", finished / "stream")
     assert processes_of(finished / "sharded") == 2
+
+
+def without_times(value):
+    if isinstance(value, dict):
+        return {name: without_times(part) for name, part in value.items() if name not in TIMES}
+    return [without_times(part) for part in value] if isinstance(value, list) else value
+
+
+def read(path: Path) -> dict:
+    return without_times(json.loads(path.read_text(encoding="utf-8")))
+
+
+def test_killed_runs_resume_bit_exactly(finished):
+    """SIGKILL in the middle of an epoch, of writing a checkpoint and of writing the best model."""
+    whole, killed = finished / "whole", finished / "killed"
+    names = sorted(path.name for path in (whole / "checkpoints").iterdir())
+    assert names == ["step-00000009", "step-00000012"]
+    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == names
+    for name in names:
+        ours, theirs = killed / "checkpoints" / name, whole / "checkpoints" / name
+        assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+        assert read(ours / "state.json") == read(theirs / "state.json")
+        for file in ("optimizer.pt", "scheduler.pt"):
+            torch.testing.assert_close(torch.load(ours / file), torch.load(theirs / file), rtol=0, atol=0)
+        random = [torch.load(folder / "rng_state.pth", weights_only=False) for folder in (ours, theirs)]
+        assert torch.equal(*(states["cpu"] for states in random))
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    results = [read(folder / "results.json") for folder in (killed, whole)]
+    assert results[0]["epochs"] == results[1]["epochs"] and results[0]["best"] == results[1]["best"]
+    logs = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (killed, whole)]
+    logs = [[without_times(json.loads(line)) for line in log] for log in logs]
+    assert logs[0] == logs[1] and len(logs[0]) == 3 + 6
+    assert {path.name for path in killed.iterdir()} == {path.name for path in whole.iterdir()}
 
 
 @pytest.mark.reliability
