@@ -83,8 +83,8 @@ def fused_calls(monkeypatch):
     return calls
 
 
-def run_tiny(output_dir, *arguments, **options):
-    """Run the recipe on 64 images, batches of 16, and return what `results.json` holds."""
+def tiny_words(output_dir, *arguments, **options) -> list[str]:
+    """A command line of the recipe on 64 images, batches of 16."""
     options = {
         "output_dir": output_dir,
         "config_overrides": TINY_VIT,
@@ -96,7 +96,12 @@ def run_tiny(output_dir, *arguments, **options):
         "logging_steps": 1,
     } | options
     options = {key: value for key, value in options.items() if value is not None}
-    assert not train.main([text for key, value in options.items() for text in (f"--{key}", str(value))] + [*arguments])
+    return [text for key, value in options.items() for text in (f"--{key}", str(value))] + [*arguments]
+
+
+def run_tiny(output_dir, *arguments, **options):
+    """Run the recipe, and return what `results.json` holds."""
+    assert not train.main(tiny_words(output_dir, *arguments, **options))
     return json.loads((output_dir / "results.json").read_text(encoding="utf-8"))
 
 
@@ -104,6 +109,17 @@ def run_tiny(output_dir, *arguments, **options):
 def tiny_run(tmp_path):
     """`run_tiny` to a folder of this test."""
     return lambda *arguments, name="out", **options: run_tiny(tmp_path / name, *arguments, **options)
+
+
+@pytest.fixture
+def tiny_trainer(tmp_path):
+    """The trainer of a `tiny_run`, which can be asked without a training."""
+
+    def make(*arguments, name="out", **options):
+        words = tiny_words(tmp_path / name, *arguments, **options)
+        return train.make_trainer(train.parse(words), words)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -121,15 +121,13 @@ def test_goes_on_at_another_size_with_muon(tiny_run, tmp_path):
     assert dict(AutoImageProcessor.from_pretrained(tmp_path / "second").size) == {"height": 32, "width": 32}
 
 
-def test_initializes_attention_as_told(tiny_run, tmp_path):
+def test_initializes_attention_as_told(tiny_trainer):
     small = VIT | {"patch_size": 4, "hidden_size": 64, "position_embedding": "learned"}
     impulse = ",".join(f"{name}={value}" for name, value in small.items())
     masses = []
     for mass in (0.3, 0.9):
         options = {"initialization": "impulse", "initialization_options": f"mass={mass},value_init=mimetic"}
-        still = {"learning_rate": 1e-12, "epochs": 1, "model_type": "vit_impulse_init", "config_overrides": impulse}
-        tiny_run(name=str(mass), **still, **options)
-        model = AutoModelForImageClassification.from_pretrained(tmp_path / str(mass))
+        model = tiny_trainer(model_type="vit_impulse_init", config_overrides=impulse, **options).model
         with torch.no_grad():
             model.vit.embeddings.patch_embeddings.projection.weight.zero_()  # positions alone
         masses.append(max(measure_attention(model, [torch.zeros(1, 3, 32, 32)])[0].mass))
@@ -275,12 +273,10 @@ CONTEXT_BROADCAST = (
 )
 
 
-def test_pads_with_what_it_is_told(tiny_run, monkeypatch):
-    views, view = [], train.SmallDataView
-    monkeypatch.setattr(train, "SmallDataView", lambda *a, **options: views.append(view(*a, **options)) or views[-1])
-    tiny_run(epochs=1)
-    tiny_run(name="black", epochs=1, padding_mode="constant")
-    assert [each.padding_mode for each in views] == ["reflect", "constant"]
+def test_pads_with_what_it_is_told(tiny_trainer):
+    for options, mode in (({}, "reflect"), ({"padding_mode": "constant"}, "constant")):
+        _, view = tiny_trainer(**options).train_part
+        assert view.padding_mode == mode
 
 
 @pytest.fixture
