@@ -335,16 +335,19 @@ def test_inserts_context_broadcast(tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_of_the_papers_can_be_read(recipe, tiny_run, tmp_path):
+def test_recipes_of_the_papers_can_be_read(recipe, tiny_trainer):
     """One of each architecture, but for fewer and smaller images and layers, and fewer steps of Algorithm 1."""
     _, values = read_recipe(recipes_of("frugalvit train")[recipe])
     small = {"dataset": "cifar10-subset", "mixed_precision": "no", "learning_rate": 1e-3, "label_column": "label"}
     if "initialization_options" in values:
         small["initialization_options"] = values["initialization_options"] + ",steps=2"
-    results = tiny_run(config=recipe, config_overrides=f"{values['config_overrides']},{RECIPES[recipe]}", **small)
+    own = tiny_trainer(config=recipe, config_overrides=f"{values['config_overrides']},{RECIPES[recipe]}", **small)
+    arguments, model = own.run.record["arguments"], own.model
     for name in ("cutmix", "erasing", "drop_path", "initialization", "context_broadcast", "padding_mode"):
-        assert results["arguments"][name] == values.get(name, results["arguments"][name])
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+        assert arguments[name] == values.get(name, arguments[name])
+    loss = own.compute_loss(model.train(), next(own.loader.epoch(0)))
+    loss.backward()
+    assert loss.isfinite() and any(weight.grad is not None for weight in model.parameters())
     wanted = classifiers.parse_overrides(values["model_type"], values["config_overrides"])
     for name in ("context_broadcast", "spatial_filters", "stem", "mixing_bias"):
         assert getattr(model.config, name, None) == wanted.get(name, getattr(model.config, name, None))
