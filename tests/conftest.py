@@ -58,6 +58,13 @@ def pytest_collection():
         gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_stays_is_no_garbage():
+    """What earlier modules imported and compiled is looked at once: `Trainer` collects garbage whenever it trains."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """Side by side, long modules run first, then classes and modules of many tests: at the end, no process is left
     alone with much to do."""
