@@ -1,7 +1,7 @@
 """Run by tests as a program: `several_processes.py JOBS` runs recipes in forked processes, as torchrun does, but
 imports once for all of them.
 
-JOBS is a JSON file with a list of jobs: `recipe`, `arguments`, how many `processes` run it, and the exit codes `ends`
+JOBS is a JSON file with a list of jobs: `module`, `arguments`, how many `processes` run it, and the exit codes `ends`
 that they should have. `environment` is theirs; with FSDP in it, the model is sharded. What process RANK says on
 standard error goes to the file `log` with `.RANK` added, and the epoch and labels of its batches, if these are to be
 `listed`, go to one with `.RANK.batches`. `stops` ends each after so many optimizer steps. `fails` is
@@ -26,6 +26,7 @@ import transformers
 from accelerate import state
 from accelerate.utils import DistributedType
 
+from frugalvit import index  # noqa: F401 (likewise)
 from frugalvit.training import bootstrap, train  # noqa: F401 (likewise)
 from frugalvit.training.components import checkpoints
 from frugalvit.training.components.arguments import run_as_program
@@ -118,7 +119,7 @@ def fail(self, image):
 
 def run(job: dict, rank: int, port: int):
     """Ends the process."""
-    processes, program = str(job["processes"]), importlib.import_module(f"frugalvit.training.{job['recipe']}")
+    processes, program = str(job["processes"]), importlib.import_module(f"frugalvit.{job['module']}")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     os.environ |= job.get("environment", {})
@@ -136,7 +137,7 @@ def run(job: dict, rank: int, port: int):
         else:
             SmallDataView.__call__ = die if job["fails"] == "worker killed" else fail
     os.dup2(os.open(f"{job['log']}.{rank}", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
-    run_as_program(lambda: program.main(job["arguments"]), program.PROG)
+    run_as_program(lambda: program.main(job["arguments"]), f"frugalvit {job['module'].rpartition('.')[2]}")
 
 
 def free_port() -> int:

@@ -15,7 +15,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers import AutoModelForImageClassification
 
-from frugalvit.common.data import SUBSET, load_images
+from frugalvit import checkpoint_path
+from frugalvit.common.data import SUBSET, decode_image, load_images
+from frugalvit.index import read_shards
 from frugalvit.training import train
 
 
@@ -45,13 +47,15 @@ def fsdp() -> dict[str, str]:
 
 
 def run(folder: Path, jobs: list[dict]):
-    """Run jobs of several_processes.py; their `options` are the command line's, besides those of all."""
+    """Run jobs of several_processes.py; their `options` are the command line's of a recipe, besides those of all."""
     for job in jobs:
+        job["log"] = str(folder / f"{job['name']}.log")
+        job.setdefault("ends", [1 if "stops" in job else 0] * job["processes"])
+        if "arguments" in job:
+            continue
         values = SHARED | {"output_dir": folder / job["name"]} | job["options"]
         lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
         job["arguments"] = [str(text) for name, value in lists.items() for text in (f"--{name}", *value)]
-        job["log"] = str(folder / f"{job['name']}.log")
-        job.setdefault("ends", [1 if "stops" in job else 0] * job["processes"])
     (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
     program = Path(__file__).with_name("several_processes.py")
     process = subprocess.run(
@@ -89,14 +93,14 @@ def folder(tmp_path_factory):
 
 
 def classifiers(jobs: list[dict]) -> list[dict]:
-    return [{"recipe": "train", **job, "options": CLASSIFIER | job.get("options", {})} for job in jobs]
+    return [{"module": "training.train", **job, "options": CLASSIFIER | job.get("options", {})} for job in jobs]
 
 
 def students(jobs: list[dict], teacher: Path) -> list[dict]:
     small = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
     student = {"teacher": teacher, "config_overrides": small, "learning_rate": 1e-3, "recipe": "paper"}
     student["elastic_token_counts"] = ["1", "2", "3", "4", "5"]
-    return [{"recipe": "bootstrap", **job, "options": student | job.get("options", {})} for job in jobs]
+    return [{"module": "training.bootstrap", **job, "options": student | job.get("options", {})} for job in jobs]
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +122,12 @@ def finished(folder, teacher):
     jobs += students(
         [{"name": "student-one", "processes": 1}, {"name": "student-two", "processes": 2, "options": PARTS}], teacher
     )
+    (folder / "images").mkdir()
+    for number, record in enumerate(load_images(SUBSET, "test[:24]")):
+        decode_image(record["image"], number).save(folder / "images" / f"{number:02}.png")
+    words = [folder / "images", "--model", checkpoint_path("cifar10-sparseformer-clip"), "--output", folder / "index"]
+    words += ["--device", "cpu"]
+    jobs.append({"module": "index", "name": "index", "processes": 2, "arguments": [*map(str, words)]})
     run(folder, jobs)
     return folder
 
@@ -166,6 +176,13 @@ def test_a_classifier(finished):
     assert (checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp").is_file()
     assert_same_run(finished / "sharded", finished / "stream")
     assert processes_of(finished / "sharded") == 2
+
+
+def test_an_index(finished):
+    """Two processes share the work."""
+    files = [file[0] for shard in read_shards(finished / "index") for file in shard.files]
+    assert sorted(files) == [f"{number:02}.png" for number in range(24)]
+    assert {path.stem[-1] for path in (finished / "index").glob("*.safetensors")} == {"0", "1"}
 
 
 def without_times(value):
