@@ -79,12 +79,15 @@ def at_step(number: tuple[int, int], happens):
 def test_an_interruption_saves_the_step_and_says_how_to_go_on(
     sent, raised, code, finished_run, tiny_run, tmp_path, capfd
 ):
-    whole = finished_run("whole")
+    """And goes on with the random numbers that it would have had."""
+    vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+    options = {"config_overrides": f"{vit},hidden_dropout_prob=0.1"}
+    whole = finished_run("whole", **options)
     capfd.readouterr()
     before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(raised) as stop:
         patch.setattr(TrainingLoader, "epoch", at_step((1, 1), lambda: os.kill(os.getpid(), sent)))
-        tiny_run()
+        tiny_run(**options)
     assert code is None or stop.value.code == code
     # Step 2 of the second epoch of four was under way.
     assert (tmp_path / "out" / "checkpoints" / "step-00000006").is_dir()
@@ -92,7 +95,22 @@ def test_an_interruption_saves_the_step_and_says_how_to_go_on(
     assert said.count("The step under way is finished") == 1
     assert "step-00000006 is saved; run the same command to go on" in said
     assert [signal.getsignal(number) for number in SIGNALS] == before
-    assert without_times(tiny_run()["epochs"]) == without_times(whole["epochs"])
+    assert without_times(tiny_run(**options)["epochs"]) == without_times(whole["epochs"])
+
+
+def test_sharpness_aware_steps_compute_two_gradients(tiny_run, monkeypatch):
+    """The second one where the first has led, from where the weights then move."""
+    seen, compute_loss = [], train.ImageClassificationTrainer.compute_loss
+
+    def note(self, model, *arguments, **options):
+        seen.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
+        return compute_loss(self, model, *arguments, **options)
+
+    monkeypatch.setattr(train.ImageClassificationTrainer, "compute_loss", note)
+    tiny_run(optimizer="sam", epochs=1, steps_per_epoch=2, warmup_epochs=0)
+    first, led, second, led_again = seen
+    assert (led - first).norm().item() == pytest.approx(0.05, rel=1e-3)
+    assert not torch.equal(first, second) and not torch.equal(led_again, second)
 
 
 def test_checkpoints_come_with_time_too(tiny_run, tmp_path, monkeypatch):
