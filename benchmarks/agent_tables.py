@@ -35,7 +35,9 @@ from transformers import ViTImageProcessor
 
 from frugalvit import BootstrappedViTForImageClassification
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import class_names, decode_image, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
+from frugalvit.common.labels import class_names
 from frugalvit.training import joint, train
 from frugalvit.training.components.arguments import run_as_program
 from shared import (

@@ -28,7 +28,8 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit import bootstrap
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import decode_image, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import ImageFormat
 from frugalvit.training.components.augmentation import BootstrapView

@@ -43,8 +43,10 @@ import frugalvit
 import token_merging
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.comparison import using_tokens
-from frugalvit.common.data import class_names, decode_image, label_numbers, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_file, write_json
+from frugalvit.common.labels import class_names, label_numbers
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.precision import choose_mixed_precision
 from frugalvit.common.tables import format_table

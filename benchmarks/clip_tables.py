@@ -39,9 +39,12 @@ from frugalvit import (
     swap_vision_tower,
 )
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import class_names, decode_image, default_split, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_folder, write_json
+from frugalvit.common.labels import class_names
 from frugalvit.common.loading import load_llava, load_vision_model
+from frugalvit.common.splits import default_split
 from frugalvit.common.tables import format_table
 from frugalvit.evaluation.images import image_batches, take_first
 from frugalvit.evaluation.retrieval import embed_all_images, retrieval_recall

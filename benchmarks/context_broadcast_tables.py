@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from frugalvit import insert_context_broadcast
 from frugalvit.attention import measure_attention
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import decode_image
+from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.configuration.configuration_base import CONTEXT_BROADCASTS

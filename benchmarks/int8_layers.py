@@ -16,8 +16,9 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from frugalvit import checkpoint_path
+from frugalvit.common.choices import SUBSET
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import SUBSET, load_images
+from frugalvit.common.data import load_images
 from frugalvit.common.exported import REPORT, ExportedModule, Part, export_parts, parts_of
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier

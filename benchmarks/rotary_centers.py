@@ -17,8 +17,10 @@ from torchvision.transforms import v2
 from tqdm import trange
 from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, ViTImageProcessor, get_scheduler
 
+from frugalvit.common.choices import SUBSET
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import SUBSET, decode_image, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.modeling.layers import rotary_table

@@ -17,10 +17,12 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from frugalvit.common.choices import SUBSET
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import SUBSET, default_split, load_images
+from frugalvit.common.data import load_images
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.splits import default_split
 from frugalvit.common.tables import format_table
 from frugalvit.common.versions import origin
 from frugalvit.compare import draw_comparison, table_rows

@@ -14,8 +14,9 @@ from clip_tables import answer_accuracy, train_answers
 from transformers import AutoModelForImageClassification, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 from frugalvit import SparseFormerLlavaForConditionalGeneration, SparseFormerLlavaProcessor, checkpoint_path
+from frugalvit.common.choices import SUBSET
 from frugalvit.common.command_line import positive
-from frugalvit.common.data import SUBSET, load_images
+from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_image_processor
 
 

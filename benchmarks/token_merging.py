@@ -25,11 +25,11 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from frugalvit.common.data import load_splits
 from frugalvit.common.loading import load_vision_model
 from frugalvit.common.macs import count_macs
 from frugalvit.common.metrics import evaluate_classifier
 from frugalvit.common.precision import hold_teacher
+from frugalvit.common.splits import load_splits
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.contenders import Contender, Vision
 from frugalvit.modeling.hosts import Anatomy, read_anatomy

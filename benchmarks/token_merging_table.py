@@ -19,8 +19,9 @@ from transformers import AutoModelForImageClassification
 
 import frugalvit
 import token_merging
+from frugalvit.common.choices import SUBSET
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import SUBSET, load_images
+from frugalvit.common.data import load_images
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.metrics import evaluate_classifier

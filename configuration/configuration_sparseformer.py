@@ -37,8 +37,30 @@ def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
     return grid
 
 
+def coarsest_grid(image_size: tuple[int, int], most: int = 4) -> tuple[int, int]:
+    """Rows and columns of the most nearly square cells in an image of that height and width, up to `most` and at
+    least half as many."""
+    grids = [
+        (rows, columns)
+        for rows in range(1, most + 1)
+        for columns in range(1, most // rows + 1)
+        if 2 * rows * columns >= most
+    ]
+    # Of equally square ones that with more cells.
+    return min(
+        grids,
+        key=lambda grid: (
+            round(abs(math.log(image_size[0] * grid[1] / (image_size[1] * grid[0]))), 6),
+            -math.prod(grid),
+        ),
+    )
+
+
 # What a layer can do with its tokens, in the order in which the configuration lists it.
 STEPS = ("sampling", "position_encoding", "attention", "mlp", "roi_adjustment")
+# Where tokens that embed patches look, and what says which cells of a tree are split.
+PLACEMENTS = ("grid", "content")
+PLACEMENT_RULES = ("detail", "contrast", "entropy")
 
 
 @strict
@@ -80,6 +102,20 @@ class SparseFormerConfig(FrugalViTConfig):
         token_grid (`int` or pair of `int`, *optional*):
             With `patch_size`, rows and columns of the cells that are the tokens' first RoIs, in row order. By default,
             those with `num_latent_tokens` cells that are most nearly square in an image of `image_size`.
+        placement (`str`, *optional*, defaults to `"grid"`):
+            With `patch_size`, where tokens look: in the cells of a `"grid"`, or, by `"content"`, in those of a
+            quadtree that is chosen for each image, see `frugalvit.modeling.placement`. Trees have the coarsest grid's
+            cells and three more for each split; other counts are rounded down.
+        placement_rule (`str`, *optional*, defaults to `"detail"`):
+            Which cells of a tree are split: those that lose most `"detail"` at the resolution of a patch, most of its
+            `"contrast"` (its square root), or with the largest `"entropy"`, all times their area but the last.
+        placement_grid (`int` or pair of `int`, *optional*):
+            The coarsest grid of trees in images of `image_size`; up to four nearly square cells by default.
+        num_placement_levels (`int`, *optional*):
+            Sizes of a tree's cells, at least two, each half of the one before; by default as many as it takes until a
+            patch's points are no fewer than the image's pixels in the finest.
+        placement_random_share (`float`, *optional*, defaults to 0.0):
+            Share of images that have a random tree while training.
         num_pyramid_levels (`int`, *optional*, defaults to 1):
             With `patch_size`, sizes of the image that tokens sample: one where the points of the first RoIs are its
             pixels, and others, each twice as large up to the image's own, for RoIs that are smaller.
@@ -204,6 +240,11 @@ class SparseFormerConfig(FrugalViTConfig):
     patch_norm: bool = False
     embedding_norm: bool = False
     token_grid: int | list[int] | tuple[int, int] | None = None
+    placement: str = "grid"
+    placement_rule: str = "detail"
+    placement_grid: int | list[int] | tuple[int, int] | None = None
+    num_placement_levels: int | None = None
+    placement_random_share: float | int = 0.0
     num_pyramid_levels: int = 1
     glance_grid: int | list[int] | tuple[int, int] | None = None
     num_glance_layers: int = 3
@@ -292,10 +333,55 @@ class SparseFormerConfig(FrugalViTConfig):
             # `validate` refuses values that make no sense.
             with contextlib.suppress(TypeError, ValueError, IndexError, ZeroDivisionError):
                 self.num_sampling_points = math.prod(self.patch_size)
-                self.token_grid = pair(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))
+                if self.placement == "content":
+                    self._round_token_counts()
+                else:
+                    grid = self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size))
+                    self.token_grid = pair(grid)
                 self.glance_grid = self.glance_grid and pair(self.glance_grid)
         self.rope_scale, self.rope_shift = tuple(self.rope_scale), tuple(self.rope_shift)
         super().__post_init__(**kwargs)
+
+    def _round_token_counts(self):
+        self.placement_grid = pair(self.placement_grid or coarsest_grid(pair(self.image_size)))
+        self.num_latent_tokens = self.tokens_of_tree(self.num_latent_tokens)
+        if self.elastic_token_counts:
+            self.elastic_token_counts = sorted({*map(self.tokens_of_tree, self.elastic_token_counts)})
+        if self.num_tokens is not None:
+            self.num_tokens = self.tokens_of_tree(self.num_tokens)
+
+    def cell_grids(self, image_size: tuple[int, int] | None = None) -> list[tuple[int, int]]:
+        """The grids of a tree's cells in an image of that height and width, or of `image_size`, coarsest first."""
+        own, (rows, columns) = pair(self.image_size), self.placement_grid
+        height, width = image_size or own
+        if own[0] * width != own[1] * height:
+            # An image of another shape has cells of about the same shape.
+            rows, columns = coarsest_grid((height, width), rows * columns)
+        levels, points = self.num_placement_levels, self.patch_size
+        if levels is None:
+            # Two at least, as there is nothing to choose in one.
+            finer = max(height / (rows * points[0]), width / (columns * points[1]), 2)
+            levels = 1 + math.ceil(math.log2(finer) - 1e-9)
+        return [(rows << level, columns << level) for level in range(levels)]
+
+    def tokens_of_tree(self, num_tokens: int, image_size: tuple[int, int] | None = None) -> int:
+        """The count of a tree that has so many tokens or the next that has fewer, in an image of that size.
+
+        Raises:
+            ValueError: if the coarsest grid has more.
+        """
+        grids = self.cell_grids(image_size)
+        base, most = math.prod(grids[0]), math.prod(grids[-1])
+        if num_tokens < base:
+            raise ValueError(
+                f"{num_tokens} tokens are fewer than the {base} cells of the coarsest grid, {grids[0][0]} x "
+                f"{grids[0][1]}; expected {base} or more, or give a coarser `placement_grid`."
+            )
+        return min(base + (num_tokens - base) // 3 * 3, most)
+
+    def round_tokens(self, num_tokens: int) -> int:
+        """The count that is computed with where so many tokens are asked for; errors as of `tokens_of_tree`."""
+        return self.tokens_of_tree(num_tokens) if self.placement == "content" else num_tokens
 
     @property
     def default_num_tokens(self) -> int:
@@ -352,6 +438,7 @@ class SparseFormerConfig(FrugalViTConfig):
             "num_mixed_points",
             "stem_channels",
             "focusing_hidden_size",
+            "num_placement_levels",
             "num_pyramid_levels",
             "num_glance_layers",
             "focusing_num_attention_heads",
@@ -378,7 +465,7 @@ class SparseFormerConfig(FrugalViTConfig):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, expected at least 0.")
         self._check_sizes("image_size", low=4, reason=", each at least 4 (the stride of the stem)")
-        for name in ("patch_size", "token_grid", "glance_grid"):
+        for name in ("patch_size", "token_grid", "glance_grid", "placement_grid"):
             if getattr(self, name) is not None:
                 self._check_sizes(name)
 
@@ -425,9 +512,22 @@ class SparseFormerConfig(FrugalViTConfig):
     def validate_patches(self):
         """Tokens fill their grid, and what only tokens that embed patches can do is left to them."""
         if self.patch_size is None:
-            for name in ("token_grid", "glance_grid"):
+            for name in ("token_grid", "glance_grid", "placement_grid", "num_placement_levels"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"`{name}` is {getattr(self, name)} without `patch_size`; give both or neither.")
+            if self.placement != "grid":
+                raise ValueError(
+                    "`placement` is 'content' without `patch_size`: only tokens that embed patches do so."
+                )
+            return
+        if self.placement == "content":
+            for name in ("token_grid", "glance_grid"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"`{name}` is {getattr(self, name)} with `placement='content'`; leave it out.")
+            if self.num_placement_levels == 1:
+                raise ValueError("`num_placement_levels` is 1, expected 2 or more; `placement='grid'` has one.")
+            # Raises where there is none.
+            self.tokens_of_tree(self.num_latent_tokens)
             return
         # Raises where there is none.
         grid = self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size))
@@ -454,7 +554,7 @@ class SparseFormerConfig(FrugalViTConfig):
         if self.patch_size is not None:
             # Raises where there is none.
             for count in (*(counts or ()), self.default_num_tokens):
-                self.grid_of(count)
+                self.grid_of(count) if self.placement == "grid" else self.tokens_of_tree(count)
 
     def validate_rotation(self):
         """Rotary positions have two axes, and two channels for each frequency of both."""
@@ -477,6 +577,8 @@ class SparseFormerConfig(FrugalViTConfig):
             norm_type=("layer_norm", "rms_norm"),
             sampling_padding_mode=("border", "zeros"),
             roi_encoding=("reference", "paper"),
+            placement=PLACEMENTS,
+            placement_rule=PLACEMENT_RULES,
             num_roi_delta_layers=(1, 2),
         )
         if self.pooling in ("cls", "class_mean", "cls_and_latent_mean") and not self.use_cls_token:
@@ -488,7 +590,7 @@ class SparseFormerConfig(FrugalViTConfig):
                 f"`pooled_class_tokens` is {self.pooled_class_tokens}, expected numbers below `num_class_tokens`="
                 f"{self.num_class_tokens}."
             )
-        self._check_rates("drop_path_rate")
+        self._check_rates("drop_path_rate", "placement_random_share")
         self._check_positive("layer_norm_eps", "initializer_range")
         for name in ("focusing_layer_norm_eps", "rope_theta"):
             if getattr(self, name) is not None:

@@ -19,7 +19,8 @@ from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
-from .common.data import decode_image, load_images
+from .common.data import load_images
+from .common.decoding import decode_image
 from .common.files import check_file_path, read_json, write_json
 from .common.loading import load_image_classifier
 from .common.tables import format_table

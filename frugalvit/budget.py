@@ -288,7 +288,8 @@ def measured(row: dict[str, object], budget: Budget) -> str:
 
 def describe(settings: dict[str, object]) -> str:
     """How the rows were measured, in a sentence."""
-    threads = f", {settings['threads']} threads" if settings["device"] == "cpu" else ""
+    count = settings["threads"]
+    threads = f", {count} thread{'' if count == 1 else 's'}" if settings["device"] == "cpu" else ""
     scores = f" Accuracy or alignment is what the training noted, on {settings['scored_on']}."
     return (
         f"On {settings['device']}{threads} in {settings['dtype']}, batches of {settings['batch_size']}; num_tokens "

@@ -25,8 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from .common.data import check_labels, class_names, label_numbers
 from .common.files import whole_folder, write_json, write_text
+from .common.labels import check_labels, class_names, label_numbers
 from .common.loading import choose_device
 from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
@@ -486,9 +486,10 @@ def describe(settings: Mapping[str, object]) -> str:
     """What the table's numbers are, in two sentences."""
     learned = f", {settings['train_images']:,} to learn from" if settings["train_images"] else ""
     classes = f" of {settings['classes']:,} classes" if settings["classes"] else ""
+    threads = f"{settings['threads']} thread{'' if settings['threads'] == 1 else 's'}"
     images = f"{settings['dataset']}, {settings['split']}: {settings['images']:,} images{classes}{learned}"
     return (
-        f"{images}; ± is a standard error. Images a second on {settings['device']} ({settings['threads']} threads), "
+        f"{images}; ± is a standard error. Images a second on {settings['device']} ({threads}), "
         f"by batch size; memory of a model and a pass of {BATCH_SIZES[-1]} images."
     )
 

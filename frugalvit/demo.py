@@ -15,9 +15,10 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from .attention import measure_attention, patch_grid
+from .common.choices import SUBSET
 from .common.comparison import using_tokens
-from .common.data import SUBSET, decode_image, load_images
-from .common.decoding import read_image
+from .common.data import load_images
+from .common.decoding import decode_image, read_image
 from .common.exported import ExportedModule
 from .common.loading import choose_device, load_image_classifier
 from .common.views import prepare_images, restore_images

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from .common.classes import match_labels
 from .common.comparison import macs_if_countable
-from .common.data import class_names, label_numbers, load_images, split_names
+from .common.data import load_images, split_names
 from .common.exported import (
     PIXELS_IN_FLOAT,
     REPORT,
@@ -29,6 +29,7 @@ from .common.exported import (
     parts_of,
 )
 from .common.files import whole_folder, write_json
+from .common.labels import class_names, label_numbers
 from .common.licenses import check_license
 from .common.loading import load_image_processor
 from .common.metrics import check_scores

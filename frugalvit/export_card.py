@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
 
 from .common.exported import FORMATS, openvino_precision
-from .common.files import write_text
 from .common.loading import split_revision
 from .common.tables import format_markdown
 from .common.views import ImageFormat
-from .modeling.hub import pipeline_tag
+from .modeling.hub import make_card, pipeline_tag
 from .training.components.cards import license_of
 
 
@@ -48,14 +46,6 @@ def write_card(
     """
     base = split_revision(name)[0]
     from_hub = not Path(base).expanduser().is_dir()
-    card = ModelCardData(
-        library_name=LIBRARIES[report["format"]],
-        license=license or license_of(base),
-        tags=["frugalvit", model.config.model_type, report["format"], report["precision"]],
-        pipeline_tag=pipeline_tag(model) or "image-feature-extraction",
-        base_model=base if from_hub else None,
-        base_model_relation="quantized" if from_hub else None,
-    )
     title = f"{Path(base).name}, {report['format']}, {report['precision']}"
     outputs = [f"- `{output}`: {OUTPUTS[output]}" for part in report["parts"].values() for output in part["outputs"]]
     calibrated = report["calibration_images"]
@@ -68,19 +58,25 @@ def write_card(
         "torch": "PyTorch alone, and of frugalvit nothing",
         "executorch": "ExecuTorch's runtime, and of frugalvit nothing",
     }.get(report["format"], "neither PyTorch nor frugalvit")
-    warning = f"**It does not reach what it should**: {'; '.join(report['shortcomings'])}.\n\n"
-    write_text(
-        folder / "README.md",
-        f"---\n{card.to_yaml()}\n---\n\n# {title}\n\n"
-        f"{report['architecture']} of frugalvit {report['frugalvit']}, "
-        f"{report['bytes'] / 1e6:.1f} MB. {ways}These lines need {needs}:\n\n"
-        f"```python\n{example(image_format, report)}\n```\n\n"
-        f"It computes\n\n{chr(10).join(outputs)}\n\n"
-        f"{warning if report['shortcomings'] else ''}"
-        "**Beside the original**, on inputs that calibration did not see:\n\n"
-        f"{format_markdown(agreement_rows(report))}\n\n"
-        f"Both in turns on the machine that exported it:\n\n{format_markdown(speed_rows(report))}\n",
-    )
+    warning = f"**It does not reach what it should**: {'; '.join(report['shortcomings'])}."
+    make_card(
+        *(model, title),
+        f"{report['architecture']} of frugalvit {report['frugalvit']}, {report['bytes'] / 1e6:.1f} MB. {ways}These "
+        f"lines need {needs}:",
+        f"```python\n{example(image_format, report)}\n```",
+        *("It computes", "\n".join(outputs)),
+        warning if report["shortcomings"] else "",
+        "**Beside the original**, on inputs that calibration did not see:",
+        format_markdown(agreement_rows(report)),
+        "Both in turns on the machine that exported it:",
+        format_markdown(speed_rows(report)),
+        library_name=LIBRARIES[report["format"]],
+        license=license or license_of(base),
+        tags=[report["format"], report["precision"]],
+        pipeline_tag=pipeline_tag(model) or "image-feature-extraction",
+        base_model=base if from_hub else None,
+        base_model_relation="quantized" if from_hub else None,
+    ).save(folder / "README.md")
 
 
 def agreement_rows(report: dict) -> list[dict[str, object]]:

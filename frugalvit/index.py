@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from .common.comparison import LIMIT
-from .common.data import CorruptImageError, image_files, say_unread
+from .common.decoding import CorruptImageError
 from .common.files import LOCK, locked, misshapen, read_json, refuse_links, whole_file, write_json
+from .common.folders import image_files, say_unread
 from .common.interruptions import leave_interruptions_to_the_main_process
 from .common.metrics import check_scores
 from .common.speed import images_per_second

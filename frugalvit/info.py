@@ -9,7 +9,7 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .common.loading import check_complete, check_sizes, one_error, split_revision
+from .common.loading import check_complete, check_folder, one_error, split_revision
 from .common.macs import count_macs
 from .common.tables import format_table
 from .common.views import vision_config_of
@@ -91,7 +91,7 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
     if name in shipped_checkpoints() or Path(name).is_dir() or "/" in name:
         folder = checkpoint_path(name) if name in shipped_checkpoints() else name
         folder, revision = split_revision(folder)
-        check_sizes(_folder(name), KIND)
+        check_folder(_folder(name), KIND)
         with one_error(name, KIND):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
         return _saved_architecture(config, name), config

@@ -16,9 +16,10 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .common.data import features_of, find_image_column, image_files, parquet_files, say_unread
+from .common.columns import features_of, find_image_column
 from .common.decoding import read_image, read_record
 from .common.exported import ExportedModule
+from .common.folders import image_files, parquet_files, say_unread
 from .common.loading import load_image_classifier
 from .common.metrics import check_scores
 from .common.tables import printable

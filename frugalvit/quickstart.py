@@ -4,8 +4,10 @@ import shutil
 import time
 from pathlib import Path
 
+from .common.choices import SUBSET
 from .common.comparison import compare_speeds, describe_pair, side_by_side, using_tokens
-from .common.data import SUBSET, decode_image, load_images
+from .common.data import load_images
+from .common.decoding import decode_image
 from .common.files import whole_folder, write_json
 from .common.loading import choose_device, load_image_classifier
 from .common.precision import choose_mixed_precision
@@ -106,8 +108,9 @@ def main(argv: list[str] | None = None) -> None:
     times = largest[measured] / rows[0][measured]
     print(
         f"The student keeps {results['student_accuracy'] / results['teacher_accuracy']:.1%} of the teacher's accuracy "
-        f"at {times:.2f} times its speed (float32, batches of {BATCH_SIZES[-1]}). The student that ships, "
-        f"bootstrapped longer, reaches {results['shipped_student_accuracy']:.4g} on these images.\n"
+        f"at {times:.2f} times its speed (float32, batches of {BATCH_SIZES[-1]}). The student that ships, of another "
+        f"recipe with {shipped.num_parameters():,} parameters and longer training, reaches "
+        f"{results['shipped_student_accuracy']:.4g} on these images.\n"
         f"{explain(rows[0], largest)}\n"
         f"Model: {folder / 'model'}   Where its tokens look: {folder / 'rois.png'}   "
         f"{results['seconds']} seconds."

@@ -132,20 +132,29 @@ def loading_example(model: PreTrainedModel) -> str:
     return _LOADING_BY_CLASS_NAME.format(module=module, name=type(model).__name__)
 
 
+def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) -> ModelCard:
+    """A card of a model: what the hub reads of it, a title and paragraphs.
+
+    Args:
+        model (`PreTrainedModel`): The model, or an image classifier or CLIP of Transformers.
+        title (`str`): Its title.
+        paragraphs (`str`): Markdown; empty ones are left out.
+        metadata: Of `ModelCardData`, besides library, task and tags or in their place.
+    """
+    data = {"library_name": "transformers", "pipeline_tag": pipeline_tag(model)} | metadata
+    data["tags"] = ["frugalvit", model.config.model_type, *data.get("tags", ())]
+    text = "\n\n".join(filter(None, (f"# {title}", *paragraphs)))
+    return ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}\n")
+
+
 def model_card(model: PreTrainedModel) -> ModelCard:
     """A card that says what the model is and how to load it; recipes write theirs with measured results instead."""
-    data = ModelCardData(
-        library_name="transformers",
-        tags=["frugalvit", model.config.model_type],
-        pipeline_tag=pipeline_tag(model),
-    )
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    about = "" if type(model).__doc__ is None else f"{inspect.getdoc(type(model))}\n\n"
-    return ModelCard(
-        f"---\n{data.to_yaml()}\n---\n\n# {type(model).__name__}\n\n"
-        f"A {model.config.model_type} model with {parameters:,} parameters. No measurement is noted here.\n\n"
-        f"{about if isinstance(model, HubModel) else ''}"
-        f"```python\n{loading_example(model)}\n```\n"
+    return make_card(
+        *(model, type(model).__name__),
+        f"A {model.config.model_type} model with {parameters:,} parameters. No measurement is noted here.",
+        inspect.getdoc(type(model)) or "" if isinstance(model, HubModel) else "",
+        f"```python\n{loading_example(model)}\n```",
     )
 
 

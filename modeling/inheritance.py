@@ -164,8 +164,9 @@ def spread_weight(weight: torch.Tensor, patch_size: tuple[int, int], anatomy: An
 
 
 def _set_positions(part: nn.Module, anatomy: Anatomy):
-    positions = anatomy.positions_of(part.grid)
-    part.token_embedding.copy_(torch.zeros_like(part.token_embedding) if positions is None else positions)
+    positions = [anatomy.positions_of(grid) for grid in getattr(part, "grids", None) or [part.grid]]
+    unknown = any(table is None for table in positions)
+    part.token_embedding.copy_(torch.zeros_like(part.token_embedding) if unknown else torch.cat(positions))
 
 
 def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:

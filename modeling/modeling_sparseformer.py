@@ -40,6 +40,7 @@ from .layers import (
     in_float32,
     rotary_table,
 )
+from .placement import CellPyramid, ContentPlacement, cells_of, known_size
 from .pyramid import ImagePyramid, PatchSampling, grid_rois, place_in_window, sample_features, window_of
 from .segmentation import SegmentationHead, semantic_segmentation_loss
 
@@ -258,6 +259,15 @@ def cortex_norm(config: SparseFormerConfig) -> Callable[[int], nn.Module]:
     return functools.partial(norm_class, eps=config.layer_norm_eps)
 
 
+def resize_table(values: torch.Tensor, grid: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:
+    """Values of a grid's cells, `(cells, channels)`, interpolated for those of another."""
+    if grid == new:
+        return values
+    image = in_float32(values).unflatten(0, grid).permute(2, 0, 1).unsqueeze(0)
+    resized = F.interpolate(image, new, mode="bicubic", antialias=True)
+    return resized.squeeze(0).permute(1, 2, 0).flatten(0, 1).to(values)
+
+
 class SparseFormerLatents(nn.Module):
     """The learned tokens and RoIs that every image starts from, and what joins them before the cortex: [CLS] and
     registers."""
@@ -268,9 +278,17 @@ class SparseFormerLatents(nn.Module):
         self.num_class_tokens = config.use_cls_token * config.num_class_tokens
         self.num_register_tokens = config.num_register_tokens
         self.grid = config.token_grid
-        num_embeddings = 1 if config.shared_token_embedding else config.num_latent_tokens
+        # Where tokens are placed by content, there is one for each cell that they can have.
+        self.grids = config.cell_grids() if config.placement == "content" else None
+        num_rois = sum(map(math.prod, self.grids)) if self.grids else config.num_latent_tokens
+        num_embeddings = 1 if config.shared_token_embedding else num_rois
         self.token_embedding = nn.Parameter(torch.empty(num_embeddings, config.latent_size))
-        self.initial_rois = nn.Parameter(torch.empty(config.num_latent_tokens, 4, dtype=torch.float32))
+        rois = torch.empty(num_rois, 4, dtype=torch.float32)
+        if self.grids:
+            # Cells are cut out of the image, and do not move.
+            self.register_buffer("initial_rois", rois)
+        else:
+            self.initial_rois = nn.Parameter(rois)
         self.cls_token = self.register_tokens = None
         if self.num_class_tokens:
             self.cls_token = nn.Parameter(torch.empty(self.num_class_tokens, config.hidden_size))
@@ -278,17 +296,41 @@ class SparseFormerLatents(nn.Module):
             self.register_tokens = nn.Parameter(torch.empty(self.num_register_tokens, config.hidden_size))
 
     def forward(
-        self, batch_size: int, num_tokens: int, grid: tuple[int, int] | None = None
+        self,
+        batch_size: int,
+        num_tokens: int,
+        grid: tuple[int, int] | None = None,
+        cells: torch.Tensor | None = None,
+        grids: list[tuple[int, int]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The first tokens, or those of a grid: tokens `(1, num_tokens, latent_size)` and RoIs `(1, num_tokens, 4)`,
-        in float32, of any image, and [CLS] and registers, `(batch, prefix tokens, hidden_size)`."""
+        """The first tokens, those of a grid, or those of each image's cells (`at_cells`): tokens
+        `(1, num_tokens, latent_size)` and RoIs `(1, num_tokens, 4)`, in float32, of any image, and [CLS] and
+        registers, `(batch, prefix tokens, hidden_size)`."""
+        if cells is not None:
+            return *self.at_cells(cells, grids), self.prefix(batch_size)
         tokens, rois = self.token_embedding.expand(self.num_latent_tokens, -1), in_float32(self.initial_rois)
         if grid != self.grid:
             tokens, rois = self.on_grid(grid)
-        prefix = [token for token in (self.cls_token, self.register_tokens) if token is not None]
-        prefix = torch.cat(prefix).repeat(batch_size, 1, 1) if prefix else None
         # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
-        return tokens[:num_tokens].repeat(1, 1, 1), rois[:num_tokens].repeat(1, 1, 1), prefix
+        return tokens[:num_tokens].repeat(1, 1, 1), rois[:num_tokens].repeat(1, 1, 1), self.prefix(batch_size)
+
+    def prefix(self, batch_size: int) -> torch.Tensor | None:
+        prefix = [token for token in (self.cls_token, self.register_tokens) if token is not None]
+        return torch.cat(prefix).repeat(batch_size, 1, 1) if prefix else None
+
+    def at_cells(self, cells: torch.Tensor, grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens `(batch, tokens, latent_size)` and RoIs `(batch, tokens, 4)` of cells of these grids, by number,
+        `(batch, tokens)`."""
+        tokens, rois = self.token_embedding, in_float32(self.initial_rois)
+        if grids != self.grids:
+            # Other grids have the positions of ours, finer ones than ours those of the finest.
+            parts = tokens.split([math.prod(grid) for grid in self.grids])
+            tables = [
+                resize_table(parts[min(level, len(parts) - 1)], self.grids[min(level, len(parts) - 1)], grid)
+                for level, grid in enumerate(grids)
+            ]
+            tokens, rois = torch.cat(tables), cells_of(grids).to(rois)
+        return tokens[cells], rois[cells]
 
     def _apply(self, fn, recurse: bool = True):
         # RoIs stay float32 in models that are cast, as in those that are loaded in half precision.
@@ -315,13 +357,9 @@ class SparseFormerLatents(nn.Module):
         """Tokens `(cells, latent_size)` and RoIs `(cells, 4)` of another grid: tokens, and how far RoIs are from their
         cells, are interpolated."""
 
-        def resize(values: torch.Tensor) -> torch.Tensor:
-            image = in_float32(values).unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
-            resized = F.interpolate(image, grid, mode="bicubic", antialias=True)
-            return resized.squeeze(0).permute(1, 2, 0).flatten(0, 1).to(values)
-
-        moved = resize(self.initial_rois - grid_rois(self.grid).to(self.initial_rois))
-        return resize(self.token_embedding), grid_rois(grid).to(moved) + moved
+        moved = self.initial_rois - grid_rois(self.grid).to(self.initial_rois)
+        moved = resize_table(moved, self.grid, grid)
+        return resize_table(self.token_embedding, self.grid, grid), grid_rois(grid).to(moved) + moved
 
     @torch.no_grad()
     def resize_grid(self, grid: tuple[int, int]):
@@ -414,6 +452,11 @@ class SparseFormerSampling(nn.Module):
         if self.clip_gradients and self.training:
             points = ClipGradient.apply(points, 1 / features.shape[2])
         return self.mixing(tokens, sample_features(features, points, self.padding_mode)), points
+
+
+def placement_of(config: SparseFormerConfig) -> ContentPlacement:
+    """What chooses the cells of each image."""
+    return ContentPlacement(config.placement_rule, config.patch_size, config.placement_random_share)
 
 
 def patch_sampling(config: SparseFormerConfig) -> PatchSampling:
@@ -689,7 +732,7 @@ class SparseFormerPreTrainedModel(HubModel):
             bound = weight[0].numel() ** -0.5
             init.uniform_(module.convolution.bias, -bound, bound)
         elif isinstance(module, SparseFormerLatents):
-            if module.grid is None:
+            if module.grid is None and module.grids is None:
                 init.trunc_normal_(module.token_embedding, std=1.0)
                 init.copy_(
                     module.initial_rois, initial_rois(module.num_latent_tokens, self.config.trained_token_counts[:-1])
@@ -697,7 +740,7 @@ class SparseFormerPreTrainedModel(HubModel):
             else:
                 # Takes the place of a teacher's position embeddings.
                 init.trunc_normal_(module.token_embedding, std=std)
-                init.copy_(module.initial_rois, grid_rois(module.grid))
+                init.copy_(module.initial_rois, cells_of(module.grids or [module.grid]))
             for token in (module.cls_token, module.register_tokens):
                 if token is not None:
                     init.normal_(token)
@@ -743,7 +786,11 @@ class SparseFormerPreTrainedModel(HubModel):
         if num_latent_tokens < 1:
             raise ValueError(f"`num_latent_tokens` is {num_latent_tokens}, expected at least 1.")
         base, config = self.base_model, self.config
-        if config.patch_size is None:
+        if config.placement == "content":
+            # Each cell has its token already.
+            base.latents.num_latent_tokens = num_latent_tokens = config.tokens_of_tree(num_latent_tokens)
+            smaller = [count for count in config.trained_token_counts if count < num_latent_tokens]
+        elif config.patch_size is None:
             base.latents.resize_tokens(num_latent_tokens)
             smaller = [count for count in config.trained_token_counts if count < num_latent_tokens]
         else:
@@ -775,6 +822,7 @@ class SparseFormerPreTrainedModel(HubModel):
             ValueError: as `set_num_tokens`.
         """
         config = self.config
+        num_tokens = config.round_tokens(num_tokens)
         if not 1 <= num_tokens <= config.num_latent_tokens:
             raise ValueError(
                 f"`num_tokens` is {num_tokens}, expected 1 to {config.num_latent_tokens}, the latent tokens that this "
@@ -787,6 +835,35 @@ class SparseFormerPreTrainedModel(HubModel):
                 " be much worse; `frugalvit bootstrap --student MODEL --elastic-token-counts …` teaches it others."
             )
         return num_tokens
+
+    @torch.no_grad()
+    def place_by_content(self, rule: str = "detail", num_levels: int | None = None):
+        """Let tokens that embed the patches of a grid look at the cells of a quadtree, in place, see
+        `frugalvit.modeling.placement`. Weights stay; positions are interpolated.
+
+        Args:
+            rule (`str`, *optional*, defaults to `"detail"`): `placement_rule` of the configuration.
+            num_levels (`int`, *optional*): `num_placement_levels` of the configuration.
+
+        Raises:
+            ValueError: if tokens embed no patches, or glance.
+        """
+        base, config = self.base_model, self.config
+        if config.placement == "content":
+            raise ValueError("This model's tokens are placed by content already.")
+        fields = {"placement": "content", "placement_rule": rule, "num_placement_levels": num_levels}
+        placed, latents = type(config).from_dict(config.to_dict() | fields | {"token_grid": None}), base.latents
+        grids = placed.cell_grids()
+        tables = [resize_table(latents.token_embedding, latents.grid, grid) for grid in grids]
+        latents.token_embedding = nn.Parameter(torch.cat(tables), latents.token_embedding.requires_grad)
+        latents.initial_rois = nn.Parameter(
+            cells_of(grids).to(latents.initial_rois), latents.initial_rois.requires_grad
+        )
+        latents.grid, latents.grids, latents.num_latent_tokens = None, grids, placed.num_latent_tokens
+        counts = ("num_latent_tokens", "elastic_token_counts", "num_tokens")
+        for name in (*fields, "token_grid", "placement_grid", *counts):
+            setattr(config, name, getattr(placed, name))
+        base.stem, base.placement = CellPyramid(config.patch_size), placement_of(config)
 
     @classmethod
     @torch.no_grad()
@@ -862,8 +939,12 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
     def __init__(self, config: SparseFormerConfig):
         config.validate()
         super().__init__(config)
+        self.placement = None
         if config.patch_size is None:
             self.stem = SparseFormerStem(config)
+        elif config.placement == "content":
+            self.stem = CellPyramid(config.patch_size)
+            self.placement = ContentPlacement(config.placement_rule, config.patch_size, config.placement_random_share)
         else:
             self.stem = ImagePyramid(config.patch_size, config.num_pyramid_levels)
         self.latents = SparseFormerLatents(config)
@@ -940,10 +1021,18 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min_size=4)
         batch_size = pixel_values.shape[0]
         num_tokens = self.config.default_num_tokens if num_tokens is None else self.check_num_tokens(num_tokens)
-        grid = None if self.config.patch_size is None else self.config.grid_of(num_tokens)
-        if features is None:
-            features = self.stem(pixel_values) if grid is None else self.stem(pixel_values, grid)
-        hidden_states, rois, prefix = self.latents(batch_size, num_tokens, grid)
+        if self.placement is not None:
+            size = known_size(pixel_values)
+            grids, num_tokens = self.config.cell_grids(size), self.config.tokens_of_tree(num_tokens, size)
+            levels = self.stem(pixel_values, grids)
+            cells = self.placement(levels, num_tokens)
+            features = self.placement.patches(levels, cells)
+            hidden_states, rois, prefix = self.latents(batch_size, num_tokens, cells=cells, grids=grids)
+        else:
+            grid = None if self.config.patch_size is None else self.config.grid_of(num_tokens)
+            if features is None:
+                features = self.stem(pixel_values) if grid is None else self.stem(pixel_values, grid)
+            hidden_states, rois, prefix = self.latents(batch_size, num_tokens, grid)
         # Tokens that glanced stand where they do in the window.
         places = rois
         all_rois, all_points, focusing_hidden_states = [], [], []

@@ -144,16 +144,18 @@ class PatchSampling(nn.Module):
         self.norm = nn.Identity() if norm is None else norm
 
     def forward(
-        self, tokens: torch.Tensor, rois: torch.Tensor, levels: list[torch.Tensor]
+        self, tokens: torch.Tensor, rois: torch.Tensor, levels: list[torch.Tensor] | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RoIs `(batch, tokens, 4)`, or a batch of 1 for all images, and the pyramid's images to what joins the
-        tokens, `(batch, tokens, hidden_size)`, and the points `(batch, tokens, rows * columns, 2)`."""
-        points = points_in(rois, self.patch_size)
-        read = sample_maps(levels, points, self.padding_mode)
-        shares = self.shares_of_levels(rois, len(levels))
-        sampled = sum(values * share for values, share in zip(read, shares, strict=True))
-        # Channels before points, as the weights of a convolution.
-        patches = sampled.transpose(2, 3).flatten(2)
+        """RoIs `(batch, tokens, 4)`, or a batch of 1 for all images, and the pyramid's images, or the patches where
+        these were cut already, `(batch, tokens, channels * rows * columns)`, to what joins the tokens, `(batch,
+        tokens, hidden_size)`, and the points `(batch, tokens, rows * columns, 2)`."""
+        points, patches = points_in(rois, self.patch_size), levels
+        if isinstance(levels, list):
+            read = sample_maps(levels, points, self.padding_mode)
+            shares = self.shares_of_levels(rois, len(levels))
+            sampled = sum(values * share for values, share in zip(read, shares, strict=True))
+            # Channels before points, as the weights of a convolution.
+            patches = sampled.transpose(2, 3).flatten(2)
         tokens = self.norm(self.projection(patches.to(self.projection.weight.dtype)))
         return tokens, points.expand(tokens.shape[0], -1, -1, -1)
 

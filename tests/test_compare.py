@@ -19,7 +19,9 @@ from vision_transformers import KINDS
 
 from frugalvit import checkpoint_path, count_macs, read_anatomy
 from frugalvit.cli import main
-from frugalvit.common.data import SUBSET, decode_image, load_images
+from frugalvit.common.choices import SUBSET
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
 from frugalvit.compare import (
     _label_directly,
     classifies,

@@ -17,7 +17,8 @@ from vision_transformers import KINDS
 
 from frugalvit import checkpoint_path, extract_features
 from frugalvit.cli import main
-from frugalvit.common.data import SUBSET, load_images
+from frugalvit.common.choices import SUBSET
+from frugalvit.common.data import load_images
 from frugalvit.common.views import ImageFormat
 from frugalvit.contenders import load_students, load_teachers
 from frugalvit.evaluation.embeddings import LabeledFeatures, image_embedder, image_maker

@@ -26,9 +26,11 @@ import frugalvit
 from frugalvit import demo, export
 from frugalvit.cli import main
 from frugalvit.common import exported as programs
+from frugalvit.common.choices import SUBSET
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import SUBSET, class_names, load_images
+from frugalvit.common.data import load_images
 from frugalvit.common.exported import ExportedModule, Part, parts_of
+from frugalvit.common.labels import class_names
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.export_page import RUNTIME_FILES
 from frugalvit.predict import predict

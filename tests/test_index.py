@@ -21,7 +21,9 @@ import frugalvit
 import frugalvit.search
 from frugalvit import SparseFormerVisionModelWithProjection, index
 from frugalvit.cli import main
-from frugalvit.common.data import SUBSET, decode_image, load_images
+from frugalvit.common.choices import SUBSET
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import locked
 from frugalvit.index import Shard, read_shards
 from frugalvit.search import image_called, search

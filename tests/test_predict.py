@@ -18,7 +18,8 @@ from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassificatio
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.cli import main
-from frugalvit.common.data import decode_image, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.predict import draw_predictions, find_images, predict, read_images
 
@@ -441,7 +442,14 @@ def test_no_model(images, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("x", "./x", "images/x", "a/b/c"):
         assert f"There is no folder {name!r}" in fails(images, "--model", name, capsys=capsys)
-    assert "has no config.json" in fails(images, "--model", tmp_path, capsys=capsys)
+    assert "has no config.json. Give a folder" in fails(images, "--model", tmp_path, capsys=capsys)
+    (tmp_path / "run.json").touch()
+    assert "No epoch of this run is finished yet" in fails(images, "--model", tmp_path, capsys=capsys)
+    for step in (5, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "config.json").touch()
+    assert f"give '{tmp_path / 'checkpoint-10'}'" in fails(images, "--model", tmp_path, capsys=capsys)
+    assert "there is no such folder here, and of the hub: " in fails(images, "--model", "no/x", capsys=capsys)
     assert "is a file" in fails(images, "--model", images / "a.png", capsys=capsys)
 
 

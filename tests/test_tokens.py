@@ -9,8 +9,11 @@ import torch
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path, count_macs
 from frugalvit.cli import main
+from frugalvit.common.choices import SUBSET
 from frugalvit.common.comparison import using_tokens
-from frugalvit.common.data import SUBSET, class_names, decode_image, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
+from frugalvit.common.labels import class_names
 
 
 SPLIT = "test[:24]"

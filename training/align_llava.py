@@ -22,6 +22,7 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..common.choices import NO_EVALUATION
 from ..common.conversations import (
     NO_ANSWER,
     default_prompt,
@@ -29,9 +30,9 @@ from ..common.conversations import (
     is_conversations,
     read_conversations,
 )
-from ..common.data import NO_EVALUATION, load_splits
 from ..common.loading import load_llava, load_vision_model
 from ..common.names import without_place
+from ..common.splits import load_splits
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.image_tokens import projected_tokens
 from ..modeling.layers import divergence
@@ -76,10 +77,6 @@ class AlignLlavaArguments(AnswerArguments, OptimizerArguments, RecipeTrainingArg
 
     num_tokens: int | None = None
     lora_rank: int = 0
-
-    def __post_init__(self):
-        for group in (AnswerArguments, OptimizerArguments, RecipeTrainingArguments):
-            group.__post_init__(self)
 
     @property
     def place_model_on_device(self) -> bool:

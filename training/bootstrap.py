@@ -14,7 +14,7 @@ import functools
 import statistics
 from collections import defaultdict
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import datasets
@@ -26,14 +26,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..common.comparison import describe_pair
-from ..common.data import hold_back, load_splits, match_classes
 from ..common.loading import load_vision_model
 from ..common.metrics import TopKAccuracy
 from ..common.precision import hold_teacher
+from ..common.sources import find_source
+from ..common.splits import hold_back, load_splits, match_classes
 from ..common.views import ImageFormat
 from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
-from .components.arguments import DataArguments, RunArguments, as_words, fill_groups, run_as_program
+from .components.arguments import DataArguments, RunArguments, arguments_named, as_words, fill_groups, run_as_program
 from .components.attended_windows import attended_windows
 from .components.augmentation import BootstrapView, PairedEvalView
 from .components.cards import choice_of_epoch, count_measured, say_license, write_card
@@ -67,6 +68,14 @@ from .options.bootstrap import (
 from .trainer import RecipeTrainer
 
 
+# Options of a call of `bootstrap`, and those that are called otherwise there than on a command line.
+OPTIONS = {each.name for group in GROUPS for each in fields(group)} | {"output", "images", "eval_images", "num_tokens"}
+IN_CALL = {
+    **{"dataset": "images", "eval_dataset": "eval_images"},
+    **{"num_latent_tokens": "num_tokens", "elastic_token_counts": "num_tokens"},
+}
+
+
 @dataclass
 class BootstrapArguments(AlignmentArguments, ScheduleArguments, RecipeTrainingArguments):
     """Transformers' `TrainingArguments`, and what `frugalvit bootstrap` has besides, by the same names.
@@ -98,8 +107,6 @@ class BootstrapArguments(AlignmentArguments, ScheduleArguments, RecipeTrainingAr
 
     def __post_init__(self):
         check_blocks(self, "tune")
-        for group in (AlignmentArguments, ScheduleArguments, RecipeTrainingArguments):
-            group.__post_init__(self)
 
 
 class BootstrapTrainer(RecipeTrainer):
@@ -326,6 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+@arguments_named(OPTIONS, IN_CALL)
 def bootstrap(
     teacher: str | PreTrainedModel,
     images,
@@ -401,6 +409,9 @@ def make_trainer(
         parts (pair of images, *optional*): To train and to evaluate on, where `DataArguments` do not tell.
     """
     pair, alignment, data, schedule, run = groups
+    # What is not there is said before a teacher is loaded.
+    for images in () if parts else filter(None, (data.dataset, data.eval_dataset)):
+        find_source(images, data.dataset_config)
     # Its images' size decides what the arguments are that make the run what it is.
     teacher, processor = teacher or load_vision_model(pair.teacher, "cpu", pair.trust_remote_code)
     teacher_format = ImageFormat.from_processor(processor)

@@ -16,8 +16,9 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, PreTrainedTokenizerFast
 
-from ..common.data import class_names, load_splits
+from ..common.labels import class_names
 from ..common.metrics import TopKAccuracy
+from ..common.splits import load_splits
 from ..common.views import CAPTION, EvalView, ImageFormat, random_seed
 from .components.arguments import OptimizerArguments, run_as_program
 from .components.augmentation import SmallDataView
@@ -38,10 +39,6 @@ class ContrastiveArguments(OptimizerArguments, RecipeTrainingArguments):
     Raises:
         ValueError: if a value does not fit.
     """
-
-    def __post_init__(self):
-        for group in (OptimizerArguments, RecipeTrainingArguments):
-            group.__post_init__(self)
 
 
 class ContrastiveTrainer(RecipeTrainer):

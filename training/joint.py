@@ -17,9 +17,10 @@ import torch
 from accelerate import Accelerator
 from transformers import ViTImageProcessor
 
-from ..common.data import class_names, load_splits
 from ..common.files import whole_folder
+from ..common.labels import class_names
 from ..common.metrics import TopKAccuracy
+from ..common.splits import load_splits
 from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
@@ -53,10 +54,6 @@ class JointArguments(RecipeArguments, JointOptimizerArguments, RecipeTrainingArg
     num_train_epochs: float = 240.0
     per_device_train_batch_size: int = 64
     max_grad_norm: float = 0.0
-
-    def __post_init__(self):
-        for group in (RecipeArguments, JointOptimizerArguments, RecipeTrainingArguments):
-            group.__post_init__(self)
 
 
 class JointTrainer(RecipeTrainer):

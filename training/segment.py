@@ -14,12 +14,10 @@ towards the image as for large (base: 1).
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForSemanticSegmentation, PreTrainedModel, SegformerImageProcessor
+from transformers import AutoModelForSemanticSegmentation, PreTrainedModel, SegformerImageProcessor
 
-from ..common.loading import check_sizes, load_image_processor, one_error, split_revision
+from ..common.loading import load_image_processor
 from ..common.masks import MaskReader, SegmentationEvalView, SegmentationView, load_masked_splits
 from ..common.metrics import evaluate_segmenter
 from ..common.views import ImageFormat
@@ -28,7 +26,7 @@ from ..modeling.segmentation import semantic_segmentation_loss
 from .components.arguments import run_as_program
 from .components.cards import count_measured, name_images, say_license
 from .components.checkpoints import TrainingState
-from .components.models import check_loading, check_numbers, parse_overrides, set_drop_path
+from .components.models import load_checkpoint, new_config, new_model, read_config, set_drop_path
 from .components.optimizers import learning_rate_factors, optimizer_with_schedule
 from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
 from .options.segment import (
@@ -64,10 +62,6 @@ class SegmentationArguments(AugmentationArguments, SegmentOptimizerArguments, Re
     per_device_train_batch_size: int = 32
     ignored_labels: list[int] = field(default_factory=list)
     reduce_labels: bool = False
-
-    def __post_init__(self):
-        for group in (AugmentationArguments, SegmentOptimizerArguments, RecipeTrainingArguments):
-            group.__post_init__(self)
 
 
 class SegmentationTrainer(RecipeTrainer):
@@ -166,7 +160,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> SegmentationTrainer:
     model, processor = build_model(segmenter, data)
     if run.compile:
         model.compile()
-    args = recipe_arguments(SegmentationArguments, run, data, data, augmentation, optimization)
+    args = recipe_arguments(SegmentationArguments, run, data, augmentation, optimization)
     return SegmentationTrainer(
         *(model, args, train, evaluation, test, processor), run=run, data=data, base_model=segmenter.model
     )
@@ -181,11 +175,7 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
     height, width = arguments.size
     preprocessing = {}
     if arguments.model:
-        name, revision = split_revision(arguments.model)
-        check_sizes(Path(name).expanduser(), KIND)
-        remote = {"trust_remote_code": arguments.trust_remote_code}
-        with one_error(arguments.model, KIND):
-            config = AutoConfig.from_pretrained(name, **remote, **revision, **labels)
+        config = read_config(arguments.model, KIND, arguments.trust_remote_code, **labels)
         if not labels and not any("Segmentation" in name for name in config.architectures or ()):
             raise ValueError(
                 f"{arguments.model} is no segmentation model that would know the classes; say how many there are with "
@@ -198,17 +188,9 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
         elif arguments.num_latent_tokens:
             raise ValueError(f"--num-latent-tokens is for SparseFormers, {arguments.model} is a {config.model_type}.")
         model_class = SparseFormerForSemanticSegmentation if sparse else AutoModelForSemanticSegmentation
-        with one_error(arguments.model, KIND):
-            model, info = model_class.from_pretrained(
-                name,
-                config=config,
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **revision,
-                **({"num_latent_tokens": arguments.num_latent_tokens} if sparse else remote),
-            )
-        check_loading(model, info, arguments.model)
+        remote = {"trust_remote_code": arguments.trust_remote_code}
+        options = {"num_latent_tokens": arguments.num_latent_tokens} if sparse else remote
+        model = load_checkpoint(model_class, arguments.model, config, KIND, **options)
         given = load_image_processor(arguments.model, arguments.trust_remote_code, KIND)
         if getattr(given, "do_flip_channel_order", False):
             raise ValueError(f"{arguments.model} takes blue before green before red, which this recipe does not.")
@@ -218,13 +200,8 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
     else:
         if not labels:
             raise ValueError(f"A new {arguments.model_type} needs its classes: --class-names or --num-labels.")
-        overrides = parse_overrides(arguments.model_type, arguments.config_overrides)
-        check_numbers(overrides)
-        with one_error(arguments.model_type, "an architecture to train from scratch"):
-            config = AutoConfig.for_model(arguments.model_type, **overrides, **labels)
-        set_drop_path(config, arguments.drop_path)
-        with one_error(arguments.model_type, "an architecture to train from scratch"):
-            model = AutoModelForSemanticSegmentation.from_config(config)
+        config = new_config(arguments.model_type, arguments.config_overrides, arguments.drop_path, **labels)
+        model = new_model(AutoModelForSemanticSegmentation, config)
     # Nothing that the logits depend on: they would have no gradient, which several processes do not take.
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("auxiliary_head", "pooling_head"):

@@ -14,10 +14,11 @@ from accelerate import Accelerator, PartialState
 from transformers import PreTrainedModel
 
 from ..common.classes import match_labels
-from ..common.data import class_names, load_splits
+from ..common.labels import class_names
 from ..common.loading import load_image_classifier
 from ..common.metrics import evaluate_classifier
 from ..common.precision import hold_teacher
+from ..common.splits import load_splits
 from ..common.views import EvalView, ImageFormat
 from ..modeling.layers import divergence
 from .components.arguments import OptimizerArguments, run_as_program
@@ -31,6 +32,10 @@ from .components.optimizers import learning_rate_factors, optimizer_with_schedul
 from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
 from .options.train import PROG, RecipeArguments, parse
 from .trainer import RecipeTrainer
+
+
+# How many times as large as they are images are shown to a new model without a word.
+MOST_ENLARGED = 3
 
 
 @dataclass
@@ -53,10 +58,6 @@ class ImageClassificationArguments(RecipeArguments, OptimizerArguments, RecipeTr
     trust_remote_code: bool = False
     num_train_epochs: float = 100.0
     per_device_train_batch_size: int = 128
-
-    def __post_init__(self):
-        for group in (RecipeArguments, OptimizerArguments, RecipeTrainingArguments):
-            group.__post_init__(self)
 
 
 class ImageClassificationTrainer(RecipeTrainer):
@@ -187,12 +188,19 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> ImageClassificationTr
     start_run(run, PROG, argv, list(groups))
     say_license(run, arguments.model)
     train, evaluation, test = load_splits(data, learns_labels=True)
-    if not (arguments.model or arguments.model_type or arguments.config_overrides):
-        pixels = arguments.image_size or typical_pixels(train)
+    is_chosen = not (arguments.model or arguments.model_type or arguments.config_overrides)
+    pixels = None if arguments.model else arguments.image_size or typical_pixels(train)
+    if is_chosen:
         variant = choose_variant(arguments, pixels)
         chosen = f"--model-type {arguments.model_type} --config-overrides {arguments.config_overrides}"
         PartialState().print(f"No model is named; images of {pixels} pixels have {variant}: {chosen}")
     model, processor = build_model(arguments, recipe, class_names(train), run.seed)
+    size = min(ImageFormat.from_processor(processor).size)
+    if pixels and not is_chosen and size > MOST_ENLARGED * pixels:
+        PartialState().print(
+            f"Note: the new model sees images of {size} pixels, and these have {pixels}: they are enlarged. One for "
+            f"their own size is faster: --config-overrides image_size={pixels},patch_size=…"
+        )
     if run.compile:
         model.compile()
     args = recipe_arguments(ImageClassificationArguments, run, data, arguments, recipe, optimization)

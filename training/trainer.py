@@ -6,7 +6,10 @@ best model lies in the output folder, a complete repository; what is not finite 
 """
 
 import copy
+import dataclasses
 import datetime
+import functools
+import inspect
 import json
 import math
 import shutil
@@ -31,11 +34,13 @@ from transformers.trainer_utils import TrainOutput
 
 from ..common.files import write_json, write_text
 from ..common.interruptions import Interruption
+from ..common.labels import check_same_classes, class_names
+from ..common.tables import first_line
 from ..modeling.hub import upload_folder
-from .components.arguments import ImageArguments, RunArguments
+from .components.arguments import IN_PYTHON, ImageArguments, RunArguments, arguments_named
 from .components.cards import choice_of_epoch, write_card
 from .components.checkpoints import TEST, Checkpoints, TrainingState
-from .components.images import as_images, check_same_classes
+from .components.images import as_images
 from .components.loaders import DeviceLoader, TrainingLoader, check_images, describe_parts, evaluation_loader
 from .components.runs import (
     NOT_IN_REPOSITORY,
@@ -53,6 +58,23 @@ from .components.sharding import ordinary_class, prepare_sharing
 CHECKPOINT_SECONDS, SHARE_OF_WRITING = 180.0, 0.05
 # Seconds of steps from which the time that is left is foretold, the first step aside, which prepares much.
 FORETELLING_SECONDS = 5.0
+
+
+def names_arguments(method):
+    """Lets messages that name options of a command name the arguments, too, where no command made the trainer."""
+
+    @functools.wraps(method)
+    def call(self, *given, **options):
+        if options.get("run") or getattr(self, "is_command", False):
+            return method(self, *given, **options)
+        known = {*inspect.signature(type(self)).parameters}
+        for args in (*given, *options.values(), getattr(self, "args", None)):
+            if isinstance(args, RecipeTrainingArguments):
+                known |= {each.name for each in dataclasses.fields(args)}
+        with arguments_named(known, IN_PYTHON):
+            return method(self, *given, **options)
+
+    return call
 
 
 class RecipeTrainer(Trainer):
@@ -73,6 +95,11 @@ class RecipeTrainer(Trainer):
 
     # The number of `measure` that is to be high.
     metric = "accuracy"
+
+    def __init_subclass__(cls):
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            cls.__init__ = names_arguments(cls.__init__)
 
     def __init__(
         self,
@@ -119,6 +146,7 @@ class RecipeTrainer(Trainer):
         self.eval_loader, self.test_loader = (self.make_evaluation_loader(part) for part in (evaluation[0], test))
         if not self.is_command:
             self.run.epochs = math.ceil(self.epochs)
+            self.run.record |= record_of(self.args, type(self).__name__)
         self.progress = Progress(self)
         self.add_callback(self.progress)
 
@@ -207,7 +235,7 @@ class RecipeTrainer(Trainer):
         if eval_dataset is None or eval_dataset is self.evaluation_part[0]:
             return self.eval_loader
         images = self.take_images(eval_dataset)
-        check_same_classes(self.train_part[0], images)
+        check_same_classes(class_names(self.train_part[0]), images)
         return self.make_evaluation_loader(images)
 
     def predict(self, test_dataset, *_, **__):
@@ -245,6 +273,7 @@ class RecipeTrainer(Trainer):
         self.progress.gradient_norm = grad_norm
         return grad_norm
 
+    @names_arguments
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """What the model reaches on images, as `{prefix}_…`.
 
@@ -270,6 +299,7 @@ class RecipeTrainer(Trainer):
         self.progress.finish_awaited(metrics)
         return metrics
 
+    @names_arguments
     def train(self, resume_from_checkpoint: str | bool | None = None, **options):
         """Train to the last epoch, from the newest whole checkpoint in the output folder on if there is one.
 
@@ -347,10 +377,20 @@ class RecipeTrainer(Trainer):
             state = TrainingState(now.epoch, now.step)
             replace_files(folder, lambda aside: self.write_repository(aside, state, weights))
 
+    def save_metrics(self, *arguments, **options):
+        """As Transformers has it, also before the training, when there is no folder."""
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        super().save_metrics(*arguments, **options)
+
+    def save_state(self):
+        """As `save_metrics`."""
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        super().save_state()
+
     def say_result(self, *names: str):
         """Print what the best epoch reached, and where it is."""
         state = self.progress.now
-        measured = [f"{name.replace('_', ' ')} {state.measured[name]:.4f}" for name in names if name in state.measured]
+        measured = [f"{name.replace('_', ' ')} {state.measured[name]:.2%}" for name in names if name in state.measured]
         text = ", ".join(measured) or "not evaluated"
         chosen = choice_of_epoch(self.data, self.run, state)
         self.accelerator.print(f"{text[0].upper()}{text[1:]}: {chosen}. See {self.run.output_dir}.")
@@ -619,7 +659,9 @@ class Progress(TrainerCallback):
     def on_epoch_end(self, args, state, control, **_):
         self.interruption.__exit__()
         self.awaits_evaluation = True
-        if not self.trainer.eval_loader:
+        if self.trainer.eval_loader:
+            self.bar.set_description(f"epoch {self.now.epoch + 1}, evaluating")
+        else:
             self.finish_epoch({})
 
     def finish_awaited(self, metrics: dict[str, float]):
@@ -699,7 +741,7 @@ def foreign_files(checkpoint: str | Path):
         yield
     # Files of others fail in as many ways as there are formats.
     except Exception as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise ValueError(
             f"The checkpoint {checkpoint} cannot be read: {line} Remove it to go on from an earlier one, or start "
             "anew with --overwrite."

@@ -8,9 +8,9 @@ from pathlib import Path
 import datasets
 from transformers import PaliGemmaProcessor
 
-from .data import HELD_BACK_SHARE, MOST_HELD_BACK
 from .files import read_json, read_json_lines
 from .prompts import PALIGEMMA_PROMPT, PROMPT
+from .splits import HELD_BACK_SHARE, MOST_HELD_BACK
 
 
 # What stands for an image in LLaVA's files.

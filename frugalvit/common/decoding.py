@@ -9,6 +9,8 @@ import numpy as np
 from datasets.utils.file_utils import is_local_path, xopen
 from PIL import ExifTags, Image, ImageFile, ImageOps
 
+from .tables import first_line, printable
+
 
 # Pillow reads more where these are installed.
 with contextlib.suppress(ImportError):
@@ -54,6 +56,19 @@ _MADE_BY_MACHINES = {
     *("__macosx", "$recycle.bin", "recycler", "system volume information", "lost+found", "__pycache__", "_vti_cnf"),
 }
 ORIENTATION = ExifTags.Base.Orientation
+
+
+class ImageError(ValueError):
+    """Something wrong with an image of a data set, said in one line also where a worker found it."""
+
+    def __init__(self, message: str):
+        # DataLoader raises again what a worker raised, with the worker's whole traceback as the message.
+        where = f"{type(self).__module__}.{type(self).__name__}: "
+        super().__init__(message.strip().splitlines()[-1].removeprefix(where))
+
+
+class CorruptImageError(ImageError):
+    """An image of a data set that cannot be decoded."""
 
 
 def is_image_file(path: Path) -> bool:
@@ -156,3 +171,36 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
+
+
+def undecoded(path: str | Path) -> dict[str, str | None]:
+    """The record of an image file, as `datasets` has it.
+
+    Raises:
+        ValueError: if its name is not UTF-8.
+    """
+    path = str(path)
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"The name of the file {printable(path)} is not UTF-8. Rename it, or all that are so with: convmv -f "
+            "latin1 -t utf8 -r --notest FOLDER."
+        ) from None
+    return {"bytes": None, "path": path}
+
+
+def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
+    """The RGB image of an undecoded `datasets` record, or of a PIL image, upright.
+
+    Raises:
+        CorruptImageError: with the index, if it cannot be read.
+    """
+    try:
+        return read_record(image)
+    except Exception as error:
+        path = f", {image['path']}" if isinstance(image, dict) and image.get("path") else ""
+        raise CorruptImageError(
+            f"Image {index} of the data set cannot be read ({first_line(error)}{path}). "
+            "Repair or remove it, or go on without such images: --skip-corrupt."
+        ) from error

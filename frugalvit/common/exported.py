@@ -33,6 +33,7 @@ from transformers.utils import ModelOutput
 from ..configuration.configuration_base import pair
 from .choices import EXPORT_PRECISIONS as PRECISIONS
 from .files import forget_code, misshapen, read_json
+from .tables import first_line
 from .views import vision_config_of
 
 
@@ -457,7 +458,7 @@ class ExportedModule(nn.Module):
                 program = load(folder, device="cpu", **options)
         # As many ways to fail as there are runtimes.
         except Exception as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            line = first_line(error)
             raise ValueError(f"Cannot load {str(folder)!r} as a program of {self.format}: {line}") from error
         # In the order of `parts_of`.
         part = part or next(iter(program.runners))
@@ -512,7 +513,7 @@ class ExportedModule(nn.Module):
                 outputs = self._runner(**inputs)
         # As many ways to fail as there are runtimes.
         except Exception as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            line = first_line(error)
             raise ValueError(f"The program of {self.format} in {str(self.folder)!r} does not run: {line}") from error
         if outputs.keys() != {*self.outputs}:
             raise ValueError(

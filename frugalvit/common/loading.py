@@ -303,16 +303,28 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_sizes(folder: Path, kind: str):
-    """Refuse a model folder whose configuration is none, or speaks of more than its weights can hold, before a model
-    of such a size is made: no layer is without weights, and no width or number of tokens beyond all of them.
+def check_folder(folder: Path, kind: str):
+    """Refuse a folder without a model in it, or whose configuration is none, or speaks of more than its weights can
+    hold, before a model of such a size is made: no layer is without weights, and no width or number of tokens beyond
+    all of them. What is no folder is the hub's.
 
     Raises:
         ValueError: if it does.
     """
+    if not folder.is_dir():
+        return
     file = folder / "config.json"
     if not file.is_file():
-        return
+        # What `Trainer` leaves where nobody has called `save_model`, and a run of ours before its first epoch's end.
+        checkpoints = {path.parent for path in folder.glob("checkpoint-*/config.json")}
+        if checkpoints:
+            newest = max(checkpoints, key=lambda path: (len(path.name), path.name))
+            hint = f"Its newest checkpoint has one: give {str(newest)!r}."
+        elif (folder / "run.json").is_file():
+            hint = "No epoch of this run is finished yet; the command that began it goes on with it."
+        else:
+            hint = "Give a folder that `save_pretrained` wrote."
+        raise ValueError(f"There is no model in {str(folder)!r}: it has no config.json. {hint}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
@@ -375,10 +387,6 @@ def load_pretrained(
     given, (name, revision) = os.fspath(name), split_revision(name)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(
-                f"There is no model in {name!r}: it has no config.json. Give a folder that `save_pretrained` wrote."
-            )
         name = str(folder)
     elif folder.exists():
         raise ValueError(f"The model {name!r} is a file; give the folder that holds its config.json.")
@@ -386,7 +394,7 @@ def load_pretrained(
         raise ValueError(f"There is no folder {given!r}; give a folder that `save_pretrained` wrote, or a hub id.")
 
     device = choose_device(None if device is None else str(device))
-    check_sizes(folder, kind)
+    check_folder(folder, kind)
     placement = {"device_map": device_map} if device_map else {}
     if quantize:
         placement = {"device_map": device_map or {"": device}, "quantization_config": _quantization(quantize, dtype)}
@@ -455,6 +463,8 @@ def one_error(name: str | os.PathLike, kind: str):
     except Exception as error:
         if "trust_remote_code" in str(error):
             message = "it brings its own code. Read that, and if you trust it, pass --trust-remote-code."
+        elif isinstance(error, OSError) and not Path(name).exists():
+            message = f"there is no such folder here, and of the hub: {_one_line(error)}"
         else:
             message = f"{type(error).__name__}: {_one_line(error)}"
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {message}") from error

@@ -14,21 +14,11 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 from .choices import IGNORED
-from .data import (
-    PART_FOLDERS,
-    CorruptImageError,
-    ImageError,
-    image_files,
-    is_image,
-    load_parts,
-    load_table,
-    part_called,
-    say_unread,
-    split_names,
-    subfolders,
-    undecoded,
-)
-from .decoding import is_image_file, open_record, orientation_of, turned
+from .columns import is_image
+from .data import load_table, split_names
+from .decoding import CorruptImageError, ImageError, is_image_file, open_record, orientation_of, turned, undecoded
+from .folders import PART_FOLDERS, image_files, part_called, say_unread, subfolders
+from .splits import load_parts
 from .views import LONGEST, ImageFormat, View
 
 

@@ -19,6 +19,16 @@ def printable(text: str) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """An error in one line: the first of its message, or its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def shortened(names: list[str]) -> str:
+    """The first three names, and how many there are."""
+    return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({len(names)})"
+
+
 def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     """Rows under the keys of all; texts to the left, numbers to the right, `None` and what a row lacks as a dash.
 

@@ -12,10 +12,12 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ..common.data import check_labels, class_names, hold_back, label_numbers, load_images
+from ..common.data import load_images
 from ..common.exported import ExportedModule, is_exported
+from ..common.labels import check_labels, class_names, label_numbers
 from ..common.loading import load_exported, load_image_processor, load_vision_model
 from ..common.metrics import check_scores
+from ..common.splits import hold_back
 from ..common.views import EvalView, ImageFormat, size_made_by
 from ..modeling.hosts import read_anatomy
 from .images import image_batches, images_to_evaluate, take_first

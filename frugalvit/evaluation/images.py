@@ -8,16 +8,11 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from ..common.data import (
-    CorruptImageError,
-    decode_image,
-    evaluation_splits,
-    load_first_labeled,
-    load_images,
-    say_if_few_classes,
-    split_names,
-)
+from ..common.data import load_images, split_names
+from ..common.decoding import CorruptImageError, decode_image
 from ..common.interruptions import leave_interruptions_to_the_main_process
+from ..common.labels import say_if_few_classes
+from ..common.splits import evaluation_splits, load_first_labeled
 from ..common.views import prepare_images
 
 

@@ -10,9 +10,12 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from ..common.data import check_image_column, decode_image, default_split, load_table
+from ..common.columns import check_image_column
+from ..common.data import load_table
+from ..common.decoding import decode_image
 from ..common.loading import load_pretrained, split_revision
 from ..common.prompts import check_prompt
+from ..common.splits import default_split
 from ..modeling.swap import input_device
 from ..options.evaluate import PROMPT
 from .images import take_first

@@ -11,10 +11,11 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
 
-from ..common.data import CorruptImageError, ImageError, decode_image, evaluation_splits
+from ..common.decoding import CorruptImageError, ImageError, decode_image
 from ..common.loading import load_with_image_processor
 from ..common.masks import MaskReader, load_masked_images, masked_split_names
 from ..common.metrics import SegmentationScores, check_scores
+from ..common.splits import evaluation_splits
 from ..common.views import LONGEST, ImageFormat
 from ..pictures import check_picture_path, draw_segmentation, save_figure
 from .images import take_first

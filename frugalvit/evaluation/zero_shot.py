@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 import torch
 
-from ..common.data import class_names
+from ..common.labels import class_names
 from ..common.metrics import TopKAccuracy
 from .images import image_batches, images_to_evaluate
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 from PIL import Image, UnidentifiedImageError
 
-from frugalvit.common.data import CorruptImageError, decode_image
-from frugalvit.common.decoding import IMAGE_ENDINGS, is_image_file, is_unread_picture, read_image
+from frugalvit.common.decoding import (
+    IMAGE_ENDINGS,
+    CorruptImageError,
+    decode_image,
+    is_image_file,
+    is_unread_picture,
+    read_image,
+)
 from frugalvit.common.masks import MaskReader
 from frugalvit.predict import read_images
 

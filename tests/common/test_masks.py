@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from frugalvit.common.data import decode_image
+from frugalvit.common.decoding import decode_image
 from frugalvit.common.masks import MaskError, MaskReader, load_masked_images, load_masked_splits, masked_split_names
 from frugalvit.training.segment import MaskedImageArguments
 

@@ -17,6 +17,7 @@ class Kind:
         fields (`dict`): these.
         classes (`tuple[type, ...]`): Its models: the base model, the classifier, others.
         any_size (`bool`): Whether the models take images of any size.
+        one_program (`bool`): Whether one exported program does.
         files (`set[str]`): The source files that its repositories hold, besides those of all families.
     """
 
@@ -25,6 +26,7 @@ class Kind:
     fields: dict
     classes: tuple[type[PreTrainedModel], ...]
     any_size: bool = True
+    one_program: bool = True
     files: set[str] = field(default_factory=set)
 
     @property
@@ -69,7 +71,7 @@ SPARSEFORMERS = (
     frugalvit.SparseFormerVisionModelWithProjection,
     frugalvit.SparseFormerForSemanticSegmentation,
 )
-SPARSEFORMER_FILES = {"context_broadcast.py", "pyramid.py", "segmentation.py"}
+SPARSEFORMER_FILES = {"context_broadcast.py", "placement.py", "pyramid.py", "segmentation.py"}
 # What tells the generations of SparseFormer apart is left as it is.
 KINDS = {
     "bootstrapped": Kind(
@@ -89,6 +91,14 @@ KINDS = {
             **{"num_pyramid_levels": 2, "glance_grid": [2, 2], "num_glance_layers": 1},
         },
         SPARSEFORMERS,
+        files=SPARSEFORMER_FILES,
+    ),
+    "content": Kind(
+        frugalvit.SparseFormerConfig,
+        "augreg-base-49-224",
+        {**SPARSEFORMER, **{"num_latent_tokens": 10, "patch_size": 4, "placement": "content"}},
+        SPARSEFORMERS[:2],
+        one_program=False,
         files=SPARSEFORMER_FILES,
     ),
     "v1": Kind(

@@ -1,6 +1,7 @@
 """Every kind of vision transformer of docs/models.md: read exactly, and of use to every method that its row says."""
 
 import inspect
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -297,6 +298,25 @@ class TestInheritedStarts:
             else:
                 embedding = outputs.get("image_embeds", outputs.get("pooler_output"))
                 assert difference(embedding, expected) < TOLERANCE
+
+    def test_trees_are_the_teacher_at_both_ends(self, kind, anatomy):
+        """No cell split, and all of them."""
+        if kind is KINDS["timm-mobileclip-b"]:
+            pytest.skip("it has a convolutional stem")
+        images = anatomy.example()
+        student = student_class(anatomy).from_teacher(anatomy, 10_000, focusing="inherited", placement="content")
+        coarse, *_, fine = student.config.cell_grids()
+        assert student.config.num_latent_tokens == math.prod(fine) >= anatomy.num_patches
+        student.config.elastic_token_counts = [math.prod(coarse), math.prod(fine)]
+        for grid in (coarse, fine):
+            size = tuple(cells * points for cells, points in zip(grid, anatomy.patch_size, strict=True))
+            teacher, small = anatomy.resized(size), F.interpolate(images, size, mode="bilinear", antialias=True)
+            outputs = student(images, num_tokens=math.prod(grid))
+            if anatomy.classifier is not None:
+                assert difference(outputs.logits, teacher.run_classifier(small)) < TOLERANCE
+            else:
+                embedding = outputs.get("image_embeds", outputs.get("pooler_output"))
+                assert difference(embedding, teacher.embed(small)) < TOLERANCE
 
     def test_more_points_than_pixels_begin_as_their_means(self):
         anatomy = read_anatomy(KINDS["vit-classifier"].make())

@@ -93,9 +93,10 @@ def is_initialized(model) -> bool:
     """Whether a new base model has its family's initial weights, and not those that PyTorch gives its layers."""
     if model.config.model_type == "sparseformer":
         if model.config.patch_size is not None:
-            # No cell is more salient than another, and none is larger.
+            # No cell is more salient than another, and none of a grid is larger.
             rois = model.latents.initial_rois
-            alike = ((rois[:, 2:] - rois[:, :2]) - (rois[0, 2:] - rois[0, :2])).abs().max().item() < 1e-6
+            first = rois[: 4 if model.placement is not None else len(rois)]
+            alike = ((first[:, 2:] - first[:, :2]) - (rois[0, 2:] - rois[0, :2])).abs().max().item() < 1e-6
             return alike and (model.glance is None or not model.glance.saliency.weight.any())
         # RoIs do not move, stems are far wider than 0.02.
         still = not model.focusing_layer.roi_deltas.out_proj.weight.any()

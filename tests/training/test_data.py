@@ -13,15 +13,11 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 
-from frugalvit.common.data import (
-    SUBSET,
-    CorruptImageError,
-    class_names,
-    decode_image,
-    load_images,
-    load_splits,
-    load_table,
-)
+from frugalvit.common.choices import SUBSET
+from frugalvit.common.data import load_images, load_table
+from frugalvit.common.decoding import CorruptImageError, decode_image
+from frugalvit.common.labels import class_names
+from frugalvit.common.splits import load_splits
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.training.components import loaders
 from frugalvit.training.components.arguments import DataArguments

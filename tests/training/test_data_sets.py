@@ -18,20 +18,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
-from frugalvit.common.data import (
-    SUBSET,
-    class_names,
-    decode_image,
-    default_split,
-    find_parts,
-    hold_back,
-    label_numbers,
-    load_images,
-    load_splits,
-    load_table,
-    split_names,
-)
+from frugalvit.common.choices import SUBSET
+from frugalvit.common.data import load_images, load_table, split_names
+from frugalvit.common.decoding import decode_image
+from frugalvit.common.folders import find_parts
+from frugalvit.common.labels import class_names, label_numbers
 from frugalvit.common.masks import load_masked_images, load_masked_splits
+from frugalvit.common.splits import default_split, hold_back, load_splits
 from frugalvit.evaluation.images import images_to_evaluate
 from frugalvit.predict import find_images, read_images
 from frugalvit.training import bootstrap, joint

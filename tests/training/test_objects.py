@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,8 @@ from frugalvit import (
     SparseFormerForImageClassification,
     bootstrap,
 )
-from frugalvit.common.data import decode_image, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
 from frugalvit.modeling.layers import divergence
 from frugalvit.training import align_llava, contrastive, joint, segment, train, trainer
 from frugalvit.training import bootstrap as recipe
@@ -118,8 +120,10 @@ def test_images_are_what_people_have(kind, of_command, images, held_back, teache
     ("options", "error", "message"),
     [
         ({"epoch": 1}, TypeError, "no option 'epoch'; did you mean 'epochs'"),
-        ({"epochs": 0}, ValueError, "--epochs is 0"),
-        ({"num_tokens": 0}, ValueError, "--num-latent-tokens is 0"),
+        ({"epochs": 0}, ValueError, r"--epochs is 0, .* In Python: epochs\."),
+        ({"num_tokens": 0}, ValueError, r"--num-latent-tokens is 0, .* In Python: num_tokens\."),
+        # Before the teacher is loaded.
+        ({"teacher": "no/teacher", "images": "nowhere/at/all"}, ValueError, "'nowhere/at/all' is no data set"),
         ({"num_tokens": [4]}, ValueError, "--elastic-token-counts is"),
         ({"images": 5}, ValueError, "The images are a int; expected a data set"),
         ({"images": ["nowhere.png"] * 32, "eval_images": ["nowhere.png"]}, ValueError, "Image 0 of the data set"),
@@ -132,9 +136,10 @@ def test_images_are_what_people_have(kind, of_command, images, held_back, teache
 )
 def test_what_does_not_fit_is_raised(options, error, message, teacher, tmp_path):
     """In a notebook nothing exits; nothing is left behind."""
-    options = {"images": "cifar10-subset", **SHORT, "train_split": "train[:32]", "eval_split": "test[:16]"} | options
+    splits = {"train_split": "train[:32]", "eval_split": "test[:16]"}
+    options = {"teacher": str(teacher), "images": "cifar10-subset", **SHORT, **splits} | options
     with pytest.raises(error, match=message):
-        bootstrap(str(teacher), output=tmp_path / "out", **options)
+        bootstrap(output=tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -142,7 +147,7 @@ def test_what_does_not_fit_is_raised(options, error, message, teacher, tmp_path)
 def make(teacher, images, held_back, tmp_path):
     """Makes a trainer of a fresh student."""
 
-    def make(name="out", callbacks=None, **options):
+    def make(name="out", callbacks=None, eval_dataset=held_back, **options):
         model = AutoModelForImageClassification.from_pretrained(teacher)
         torch.manual_seed(0)
         student = SparseFormerForImageClassification.from_teacher(model, num_latent_tokens=4, truncate=1 / 3, **SMALL)
@@ -152,7 +157,7 @@ def make(teacher, images, held_back, tmp_path):
             model=student,
             args=BootstrapArguments(output_dir=str(tmp_path / name), **values | options),
             train_dataset=images,
-            eval_dataset=held_back,
+            eval_dataset=eval_dataset,
             processing_class=AutoImageProcessor.from_pretrained(teacher),
             callbacks=callbacks,
         )
@@ -301,12 +306,44 @@ def test_losses_can_be_asked(make):
         ({"save_only_model": True}, "save_only_model is True, expected False"),
         ({"logging_steps": 0.5}, "logging_steps is 0.5, expected 1 or more"),
         ({"label_smoothing_factor": 0.1}, "expected 0: a recipe's is label_smoothing"),
-        ({"tune": -1}, "--tune is -1"),
+        ({"tune": -1}, r"--tune is -1, .* In Python: tune\."),
+        ({"learning_rate": -1}, r"--learning-rate is -1, .* In Python: learning_rate\."),
     ],
 )
 def test_arguments_that_a_recipe_cannot_follow_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         BootstrapArguments(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
+def test_what_does_not_fit_a_trainer_names_its_arguments(make, teacher, tmp_path):
+    """Those of a command are its options alone."""
+    with pytest.raises(ValueError, match=r"batches of --batch-size 64.*In Python: per_device_train_batch_size, steps"):
+        make(per_device_train_batch_size=64)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    with pytest.raises(ValueError, match=r"--output .* is not empty .* In Python: output_dir\."):
+        make("full").train()
+    with pytest.raises(ValueError, match=r"--output .* is not empty") as raised:
+        recipe.main(["--teacher", str(teacher), "--output", str(tmp_path / "full")])
+    assert "In Python" not in str(raised.value)
+
+
+def test_images_to_evaluate_on_are_one_data_set(make, held_back):
+    for given, named in ((held_back.to_iterable_dataset(), "IterableDataset"), ({"a": held_back}, "dict")):
+        with pytest.raises(ValueError, match=f"{named}; expected (one|a) data set"):
+            make(eval_dataset=given)
+
+
+def test_what_is_saved_before_a_training_does_not_keep_it_from_beginning(make, tmp_path):
+    own = make(num_train_epochs=1)
+    own.save_metrics("eval", own.evaluate())
+    own.save_state()
+    own.save_model(tmp_path / "start")
+    assert "frugalvit.BootstrapTrainer" in (tmp_path / "start" / "README.md").read_text(encoding="utf-8")
+    assert own.train().global_step == 4
+    assert {"all_results.json", "eval_results.json", "trainer_state.json", "run.json"} <= {
+        *os.listdir(tmp_path / "out")
+    }
 
 
 @pytest.mark.parametrize(("options", "steps"), [({"max_steps": 5}, 5), ({"num_train_epochs": 1.5}, 6)])

@@ -16,7 +16,9 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from transformers import AutoModelForImageClassification
 
 from frugalvit import checkpoint_path
-from frugalvit.common.data import SUBSET, decode_image, load_images
+from frugalvit.common.choices import SUBSET
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
 from frugalvit.index import read_shards
 from frugalvit.training import train
 

@@ -20,9 +20,9 @@ from frugalvit import (
     SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
 )
-from frugalvit.common.data import load_splits
 from frugalvit.common.loading import load_vision_model
 from frugalvit.common.macs import count_macs
+from frugalvit.common.splits import load_splits
 from frugalvit.common.views import ImageFormat
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap, joint, segment, train
@@ -32,6 +32,7 @@ from frugalvit.training.components.arguments import (
     read_recipe,
     recipes_of,
 )
+from frugalvit.training.components.models import parse_overrides
 from frugalvit.training.components.optimizers import optimizer_with_schedule
 
 
@@ -214,7 +215,7 @@ def test_segmentation(name, build, tmp_path):
 def test_training(name):
     values, _ = read(TRAIN[name])
     model, data, recipe, optimization, run = train.parse(["--config", name, "--output", "out"])
-    overrides = classifiers.parse_overrides(model.model_type, model.config_overrides)
+    overrides = parse_overrides(model.model_type, model.config_overrides)
     config = transformers.AutoConfig.for_model(model.model_type, **overrides)
     classifiers.set_drop_path(config, recipe.drop_path)
     assert run.batch_size == values["batch_size"] and config.image_size in (32, 224, (224, 224))
@@ -365,7 +366,7 @@ def test_each_row_of_the_papers_has_a_file(table):
             for word in re.findall(r"^--[\w-]+|\w+(?==)", option):
                 assert word.replace("_", "-").removeprefix("--") in text, (row, word)
         if files is TRAIN:
-            classifiers.parse_overrides(parsed[0].model_type, parsed[0].config_overrides)
+            parse_overrides(parsed[0].model_type, parsed[0].config_overrides)
 
 
 def test_no_file_is_in_no_table():
@@ -383,7 +384,7 @@ def of_train(values: dict):
     if "variant" in values:
         config = BootstrappedViTConfig.from_variant(values["variant"], num_labels=classes)
         return BootstrappedViTForImageClassification(config), config.image_size
-    overrides = classifiers.parse_overrides(values["model_type"], values["config_overrides"])
+    overrides = parse_overrides(values["model_type"], values["config_overrides"])
     config = transformers.AutoConfig.for_model(values["model_type"], num_labels=classes, **overrides)
     return transformers.AutoModelForImageClassification.from_config(config), config.image_size
 

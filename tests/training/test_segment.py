@@ -20,7 +20,7 @@ from transformers import SegformerConfig, SegformerForSemanticSegmentation, Segf
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.cli import main
-from frugalvit.common.data import CorruptImageError
+from frugalvit.common.decoding import CorruptImageError
 from frugalvit.common.masks import MaskError, MaskReader, SegmentationEvalView, SegmentationView, load_masked_images
 from frugalvit.common.metrics import SegmentationScores
 from frugalvit.common.views import ImageFormat, seeded

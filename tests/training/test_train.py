@@ -19,10 +19,12 @@ from transformers import (
 )
 
 from frugalvit.attention import measure_attention
-from frugalvit.common.data import class_names, load_images
+from frugalvit.common.data import load_images
+from frugalvit.common.labels import class_names
 from frugalvit.training import joint, train
 from frugalvit.training.components import classifiers
 from frugalvit.training.components.arguments import read_recipe, recipes_of
+from frugalvit.training.components.models import parse_overrides
 
 
 VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -215,7 +217,7 @@ def test_a_model_that_fits_the_images(pixels, size, patch, initialization, write
     variant = train.choose_variant(arguments, train.typical_pixels(images))
     assert variant == ("vit-tiny-h3-224" if pixels == 250 else "vit-tiny-h3-32")
     assert arguments.model_type == {"default": "vit", "impulse": "vit_impulse_init"}[initialization]
-    fields = classifiers.parse_overrides(arguments.model_type, arguments.config_overrides)
+    fields = parse_overrides(arguments.model_type, arguments.config_overrides)
     assert (fields["image_size"], fields["patch_size"], fields["hidden_size"]) == (size, patch, 192)
     assert fields.get("resize_size", 256) == (None if initialization == "impulse" and pixels < 250 else 256)
 
@@ -230,6 +232,17 @@ def test_says_the_model_that_it_chose_first(tiny_run, write_parquet, tmp_path, c
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert second.startswith(f"ViTForImageClassification: {model.num_parameters():,} parameters, 32 x 32 ")
     assert second.endswith("2 classes; epochs x steps x images: 1 x 1 x 2.")
+
+
+@pytest.mark.parametrize(("pixels", "enlarged"), [(32, True), (96, False)])
+def test_says_that_images_are_enlarged(pixels, enlarged, write_parquet, tmp_path, capsys):
+    """Without its size, `--model-type vit` is a ViT-B for 224 pixels."""
+    file = str(write_parquet(size=pixels))
+    tiny = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32,image_size=128"
+    options = ["--dataset", file, "--train-split", "train", "--eval-dataset", file, "--eval-split", "train"]
+    options += ["--model-type", "vit", "--config-overrides", tiny, "--batch-size", "4"]
+    train.make_trainer(train.parse([*options, "--output", str(tmp_path / "out")]), None)
+    assert ("sees images of 128 pixels, and these have 32: they are enlarged" in capsys.readouterr().out) == enlarged
 
 
 def test_trains_a_convmixer(tiny_run, tmp_path):
@@ -348,7 +361,7 @@ def test_recipes_of_the_papers_can_be_read(recipe, tiny_trainer):
     loss = own.compute_loss(model.train(), next(own.loader.epoch(0)))
     loss.backward()
     assert loss.isfinite() and any(weight.grad is not None for weight in model.parameters())
-    wanted = classifiers.parse_overrides(values["model_type"], values["config_overrides"])
+    wanted = parse_overrides(values["model_type"], values["config_overrides"])
     for name in ("context_broadcast", "spatial_filters", "stem", "mixing_bias"):
         assert getattr(model.config, name, None) == wanted.get(name, getattr(model.config, name, None))
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import ViTConfig, ViTForImageClassification
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.common.data import CorruptImageError
+from frugalvit.common.decoding import CorruptImageError
 from frugalvit.common.files import locked, write_json
 from frugalvit.common.interruptions import SIGNALS
 from frugalvit.training import train, trainer

@@ -8,7 +8,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,10 +34,20 @@ RESUMABLE = frozenset(
         *("report_to", "license", "teacher_cache", "compare", "skip_corrupt", "trust_remote_code"),
     }
 )
-
-
+# Options of commands that trainers in Python call otherwise.
+IN_PYTHON = {
+    "batch_size": "per_device_train_batch_size",
+    "checkpointing_steps": "save_steps",
+    "dataset": "train_dataset",
+    "epochs": "num_train_epochs",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "eval_split": "eval_dataset",
+    "num_workers": "dataloader_num_workers",
+    "output": "output_dir",
+}
 # Arguments of whole trainings, a file each.
 RECIPE_FILES = Path(__file__).parents[1] / "recipes"
+_IN_PYTHON = " In Python: "
 
 
 def argument(default=dataclasses.MISSING, help: str = "", **metadata):
@@ -50,6 +61,24 @@ def check(value, fits: bool, name: str, expected: str):
     """Raise a ValueError that names the argument, what was given and what was expected."""
     if not fits:
         raise ValueError(f"{spelled(f'--{name}')} is {value!r}, expected {expected}.")
+
+
+@contextmanager
+def arguments_named(known: Collection[str], names: Mapping[str, str]) -> Iterator[None]:
+    """Lets messages that name options of a command name the arguments, too, that these are in Python.
+
+    Args:
+        known (collection of `str`): Arguments that there are.
+        names (mapping): Those that are called otherwise, by the option.
+    """
+    try:
+        yield
+    except ValueError as error:
+        options = (option.replace("-", "_") for option in re.findall(r"--([a-z]+(?:-[a-z]+)*)", str(error)))
+        found = dict.fromkeys(name for name in (names.get(option, option) for option in options) if name in known)
+        if found and _IN_PYTHON not in str(error):
+            error.args = (f"{error}{_IN_PYTHON}{', '.join(found)}.",)
+        raise
 
 
 def check_at_least(arguments, low, *names: str):
@@ -258,12 +287,11 @@ def fill_groups(types: list[type], options: dict) -> tuple:
     Raises:
         TypeError: if none of them has such an option.
     """
-    names = {kind: {each.name for each in dataclasses.fields(kind) if each.init} for kind in types}
-    known = set().union(*names.values())
+    known = {each.name for kind in types for each in dataclasses.fields(kind) if each.init}
     if unknown := sorted(options.keys() - known):
         close = difflib.get_close_matches(unknown[0], known, 1)
         raise TypeError(f"There is no option {unknown[0]!r}" + (f"; did you mean {close[0]!r}?" if close else "."))
-    return tuple(kind(**{name: options[name] for name in names[kind] & options.keys()}) for kind in types)
+    return HfArgumentParser(types).parse_dict(options)
 
 
 def as_words(name: str, value) -> list[str]:

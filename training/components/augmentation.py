@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -98,22 +99,17 @@ class SmallDataView(View):
         pixels = self.crop_and_flip(np.asarray(image))
         if pixels.shape[:2] != self.size:
             pixels = np.array(v2.functional.resize(Image.fromarray(pixels), self.size, self.interpolation))
-        if self.of_timm:
-            with seeded_by_torch():
-                return {"pixel_values": self.augment_as_timm(pixels)}
-        if self.randaugment:
-            pixels = np.array(self.randaugment(Image.fromarray(pixels)))
-        pixels = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-        return {"pixel_values": self.erasing(pixels) if self.erasing else pixels}
+        with seeded_by_torch() if self.of_timm else nullcontext():
+            if self.randaugment:
+                pixels = np.array(self.randaugment(Image.fromarray(pixels)))
+            pixels = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+            return {"pixel_values": self.erase(pixels) if self.erasing else pixels}
 
-    def augment_as_timm(self, pixels: np.ndarray) -> torch.Tensor:
-        """`(height, width, channels)` to `(channels, height, width)`; the noise is standard normal once pixels are
-        normalized."""
-        if self.randaugment:
-            pixels = np.array(self.randaugment(Image.fromarray(pixels)))
-        pixels = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-        if not self.erasing:
-            return pixels
+    def erase(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Show something else in a rectangle of `(channels, height, width)`; timm's noise is standard normal once
+        pixels are normalized."""
+        if not self.of_timm:
+            return self.erasing(pixels)
         erased = self.erasing(self.image_format.normalize(pixels[None])[0])
         return (255 * self.image_format.denormalize(erased)).round().clamp(0, 255).to(torch.uint8)
 

@@ -1,18 +1,17 @@
 """Model cards of recipes, with what they measured."""
 
-import json
 from pathlib import Path
 
 from accelerate import PartialState
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import EvalResult, ModelCard, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from ...common.data import SUBSET
+from ...common.choices import SUBSET
 from ...common.files import write_text
 from ...common.loading import split_revision
 from ...common.names import is_hub_id, is_place, portable_command
 from ...common.tables import format_markdown
-from ...modeling.hub import loading_example, pipeline_tag
+from ...modeling.hub import loading_example, make_card, pipeline_tag
 from .arguments import ImageArguments, RunArguments
 from .checkpoints import TrainingState
 
@@ -77,26 +76,21 @@ def write_card(
             metric_value=round(measured[metric], 4),
         )
         results = [result]
-    card = ModelCardData(
-        library_name="transformers",
+    command = portable_command(run.record["command"], [*data.dataset, *(data.eval_dataset or [])])
+    num_parameters = num_parameters or sum(parameter.numel() for parameter in model.parameters())
+    use = USES.get(pipeline_tag(model), "") if use is None else use
+    make_card(
+        *(model, name, summary),
+        f"{num_parameters:,} parameters; {choice_of_epoch(data, run, state)}; seed {run.seed}.",
+        f"```python\n{loading_example(model)}{use}\n```",
+        *("Made by", f"```\n{command}\n```"),
         license=run.license or license_of(base),
         datasets=hub_ids(data.dataset) or None,
-        tags=["frugalvit", model.config.model_type],
         pipeline_tag=task,
         # The hub knows its own ids only, neither folders nor open_clip's names nor revisions.
         base_model=base if base and is_hub_id(base) and not is_place(base) else None,
         model_name=name,
         eval_results=results,
-    )
-    command = json.loads((Path(run.output_dir) / "run.json").read_text(encoding="utf-8"))["command"]
-    num_parameters = num_parameters or sum(parameter.numel() for parameter in model.parameters())
-    use = USES.get(pipeline_tag(model), "") if use is None else use
-    command = portable_command(command, [*data.dataset, *(data.eval_dataset or [])])
-    ModelCard(
-        f"---\n{card.to_yaml()}\n---\n\n# {name}\n\n{summary}\n\n"
-        f"{num_parameters:,} parameters; {choice_of_epoch(data, run, state)}; seed {run.seed}.\n\n"
-        f"```python\n{loading_example(model)}{use}\n```\n\n"
-        f"Made by\n\n```\n{command}\n```\n"
     ).save(folder / "README.md")
 
 

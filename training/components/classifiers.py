@@ -3,15 +3,14 @@
 import inspect
 import statistics
 from dataclasses import fields, replace
-from pathlib import Path
 
 import torch
 import transformers
 from accelerate.utils import set_seed
-from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessor
+from transformers import AutoModelForImageClassification, ViTImageProcessor
 
-from ...common.data import CorruptImageError, decode_image
-from ...common.loading import check_sizes, load_image_processor, one_error, split_revision
+from ...common.decoding import CorruptImageError, decode_image
+from ...common.loading import load_image_processor
 from ...common.views import ImageFormat
 from ...configuration.configuration_base import pair
 from ...configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
@@ -22,11 +21,12 @@ from ...modeling.hub import image_processor_config
 from ...modeling.reference_initialization import REFERENCE
 from ..options.train import ModelArguments, RecipeArguments
 from .models import (
-    check_loading,
-    check_numbers,
     configure_start,
     initialize,
-    parse_overrides,
+    load_checkpoint,
+    new_config,
+    new_model,
+    read_config,
     set_drop_path,
     write_values,
 )
@@ -121,12 +121,8 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
     """A pretrained or a new model, its image processor with it, before Context Broadcasting is inserted."""
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     if arguments.model:
-        name, revision = split_revision(arguments.model)
-        check_sizes(Path(name).expanduser(), KIND)
-        remote = {"trust_remote_code": arguments.trust_remote_code, **revision}
         # Configurations of timm's models keep their own count of classes, unless it is given.
-        with one_error(arguments.model, KIND):
-            config = AutoConfig.from_pretrained(name, num_labels=len(names), **remote, **labels)
+        config = read_config(arguments.model, KIND, arguments.trust_remote_code, num_labels=len(names), **labels)
         if config.model_type == TIMM:
             prepare_timm_config(config)
         set_drop_path(config, recipe.drop_path)
@@ -135,15 +131,10 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
             # For training alone, so that it is not saved.
             config.model_args = model_args | {"dynamic_img_size": True}
         try:
-            with one_error(arguments.model, KIND):
-                model, info = AutoModelForImageClassification.from_pretrained(
-                    name,
-                    config=config,
-                    dtype=torch.float32,
-                    ignore_mismatched_sizes=True,
-                    output_loading_info=True,
-                    **remote,
-                )
+            model = load_checkpoint(
+                *(AutoModelForImageClassification, arguments.model, config, KIND),
+                trust_remote_code=arguments.trust_remote_code,
+            )
         except ValueError as failure:
             error = failure.__cause__
             if config.model_type != TIMM or not isinstance(error, TypeError):
@@ -153,7 +144,6 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
                 f"--model {arguments.model}: timm does not make a {config.architecture} with {config.model_args} "
                 f"({' '.join(str(error).split())}). Leave out --drop-path and --train-image-size if they are in there."
             ) from error
-        check_loading(model, info, arguments.model)
         processor = load_image_processor(arguments.model, arguments.trust_remote_code, KIND)
         if config.model_type == TIMM:
             model.config.model_args = model_args
@@ -163,13 +153,7 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
             set_image_size(processor, arguments.image_size)
         return model, processor
 
-    model_type = arguments.model_type or "vit"
-    overrides = parse_overrides(model_type, arguments.config_overrides)
-    check_numbers(overrides)
-    # PVT's configuration keeps its own count of classes, unless it is given.
-    with one_error(model_type, "an architecture to train from scratch"):
-        config = AutoConfig.for_model(model_type, **({"num_labels": len(names)} | overrides), **labels)
-    set_drop_path(config, recipe.drop_path)
+    config = new_config(arguments.model_type or "vit", arguments.config_overrides, recipe.drop_path, **labels)
     is_configured = configure_start(config, arguments.initialization, arguments.initialization_options, seed)
     if hasattr(config, "image_mean"):
         config.image_mean, config.image_std = arguments.image_mean, arguments.image_std
@@ -179,8 +163,7 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
         height, width = image_size(config, arguments)
         size = {"height": height, "width": width}
         processor = ViTImageProcessor(size=size, image_mean=arguments.image_mean, image_std=arguments.image_std)
-    with one_error(model_type, "an architecture to train from scratch"):
-        model = AutoModelForImageClassification.from_config(config)
+    model = new_model(AutoModelForImageClassification, config)
     if not is_configured:
         initialize(model, arguments.initialization, arguments.initialization_options)
     return model, processor

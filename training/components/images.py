@@ -7,7 +7,9 @@ import datasets
 from PIL import Image
 from torch.utils.data import Subset
 
-from ...common.data import class_names, hold_back, load_images, select_images
+from ...common.data import load_images, select_images
+from ...common.labels import check_same_classes, class_names
+from ...common.splits import hold_back
 
 
 class PlainImages:
@@ -46,7 +48,7 @@ class PlainImages:
         return images
 
     def hold_back(self) -> tuple["PlainImages", "PlainImages"]:
-        """Images to train on and images to evaluate on, see `frugalvit.common.data.hold_back`."""
+        """Images to train on and images to evaluate on, see `frugalvit.common.splits.hold_back`."""
         train, evaluation = hold_back(datasets.Dataset.from_dict({"place": range(len(self))}))
         return self.select(train["place"]), self.select(evaluation["place"])
 
@@ -81,19 +83,9 @@ def labeled_images(train, evaluation=None, test=None) -> tuple:
         )
     if evaluation is not None and class_names(evaluation) is None:
         raise ValueError("The evaluation images have no labels; choose others with --eval-dataset or --eval-split.")
-    check_same_classes(train, evaluation)
-    check_same_classes(train, test)
+    for images in (evaluation, test):
+        check_same_classes(class_names(train), images)
     return train, evaluation, test
-
-
-def check_same_classes(train, other):
-    """Raise a ValueError if images that are not trained on have labels of other classes, or in another order."""
-    names = [None if images is None else class_names(images) for images in (train, other)]
-    if None not in names and names[0] != names[1]:
-        raise ValueError(
-            f"The training images have the classes {', '.join(names[0][:5])}, …, those to evaluate on "
-            f"{', '.join(names[1][:5])}, …; expected the same in the same order."
-        )
 
 
 def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:

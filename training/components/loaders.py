@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,9 +18,10 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from ...common.data import CorruptImageError, class_names, decode_image, label_numbers
+from ...common.decoding import CorruptImageError, decode_image
 from ...common.files import write_json
 from ...common.interruptions import leave_interruptions_to_the_main_process
+from ...common.labels import class_names, label_numbers
 from ...common.views import ORDER, SHUFFLE, VIEW, View, random_seed, seeded
 from .augmentation import Mix
 
@@ -458,6 +459,11 @@ def evaluation_loader(
     classes: Sequence[int] | None = None,
 ) -> DeviceLoader:
     """All images once, in order, shared among processes; use `accelerator.gather_for_metrics` on what is computed."""
+    if isinstance(images, Mapping) or not hasattr(images, "__len__"):
+        raise ValueError(
+            f"The images to evaluate on are of the type {type(images).__name__}; expected one data set that has a "
+            "length: of a stream what take() gives, of several one, and evaluate(images) measures on the others."
+        )
     if not len(images):
         raise ValueError("There are no images to evaluate on; check --eval-dataset and --eval-split.")
     processes = accelerator.num_processes

@@ -3,10 +3,12 @@
 import inspect
 import json
 import re
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig
 
+from ...common.loading import check_folder, one_error, split_revision
 from ...configuration.configuration_base import AttentionStartConfig, FrugalViTConfig
 from ...modeling.hosts.timm import TIMM
 from ...modeling.initialization import INITIALIZATIONS, START_FIELDS, initialize_attention_
@@ -17,6 +19,8 @@ from .optimizers import classifiers_inside
 
 # Bounds of what a new model is configured with.
 LARGEST_SIZE, MOST_LAYERS = 1_000_000, 1_000
+# What `--model-type` should be, for messages.
+NEW = "an architecture to train from scratch"
 
 
 def start_options(name: str, text: str) -> dict:
@@ -76,6 +80,42 @@ def choose_attention(model, wanted: str | None, device: torch.device):
     slowly (in bf16 a ViT with 65 tokens trains at half the speed)."""
     if attention := wanted or ("eager" if device.type == "cpu" else None):
         model.set_attn_implementation(attention)
+
+
+def read_config(given: str, kind: str, trust_remote_code: bool = False, **values):
+    """The configuration of a checkpoint to go on from, a folder or hub id of what is to be that `kind`, with other
+    values in it."""
+    name, revision = split_revision(given)
+    check_folder(Path(name).expanduser(), kind)
+    with one_error(given, kind):
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision, **values)
+
+
+def load_checkpoint(auto_class, given: str, config, kind: str, **options):
+    """A checkpoint to go on from, in float32, with a new classifier where its own does not fit."""
+    name, revision = split_revision(given)
+    as_it_is = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    with one_error(given, kind):
+        model, info = auto_class.from_pretrained(name, config=config, **as_it_is, **revision, **options)
+    check_loading(model, info, given)
+    return model
+
+
+def new_config(model_type: str, text: str, drop_path: float, **labels):
+    """The configuration of a new model for these labels, with what `--config-overrides` says."""
+    check_numbers(overrides := parse_overrides(model_type, text))
+    # PVT's configuration keeps its own count of classes, unless it is given.
+    counted = {"num_labels": len(labels["id2label"])} if "id2label" in labels else {}
+    with one_error(model_type, NEW):
+        config = AutoConfig.for_model(model_type, **counted | overrides, **labels)
+    set_drop_path(config, drop_path)
+    return config
+
+
+def new_model(auto_class, config):
+    """A model with fresh weights."""
+    with one_error(config.model_type, NEW):
+        return auto_class.from_config(config)
 
 
 def set_drop_path(config, rate: float):

@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 from ...common.files import LOCK, disk_errors, locked, permit_as_usual, read_json, refuse_links, write_json
 from ...common.precision import choose_mixed_precision, describe_device
 from ...common.versions import origin
-from .arguments import RESUMABLE, DataArguments, ImageArguments, RunArguments
+from .arguments import IN_PYTHON, RESUMABLE, DataArguments, ImageArguments, RunArguments, arguments_named
 from .checkpoints import Checkpoints
 
 
@@ -42,6 +42,8 @@ FIXED = frozenset(
 )
 # Of recipes' arguments, what does not.
 NOT_FIXED = frozenset({"per_device_eval_batch_size"})
+# What may be there before a run begins.
+BESIDES = (LOCK, "*_results.json", "trainer_state.json")
 # What a run writes into its folder by these names, besides its checkpoints and the files of the best model.
 WRITTEN = ("run.json", "results.json", "metrics.jsonl", "README.md", "runs")
 
@@ -124,6 +126,17 @@ class RecipeTrainingArguments(TrainingArguments):
     license: str | None = None
     overwrite: bool = False
 
+    def __init_subclass__(cls):
+        # A recipe's arguments are those of several groups of options, each of which checks its own.
+        checks = [kind.__post_init__ for kind in (*cls.__bases__, cls) if hasattr(kind, "__post_init__")]
+
+        def check_all(self):
+            with arguments_named({each.name for each in dataclasses.fields(self)}, IN_PYTHON):
+                for check_own in dict.fromkeys(checks):
+                    check_own(self)
+
+        cls.__post_init__ = check_all
+
     def __post_init__(self):
         # A view is a function of (seed, epoch, index), and a loss that is not finite ends the run.
         self.remove_unused_columns, self.ignore_data_skip, self.logging_nan_inf_filter = False, True, False
@@ -150,67 +163,44 @@ class RecipeTrainingArguments(TrainingArguments):
 
     def as_run(self) -> tuple[RunArguments, DataArguments]:
         """The same as a recipe's command has it."""
-        run = RunArguments(
-            output_dir=self.output_dir,
+
+        def group(kind: type, **values):
+            names = {each.name: IN_PYTHON.get(each.name, each.name) for each in dataclasses.fields(kind) if each.init}
+            own = {option: getattr(self, name) for option, name in names.items() if hasattr(self, name)}
+            return kind(**own | values)
+
+        run = group(
+            RunArguments,
             epochs=self.num_train_epochs and math.ceil(self.num_train_epochs),
             batch_size=self.per_device_train_batch_size * self.parts,
             eval_batch_size=self.per_device_eval_batch_size * self.world_size,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            seed=self.seed,
-            mixed_precision=self.mixed_precision,
-            max_grad_norm=self.max_grad_norm,
             logging_steps=int(self.logging_steps),
             checkpointing_steps=int(self.save_steps),
-            license=self.license,
-            overwrite=self.overwrite,
         )
-        data = DataArguments(
-            dataset=[],
-            steps_per_epoch=self.steps_per_epoch,
-            shuffle_buffer=self.shuffle_buffer,
-            skip_corrupt=self.skip_corrupt,
-            num_workers=self.dataloader_num_workers,
-        )
-        return run, data
+        return run, group(DataArguments, dataset=[])
 
 
 def recipe_arguments(kind: type[RecipeTrainingArguments], run: RunArguments, data: ImageArguments, *groups):
-    """The arguments of a trainer that a command's groups of options describe."""
-    values, names = training_values(run, data), {each.name for each in dataclasses.fields(kind) if each.init}
-    for group in groups:
-        values |= {each.name: getattr(group, each.name) for each in dataclasses.fields(group) if each.name in names}
-    return kind(**values)
-
-
-def training_values(run: RunArguments, data: ImageArguments) -> dict:
-    """What a command says, as `RecipeTrainingArguments` take it.
+    """The arguments of a trainer that a command's groups of options describe.
 
     Raises:
         ValueError: if a tracker is not installed.
     """
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    parts = state.num_processes * run.gradient_accumulation_steps
-    return {
-        "output_dir": run.output_dir,
-        "num_train_epochs": run.epochs,
+    parts, values = state.num_processes * run.gradient_accumulation_steps, {}
+    known = {each.name for each in dataclasses.fields(kind) if each.init}
+    for group in (run, data, *groups):
+        names = {IN_PYTHON.get(each.name, each.name): each.name for each in dataclasses.fields(group)}
+        values |= {name: getattr(group, option) for name, option in names.items() if name in known}
+    values |= {
         "per_device_train_batch_size": max(run.batch_size // parts, 1),
         "per_device_eval_batch_size": -(-run.eval_batch_size // state.num_processes),
-        "gradient_accumulation_steps": run.gradient_accumulation_steps,
-        "seed": run.seed,
         "use_cpu": state.device.type == "cpu",
         "bf16": run.mixed_precision == "bf16",
         "fp16": run.mixed_precision == "fp16",
-        "max_grad_norm": run.max_grad_norm,
-        "logging_steps": run.logging_steps,
-        "save_steps": run.checkpointing_steps,
         "report_to": trackers(run.report_to) or "none",
-        "dataloader_num_workers": data.num_workers,
-        "steps_per_epoch": data.steps_per_epoch,
-        "shuffle_buffer": data.shuffle_buffer,
-        "skip_corrupt": data.skip_corrupt,
-        "license": run.license,
-        "overwrite": run.overwrite,
     }
+    return kind(**values)
 
 
 def record_of(args: RecipeTrainingArguments, trainer: str) -> dict:
@@ -260,7 +250,7 @@ def check_output_folder(folder: Path, run: RunArguments, arguments: list):
     """Refuse a folder that is not free, unless the same run can go on there or is to be overwritten."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is a file; expected a folder, or a name that is free.")
-    if not folder.is_dir() or not any(path.name != LOCK for path in folder.iterdir()):
+    if not folder.is_dir() or all(any(path.match(kind) for kind in BESIDES) for path in folder.iterdir()):
         return
     run.found = read_run(folder)
     if run.found is None:

@@ -94,10 +94,13 @@ def build_student(
                 f"--student {pair.student} gives embeddings {width} wide and --teacher {teacher_width}, before or "
                 "after a projection; these cannot be aligned. Give the teacher that the student was bootstrapped from."
             )
+        if pair.placement == "content" and student.config.placement != "content":
+            student.place_by_content(pair.placement_rule)
         if pair.num_latent_tokens not in (None, student.config.num_latent_tokens):
             student.resize_tokens(pair.num_latent_tokens)
         if pair.elastic_token_counts:
-            student.config.elastic_token_counts = pair.elastic_token_counts
+            counts = {*map(student.config.round_tokens, pair.elastic_token_counts)}
+            student.config.elastic_token_counts = sorted(counts)
         student.set_num_tokens(None)
         if pair.image_size:
             set_image_size(student.config, pair.image_size)
@@ -115,10 +118,12 @@ def build_student(
         student_class = (
             SparseFormerVisionModel if teacher.projection is None else SparseFormerVisionModelWithProjection
         )
-    glance = {}
-    if pair.focusing == "inherited" and pair.glance:
+    looks = {}
+    if pair.placement == "content":
+        looks = {"placement": "content", "placement_rule": pair.placement_rule}
+    elif pair.focusing == "inherited" and pair.glance:
         # Windows are smaller than the image, which is then needed at twice the size, too.
-        glance = {"glance_grid": choose_grid(pair.glance, teacher_format.size), "num_pyramid_levels": 2}
+        looks = {"glance_grid": choose_grid(pair.glance, teacher_format.size), "num_pyramid_levels": 2}
     student = student_class.from_teacher(
         teacher,
         num_latent_tokens=pair.num_latent_tokens,
@@ -131,7 +136,7 @@ def build_student(
         image_std=teacher_format.std,
         resample=teacher_format.resample,
         resize_size=teacher_format.resize,
-        **{"image_size": image_size, **glance, **parse_overrides("sparseformer", pair.config_overrides)},
+        **{"image_size": image_size, **looks, **parse_overrides("sparseformer", pair.config_overrides)},
     )
     if pair.image_size:
         set_image_size(student.config, pair.image_size)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...common.choices import FOCUSINGS
+from ...common.choices import FOCUSINGS, PLACEMENT_RULES, PLACEMENTS
 from ..components.arguments import (
     ArgumentParser,
     DataArguments,
@@ -104,6 +104,15 @@ class StudentArguments:
         "cells of a grid, so that the student starts as its teacher at a lower resolution.",
         choices=FOCUSINGS,
     )
+    placement: str = argument(
+        "grid",
+        "With --focusing inherited, grid: tokens look at the cells of a grid. content: at cells of several sizes, "
+        "small where an image has detail. Such students have 4, 7, 10 … tokens; other counts are rounded down.",
+        choices=PLACEMENTS,
+    )
+    placement_rule: str = argument(
+        "detail", "With --placement content, what says which cells are made smaller.", choices=PLACEMENT_RULES
+    )
     glance: int = argument(
         0,
         "With --focusing inherited, tokens that glance at the image first, to choose the window in which the others "
@@ -144,6 +153,8 @@ class StudentArguments:
     def __post_init__(self):
         check_at_least(self, 0, "glance")
         check(self.glance, not self.glance or self.focusing == "inherited", "glance", "0 without --focusing inherited")
+        fits = self.placement == "grid" or ((self.focusing == "inherited" or self.student) and not self.glance)
+        check(self.placement, fits, "placement", "grid without --focusing inherited or --student, or with --glance")
         check_at_least(self, 1, "num_latent_tokens", "image_size")
         if self.elastic_token_counts is not None:
             counts = self.elastic_token_counts = sorted({*self.elastic_token_counts})

@@ -1,0 +1,202 @@
+"""Cells of a quadtree, chosen for each image: fine where it has something to show, coarse where it has not.
+
+Each cell, of whatever size, is embedded as a patch. A few large cells cover the image, and those whose split is worth
+most are split into four. With a fixed number of splits, all images of a batch have as many tokens, so that no loop
+runs over images or cells. Mixed resolutions of patches are older (Ronen et al., *Vision Transformers with Mixed-
+Resolution Tokenization*, 2023; *Adaptive Patch Transformer*, 2026, splits by entropy and a threshold); here a number
+of tokens is kept, and both ends are the teacher, on the coarsest and on the finest grid.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .layers import in_float32
+from .pyramid import grid_rois
+
+
+# Bins of gray of the entropy rule, from -BOUND to BOUND of normalized pixels.
+BINS, BOUND = 16, 2.5
+# By how much each cell's worth is less than that of the cell before it which is worth as much: ties are decided alike
+# everywhere, and no cell is worth as much as the one that it is a part of.
+TIE = 2.0**-20
+
+
+def known_size(images: torch.Tensor) -> tuple[int, int]:
+    """Height and width of images, on which the grids of a tree depend.
+
+    Raises:
+        ValueError: if a program is being exported for images of any size.
+    """
+    size = tuple(images.shape[-2:])
+    if not all(isinstance(side, int) for side in size):
+        raise ValueError("Trees depend on the size of images; export a program for one size, with any batch.")
+    return size
+
+
+def cells_of(grids: list[tuple[int, int]]) -> torch.Tensor:
+    """RoIs of the cells of all grids, coarsest first, `(cells, 4)` as left, top, right, bottom."""
+    return torch.cat([grid_rois(grid) for grid in grids])
+
+
+def split_in_four(cells: torch.Tensor) -> torch.Tensor:
+    """Values of cells, `(batch, rows, columns)`, for each of the four that they are split into."""
+    return cells.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
+
+
+def lost_detail(image: torch.Tensor, patch_size: tuple[int, int], num_levels: int) -> list[torch.Tensor]:
+    """How much a cell loses that is shown with the points of a patch: the mean squared difference from the image.
+
+    Args:
+        image (`torch.Tensor`): `(batch, channels, height, width)`, where a cell of the finest grid has a patch's
+            points.
+        patch_size (pair of `int`): Rows and columns of points.
+        num_levels (`int`): Grids; the finest is left out, which loses nothing.
+
+    Returns:
+        `list[torch.Tensor]`: `(batch, rows, columns)` of each grid, coarsest first.
+    """
+    window = [2 * points for points in patch_size]
+    losses: list[torch.Tensor] = []
+    image = image.mean(dim=1, keepdim=True)
+    for _ in range(num_levels - 1):
+        coarse = F.avg_pool2d(image, 2)
+        shown = F.interpolate(coarse, scale_factor=2.0, mode="nearest")
+        loss = F.avg_pool2d((image - shown).square(), window)
+        # What differs within a point and what differs between points add up.
+        losses.insert(0, loss if not losses else loss + F.avg_pool2d(losses[0], 2))
+        image = coarse
+    return [loss.squeeze(1) for loss in losses]
+
+
+def entropy(image: torch.Tensor, patch_size: tuple[int, int], num_levels: int) -> list[torch.Tensor]:
+    """Entropy of the gray values in a cell, in bits, as in Adaptive Patch Transformer; arguments and shapes as those
+    of `lost_detail`."""
+    gray = image.mean(dim=1, keepdim=True)
+    edges = torch.linspace(-BOUND, BOUND, BINS + 1, device=gray.device)[1:-1]
+    # The share of pixels below each edge; between two edges lies their difference.
+    finest = F.avg_pool2d((gray < edges.view(-1, 1, 1)).to(gray.dtype), patch_size)
+    below = [finest]
+    for _ in range(num_levels - 1):
+        below.insert(0, F.avg_pool2d(below[0], 2))
+    found = []
+    for shares in below[:-1]:
+        none, all_ = torch.zeros_like(shares[:, :1]), torch.ones_like(shares[:, :1])
+        probability = torch.cat([shares, all_], 1) - torch.cat([none, shares], 1)
+        found.append(-(probability * probability.clamp(min=1e-9).log2()).sum(1))
+    return found
+
+
+def worth_of(rule: str, image: torch.Tensor, patch_size: tuple[int, int], num_levels: int) -> list[torch.Tensor]:
+    """What the split of a cell is worth by a `placement_rule`; arguments and shapes as those of `lost_detail`."""
+    image = in_float32(image)
+    if rule == "entropy":
+        return entropy(image, patch_size, num_levels)
+    losses = lost_detail(image, patch_size, num_levels)
+    if rule == "contrast":
+        losses = [loss.sqrt() for loss in losses]
+    # Times the cell's area, in cells of the finest grid.
+    return [loss * 4 ** (num_levels - 1 - level) for level, loss in enumerate(losses)]
+
+
+def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
+    """The cells that are left when those worth most are split.
+
+    Args:
+        worths (`list[torch.Tensor]`): `(batch, rows, columns)` of each grid but the finest, coarsest first, from 0 on.
+            A cell is worth no more than the one that it is a part of, so that the worthiest cells are a tree.
+        num_tokens (`int`): The coarsest grid's cells and three for each split.
+
+    Returns:
+        `torch.Tensor`: `(batch, num_tokens)` int64, numbers of cells, those of the coarsest grid first, row by row.
+    """
+    batch, rows, columns = worths[0].shape
+    sizes = [worth[0].numel() for worth in worths]
+    num_splits = (num_tokens - sizes[0]) // 3
+    ordered, above, place = [], None, 0
+    for worth, size in zip(worths, sizes, strict=True):
+        # From a positive number on, so that a factor below 1 makes it smaller.
+        worth = in_float32(worth).clamp(min=1e-20)
+        if above is not None:
+            worth = torch.minimum(worth, split_in_four(above))
+        numbers = torch.arange(place + 1, place + size + 1, device=worth.device).view(worth.shape[1:])
+        above = worth * (1 - TIE * numbers)
+        ordered.append(above.flatten(1))
+        place += size
+    ordered = torch.cat(ordered, dim=1)
+    splits = torch.zeros_like(ordered)
+    if num_splits:
+        splits = splits.scatter(1, ordered.topk(num_splits).indices, 1.0)
+    is_there, left = torch.ones_like(worths[0], dtype=torch.float32), []
+    for split, worth in zip(splits.split(sizes, dim=1), worths, strict=True):
+        split = split.view(worth.shape)
+        left.append((is_there - split).flatten(1))
+        is_there = split_in_four(split)
+    left = torch.cat([*left, is_there.flatten(1)], dim=1)
+    # In the order of their numbers.
+    ranks = torch.arange(left.shape[1], 0, -1, device=left.device)
+    return (left * ranks).topk(num_tokens).indices
+
+
+class CellPyramid(nn.Module):
+    """An image at the sizes where the points of each grid's cells are its pixels.
+
+    Args:
+        patch_size (pair of `int`): Rows and columns of points in a cell.
+    """
+
+    def __init__(self, patch_size: tuple[int, int]):
+        super().__init__()
+        self.patch_size = patch_size
+
+    def forward(self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]) -> list[torch.Tensor]:
+        """`(batch, channels, height, width)` to an image in float32 for each grid, coarsest first."""
+        pixel_values = in_float32(pixel_values)
+        levels = []
+        for grid in grids:
+            size = tuple(cells * points for cells, points in zip(grid, self.patch_size, strict=True))
+            same = size == known_size(pixel_values)
+            levels.append(pixel_values if same else F.interpolate(pixel_values, size, mode="bilinear", antialias=True))
+        return levels
+
+
+class ContentPlacement(nn.Module):
+    """Chooses each image's cells.
+
+    Args:
+        rule (`str`): `placement_rule` of a configuration.
+        patch_size (pair of `int`): Rows and columns of points in a cell.
+        random_share (`float`): Share of images that get any tree while training, so that the model learns all.
+    """
+
+    def __init__(self, rule: str, patch_size: tuple[int, int], random_share: float = 0.0):
+        super().__init__()
+        self.rule, self.patch_size, self.random_share = rule, patch_size, random_share
+
+    def forward(self, levels: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
+        """A `CellPyramid`'s images to numbers of cells, `(batch, num_tokens)`, see `choose_cells`."""
+        with torch.no_grad():
+            worths = worth_of(self.rule, levels[-1], self.patch_size, len(levels))
+            if self.training and self.random_share:
+                worths = self.scramble(worths)
+            return choose_cells(worths, num_tokens)
+
+    def scramble(self, worths: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same, but of `random_share` of the images random, larger cells worth more."""
+        chosen = torch.rand(len(worths[0]), 1, 1, device=worths[0].device) < self.random_share
+        return [
+            torch.where(chosen, torch.rand_like(worth) * 2.0 ** (len(worths) - level), worth)
+            for level, worth in enumerate(worths)
+        ]
+
+    def patches(self, levels: list[torch.Tensor], cells: torch.Tensor) -> torch.Tensor:
+        """The pixels of cells, `(batch, num_tokens)`, as a patch embedding takes them, channels first:
+        `(batch, num_tokens, channels * rows * columns)`."""
+        rows, columns = self.patch_size
+        of_all = []
+        for image in levels:
+            batch, channels, height, width = image.shape
+            grid = image.view(batch, channels, height // rows, rows, width // columns, columns)
+            of_all.append(grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * rows * columns))
+        of_all = torch.cat(of_all, dim=1)
+        return of_all.gather(1, cells.unsqueeze(-1).expand(-1, -1, of_all.shape[-1]))
