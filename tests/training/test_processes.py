@@ -160,7 +160,7 @@ def more_finished(finished, folder, teacher):
         {"name": "shards", "processes": 2, "options": shards, "listed": True},
         {"name": "shards-again", "processes": 2, "options": shards, "listed": True, "stops": 10},
         {"name": "shards-again", "processes": 2, "options": shards | {"num_workers": 1}, "listed": True},
-        {"name": "killed", "processes": 2, "fails": "killed", "ends": [1, -9]},
+        {"name": "one-killed", "processes": 2, "fails": "killed", "ends": [1, -9]},
         {"name": "lost", "processes": 2, "fails": "worker killed", "ends": [1, 1], "options": {"num_workers": 1}},
     ]
     sharded = {"name": "student-sharded", "processes": 2, "environment": fsdp()}
