@@ -1,5 +1,5 @@
-"""Odd commands, killed processes, corrupted files, writers at once, hostile folders and the whole suite, more of each
-than the tests try every time.
+"""Odd commands, killed processes, corrupted files, writers at once, hostile folders, runs in several processes and the
+whole suite, more of each than the tests try every time.
 
     python benchmarks/reliability.py commands    # 1,500 odd models, data, outputs and numbers, given to commands
     python benchmarks/reliability.py kills       # 50 trainings and 50 publishings are killed at random moments
@@ -7,6 +7,7 @@ than the tests try every time.
     python benchmarks/reliability.py writers     # 200 times, five commands write one folder at once, and one is killed
     python benchmarks/reliability.py json        # 2,000 odd versions of each JSON file that a folder may bring
     python benchmarks/reliability.py hostile     # links, foreign programs, checkpoints, indexes, names, aliases
+    python benchmarks/reliability.py processes   # recipes in two and four processes: shared out, killed, gone on with
     python benchmarks/reliability.py ends        # 50 signals at random moments, runs and workers that are stopped
     python benchmarks/reliability.py suite       # every test, in two and four processes too, and why some were skipped
 
@@ -50,10 +51,13 @@ ENDS_FILES = (
     *("tests/training/test_processes.py", "tests/training/test_segment.py"),
 )
 ENDS = ("signals", "interruption", "stopped", "gone_on", "end_together", "bit_exactly")
-# What pytest runs, and what the tests read from the environment.
+# What pytest runs, also of what is marked as `reliability`, and what the tests read from the environment.
 ROWS = {
     "commands": (["tests/test_odd_commands.py", "--timeout=7200"], {"FRUGALVIT_ODD_COMMANDS": str(COMMANDS)}),
-    "kills": (["tests/training/test_trainer.py", "-k", "killed", "--timeout=7200"], {"FRUGALVIT_KILLS": str(KILLS)}),
+    "kills": (
+        ["tests/training/test_trainer.py", "tests/training/test_processes.py", "-k", "killed", "--timeout=7200"],
+        {"FRUGALVIT_KILLS": str(KILLS)},
+    ),
     "fuzz": (["tests/test_fuzz.py", "--timeout=7200"], {"FRUGALVIT_FUZZ_CASES": str(FUZZ)}),
     "writers": (
         ["tests/common/test_files.py", "-k", "writers", "--timeout=7200"],
@@ -61,6 +65,10 @@ ROWS = {
     ),
     "json": (["tests/test_fuzz.py", "-k", "json", "--timeout=7200"], {"FRUGALVIT_FUZZ_CASES": str(JSON)}),
     "hostile": ([*HOSTILE_FILES, "-k", " or ".join(HOSTILE)], {}),
+    "processes": (
+        ["tests/training/test_processes.py", "tests/training/test_segment.py", "-k", "processes", "--timeout=7200"],
+        {},
+    ),
     "ends": ([*ENDS_FILES, "-k", " or ".join(ENDS), "--timeout=7200"], {"FRUGALVIT_SIGNALS": str(SIGNALS)}),
     "suite": (["--numprocesses=auto"], {}),
 }
@@ -76,7 +84,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         subprocess.run(
-            [sys.executable, "-m", "pytest", "--numprocesses=0", "-q", f"--junitxml={folder}/report.xml"]
+            [sys.executable, "-m", "pytest", "--numprocesses=0", "-q", "-m", "", f"--junitxml={folder}/report.xml"]
             + [f"--basetemp={folder}/temporary", *words],
             cwd=ROOT,
             env=os.environ | environment,

@@ -16,17 +16,23 @@ from huggingface_hub import HfApi
 
 # Few tests that take long, many of them processes to wait for.
 LONG_MODULES = (
-    "tests/training/test_processes.py",
-    "tests/training/test_trainer.py",
-    "tests/training/test_segment.py",
-    "tests/training/test_train.py",
-    "tests/modeling/test_ecosystem.py",
-    "tests/test_compare.py",
     "tests/test_export.py",
-    "tests/test_demo.py",
+    "tests/modeling/test_ecosystem.py",
+    "tests/training/test_devices.py",
+    "tests/training/test_processes.py",
+    "tests/training/test_bootstrap.py",
+    "tests/training/test_recipes.py",
+    "tests/training/test_data_sets.py",
+    "tests/modeling/test_hub.py",
+    "tests/modeling/test_llava.py",
+    "tests/training/test_train.py",
+    "tests/training/test_joint.py",
+    "tests/training/test_align_llava.py",
+    "tests/test_publish.py",
     "tests/test_package.py",
+    "tests/test_compare.py",
+    "tests/test_demo.py",
     "tests/test_quickstart.py",
-    "tests/test_readme.py",
 )
 
 
@@ -56,6 +62,13 @@ def pytest_collection():
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_stays_is_no_garbage():
+    """What earlier modules imported and compiled is looked at once: `Trainer` collects garbage whenever it trains."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):

@@ -151,7 +151,8 @@ def test_heads_are_averaged_over_given_images(folder, tmp_path, capsys):
 def test_a_trained_model_beside_its_own_start(recipe, tmp_path, capsys):
     """Drawn again, the start is what a run that learned nothing has saved."""
     sizes = "patch_size=8,hidden_size=36,num_hidden_layers=2,intermediate_size=48"
-    images = ["--train-split", "train[:64]", "--eval-split", "test[:50]", "--batch-size", "64", "--epochs", "1"]
+    images = ["--train-split", "train[:64]", "--eval-split", "test[:8]", "--batch-size", "8", "--epochs", "1"]
+    images += ["--steps-per-epoch", "1"]
     still = ["--learning-rate", "1e-12", "--warmup-epochs", "0", "--seed", "3", "--output", str(tmp_path / "run")]
     vit = f"image_size=32,{sizes}"
     chosen = {

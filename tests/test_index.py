@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -134,23 +132,6 @@ def test_a_swapped_image_side_is_compared_with_the_clips_own(images, tmp_path, c
     found = re.fullmatch(r".* of 24: (.*) images/s, (.*) with the CLIP's own image side\.", line)
     new, own = map(float, found.groups())
     assert new > own
-
-
-def test_two_processes_share_the_work(images, tmp_path):
-    output = tmp_path / "index"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "frugalvit.index"]
-    arguments = [str(images), "--model", MODEL, "--output", str(output), "--device", "cpu"]
-    process = subprocess.run(
-        [sys.executable, *launch, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    assert len(files_in(output)) == len(set(files_in(output))) == 24
-    assert {path.stem[-1] for path in output.glob("*.safetensors")} == {"0", "1"}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import HfApi, ModelCard
+from processes import run_in_server
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -83,6 +84,13 @@ def write_card(folder, task="image-classification"):
     (folder / "README.md").write_text(CARD.format(task=task), encoding="utf-8")
 
 
+@pytest.fixture(autouse=True)
+def imported_once(request, monkeypatch):
+    """Whether a repository loads without frugalvit is asked in a process of its own; one test starts it anew."""
+    if "from_nothing" not in request.node.name:
+        monkeypatch.setattr("frugalvit.validation.subprocess.run", run_in_server)
+
+
 @pytest.fixture
 def trained(tmp_path):
     torch.manual_seed(0)
@@ -108,7 +116,7 @@ def test_stores_half_precision_that_loads_as_float32_and_a_card_from_elsewhere(t
     assert (tmp_path / "out" / "modeling_sparseformer.py").is_file()
 
 
-def test_uploads_all_in_one_commit(trained, tmp_path, hub, capsys):
+def test_uploads_all_in_one_commit_and_checks_from_nothing(trained, tmp_path, hub, capsys):
     (trained / "checkpoints").mkdir()
     (trained / "optimizer.bin").write_text("private")
     assert main(["publish", str(trained), "someone/model", "--output", str(tmp_path / "out"), "--private"]) == 0

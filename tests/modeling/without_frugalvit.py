@@ -215,6 +215,13 @@ def process(folder: str, outputs: str):
     )
 
 
+def run_source(source: str, *arguments: str):
+    """A program as `python -c` runs it, but for what is imported already."""
+    warnings.simplefilter("default")
+    sys.argv = ["-c", *arguments]
+    exec(compile(source, "<string>", "exec"), {"__name__": "__main__"})
+
+
 def serve():
     """A request is a line of JSON, `directory` and `arguments`; so is the reply, the path of a file with what went
     wrong, or null."""
@@ -242,6 +249,7 @@ def serve():
 
 def main(action: str, *arguments: str):
     actions = {"load": load, "fine_tune": fine_tune, "compute": compute, "process": process, "serve": serve}
+    actions["run_source"] = run_source
     actions[action](*arguments)
     if any(name.partition(".")[0] == "frugalvit" for name in sys.modules):
         sys.exit("frugalvit was imported")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import datasets
 import numpy as np
@@ -22,9 +23,9 @@ TINY_VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_at
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def slow_bfloat16():
-    """The same arithmetic on every machine, also after a test's own `monkeypatch.undo()`."""
+    """The same arithmetic on every machine, also after a test's own `monkeypatch.undo()` and in what tests share."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("frugalvit.common.precision.bfloat16_is_fast", lambda: False)
         yield
@@ -82,28 +83,65 @@ def fused_calls(monkeypatch):
     return calls
 
 
+def tiny_words(output_dir, *arguments, **options) -> list[str]:
+    """A command line of the recipe on 64 images, batches of 16."""
+    options = {
+        "output_dir": output_dir,
+        "config_overrides": TINY_VIT,
+        "train_split": "train[:64]",
+        "eval_split": "test[:50]",
+        "epochs": 2,
+        "batch_size": 16,
+        "warmup_epochs": 1,
+        "logging_steps": 1,
+    } | options
+    options = {key: value for key, value in options.items() if value is not None}
+    return [text for key, value in options.items() for text in (f"--{key}", str(value))] + [*arguments]
+
+
+def run_tiny(output_dir, *arguments, **options):
+    """Run the recipe, and return what `results.json` holds."""
+    assert not train.main(tiny_words(output_dir, *arguments, **options))
+    return json.loads((output_dir / "results.json").read_text(encoding="utf-8"))
+
+
 @pytest.fixture
 def tiny_run(tmp_path):
-    """Runs the recipe on 64 images, batches of 16, and returns what `results.json` holds."""
+    """`run_tiny` to a folder of this test."""
+    return lambda *arguments, name="out", **options: run_tiny(tmp_path / name, *arguments, **options)
 
-    def run(*arguments, name="out", **options):
-        options = {
-            "output_dir": tmp_path / name,
-            "config_overrides": TINY_VIT,
-            "train_split": "train[:64]",
-            "eval_split": "test[:50]",
-            "epochs": 2,
-            "batch_size": 16,
-            "warmup_epochs": 1,
-            "logging_steps": 1,
-        } | options
-        options = {key: value for key, value in options.items() if value is not None}
-        assert not train.main(
-            [text for key, value in options.items() for text in (f"--{key}", str(value))] + [*arguments]
-        )
-        return json.loads((options["output_dir"] / "results.json").read_text(encoding="utf-8"))
 
-    return run
+@pytest.fixture
+def tiny_trainer(tmp_path):
+    """The trainer of a `tiny_run`, which can be asked without a training."""
+
+    def make(*arguments, name="out", **options):
+        words = tiny_words(tmp_path / name, *arguments, **options)
+        return train.make_trainer(train.parse(words), words)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shared_runs(tmp_path_factory):
+    """Folders of runs that tests share, by their options."""
+    return tmp_path_factory.mktemp("runs"), {}
+
+
+@pytest.fixture
+def finished_run(shared_runs, tmp_path):
+    """Copies a finished `tiny_run`, which is trained once for all tests."""
+    root, folders = shared_runs
+
+    def copy(name="out", **options):
+        key = repr(options)
+        if key not in folders:
+            run_tiny(root / str(len(folders)), **options)
+            folders[key] = root / str(len(folders))
+        shutil.copytree(folders[key], tmp_path / name)
+        return json.loads((tmp_path / name / "results.json").read_text(encoding="utf-8"))
+
+    return copy
 
 
 def encode(pixels: np.ndarray, format: str = "PNG") -> bytes:

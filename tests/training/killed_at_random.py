@@ -9,18 +9,50 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import torch
-from killed_runs import die, forked, run
+import torch._dynamo  # once, rather than in the first step of every process
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
 from frugalvit import publish
+from frugalvit.training import train as recipe
 from frugalvit.training.components.checkpoints import Checkpoints
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forked(work) -> int:
+    """Do `work` in a process of its own; returns its exit code, minus the signal that killed it."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = work() or 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run(arguments: list[str], prepare=None) -> int:
+    """Train in a process of its own."""
+
+    def work():
+        if prepare:
+            prepare()
+        return recipe.main(arguments)
+
+    return forked(work)
 
 
 def weights(folder: Path) -> bytes:

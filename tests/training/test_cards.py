@@ -31,6 +31,8 @@ def test_a_bootstrapped_model_can_be_published_as_it_is(teacher, tmp_path):
     assert (card.data.license, card.data.datasets) == ("mit", ["uoft-cs/cifar10"])
     [result] = card.data.eval_results
     assert (result.dataset_type, result.dataset_split) == ("uoft-cs/cifar10", "test[:16]")
+    best = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["best"]
+    assert result.metric_value == round(best["accuracy"], 4) != 0.5
     assert f"bootstrapped from {teacher.name} " in card.text
     assert card.text.count("## Beside the teacher") == 1 and "| student |" in card.text
 

@@ -134,7 +134,6 @@ def test_distilling(options, run, teacher):
     ("new", "options"),
     [
         (True, {"compare": True}),
-        (False, {}),
         (True, {"optimizer": "muon", "mixed_precision": "no"}),
         (False, {"loss": "kl", "label_loss_weight": 0.5, "token_loss_weight": 1}),
     ],
@@ -176,7 +175,14 @@ def shared_out(name, device, dtype, quantize, device_map):
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # as Accelerate does
-@pytest.mark.parametrize("options", [{}, {"device_map": "auto"}, {"device_map": "auto", "lora_rank": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"device_map": "auto"}, marks=pytest.mark.reliability),
+        {"device_map": "auto", "lora_rank": 2},
+    ],
+)
 def test_align_llava(options, run, llava, monkeypatch):
     monkeypatch.setattr(align_llava, "load_llava", shared_out)
     whole_state = align_llava.Learner.whole_state

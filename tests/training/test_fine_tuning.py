@@ -129,9 +129,9 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tiny_run, tmp_path
     ],
     ids=["headless", "without-pooling", "mean", "siglip", "distilled", "dinov3", "other-names"],
 )
-def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tiny_run, tmp_path, class_names):
+def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tiny_trainer, tmp_path, class_names):
     folder = timm_vit(**options)
-    tiny_run(model=folder, **STILL)
+    tiny_trainer(model=folder, **STILL).model.save_pretrained(tmp_path / "out")
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     assert {name for name in before.keys() ^ after.keys() if not name.startswith("head")} == set()
     for name, tensor in before.items():
@@ -144,7 +144,9 @@ def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tiny_run, tmp_p
 
 @pytest.mark.parametrize("broadcast", [None, "cb", "blend"])
 @pytest.mark.parametrize("library", ["timm", "transformers"])
-def test_a_thousand_classes_become_ten(library, broadcast, request, tiny_run, tmp_path, class_names, caplog):
+def test_a_thousand_classes_become_ten(
+    library, broadcast, request, tiny_run, tiny_trainer, tmp_path, class_names, caplog
+):
     """With Context Broadcasting, too, which is saved with the model; blended, it starts as the model was. The folder
     is for the next command."""
     size = {"num_classes": 1000} if library == "timm" else {"num_labels": 1000}
@@ -175,14 +177,15 @@ def test_a_thousand_classes_become_ten(library, broadcast, request, tiny_run, tm
     assert cli.main(["evaluate", "classification", *used, *data, "--output", str(tmp_path / "measured.json")]) == 0
     measured = json.loads((tmp_path / "measured.json").read_text(encoding="utf-8"))
     assert measured["accuracy"] == pytest.approx(results["best"]["accuracy"])
-    tiny_run("--trust-remote-code", name="again", model=tmp_path / "out", **STILL)
+    again = tiny_trainer("--trust-remote-code", name="again", model=tmp_path / "out", **STILL)
+    assert again.evaluate()["eval_accuracy"] == pytest.approx(results["best"]["accuracy"])
 
 
-def test_a_folder_of_transformers_wrapper_without_a_classifier(timm_vit, tiny_run, tmp_path, class_names):
+def test_a_folder_of_transformers_wrapper_without_a_classifier(timm_vit, tiny_trainer, tmp_path, class_names):
     load_vision_model(timm_vit(num_classes=0), "cpu")[0].save_pretrained(tmp_path / "wrapper")
     config = json.loads((tmp_path / "wrapper" / "config.json").read_text(encoding="utf-8"))
     assert config["architectures"] == ["TimmWrapperModel"]
-    tiny_run(model=tmp_path / "wrapper", **STILL)
+    tiny_trainer(model=tmp_path / "wrapper", **STILL).model.save_pretrained(tmp_path / "out")
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert [*model.config.id2label.values()] == class_names
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("timm", "out"))
@@ -223,18 +226,6 @@ def test_a_model_of_timm_at_another_size(timm_vit, tiny_run, tmp_path):
     torch.testing.assert_close(model.timm_model.pos_embed, expected.pos_embed, rtol=0, atol=1e-6)
 
 
-def spy(monkeypatch, module, name: str) -> list:
-    """What a function is called with from here on."""
-    calls, function = [], getattr(module, name)
-
-    def note(*arguments, **options):
-        calls.append((arguments, options))
-        return function(*arguments, **options)
-
-    monkeypatch.setattr(module, name, note)
-    return calls
-
-
 def by_part(names_and_rates: list[tuple[str, float]]) -> dict[str, set[float]]:
     """Learning rates of the embeddings, of each block, of the last norm and of the classifier."""
     parts = {}
@@ -250,11 +241,11 @@ def by_part(names_and_rates: list[tuple[str, float]]) -> dict[str, set[float]]:
     return parts
 
 
-def test_factors_of_learning_rates_end_in_the_optimizer(vit, tiny_run, monkeypatch):
+def test_factors_of_learning_rates_end_in_the_optimizer(vit, tiny_trainer):
     """The same for equal models of both libraries."""
-    calls = spy(monkeypatch, trainer, "prepare_sharing")
-    tiny_run(model=vit(), config_overrides=None, epochs=1, learning_rate=1e-3, layer_decay=0.5, head_multiplier=4)
-    [((_, model, optimizer), _)] = calls
+    options = {"config_overrides": None, "learning_rate": 1e-3, "layer_decay": 0.5, "head_multiplier": 4}
+    own = tiny_trainer(model=vit(), **options)
+    model, (optimizer, _) = own.model, own.make_optimizer()
     rates = {parameter: group["initial_lr"] for group in optimizer.param_groups for parameter in group["params"]}
     assert by_part([(name, rates[parameter]) for name, parameter in model.named_parameters()]) == {
         "embeddings": {1.25e-4},
@@ -348,8 +339,6 @@ def test_timm_is_told_what_its_architecture_does_not_take(tmp_path, tiny_run):
     tiny_run(model=tmp_path / "resnet", **STILL | {"drop_path": 0.5})
 
 
-def test_blocks_of_timm_are_left_out_in_training(timm_vit, tiny_run, monkeypatch):
-    calls = spy(monkeypatch, trainer, "prepare_sharing")
-    tiny_run(model=timm_vit(), drop_path=0.3, **STILL)
-    [((_, model, _), _)] = calls
+def test_blocks_of_timm_are_left_out_in_training(timm_vit, tiny_trainer):
+    model = tiny_trainer(model=timm_vit(), drop_path=0.3, **STILL).model
     assert model.timm_model.blocks[2].drop_path1.drop_prob == pytest.approx(0.3)

@@ -73,10 +73,10 @@ def watched(monkeypatch):
 
 @pytest.mark.parametrize("variant", ["joint-small", "shared-small"])
 def test_trains_two_that_stand_alone(variant, run, tmp_path):
-    results = run(variant=variant, train_split="train[:256]", eval_split="test[:200]", epochs=8, crop_padding=0)
+    results = run(variant=variant, train_split="train[:128]", eval_split="test[:100]", epochs=10, crop_padding=0)
     losses = [record["train_loss"] for record in results["epochs"]]
     assert losses[-1] < 0.5 * losses[0] and results["best"]["accuracy"] > 0.15
-    images = load_images("cifar10-subset", "test[:200]").cast_column("image", datasets.Image())
+    images = load_images("cifar10-subset", "test[:100]").cast_column("image", datasets.Image())
     for name, model_class, accuracy in (
         ("vit", ViTForImageClassification, "accuracy"),
         ("agent", AgentCNNForImageClassification, "agent_accuracy"),
@@ -360,7 +360,7 @@ def test_sharpness_aware_steps_look_as_far_as_they_are_told(run, monkeypatch):
 
 
 def test_sharpness_aware_steps_seek_flat_minima(run):
-    losses = [record["train_loss"] for record in run(optimizer="sam", train_split="train[:256]", epochs=6)["epochs"]]
+    losses = [record["train_loss"] for record in run(optimizer="sam", epochs=8)["epochs"]]
     assert losses[-1] < 0.5 * losses[0]
 
 

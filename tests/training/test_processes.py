@@ -15,8 +15,11 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers import AutoModelForImageClassification
 
+from frugalvit import checkpoint_path
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
+from frugalvit.index import read_shards
 from frugalvit.training import train
 
 
@@ -27,6 +30,10 @@ SHARED = {"train_split": "train[:72]", "eval_split": "test[:51]", "eval_batch_si
 SHARED |= {"warmup_epochs": 1, "logging_steps": 1, "checkpointing_steps": 3, "mixed_precision": "no"}
 CLASSIFIER = {"config_overrides": VIT, "mixup": 0.8, "cutmix": 1}
 PARTS = {"gradient_accumulation_steps": 2}
+# It draws random numbers in the model, too.
+KILLED = {"processes": 1, "options": {"config_overrides": f"{VIT},hidden_dropout_prob=0.1", "epochs": 3}}
+KILLED["options"] |= {"train_split": "train[:64]", "logging_steps": 2, "mixup": 0, "cutmix": 0}
+TIMES = {"images_per_second", "seconds"}
 
 
 # They start many processes, for which a busy machine takes long.
@@ -42,13 +49,15 @@ def fsdp() -> dict[str, str]:
 
 
 def run(folder: Path, jobs: list[dict]):
-    """Run jobs of several_processes.py; their `options` are the command line's, besides those of all."""
+    """Run jobs of several_processes.py; their `options` are the command line's of a recipe, besides those of all."""
     for job in jobs:
+        job["log"] = str(folder / f"{job['name']}.log")
+        job.setdefault("ends", [1 if "stops" in job else 0] * job["processes"])
+        if "arguments" in job:
+            continue
         values = SHARED | {"output_dir": folder / job["name"]} | job["options"]
         lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
         job["arguments"] = [str(text) for name, value in lists.items() for text in (f"--{name}", *value)]
-        job["log"] = str(folder / f"{job['name']}.log")
-        job.setdefault("ends", [1 if "stops" in job else 0] * job["processes"])
     (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
     program = Path(__file__).with_name("several_processes.py")
     process = subprocess.run(
@@ -77,14 +86,57 @@ def assert_same_run(folder: Path, expected: Path):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, teacher):
-    """The folder of all runs; one program imports for all of them."""
+def folder(tmp_path_factory):
+    """The folder of all runs, with images to stream."""
     folder = tmp_path_factory.mktemp("runs")
     for name, images in (("train", 25), ("eval", 21)):
         load_images(SUBSET, f"train[:{images}]").to_parquet(folder / f"{name}.parquet")
+    return folder
+
+
+def classifiers(jobs: list[dict]) -> list[dict]:
+    return [{"module": "training.train", **job, "options": CLASSIFIER | job.get("options", {})} for job in jobs]
+
+
+def students(jobs: list[dict], teacher: Path) -> list[dict]:
+    small = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
+    student = {"teacher": teacher, "config_overrides": small, "learning_rate": 1e-3, "recipe": "paper"}
+    student["elastic_token_counts"] = ["1", "2", "3", "4", "5"]
+    return [{"module": "training.bootstrap", **job, "options": student | job.get("options", {})} for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def finished(folder, teacher):
+    """One program imports for all runs."""
     stream = {"dataset": folder / "train.parquet", "eval_dataset": folder / "eval.parquet", "eval_split": "train"}
     stream |= {"train_split": "train", "streaming": True, "steps_per_epoch": 4, "shuffle_buffer": 20}
     sharded = {"name": "sharded", "processes": 2, "options": stream | PARTS, "environment": fsdp()}
+    raised = {"name": "raised", "processes": 2, "fails": "worker raises", "ends": [1, 1]}
+    # The processes agree on a precision.
+    raised["options"] = {"num_workers": 1, "mixed_precision": "auto"}
+    # They end in the second epoch, after a checkpoint within it, and go on.
+    jobs = classifiers(
+        [{"name": "stream", "processes": 1, "options": stream}, {**sharded, "stops": 7}, sharded, raised]
+    )
+    # One is never interrupted, one killed three times.
+    killed = [{"killed": where, "ends": [-9]} for where in ("best model", "epoch", "checkpoint")]
+    jobs += classifiers([{"name": "whole"} | KILLED, *({"name": "killed"} | KILLED | each for each in [*killed, {}])])
+    jobs += students(
+        [{"name": "student-one", "processes": 1}, {"name": "student-two", "processes": 2, "options": PARTS}], teacher
+    )
+    (folder / "images").mkdir()
+    for number, record in enumerate(load_images(SUBSET, "test[:24]")):
+        decode_image(record["image"], number).save(folder / "images" / f"{number:02}.png")
+    words = [folder / "images", "--model", checkpoint_path("cifar10-sparseformer-clip"), "--output", folder / "index"]
+    words += ["--device", "cpu"]
+    jobs.append({"module": "index", "name": "index", "processes": 2, "arguments": [*map(str, words)]})
+    run(folder, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def more_finished(finished, folder, teacher):
+    """More runs, beside these."""
     # Four shards of 12 images, each with a label of its own.
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=48)})
     numbered = load_images(SUBSET, "train[:48]").remove_columns("label").add_column("label", range(48)).cast(features)
@@ -99,56 +151,92 @@ def finished(tmp_path_factory, teacher):
         "batch_size": 8,
         "shuffle_buffer": 5,
     }
-    classifiers = [
+    jobs = [
         {"name": "one", "processes": 1},
         {"name": "four", "processes": 4, "options": PARTS},
-        {"name": "stream", "processes": 1, "options": stream},
         # Two begin, one goes on.
         {"name": "fewer", "processes": 2, "stops": 5},
         {"name": "fewer", "processes": 1},
-        # They end in the second epoch, after a checkpoint within it, and go on.
-        {**sharded, "stops": 7},
-        sharded,
         {"name": "shards", "processes": 2, "options": shards, "listed": True},
         {"name": "shards-again", "processes": 2, "options": shards, "listed": True, "stops": 10},
         {"name": "shards-again", "processes": 2, "options": shards | {"num_workers": 1}, "listed": True},
-        {"name": "killed", "processes": 2, "fails": "killed", "ends": [1, -9]},
+        {"name": "one-killed", "processes": 2, "fails": "killed", "ends": [1, -9]},
         {"name": "lost", "processes": 2, "fails": "worker killed", "ends": [1, 1], "options": {"num_workers": 1}},
-        {"name": "raised", "processes": 2, "fails": "worker raises", "ends": [1, 1], "options": {"num_workers": 1}},
     ]
-    # The processes agree on one.
-    classifiers[-1]["options"]["mixed_precision"] = "auto"
-    students = [
-        {"name": "student-one", "processes": 1},
-        {"name": "student-two", "processes": 2, "options": PARTS},
-        {"name": "student-sharded", "processes": 2, "environment": fsdp()},
-    ]
-    small = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
-    student = {"teacher": teacher, "config_overrides": small, "learning_rate": 1e-3, "recipe": "paper"}
-    student["elastic_token_counts"] = ["1", "2", "3", "4", "5"]
-    jobs = [{"recipe": "train", **job, "options": CLASSIFIER | job.get("options", {})} for job in classifiers]
-    jobs += [{"recipe": "bootstrap", **job, "options": student | job.get("options", {})} for job in students]
-    run(folder, jobs)
+    sharded = {"name": "student-sharded", "processes": 2, "environment": fsdp()}
+    run(folder, classifiers(jobs) + students([sharded], teacher))
     return folder
 
 
+def processes_of(folder: Path) -> int:
+    return json.loads((folder / "results.json").read_text())["processes"]
+
+
 def test_a_classifier(finished):
-    """Four processes that accumulate; two that share out its weights and go on within a stream."""
+    """Two processes that accumulate, share out its weights and go on within a stream."""
     checkpoint = finished / "sharded" / "checkpoints" / "step-00000006"
     assert (checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp").is_file()
-    for name, expected, processes in (("four", "one", 4), ("sharded", "stream", 2)):
-        assert_same_run(finished / name, finished / expected)
-        assert json.loads((finished / name / "results.json").read_text())["processes"] == processes
+    assert_same_run(finished / "sharded", finished / "stream")
+    assert processes_of(finished / "sharded") == 2
 
 
-def test_a_run_of_two_processes_is_gone_on_with_by_one(finished):
+def test_an_index(finished):
+    """Two processes share the work."""
+    files = [file[0] for shard in read_shards(finished / "index") for file in shard.files]
+    assert sorted(files) == [f"{number:02}.png" for number in range(24)]
+    assert {path.stem[-1] for path in (finished / "index").glob("*.safetensors")} == {"0", "1"}
+
+
+def without_times(value):
+    if isinstance(value, dict):
+        return {name: without_times(part) for name, part in value.items() if name not in TIMES}
+    return [without_times(part) for part in value] if isinstance(value, list) else value
+
+
+def read(path: Path) -> dict:
+    return without_times(json.loads(path.read_text(encoding="utf-8")))
+
+
+def test_killed_runs_resume_bit_exactly(finished):
+    """SIGKILL in the middle of an epoch, of writing a checkpoint and of writing the best model."""
+    whole, killed = finished / "whole", finished / "killed"
+    names = sorted(path.name for path in (whole / "checkpoints").iterdir())
+    assert names == ["step-00000009", "step-00000012"]
+    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == names
+    for name in names:
+        ours, theirs = killed / "checkpoints" / name, whole / "checkpoints" / name
+        assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+        assert read(ours / "state.json") == read(theirs / "state.json")
+        for file in ("optimizer.pt", "scheduler.pt"):
+            torch.testing.assert_close(torch.load(ours / file), torch.load(theirs / file), rtol=0, atol=0)
+        random = [torch.load(folder / "rng_state.pth", weights_only=False) for folder in (ours, theirs)]
+        assert torch.equal(*(states["cpu"] for states in random))
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    results = [read(folder / "results.json") for folder in (killed, whole)]
+    assert results[0]["epochs"] == results[1]["epochs"] and results[0]["best"] == results[1]["best"]
+    logs = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (killed, whole)]
+    logs = [[without_times(json.loads(line)) for line in log] for log in logs]
+    assert logs[0] == logs[1] and len(logs[0]) == 3 + 6
+    assert {path.name for path in killed.iterdir()} == {path.name for path in whole.iterdir()}
+
+
+@pytest.mark.reliability
+def test_a_classifier_of_four_processes(more_finished):
+    assert_same_run(more_finished / "four", more_finished / "one")
+    assert processes_of(more_finished / "four") == 4
+
+
+@pytest.mark.reliability
+def test_a_run_of_two_processes_is_gone_on_with_by_one(more_finished):
     """What nobody draws at random in the model is as it would have been."""
-    assert_same_run(finished / "fewer", finished / "one")
-    assert json.loads((finished / "fewer" / "results.json").read_text())["processes"] == 1
+    assert_same_run(more_finished / "fewer", more_finished / "one")
+    assert processes_of(more_finished / "fewer") == 1
 
 
-def test_each_reads_its_own_shards(finished):
+@pytest.mark.reliability
+def test_each_reads_its_own_shards(more_finished):
     """Every image once an epoch, none twice; and what goes on within an epoch sees what it would have seen."""
+    finished = more_finished
 
     def listed(name: str, rank: int) -> list[list[int]]:
         lines = (finished / f"{name}.log.{rank}.batches").read_text().splitlines()
@@ -178,20 +266,33 @@ def test_each_reads_its_own_shards(finished):
 
 
 def test_a_bootstrapped_student(finished):
-    """Two processes that accumulate, and two that share out the student's weights."""
-    for name in ("student-two", "student-sharded"):
-        assert_same_run(finished / name, finished / "student-one")
+    """Two processes that accumulate."""
+    assert_same_run(finished / "student-two", finished / "student-one")
+
+
+@pytest.mark.reliability
+def test_a_student_whose_weights_are_shared_out(more_finished):
+    assert_same_run(more_finished / "student-sharded", more_finished / "student-one")
+
+
+def said(file: Path, message: str):
+    error = file.read_text()
+    assert "Traceback" not in error
+    assert re.search(rf"^frugalvit train: error: {message}$", error, re.MULTILINE), error
 
 
 def test_processes_end_together_and_say_why(finished):
-    """One that is killed, and one whose DataLoader loses a process or fails in it, ends the other."""
-    for name, message in (
-        ("lost", r"A process that decodes images died: DataLoader worker .* Then lower --num-workers\."),
-        ("raised", r"Really not\."),
-    ):
-        error = (finished / f"{name}.log.1").read_text()
-        assert "Traceback" not in error
-        assert re.search(rf"^frugalvit train: error: {message}$", error, re.MULTILINE), error
+    """One whose DataLoader fails in a process ends the other."""
+    said(finished / "raised.log.1", r"Really not\.")
+
+
+@pytest.mark.reliability
+def test_lost_processes_end_together_and_say_why(more_finished):
+    """One that is killed, and one whose DataLoader loses a process, ends the other."""
+    said(
+        more_finished / "lost.log.1",
+        r"A process that decodes images died: DataLoader worker .* Then lower --num-workers\.",
+    )
 
 
 def test_processes_that_accelerate_does_not_see_are_refused(tmp_path, monkeypatch):

@@ -407,6 +407,16 @@ class TestRecipe:
         assert of_name["sparseformer.stem.convolution.weight"] == 0.25
         assert of_name["sparseformer.focusing_layer.mlp.fc1.weight"] == 0.25
 
+    def test_each_rate_ends_in_the_optimizer(self, start, parquet, tmp_path):
+        words = self.arguments(start, parquet, tmp_path / "out", "--layer-decay", "0.5")
+        own = segment.make_trainer(segment.parse(words), words)
+        optimizer, _ = own.make_optimizer()
+        rates = {weight: group["initial_lr"] for group in optimizer.param_groups for weight in group["params"]}
+        of_name = {name: rates[weight] for name, weight in own.model.named_parameters()}
+        assert of_name["decode_head.query.weight"] == pytest.approx(2e-3)
+        assert of_name["sparseformer.layers.1.mlp.fc1.weight"] == pytest.approx(1e-3)
+        assert of_name["sparseformer.stem.convolution.weight"] == pytest.approx(2.5e-4)
+
     @pytest.mark.parametrize(
         ("more", "message"),
         [
@@ -424,13 +434,14 @@ class TestRecipe:
             segment.main(arguments)
         assert re.search(message, f"{raised.value} {capsys.readouterr().err}")
 
+    @pytest.mark.reliability
     def test_two_processes_give_the_losses_of_one(self, parquet, tmp_path):
         """Of a model with a pooling head, which the scores of pixels do not depend on."""
         torch.manual_seed(0)
         SparseFormerForImageClassification(tiny_config(pooling="attention")).save_pretrained(tmp_path / "start")
         arguments = self.arguments(tmp_path / "start", parquet, tmp_path / "one", "--epochs", "2", "--drop-path", "0")
         segment.main(arguments)
-        job = {"recipe": "segment", "processes": 2, "ends": [0, 0], "log": str(tmp_path / "log")}
+        job = {"module": "training.segment", "processes": 2, "ends": [0, 0], "log": str(tmp_path / "log")}
         job["arguments"] = [*arguments, "--output", str(tmp_path / "two")]
         (tmp_path / "jobs.json").write_text(json.dumps([job]))
         program = Path(__file__).with_name("several_processes.py")

@@ -123,15 +123,13 @@ def test_goes_on_at_another_size_with_muon(tiny_run, tmp_path):
     assert dict(AutoImageProcessor.from_pretrained(tmp_path / "second").size) == {"height": 32, "width": 32}
 
 
-def test_initializes_attention_as_told(tiny_run, tmp_path):
+def test_initializes_attention_as_told(tiny_trainer):
     small = VIT | {"patch_size": 4, "hidden_size": 64, "position_embedding": "learned"}
     impulse = ",".join(f"{name}={value}" for name, value in small.items())
     masses = []
     for mass in (0.3, 0.9):
         options = {"initialization": "impulse", "initialization_options": f"mass={mass},value_init=mimetic"}
-        still = {"learning_rate": 1e-12, "epochs": 1, "model_type": "vit_impulse_init", "config_overrides": impulse}
-        tiny_run(name=str(mass), **still, **options)
-        model = AutoModelForImageClassification.from_pretrained(tmp_path / str(mass))
+        model = tiny_trainer(model_type="vit_impulse_init", config_overrides=impulse, **options).model
         with torch.no_grad():
             model.vit.embeddings.patch_embeddings.projection.weight.zero_()  # positions alone
         masses.append(max(measure_attention(model, [torch.zeros(1, 3, 32, 32)])[0].mass))
@@ -288,12 +286,10 @@ CONTEXT_BROADCAST = (
 )
 
 
-def test_pads_with_what_it_is_told(tiny_run, monkeypatch):
-    views, view = [], train.SmallDataView
-    monkeypatch.setattr(train, "SmallDataView", lambda *a, **options: views.append(view(*a, **options)) or views[-1])
-    tiny_run(epochs=1)
-    tiny_run(name="black", epochs=1, padding_mode="constant")
-    assert [each.padding_mode for each in views] == ["reflect", "constant"]
+def test_pads_with_what_it_is_told(tiny_trainer):
+    for options, mode in (({}, "reflect"), ({"padding_mode": "constant"}, "constant")):
+        _, view = tiny_trainer(**options).train_part
+        assert view.padding_mode == mode
 
 
 @pytest.fixture
@@ -352,16 +348,19 @@ def test_inserts_context_broadcast(tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_of_the_papers_can_be_read(recipe, tiny_run, tmp_path):
+def test_recipes_of_the_papers_can_be_read(recipe, tiny_trainer):
     """One of each architecture, but for fewer and smaller images and layers, and fewer steps of Algorithm 1."""
     _, values = read_recipe(recipes_of("frugalvit train")[recipe])
     small = {"dataset": "cifar10-subset", "mixed_precision": "no", "learning_rate": 1e-3, "label_column": "label"}
     if "initialization_options" in values:
         small["initialization_options"] = values["initialization_options"] + ",steps=2"
-    results = tiny_run(config=recipe, config_overrides=f"{values['config_overrides']},{RECIPES[recipe]}", **small)
+    own = tiny_trainer(config=recipe, config_overrides=f"{values['config_overrides']},{RECIPES[recipe]}", **small)
+    arguments, model = own.run.record["arguments"], own.model
     for name in ("cutmix", "erasing", "drop_path", "initialization", "context_broadcast", "padding_mode"):
-        assert results["arguments"][name] == values.get(name, results["arguments"][name])
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+        assert arguments[name] == values.get(name, arguments[name])
+    loss = own.compute_loss(model.train(), next(own.loader.epoch(0)))
+    loss.backward()
+    assert loss.isfinite() and any(weight.grad is not None for weight in model.parameters())
     wanted = parse_overrides(values["model_type"], values["config_overrides"])
     for name in ("context_broadcast", "spatial_filters", "stem", "mixing_bias"):
         assert getattr(model.config, name, None) == wanted.get(name, getattr(model.config, name, None))

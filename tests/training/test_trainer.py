@@ -37,50 +37,9 @@ def without_times(value):
     return [without_times(part) for part in value] if isinstance(value, list) else value
 
 
-def read(path):
-    return without_times(json.loads(path.read_text(encoding="utf-8")))
-
-
-def test_killed_runs_resume_bit_exactly(tmp_path):
-    """SIGKILL in the middle of an epoch, of writing a checkpoint and of writing the best model."""
-    vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
-    arguments = [
-        *("--config-overrides", f"{vit},hidden_dropout_prob=0.1"),
-        *("--train-split", "train[:64]", "--eval-split", "test[:50]"),
-        *("--epochs", "3", "--batch-size", "16", "--warmup-epochs", "1"),
-        *("--logging-steps", "2", "--checkpointing-steps", "3"),
-        # What is measured to be fast on a busy machine may be another precision each time.
-        *("--mixed-precision", "no"),
-    ]
-    program = Path(__file__).with_name("killed_runs.py")
-    subprocess.run(
-        [sys.executable, program, tmp_path, *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True
-    )
-    assert (tmp_path / "ends").read_text().split() == ["0", "-9", "-9", "-9", "0"]
-
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    names = sorted(path.name for path in (whole / "checkpoints").iterdir())
-    assert names == ["step-00000009", "step-00000012"]
-    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == names
-    for name in names:
-        ours, theirs = killed / "checkpoints" / name, whole / "checkpoints" / name
-        assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
-        assert read(ours / "state.json") == read(theirs / "state.json")
-        for file in ("optimizer.pt", "scheduler.pt"):
-            torch.testing.assert_close(torch.load(ours / file), torch.load(theirs / file), rtol=0, atol=0)
-        random = [torch.load(folder / "rng_state.pth", weights_only=False) for folder in (ours, theirs)]
-        assert torch.equal(*(states["cpu"] for states in random))
-    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    results = [read(folder / "results.json") for folder in (killed, whole)]
-    assert results[0]["epochs"] == results[1]["epochs"] and results[0]["best"] == results[1]["best"]
-    logs = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (killed, whole)]
-    logs = [[without_times(json.loads(line)) for line in log] for log in logs]
-    assert logs[0] == logs[1] and len(logs[0]) == 3 + 6
-    assert {path.name for path in killed.iterdir()} == {path.name for path in whole.iterdir()}
-
-
+@pytest.mark.reliability
 def test_runs_killed_at_random_leave_nothing_broken(tmp_path):
-    """SIGKILL at any moment of training and of publishing; FRUGALVIT_KILLS=50 kills more often."""
+    """SIGKILL at any moment of training and of publishing."""
     vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
     arguments = [
         *("--config-overrides", vit, "--train-split", "train[:64]", "--eval-split", "test[:50]"),
@@ -117,12 +76,18 @@ def at_step(number: tuple[int, int], happens):
     ("sent", "raised", "code"),
     [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 143), (signal.SIGHUP, SystemExit, 129)],
 )
-def test_an_interruption_saves_the_step_and_says_how_to_go_on(sent, raised, code, tiny_run, tmp_path, capfd):
-    whole = tiny_run(name="whole")
+def test_an_interruption_saves_the_step_and_says_how_to_go_on(
+    sent, raised, code, finished_run, tiny_run, tmp_path, capfd
+):
+    """And goes on with the random numbers that it would have had."""
+    vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+    options = {"config_overrides": f"{vit},hidden_dropout_prob=0.1"}
+    whole = finished_run("whole", **options)
+    capfd.readouterr()
     before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(raised) as stop:
         patch.setattr(TrainingLoader, "epoch", at_step((1, 1), lambda: os.kill(os.getpid(), sent)))
-        tiny_run()
+        tiny_run(**options)
     assert code is None or stop.value.code == code
     # Step 2 of the second epoch of four was under way.
     assert (tmp_path / "out" / "checkpoints" / "step-00000006").is_dir()
@@ -130,7 +95,22 @@ def test_an_interruption_saves_the_step_and_says_how_to_go_on(sent, raised, code
     assert said.count("The step under way is finished") == 1
     assert "step-00000006 is saved; run the same command to go on" in said
     assert [signal.getsignal(number) for number in SIGNALS] == before
-    assert without_times(tiny_run()["epochs"]) == without_times(whole["epochs"])
+    assert without_times(tiny_run(**options)["epochs"]) == without_times(whole["epochs"])
+
+
+def test_sharpness_aware_steps_compute_two_gradients(tiny_run, monkeypatch):
+    """The second one where the first has led, from where the weights then move."""
+    seen, compute_loss = [], train.ImageClassificationTrainer.compute_loss
+
+    def note(self, model, *arguments, **options):
+        seen.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
+        return compute_loss(self, model, *arguments, **options)
+
+    monkeypatch.setattr(train.ImageClassificationTrainer, "compute_loss", note)
+    tiny_run(optimizer="sam", epochs=1, steps_per_epoch=2, warmup_epochs=0)
+    first, led, second, led_again = seen
+    assert (led - first).norm().item() == pytest.approx(0.05, rel=1e-3)
+    assert not torch.equal(first, second) and not torch.equal(led_again, second)
 
 
 def test_checkpoints_come_with_time_too(tiny_run, tmp_path, monkeypatch):
@@ -172,15 +152,16 @@ def test_a_launch_that_became_one_process_is_said(tiny_run, monkeypatch, capsys)
     assert "torchrun --nproc-per-node 2 -m frugalvit.training.train" in said
 
 
-def test_a_finished_run_is_left_as_it_is(tiny_run, tmp_path, capsys):
-    first = tiny_run()
+def test_a_finished_run_is_left_as_it_is(finished_run, tiny_run, tmp_path, capsys):
+    first = finished_run()
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert tiny_run() == first and "2 epochs and 8 steps are done" in capsys.readouterr().out
+    assert {**tiny_run(), "command": first["command"]} == first
+    assert "2 epochs and 8 steps are done" in capsys.readouterr().out
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
 
 
-def test_what_changes_nothing_may_change_when_resuming(tiny_run, tmp_path):
-    first = tiny_run()
+def test_what_changes_nothing_may_change_when_resuming(finished_run, tiny_run, tmp_path):
+    first = finished_run()
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     # A run of an earlier version does not know of an argument.
     del record["arguments"]["distill_weight"]
@@ -196,8 +177,8 @@ def test_what_changes_nothing_may_change_when_resuming(tiny_run, tmp_path):
         ({"epochs": 3}, "epochs is 2 there, 3 here"),
     ],
 )
-def test_another_run_is_refused(options, message, tiny_run, tmp_path):
-    tiny_run(steps_per_epoch=1)
+def test_another_run_is_refused(options, message, finished_run, tiny_run, tmp_path):
+    finished_run(steps_per_epoch=1)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     with pytest.raises(ValueError, match=message):
         tiny_run(steps_per_epoch=1, **options)
@@ -222,9 +203,9 @@ def test_folders_of_others_are_refused(tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
-def test_checkpoints_of_another_run_are_refused(overwrite, tiny_run, tmp_path):
-    tiny_run(name="other", epochs=1, steps_per_epoch=1)
-    tiny_run(name="out", epochs=1, steps_per_epoch=1)
+def test_checkpoints_of_another_run_are_refused(overwrite, finished_run, tiny_run, tmp_path):
+    for name in ("other", "out"):
+        finished_run(name, epochs=1, steps_per_epoch=1)
     shutil.rmtree(tmp_path / "out" / "checkpoints")
     (tmp_path / "out" / "checkpoints").symlink_to(tmp_path / "other" / "checkpoints")
     with pytest.raises(ValueError, match="checkpoints is no folder of the run in .* but leads elsewhere"):
@@ -232,8 +213,8 @@ def test_checkpoints_of_another_run_are_refused(overwrite, tiny_run, tmp_path):
     assert list((tmp_path / "other" / "checkpoints").iterdir())
 
 
-def test_two_processes_do_not_share_a_folder(tiny_run, tmp_path):
-    tiny_run(epochs=1, steps_per_epoch=1)
+def test_two_processes_do_not_share_a_folder(finished_run, tiny_run, tmp_path):
+    finished_run(epochs=1, steps_per_epoch=1)
     before = (tmp_path / "out" / "run.json").read_bytes()
     (ready, is_ready), (end, ends) = os.pipe(), os.pipe()
     other = os.fork()
@@ -272,24 +253,28 @@ def write_images(folder, counts):
             Image.new("RGB", (32, 32), (10 * index, 0, 0)).save(folder / name / f"{index}.png")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda folder: (folder / "cat" / "0.png").unlink(), "8 images then and 7 now"),
-        (lambda folder: shutil.copy(folder / "cat" / "0.png", folder / "cat" / "9.png"), "8 images then and 9 now"),
-        (lambda folder: (folder / "cat").rename(folder / "zebra"), "other classes and labels and files"),
-        (lambda folder: (folder / "cat" / "0.png").rename(folder / "dog" / "9.png"), "other labels and files"),
-        (lambda folder: (folder / "cat" / "0.png").rename(folder / "cat" / "x.png"), "other files"),
-    ],
-    ids=["removed", "added", "renamed class", "another class", "renamed file"],
+OTHER_IMAGES = (
+    (lambda folder: (folder / "cat" / "0.png").unlink(), "8 images then and 7 now"),
+    (lambda folder: shutil.copy(folder / "cat" / "0.png", folder / "cat" / "9.png"), "8 images then and 9 now"),
+    (lambda folder: (folder / "cat").rename(folder / "zebra"), "other classes and labels and files"),
+    (lambda folder: (folder / "cat" / "0.png").rename(folder / "dog" / "9.png"), "other labels and files"),
+    (lambda folder: (folder / "cat" / "0.png").rename(folder / "cat" / "x.png"), "other files"),
 )
-def test_other_images_are_not_gone_on_with(change, message, tiny_run, tmp_path):
-    write_images(tmp_path / "images", {"cat": 3, "dog": 5})
+
+
+def test_other_images_are_not_gone_on_with(tiny_run, tmp_path):
+    """Removed or added, of a class with another name, of another class, with another name."""
+    write_images(tmp_path / "whole", {"cat": 3, "dog": 5})
+    shutil.copytree(tmp_path / "whole", tmp_path / "images")
     options = {"dataset": tmp_path / "images", "train_split": "train", "eval_split": "none", "batch_size": 4}
-    tiny_run(**options)
-    change(tmp_path / "images")
-    with pytest.raises(ValueError, match=f"The images are not those that the run in .* began with .*{message}"):
-        tiny_run(**options)
+    results = tiny_run(**options, epochs=1)
+    for change, message in OTHER_IMAGES:
+        change(tmp_path / "images")
+        with pytest.raises(ValueError, match=f"The images are not those that the run in .* began with .*{message}"):
+            tiny_run(**options, epochs=1)
+        shutil.rmtree(tmp_path / "images")
+        shutil.copytree(tmp_path / "whole", tmp_path / "images")
+    assert tiny_run(**options, epochs=1) == results
 
 
 def test_evaluation_images_are_looked_at_first(tiny_run, tmp_path, write_parquet):
@@ -301,8 +286,8 @@ def test_evaluation_images_are_looked_at_first(tiny_run, tmp_path, write_parquet
     assert tiny_run("--skip-corrupt", **options, eval_dataset=images, batch_size=6)["best"]
 
 
-def test_what_fails_in_an_evaluation_costs_no_epoch(tiny_run, tmp_path, monkeypatch, capsys):
-    expected = tiny_run(name="whole")
+def test_what_fails_in_an_evaluation_costs_no_epoch(finished_run, tiny_run, tmp_path, monkeypatch, capsys):
+    expected = finished_run("whole")
     with monkeypatch.context() as patch:
         patch.setattr(train, "evaluate_classifier", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -412,9 +397,9 @@ def test_a_checkpoint_with_odd_json_is_damaged(file, content, saved, tmp_path):
         ("model.safetensors", {}, "cannot be read"),
     ],
 )
-def test_foreign_files_of_a_checkpoint_are_said(file, content, message, tiny_run, tmp_path):
+def test_foreign_files_of_a_checkpoint_are_said(file, content, message, finished_run, tiny_run, tmp_path):
     """Also where their checksums are right."""
-    tiny_run(steps_per_epoch=1)
+    finished_run(steps_per_epoch=1)
     newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
     if content is None:
         (newest / file).write_bytes(pickle.dumps(Path(file)))
@@ -427,9 +412,9 @@ def test_foreign_files_of_a_checkpoint_are_said(file, content, message, tiny_run
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_random_numbers_that_are_not_restored_are_said(processes, tiny_run, tmp_path, capsys):
+def test_random_numbers_that_are_not_restored_are_said(processes, finished_run, tiny_run, tmp_path, capsys):
     """Where a checkpoint was written by another number of processes."""
-    tiny_run(steps_per_epoch=1)
+    finished_run(steps_per_epoch=1)
     for checkpoint in (tmp_path / "out" / "checkpoints").iterdir():
         (checkpoint / CHECKSUMS).unlink()
         states = checkpoint / "rng_state.pth"
@@ -446,8 +431,8 @@ def test_random_numbers_that_are_not_restored_are_said(processes, tiny_run, tmp_
         *("checkpoints/step-00000001/state.json", "checkpoints/step-00000003", "checkpoints/.removed"),
     ],
 )
-def test_what_a_run_writes_follows_no_link(place, tiny_run, tmp_path):
-    tiny_run(epochs=1, steps_per_epoch=1)
+def test_what_a_run_writes_follows_no_link(place, finished_run, tiny_run, tmp_path):
+    finished_run(epochs=1, steps_per_epoch=1)
     path, mine = tmp_path / "out" / place, tmp_path / "mine"
     if path.exists() and path.suffix:
         shutil.move(path, mine)
@@ -475,17 +460,17 @@ def test_what_a_run_writes_follows_no_link(place, tiny_run, tmp_path):
         lambda run: run | {"arguments": run["arguments"] | {"unknown": 1}},
     ],
 )
-def test_an_odd_run_is_not_gone_on_with(change, tiny_run, tmp_path):
-    tiny_run(epochs=1, steps_per_epoch=1)
+def test_an_odd_run_is_not_gone_on_with(change, finished_run, tiny_run, tmp_path):
+    finished_run(epochs=1, steps_per_epoch=1)
     file = tmp_path / "out" / "run.json"
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
     with pytest.raises(ValueError, match="holds no run|holds another run|are not those that the run"):
         tiny_run(epochs=1, steps_per_epoch=1)
 
 
-def test_goes_on_from_the_older_checkpoint(tiny_run, tmp_path, capsys):
-    tiny_run(name="whole")
-    tiny_run()
+def test_goes_on_from_the_older_checkpoint(finished_run, tiny_run, tmp_path, capsys):
+    finished_run("whole")
+    finished_run()
     newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
     (newest / "optimizer.pt").write_bytes(b"")
     tiny_run()
@@ -509,8 +494,8 @@ def test_weights_that_are_not_finite_reach_no_checkpoint(tiny_run, tmp_path):
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-def test_overwriting_starts_anew(tiny_run):
-    tiny_run()
+def test_overwriting_starts_anew(finished_run, tiny_run):
+    finished_run()
     results = tiny_run("--overwrite", seed=1, epochs=1)
     assert [record["epoch"] for record in results["epochs"]] == [1] and results["arguments"]["seed"] == 1
 

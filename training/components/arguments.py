@@ -301,6 +301,7 @@ def as_words(name: str, value) -> list[str]:
     return [spelled(f"--{name}"), *map(str, value if isinstance(value, list) else [value])]
 
 
+@functools.cache
 def recipes_of(prog: str) -> dict[str, Path]:
     """The files in `recipes/` for a command, by name."""
     files = sorted(RECIPE_FILES.glob("*.yaml"))
