@@ -11,10 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from frugalvit import SparseFormerConfig, SparseFormerModel, count_macs
 from frugalvit.benchmark import build_model, measure_all
 from frugalvit.cli import main
-from frugalvit.common.speed import OwnProducts, measure
+from frugalvit.common.speed import MatrixProduct, OwnProducts, measure
 
 
-def test_rows(capsys, tmp_path):
+@pytest.fixture
+def small_products(monkeypatch):
+    """What the machine can do is measured beside models, and takes long."""
+    monkeypatch.setattr("frugalvit.common.speed.MatrixProduct", lambda size, *rest: MatrixProduct(64, *rest))
+
+
+def test_rows(small_products, capsys, tmp_path):
     """Every model at every batch size, the first one as the measure, and a file of the same rows."""
     output = tmp_path / "speed.json"
     names = ["cifar10-vit", "cifar10-sparseformer"]
@@ -30,7 +36,7 @@ def test_rows(capsys, tmp_path):
     assert written["settings"]["rounds"] == 3
 
 
-def test_compiled_and_cast(capsys):
+def test_compiled_and_cast(small_products, capsys):
     """A compiled model has a row of its own; so has a dtype."""
     name = "cifar10-convmixer"
     arguments = ["--compile", "--batch-size", "2", "--rounds", "1", "--device", "cpu", "--json"]
@@ -72,7 +78,7 @@ def test_own_products_are_those_that_are_counted(attention):
     assert macs == count_macs(model, 32).macs_with_attention
 
 
-def test_small_batches_pass_more_often():
+def test_small_batches_pass_more_often(small_products):
     class Counted(nn.Module):
         def __init__(self):
             super().__init__()
