@@ -129,7 +129,7 @@ def measure_speed(arguments):
     rows = []
     for count in arguments.tokens:
         models = {name: AtCount(model, tokens_of(model, count)) for name, model in (("grid", grid), ("content", tree))}
-        speeds = images_per_second(models, pixel_values, rounds=10)
+        speeds = images_per_second(models, pixel_values, rounds=20)
         rows += [
             {"placement": name, "tokens": models[name].num_tokens, "images_per_second": speed}
             for name, speed in speeds.items()

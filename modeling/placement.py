@@ -193,10 +193,14 @@ class ContentPlacement(nn.Module):
         """The pixels of cells, `(batch, num_tokens)`, as a patch embedding takes them, channels first:
         `(batch, num_tokens, channels * rows * columns)`."""
         rows, columns = self.patch_size
-        of_all = []
-        for image in levels:
-            batch, channels, height, width = image.shape
-            grid = image.view(batch, channels, height // rows, rows, width // columns, columns)
-            of_all.append(grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * rows * columns))
-        of_all = torch.cat(of_all, dim=1)
-        return of_all.gather(1, cells.unsqueeze(-1).expand(-1, -1, of_all.shape[-1]))
+        images = torch.arange(cells.shape[0], device=cells.device).unsqueeze(1)
+        place, found = 0, None
+        for level in levels:
+            grid = level.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).permute(0, 2, 4, 1, 3, 5)
+            height, width = grid.shape[1:3]
+            # Of cells of other grids any patch; few copies of these cost less than one of all cells.
+            number = (cells - place).clamp(0, height * width - 1)
+            here = grid[images, number // width, number % width].flatten(2)
+            found = here if found is None else torch.where((cells >= place).unsqueeze(-1), here, found)
+            place += height * width
+        return found
