@@ -36,9 +36,10 @@ class ViTImpulseInitConfig(AttentionStartConfig, PatchTransformerConfig):
             or all linear layers `"trunc_normal"` (timm's way) or `"kaiming_uniform"` (PyTorch's).
         impulse_solver, impulse_kernel_size, impulse_mass, impulse_steps,
         impulse_renormalize_every, impulse_pseudo_input, impulse_per_layer, impulse_value_init:
-            As in `AttentionStartConfig`. The defaults are the start that trained best, not the paper's, which is
-            `impulse_solver="adam"` (as printed; `"adam_bounded"` as its authors ran it) with
-            `impulse_value_init="default"`. docs/impulse_initialization.md has the evidence.
+            As in `AttentionStartConfig`. The defaults are the start that trained best at width 96 and depth 4, not the
+            paper's, which is `impulse_solver="adam"` (as printed; `"adam_bounded"` as its authors ran it) with
+            `impulse_value_init="default"`. At width 256 and depth 8, `impulse_value_init="default"` was better;
+            docs/impulse_initialization.md has the evidence.
         context_broadcast (`str`, *optional*):
             Context Broadcasting in every block: `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`, see
             `insert_context_broadcast`.
