@@ -9,6 +9,7 @@ other photographs. Writes content_placement.json, content_placement_speed.json a
 """
 
 import argparse
+import functools
 import math
 
 import torch
@@ -59,12 +60,7 @@ def load_placed(rule: str | None):
         model.place_by_content(rule)
         # None of them is trained with trees.
         model.config.elastic_token_counts = None
-        model.resize_tokens(max(TOKENS))
     return model, processor
-
-
-def tokens_of(model, count: int) -> int:
-    return model.config.round_tokens(count)
 
 
 def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Image:
@@ -104,13 +100,13 @@ def measure_accuracy(arguments):
             for placement, model in models.items():
                 for count in arguments.tokens:
                     with torch.inference_mode():
-                        logits = model(pixel_values, num_tokens=tokens_of(model, count)).logits
+                        logits = model(pixel_values, num_tokens=count).logits
                     key = (placement, count, name)
                     right[key] = right.get(key, 0) + int((logits.argmax(1) == labels).sum())
     rows = [
         {
             "placement": placement,
-            "tokens": tokens_of(model, count),
+            "tokens": model.config.round_tokens(count),
             **{name: right[placement, count, name] / len(records) for name in views},
         }
         for count in arguments.tokens
@@ -127,27 +123,17 @@ def measure_speed(arguments):
     tree, _ = load_placed("detail")
     pixel_values = torch.randn(32, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     rows = []
+    models = {"grid": grid, "content": tree}
     for count in arguments.tokens:
-        models = {name: AtCount(model, tokens_of(model, count)) for name, model in (("grid", grid), ("content", tree))}
-        speeds = images_per_second(models, pixel_values, rounds=20)
+        calls = {name: functools.partial(model, num_tokens=count) for name, model in models.items()}
+        speeds = images_per_second(calls, pixel_values, rounds=20)
         rows += [
-            {"placement": name, "tokens": models[name].num_tokens, "images_per_second": speed}
+            {"placement": name, "tokens": models[name].config.round_tokens(count), "images_per_second": speed}
             for name, speed in speeds.items()
         ]
     print(format_table(rows))
     settings = {"student": STUDENT, "batch_size": 32, "precision": "float32"}
     write_table(arguments.results_dir / "content_placement_speed.json", settings, rows)
-
-
-class AtCount(torch.nn.Module):
-    """A model with a number of tokens."""
-
-    def __init__(self, model, num_tokens: int):
-        super().__init__()
-        self.model, self.num_tokens = model, num_tokens
-
-    def forward(self, pixel_values):
-        return self.model(pixel_values, num_tokens=self.num_tokens)
 
 
 def draw_picture(arguments):
@@ -168,7 +154,7 @@ def draw_picture(arguments):
     for column in range(PICTURES):
         axes[0, column].imshow(pixels[column].permute(1, 2, 0))
     for row, (name, model) in enumerate({"a grid's": grid, "a tree's": tree}.items(), 1):
-        count = tokens_of(model, PICTURE_TOKENS)
+        count = model.config.round_tokens(PICTURE_TOKENS)
         with torch.inference_mode():
             outputs = model(pixel_values, num_tokens=count, output_rois=True)
         for column in range(PICTURES):

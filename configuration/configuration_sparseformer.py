@@ -13,6 +13,12 @@ INCEPTION_MEAN, INCEPTION_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
+def stretch_of_cells(grid: tuple[int, int], image_size: tuple[int, int]) -> float:
+    """How far a grid's cells are from squares in an image of that height and width: the log of how many times as long
+    they are one way as the other."""
+    return abs(math.log(image_size[0] * grid[1] / (image_size[1] * grid[0])))
+
+
 def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of so many cells that are most nearly square in an image of that height and width.
 
@@ -22,7 +28,7 @@ def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
 
     def length(count: int) -> tuple[float, tuple[int, int]]:
         grids = [(rows, count // rows) for rows in range(1, count + 1) if count % rows == 0]
-        ratios = {grid: abs(math.log(image_size[0] * grid[1] / (image_size[1] * grid[0]))) for grid in grids}
+        ratios = {grid: stretch_of_cells(grid, image_size) for grid in grids}
         best = min(grids, key=ratios.get)
         return ratios[best], best
 
@@ -47,13 +53,7 @@ def coarsest_grid(image_size: tuple[int, int], most: int = 4) -> tuple[int, int]
         if 2 * rows * columns >= most
     ]
     # Of equally square ones that with more cells.
-    return min(
-        grids,
-        key=lambda grid: (
-            round(abs(math.log(image_size[0] * grid[1] / (image_size[1] * grid[0]))), 6),
-            -math.prod(grid),
-        ),
-    )
+    return min(grids, key=lambda grid: (round(stretch_of_cells(grid, image_size), 6), -math.prod(grid)))
 
 
 # What a layer can do with its tokens, in the order in which the configuration lists it.
@@ -526,8 +526,6 @@ class SparseFormerConfig(FrugalViTConfig):
                     raise ValueError(f"`{name}` is {getattr(self, name)} with `placement='content'`; leave it out.")
             if self.num_placement_levels == 1:
                 raise ValueError("`num_placement_levels` is 1, expected 2 or more; `placement='grid'` has one.")
-            # Raises where there is none.
-            self.tokens_of_tree(self.num_latent_tokens)
             return
         # Raises where there is none.
         grid = self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size))

@@ -786,13 +786,13 @@ class SparseFormerPreTrainedModel(HubModel):
         if num_latent_tokens < 1:
             raise ValueError(f"`num_latent_tokens` is {num_latent_tokens}, expected at least 1.")
         base, config = self.base_model, self.config
+        num_latent_tokens = config.round_tokens(num_latent_tokens)
+        smaller = [count for count in config.trained_token_counts if count < num_latent_tokens]
         if config.placement == "content":
             # Each cell has its token already.
-            base.latents.num_latent_tokens = num_latent_tokens = config.tokens_of_tree(num_latent_tokens)
-            smaller = [count for count in config.trained_token_counts if count < num_latent_tokens]
+            base.latents.num_latent_tokens = num_latent_tokens
         elif config.patch_size is None:
             base.latents.resize_tokens(num_latent_tokens)
-            smaller = [count for count in config.trained_token_counts if count < num_latent_tokens]
         else:
             config.token_grid = choose_grid(num_latent_tokens, pair(config.image_size))
             base.latents.resize_grid(config.token_grid)
