@@ -47,7 +47,7 @@ from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_file, write_json
 from frugalvit.common.labels import class_names, label_numbers
-from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.precision import choose_mixed_precision
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import EvalView, ImageFormat, seeded
@@ -78,6 +78,7 @@ LOOKS = [(9, 36), (9, 64), (9, 16, 25, 36, 49, 64)]
 # Small objects: every image on a canvas whose sides are so many times its own.
 CANVAS = 2.5
 BATCH_SIZE = 64
+CPU = torch.device("cpu")
 # What is compared: variants by what they are called in the picture, and the teacher at as many pixels.
 METHODS = {
     "fixed": "SparseFormer, inherited start",
@@ -108,6 +109,7 @@ def main():
     parser.add_argument("--zoom-out", type=float, default=1.0, help="as in training (default: %(default)s)")
     parser.add_argument("--view-epochs", type=int, default=2, help="as in training (default: %(default)s)")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
+    parser.add_argument("--num-workers", type=int, default=0, help="that decode images (default: %(default)s)")
     add_run_arguments(parser, "runs/caltech101")
     arguments = parser.parse_args()
     function, needed = COMMANDS[arguments.what]
@@ -121,6 +123,7 @@ def train_teacher(arguments):
     shared = [
         *("--dataset", arguments.train, "--eval-split", "none", "--crop", "resized", "--batch-size", str(BATCH_SIZE)),
         *("--mixed-precision", arguments.mixed_precision, "--attn-implementation", "eager", "--layer-decay", "0.85"),
+        *("--num-workers", str(arguments.num_workers)),
     ]
     small, teacher = arguments.runs_dir / "teacher-112", arguments.runs_dir / "teacher"
     first = ["--model", arguments.model, "--train-image-size", "112", "--epochs", "5", "--crop-scale", "0.3", "1.0"]
@@ -173,6 +176,7 @@ def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: i
     return [
         *("--teacher", str(teacher), "--dataset", str(images), "--eval-split", "none", "--no-compare"),
         *("--batch-size", str(BATCH_SIZE), "--seed", str(seed), "--mixed-precision", arguments.mixed_precision),
+        *("--num-workers", str(arguments.num_workers)),
     ]
 
 
@@ -181,10 +185,12 @@ def teacher_on_test(arguments, images: str) -> dict:
     """The teacher's embeddings of test images, labels and accuracy, measured once."""
     file = arguments.runs_dir / f"teacher-on-{images}.pt"
     if not file.is_file():
-        model, processor = load_image_classifier(arguments.runs_dir / "teacher", "cpu")
+        device = choose_device()
+        model, processor = load_image_classifier(arguments.runs_dir / "teacher", str(device))
         anatomy = read_anatomy(model, ImageFormat.from_processor(processor).size)
-        embeddings, labels = embed(arguments, anatomy.embed, processor, images)
-        accuracy = (anatomy.classifier(embeddings).argmax(1) == labels).float().mean().item()
+        embeddings, labels = embed(arguments, anatomy.embed, processor, images, device)
+        logits = anatomy.classifier(embeddings.to(device)).cpu()
+        accuracy = (logits.argmax(1) == labels).float().mean().item()
         torch.save({"embeddings": embeddings, "labels": labels, "accuracy": accuracy}, file)
     return torch.load(file)
 
@@ -236,8 +242,8 @@ def stop_when_sure(found: dict[int, tuple[torch.Tensor, int]], labels: torch.Ten
     return {"accuracy": accuracy, "tokens": tokens.mean().item(), "macs": macs.mean().item()}
 
 
-def embed(arguments, model, processor, images: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embeddings in float32 and labels of all test images; with "canvas", of each put on a larger one."""
+def embed(arguments, model, processor, images: str, device: torch.device = CPU) -> tuple[torch.Tensor, torch.Tensor]:
+    """Embeddings in float32 and labels of all test images, on the CPU; with "canvas", of each put on a larger one."""
     image_format = ImageFormat.from_processor(processor)
     view = EvalView(image_format)
     records = load_images([arguments.test], "train")
@@ -251,8 +257,8 @@ def embed(arguments, model, processor, images: str) -> tuple[torch.Tensor, torch
                 image = put_on_canvas(image, index, image_format)
             pixels.append(view(image)["pixel_values"])
             labels.append(records[index]["label"])
-        with torch.autocast("cpu", precision, enabled=precision is not None):
-            found.append(model(image_format.normalize(torch.stack(pixels))).float())
+        with torch.autocast(device.type, precision, enabled=precision is not None):
+            found.append(model(image_format.normalize(torch.stack(pixels).to(device))).float().cpu())
     return torch.cat(found), torch.tensor(labels)
 
 

@@ -1,41 +1,58 @@
-"""Tokens where images have detail: the shipped student of Caltech-101 with trees of cells in the place of its grids.
+"""Tokens where images have detail: students whose tokens are cells of trees beside students with grids.
 
-    python benchmarks/content_placement.py accuracy --test TEST --backgrounds IMAGES   # without any training
-    python benchmarks/content_placement.py speed                                       # the choice of cells included
-    python benchmarks/content_placement.py picture --test TEST
+    python benchmarks/content_placement.py teacher --model VIT --train TRAIN --test TEST       # Clothing's, 224 pixels
+    python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
+    python benchmarks/content_placement.py table --name caltech101
+    python benchmarks/content_placement.py speed --teacher TEACHER                      # the choice of cells included
+    python benchmarks/content_placement.py picture --student STUDENT --grid-student STUDENT --test TEST
 
-`accuracy` tries photographs, the same as small objects (on a canvas whose sides are 2.5 times theirs), and the same on
-other photographs. Writes content_placement.json, content_placement_speed.json and content_placement.png.
+`students` bootstraps a student of each of --placements for six counts of tokens, all on the same views, half of them
+zoomed out, half of those onto other training images. Each is asked about test photographs, the same as small objects
+(on a canvas whose sides are 2.5 times theirs), and the same on other photographs, beside the teacher, the teacher at
+lower resolution and with trees (both are students before training). Runs are kept under --runs-dir and found again;
+`table` puts all that are there into content_students_NAME.json. Caltech-101's teacher is that of caltech101.py.
 """
 
 import argparse
 import functools
+import json
 import math
+import statistics
 
 import torch
 import torch.nn.functional as F
 from caltech101 import CANVAS, put_on_canvas
 from matplotlib.figure import Figure
 from PIL import Image
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-import frugalvit
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
-from frugalvit.common.labels import class_names
-from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.files import whole_file, write_json
+from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import EvalView, ImageFormat, seeded
-from frugalvit.compare import sample
-from frugalvit.configuration.configuration_sparseformer import PLACEMENT_RULES
+from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.modeling.modeling_sparseformer import SparseFormerForImageClassification
 from frugalvit.pictures import save_figure
-from shared import add_results_argument, write_table
+from frugalvit.training import bootstrap, train
+from shared import add_run_arguments, run_recipe, spread, write_table
 
 
-STUDENT = "caltech101-sparseformer"
-TOKENS = [16, 36, 64]
+# Arguments of `frugalvit bootstrap` by what they are called.
+PLACEMENTS = {
+    "grid": [],
+    "detail": ["--placement", "content"],
+    "contrast": ["--placement", "content", "--placement-rule", "contrast"],
+    "entropy": ["--placement", "content", "--placement-rule", "entropy"],
+}
+TOKENS = [9, 16, 25, 36, 49, 64]
+VIEWS = ("photographs", "small", "small, on photographs")
+# What students are trained on besides photographs.
+ZOOM_OUT, CANVAS_IMAGES = 3.0, 0.5
 # Of the picture.
 PICTURE_TOKENS, PICTURES = 25, 6
 
@@ -43,24 +60,68 @@ PICTURE_TOKENS, PICTURES = 25, 6
 def main():
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=COMMANDS)
-    parser.add_argument("--test", help="parquet file or folder of test images")
+    parser.add_argument("--model", help="pretrained ViT to fine-tune")
+    parser.add_argument("--teacher", help="folder of the teacher")
+    parser.add_argument("--student", help="folder of a student with trees")
+    parser.add_argument("--grid-student", help="folder of one with grids")
+    parser.add_argument("--train", help="parquet file or folder of training images")
+    parser.add_argument("--test", help="of test images")
     parser.add_argument("--backgrounds", help="of other photographs")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 16 36 64")
-    parser.add_argument("--limit", type=int, default=600, help="test images, chosen at random (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=50, help="default: %(default)s")
-    add_results_argument(parser)
+    parser.add_argument("--name", default="caltech101", help="of the data (default: %(default)s)")
+    parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=["grid", "detail"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 9 16 25 36 49 64")
+    parser.add_argument("--epochs", type=int, default=10, help="of students (default: %(default)s)")
+    parser.add_argument("--random-share", type=float, default=0.25, help="of random trees (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="default: %(default)s")
+    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
+    parser.add_argument("--num-workers", type=int, default=0, help="that decode images (default: %(default)s)")
+    add_run_arguments(parser, "runs/content_placement")
     arguments = parser.parse_args()
-    COMMANDS[arguments.what](arguments)
+    function, needed = COMMANDS[arguments.what]
+    if missing := [name for name in needed if getattr(arguments, name) is None]:
+        parser.error(f"{arguments.what} needs --{missing[0]}")
+    function(arguments)
 
 
-def load_placed(rule: str | None):
-    """The student, and its image processor; with a rule, with trees."""
-    model, processor = load_image_classifier(frugalvit.checkpoint_path(STUDENT), "cpu")
-    if rule is not None:
-        model.place_by_content(rule)
-        # None of them is trained with trees.
-        model.config.elastic_token_counts = None
-    return model, processor
+def train_teacher(arguments):
+    """Fine-tune a pretrained ViT at its own size alone."""
+    folder = arguments.runs_dir / f"{arguments.name}-teacher"
+    argv = [
+        *("--model", arguments.model, "--dataset", arguments.train, "--eval-split", "none", "--crop", "resized"),
+        *("--epochs", "12", "--batch-size", "64", "--crop-scale", "0.4", "1.0", "--learning-rate", "2e-4"),
+        *("--layer-decay", "0.85", "--head-multiplier", "5", "--warmup-epochs", "1", "--mixup", "0.1"),
+        *("--mixed-precision", arguments.mixed_precision, "--num-workers", str(arguments.num_workers)),
+    ]
+    run_recipe(train, folder, argv)
+    model, processor = load_image_classifier(folder, str(choose_device()))
+    pixels, labels = test_pixels(arguments, ImageFormat.from_processor(processor), VIEWS[:1])
+    right = ask(arguments, lambda batch: model(batch).logits, processor, pixels[VIEWS[0]]).argmax(1) == labels
+    print(f"Teacher: {right.float().mean():.2%} of {len(labels):,} test images.")
+
+
+class TestViews(Dataset):
+    """Test images as `VIEWS`, in uint8, and their labels."""
+
+    def __init__(self, arguments, image_format: ImageFormat, views: tuple[str, ...]):
+        self.records = load_images([arguments.test], "train")
+        self.backgrounds = load_images([arguments.backgrounds], "train") if len(views) > 2 else None
+        self.image_format, self.view, self.views = image_format, EvalView(image_format), views
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict:
+        image = decode_image(self.records[index]["image"], index)
+        found = {}
+        for name in self.views:
+            shown = image
+            if name == "small":
+                shown = put_on_canvas(image, index, self.image_format)
+            elif name == "small, on photographs":
+                number = index % len(self.backgrounds)
+                shown = put_on(decode_image(self.backgrounds[number]["image"], number), image, index)
+            found[name] = self.view(shown)["pixel_values"]
+        return found | {"label": self.records[index]["label"]}
 
 
 def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Image:
@@ -74,56 +135,154 @@ def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Ima
     return canvas
 
 
-def measure_accuracy(arguments):
-    records = sample(load_images([arguments.test], "train"), arguments.limit, 0)
-    backgrounds = load_images([arguments.backgrounds], "train")
-    grid, processor = load_placed(None)
-    image_format = ImageFormat.from_processor(processor)
-    view = EvalView(image_format)
-    models = {"grid": grid} | {rule: load_placed(rule)[0] for rule in PLACEMENT_RULES}
-    names = [name.lower() for name in class_names(records)]
-    known = {label.lower(): number for number, label in grid.config.id2label.items()}
-    right: dict[tuple[str, int, str], int] = {}
-    for start in tqdm(range(0, len(records), arguments.batch_size), desc="images"):
-        views = {"photographs": [], "small": [], "small, on photographs": []}
-        labels = []
-        for index in range(start, min(start + arguments.batch_size, len(records))):
-            image = decode_image(records[index]["image"], index)
-            background = decode_image(backgrounds[index % len(backgrounds)]["image"], index)
-            views["photographs"].append(view(image)["pixel_values"])
-            views["small"].append(view(put_on_canvas(image, index, image_format))["pixel_values"])
-            views["small, on photographs"].append(view(put_on(background, image, index))["pixel_values"])
-            labels.append(known[names[records[index]["label"]]])
-        labels = torch.tensor(labels)
-        for name, images in views.items():
-            pixel_values = image_format.normalize(torch.stack(images))
-            for placement, model in models.items():
-                for count in arguments.tokens:
-                    with torch.inference_mode():
-                        logits = model(pixel_values, num_tokens=count).logits
-                    key = (placement, count, name)
-                    right[key] = right.get(key, 0) + int((logits.argmax(1) == labels).sum())
-    rows = [
+def test_pixels(
+    arguments, image_format: ImageFormat, views: tuple[str, ...] = VIEWS
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """All test images as `views`, `(images, 3, height, width)` of uint8, and their labels; made once."""
+    size = "x".join(map(str, image_format.size))
+    file = arguments.runs_dir / f"{arguments.name}-test-{size}-{len(views)}.pt"
+    if not file.is_file():
+        loader = DataLoader(
+            TestViews(arguments, image_format, views), batch_size=50, num_workers=arguments.num_workers
+        )
+        batches = list(tqdm(loader, desc="test images"))
+        found = {name: torch.cat([batch[name] for batch in batches]) for name in (*views, "label")}
+        arguments.runs_dir.mkdir(parents=True, exist_ok=True)
+        with whole_file(file) as aside:
+            torch.save(found, aside)
+    found = torch.load(file)
+    return found, found.pop("label").to(choose_device())
+
+
+@torch.inference_mode()
+def ask(arguments, model, processor, pixels: torch.Tensor) -> torch.Tensor:
+    """A model's logits of all test images, in float32."""
+    image_format, found = ImageFormat.from_processor(processor), []
+    for batch in pixels.split(100):
+        with torch.autocast(choose_device().type, torch.bfloat16, enabled=arguments.mixed_precision == "bf16"):
+            found.append(model(image_format.normalize(batch.to(choose_device()))).float())
+    return torch.cat(found)
+
+
+def measure(arguments, model, processor, placement: str, counts: list[int]) -> list[dict]:
+    """Accuracy of a classifier on each of `VIEWS`, for each count of tokens."""
+    pixels, labels = test_pixels(arguments, ImageFormat.from_processor(processor))
+    model.to(choose_device()).eval()
+    return [
         {
             "placement": placement,
             "tokens": model.config.round_tokens(count),
-            **{name: right[placement, count, name] / len(records) for name in views},
+            **{
+                name: (
+                    ask(arguments, functools.partial(logits_of, model, count), processor, pixels[name]).argmax(1)
+                    == labels
+                )
+                .float()
+                .mean()
+                .item()
+                for name in VIEWS
+            },
         }
-        for count in arguments.tokens
-        for placement, model in models.items()
+        for count in counts
     ]
-    print(format_table(rows))
-    error = math.sqrt(0.25 / len(records))
-    settings = {"student": STUDENT, "images": len(records), "canvas": CANVAS, "largest standard error": error}
-    write_table(arguments.results_dir / "content_placement.json", settings, rows)
+
+
+def logits_of(model, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
+    return model(pixel_values, num_tokens=num_tokens).logits
+
+
+def untrained(arguments, placement: str):
+    """A teacher's student before training, and its image processor."""
+    teacher, processor = load_image_classifier(arguments.teacher, "cpu")
+    image_format = ImageFormat.from_processor(processor)
+    looks = {} if placement == "grid" else {"placement": "content", "placement_rule": placement}
+    student = SparseFormerForImageClassification.from_teacher(
+        teacher,
+        focusing="inherited",
+        elastic_token_counts=TOKENS,
+        image_mean=image_format.mean,
+        image_std=image_format.std,
+        resample=image_format.resample,
+        resize_size=image_format.resize,
+        **looks,
+    )
+    return student, processor
+
+
+def train_students(arguments):
+    """The teacher and what needs no training, then one run after another, each measured when it is done."""
+    file = arguments.runs_dir / f"{arguments.name}-untrained.json"
+    if not file.is_file():
+        teacher, processor = load_image_classifier(arguments.teacher, str(choose_device()))
+        anatomy = read_anatomy(teacher, ImageFormat.from_processor(processor).size)
+        pixels, labels = test_pixels(arguments, ImageFormat.from_processor(processor))
+        right = {
+            name: ask(
+                arguments, lambda batch: anatomy.classifier(anatomy.embed(batch)), processor, pixels[name]
+            ).argmax(1)
+            == labels
+            for name in VIEWS
+        }
+        rows = [{"placement": "teacher", "tokens": math.prod(anatomy.grid)}]
+        rows[0] |= {name: values.float().mean().item() for name, values in right.items()}
+        for placement in PLACEMENTS:
+            rows += measure(arguments, *untrained(arguments, placement), f"{placement}, untrained", arguments.tokens)
+        print(format_table(rows))
+        write_json(file, rows)
+    for seed in arguments.seeds:
+        for placement in arguments.placements:
+            print(format_table(train_student(arguments, placement, seed)), flush=True)
+
+
+def train_student(arguments, placement: str, seed: int) -> list[dict]:
+    """A run and what came out, for each count of tokens, now or before."""
+    content = placement != "grid"
+    share = f"-random{arguments.random_share:g}" if content else ""
+    budget = f"{arguments.epochs}epochs-{arguments.learning_rate:g}"
+    folder = arguments.runs_dir / f"{arguments.name}-{placement}{share}-{budget}-seed{seed}"
+    measured_file = folder / "measured.json"
+    if measured_file.is_file():
+        return json.loads(measured_file.read_text(encoding="utf-8"))
+    argv = [
+        *("--teacher", arguments.teacher, "--dataset", arguments.train, "--eval-split", "none", "--no-compare"),
+        *("--focusing", "inherited", "--elastic-token-counts", *map(str, TOKENS), *PLACEMENTS[placement]),
+        *("--zoom-out", str(ZOOM_OUT), "--canvas-images", str(CANVAS_IMAGES), "--epochs", str(arguments.epochs)),
+        *("--learning-rate", str(arguments.learning_rate), "--batch-size", "64", "--seed", str(seed)),
+        *("--mixed-precision", arguments.mixed_precision, "--num-workers", str(arguments.num_workers)),
+        *(("--config-overrides", f"placement_random_share={arguments.random_share}") if content else ()),
+    ]
+    run_recipe(bootstrap, folder, argv)
+    model, processor = load_image_classifier(folder, "cpu")
+    about = {"seed": seed, "epochs": arguments.epochs, "learning_rate": arguments.learning_rate}
+    about |= {"random_share": arguments.random_share} if content else {}
+    rows = [row | about for row in measure(arguments, model, processor, placement, arguments.tokens)]
+    write_json(measured_file, rows)
+    return rows
+
+
+def make_table(arguments):
+    """All runs that are there: means over seeds."""
+    rows = json.loads((arguments.runs_dir / f"{arguments.name}-untrained.json").read_text(encoding="utf-8"))
+    groups: dict[tuple, list[dict]] = {}
+    for file in sorted(arguments.runs_dir.glob(f"{arguments.name}-*/measured.json")):
+        for row in json.loads(file.read_text(encoding="utf-8")):
+            key = tuple((name, value) for name, value in row.items() if name not in (*VIEWS, "seed"))
+            groups.setdefault(key, []).append(row)
+    for key, found in groups.items():
+        row = dict(key) | {"seeds": len(found)}
+        for name in VIEWS:
+            values = [each[name] for each in found]
+            row |= {name: statistics.mean(values), f"{name}: spread": spread(values)}
+        rows.append(row)
+    print(format_table([{k: v for k, v in row.items() if not k.endswith("spread")} for row in rows]))
+    settings = {"canvas": CANVAS, "zoom_out": ZOOM_OUT, "canvas_images": CANVAS_IMAGES, "batch_size": 64}
+    write_table(arguments.results_dir / f"content_students_{arguments.name}.json", settings, rows)
 
 
 def measure_speed(arguments):
-    grid, _ = load_placed(None)
-    tree, _ = load_placed("detail")
+    models = {placement: untrained(arguments, placement)[0] for placement in ("grid", "detail")}
     pixel_values = torch.randn(32, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     rows = []
-    models = {"grid": grid, "content": tree}
     for count in arguments.tokens:
         calls = {name: functools.partial(model, num_tokens=count) for name, model in models.items()}
         speeds = images_per_second(calls, pixel_values, rounds=20)
@@ -132,7 +291,7 @@ def measure_speed(arguments):
             for name, speed in speeds.items()
         ]
     print(format_table(rows))
-    settings = {"student": STUDENT, "batch_size": 32, "precision": "float32"}
+    settings = {"batch_size": 32, "precision": "float32"}
     write_table(arguments.results_dir / "content_placement_speed.json", settings, rows)
 
 
@@ -140,8 +299,8 @@ def draw_picture(arguments):
     """Photographs as small objects, what a grid's and what a tree's tokens see of them, and what both call them."""
     records = load_images([arguments.test], "train")
     chosen = [round(len(records) * (number + 0.5) / PICTURES) for number in range(PICTURES)]
-    grid, processor = load_placed(None)
-    tree, _ = load_placed("detail")
+    grid, processor = load_image_classifier(arguments.grid_student, "cpu")
+    tree, _ = load_image_classifier(arguments.student, "cpu")
     image_format = ImageFormat.from_processor(processor)
     view, images = EvalView(image_format), []
     for number, index in enumerate(chosen):
@@ -182,7 +341,13 @@ def seen_by(image: torch.Tensor, rois: torch.Tensor, patch_size: tuple[int, int]
     return seen
 
 
-COMMANDS = {"accuracy": measure_accuracy, "speed": measure_speed, "picture": draw_picture}
+COMMANDS = {
+    "teacher": (train_teacher, ["model", "train", "test"]),
+    "students": (train_students, ["teacher", "train", "test", "backgrounds"]),
+    "table": (make_table, []),
+    "speed": (measure_speed, ["teacher"]),
+    "picture": (draw_picture, ["student", "grid_student", "test"]),
+}
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from .components.attended_windows import attended_windows
 from .components.augmentation import BootstrapView, PairedEvalView
 from .components.cards import choice_of_epoch, count_measured, say_license, write_card
 from .components.checkpoints import TrainingState
-from .components.images import PlainImages, as_images
+from .components.images import PlainImages, as_images, draw_image
 from .components.models import choose_attention
 from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
 from .components.side_by_side import compare, describe, introduce
@@ -188,8 +188,11 @@ class BootstrapTrainer(RecipeTrainer):
         train, evaluation, test, classes = match_classes(
             parts, self.classify and model.config.id2label, args.label_loss_weight > 0
         )
+        if args.canvas_images and isinstance(train, datasets.IterableDataset):
+            raise ValueError("--canvas-images chooses images by their numbers, and a stream has none; give it 0.")
         view = BootstrapView(
-            self.student_format, self.teacher_format, args.crop_scale, args.crop_ratio, args.flip, args.zoom_out
+            *(self.student_format, self.teacher_format, args.crop_scale, args.crop_ratio, args.flip),
+            *(args.zoom_out, args.canvas_images, functools.partial(draw_image, train)),
         )
         super().__init__(
             # The classifier or projection stays frozen, so the base model alone is what learns.

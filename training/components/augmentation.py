@@ -1,7 +1,7 @@
 """What recipes make of images in training: views for little data and for bootstrapping, mixup and cutmix."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -140,6 +140,8 @@ class BootstrapView(View):
         flip (`float`): Probability of a horizontal flip.
         zoom_out (`float`): Half of the images are put on a canvas before that, at a random place; its sides are up to
             so many times theirs.
+        canvas_images (`float`): Share of these canvases that show another image.
+        draw_image (`Callable`, *optional*): Returns another image, chosen by torch's random numbers.
     """
 
     def __init__(
@@ -150,6 +152,8 @@ class BootstrapView(View):
         ratio: Sequence[float] = (3 / 4, 4 / 3),
         flip: float = 0.5,
         zoom_out: float = 1.0,
+        canvas_images: float = 0.0,
+        draw_image: Callable[[], Image.Image] | None = None,
     ):
         self.formats = {"pixel_values": student}
         # How evaluation crops the middle is nothing to a random part.
@@ -159,10 +163,11 @@ class BootstrapView(View):
         self.crop = v2.RandomResizedCrop(student.size, list(scale), list(ratio))
         self.flip = flip
         self.zoom_out = v2.RandomZoomOut(student.fill, (1.0, zoom_out)) if zoom_out > 1 else None
+        self.canvas_images, self.draw_image = canvas_images, draw_image
 
     def __call__(self, image):
-        if self.zoom_out:
-            image = self.zoom_out(image)
+        if self.zoom_out and torch.rand(()) < self.zoom_out.p:
+            image = self.put_on_canvas(image)
         part = self.crop.make_params([image])
         if torch.rand(()) < self.flip:
             image = v2.functional.horizontal_flip(image)
@@ -172,6 +177,17 @@ class BootstrapView(View):
             )
             for name, format_ in self.formats.items()
         }
+
+    def put_on_canvas(self, image):
+        """The image at a random place of a canvas, which is plain or another image."""
+        left, top, right, bottom = self.zoom_out.make_params([image])["padding"]
+        size = (left + image.width + right, top + image.height + bottom)
+        if self.canvas_images and torch.rand(()) < self.canvas_images:
+            canvas = self.draw_image().resize(size, Image.Resampling.BILINEAR)
+        else:
+            canvas = Image.new(image.mode, size, tuple(self.zoom_out.fill))
+        canvas.paste(image, (left, top))
+        return canvas
 
 
 class PairedEvalView(View):

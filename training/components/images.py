@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import datasets
+import torch
 from PIL import Image
 from torch.utils.data import Subset
 
 from ...common.data import load_images, select_images
+from ...common.decoding import decode_image
 from ...common.labels import check_same_classes, class_names
 from ...common.splits import hold_back
 
@@ -86,6 +88,12 @@ def labeled_images(train, evaluation=None, test=None) -> tuple:
     for images in (evaluation, test):
         check_same_classes(class_names(train), images)
     return train, evaluation, test
+
+
+def draw_image(images: datasets.Dataset | PlainImages) -> Image.Image:
+    """One of the images, chosen by torch's random numbers; raises `ImageError` if it cannot be read."""
+    index = int(torch.randint(len(images), ()))
+    return decode_image(images[index]["image"], index)
 
 
 def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:

@@ -77,12 +77,13 @@ class ViewDataset(Dataset):
         """The view of a record that belongs to (seed, epoch, index), with what a batch needs besides."""
         try:
             image, *mask = self.read(index, record)
+            with seeded(self.seed, epoch, index, VIEW):
+                # May read other images.
+                sample = self.view(image, *mask)
         except CorruptImageError:
             if not self.skip_corrupt:
                 raise
             return None
-        with seeded(self.seed, epoch, index, VIEW):
-            sample = self.view(image, *mask)
         label = {"labels": record["label"]} if "label" in record else {}
         if label and self.classes is not None:
             label = {"labels": self.classes[record["label"]]}

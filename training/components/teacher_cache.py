@@ -72,6 +72,8 @@ class TeacherCache:
             about["reverse_channels"] = True
         if view.zoom_out:
             about["zoom_out"] = view.zoom_out.side_range[1]
+        if view.canvas_images:
+            about["canvas_images"] = view.canvas_images
         file = self.folder / "cache.json"
         with accelerator.main_process_first():
             if not file.is_file():

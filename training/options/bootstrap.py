@@ -205,6 +205,9 @@ class AlignmentArguments:
         1.0,
         "Half of the images are put on a canvas, whose sides are up to so many times theirs: objects become smaller.",
     )
+    canvas_images: float = argument(
+        0.0, "With --zoom-out, share of these canvases that show another image of the data set; others are plain."
+    )
     view_epochs: int | None = argument(
         None, "Epochs after which the views of an image come again, and with them what --teacher-cache knows."
     )
@@ -217,9 +220,11 @@ class AlignmentArguments:
         if self.teacher_cache and self.token_loss_weight:
             raise ValueError("--teacher-cache keeps embeddings, not the tokens that --token-loss-weight needs.")
         check(self.temperature, self.temperature > 0, "temperature", "a positive number")
-        check_share(self, "flip")
+        check_share(self, "flip", "canvas_images")
         check_at_least(self, 0, "label_loss_weight", "elastic_loss_weight", "token_loss_weight", "window_loss_weight")
         check(self.zoom_out, 1 <= self.zoom_out <= 100, "zoom_out", "1 to 100")
+        fits = self.canvas_images == 0 or self.zoom_out > 1
+        check(self.canvas_images, fits, "canvas_images", "0 without --zoom-out above 1")
         check_range(self, "crop_scale", "crop_ratio")
 
 
