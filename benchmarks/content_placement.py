@@ -68,7 +68,7 @@ def main():
     parser.add_argument("--test", help="of test images")
     parser.add_argument("--backgrounds", help="of other photographs")
     parser.add_argument("--name", default="caltech101", help="of the data (default: %(default)s)")
-    parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=["grid", "detail"])
+    parser.add_argument("--placements", nargs="*", choices=PLACEMENTS, default=["grid", "detail"])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 9 16 25 36 49 64")
     parser.add_argument("--epochs", type=int, default=10, help="of students (default: %(default)s)")
     parser.add_argument("--random-share", type=float, default=0.25, help="of random trees (default: %(default)s)")
