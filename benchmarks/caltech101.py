@@ -3,7 +3,6 @@
     python benchmarks/caltech101.py teacher --model FOLDER --train TRAIN --test TEST
     python benchmarks/caltech101.py students --train TRAIN --test TEST --tokens 16 36 64 --steps 218
     python benchmarks/caltech101.py table
-    python benchmarks/caltech101.py picture --test TEST --student RUN
     python benchmarks/caltech101.py compare --test TEST --tome CHECKOUT
     python benchmarks/caltech101.py tome --train TRAIN --test TEST --tome CHECKOUT --merged 40
     python benchmarks/caltech101.py diffrate --train TRAIN --test TEST --diffrate CHECKOUT
@@ -11,18 +10,16 @@
 
 `teacher` fine-tunes a pretrained ViT, first on small images. `students` bootstraps from it, without labels: students
 whose cells stay on a grid over the whole image (fixed), which are a distilled teacher at a lower resolution, with four
-times as many points (fine fixed), students that glance at the image first and look into a window of it (moving), and
-the paper's (paper), students with all of the teacher's tokens and its last blocks alone (3 blocks), and one for six
-counts of tokens (elastic), also asked with few first and with more where it is not sure. Test images choose nothing:
-the last step of each run is what counts. Runs are kept under --runs-dir and found again; `table` puts all that are
-there into caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png, `picture` draws where
-a student that glances looks on photographs and on the same as small objects (caltech101_windows.png). `compare` is
-`frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is off the shelf, and what `diffrate`
-made (compare_caltech101.json and .png). `tome` tunes it, too, on the views and by the loss of the students
-(caltech101_tome.json). `diffrate` first searches DiffRate's rates (github.com/OpenGVLab/DiffRate) for the cost of 64
-tokens, on the same views with labels, and tunes it then as ToMe (caltech101_diffrate.json). `features` bootstraps
-from the pretrained ViT itself on the images of 81 classes, and judges the embeddings of teacher and student by the 20
-others (caltech101_features.json).
+times as many points (fine fixed), the paper's (paper), students with all of the teacher's tokens and its last blocks
+alone (3 blocks), and one for six counts of tokens (elastic), also asked with few first and with more where it is not
+sure. Test images choose nothing: the last step of each run is what counts. Runs are kept under --runs-dir and found
+again; `table` puts all that are there into caltech101_students.json, caltech101_adaptive.json and
+caltech101_elastic.png. `compare` is `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is
+off the shelf, and what `diffrate` made (compare_caltech101.json and .png). `tome` tunes it, too, on the views and by
+the loss of the students (caltech101_tome.json). `diffrate` first searches DiffRate's rates
+(github.com/OpenGVLab/DiffRate) for the cost of 64 tokens, on the same views with labels, and tunes it then as ToMe
+(caltech101_diffrate.json). `features` bootstraps from the pretrained ViT itself on the images of 81 classes, and
+judges the embeddings of teacher and student by the 20 others (caltech101_features.json).
 """
 
 import argparse
@@ -56,7 +53,6 @@ from frugalvit.contenders import BASELINES, load_students, load_teacher, load_te
 from frugalvit.evaluation.embeddings import of_classes
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.pictures import save_figure
-from frugalvit.predict import draw_predictions, format_labels, predict
 from frugalvit.training import bootstrap, train
 from shared import add_run_arguments, run_recipe, spread, write_comparison, write_table
 from token_merging import contender, diffrate, merging, tome
@@ -65,7 +61,6 @@ from token_merging import contender, diffrate, merging, tome
 # Arguments of `frugalvit bootstrap` besides the shared ones.
 VARIANTS = {
     "fixed": ["--focusing", "inherited"],
-    "moving": ["--focusing", "inherited", "--glance", "16"],
     "fine fixed": ["--focusing", "inherited", "--config-overrides", "patch_size=28"],
     "elastic": ["--focusing", "inherited", "--elastic-token-counts", "9", "16", "25", "36", "49", "64"],
     # With --tokens 256, the teacher's at 224 pixels: as many products as 64 tokens through twelve blocks.
@@ -96,14 +91,13 @@ def main():
     parser.add_argument("--model", help="pretrained ViT to fine-tune")
     parser.add_argument("--train", help="parquet file or folder of training images")
     parser.add_argument("--test", help="of test images")
-    parser.add_argument("--student", type=Path, help="run to draw")
     parser.add_argument("--tome", help="checkout of ToMe")
     parser.add_argument("--diffrate", help="checkout of DiffRate")
     parser.add_argument("--search-macs", type=float, default=1.43e9, help="that DiffRate may cost (default: 1.43e9)")
     parser.add_argument("--merged", type=int, nargs="+", default=[8, 12, 16], help="ToMe's r (default: 8 12 16)")
     parser.add_argument("--limit", type=int, default=600, help="test images to compare with (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed passes of each model (default: %(default)s)")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["fixed", "moving"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["fixed"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 36, 64], help="default: 16 36 64")
     parser.add_argument("--steps", type=int, nargs="+", default=[218], help=f"of {BATCH_SIZE} views (default: 218)")
     parser.add_argument("--zoom-out", type=float, default=1.0, help="as in training (default: %(default)s)")
@@ -160,8 +154,7 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
         *shared_arguments(arguments, arguments.runs_dir / "teacher", arguments.train, seed),
         *("--epochs", str(epochs), "--steps-per-epoch", str(min(steps, epoch)), "--num-latent-tokens", str(tokens)),
         *("--view-epochs", str(arguments.view_epochs), "--zoom-out", str(arguments.zoom_out), *VARIANTS[variant]),
-        # Windows are cached for those that glance, whoever comes first.
-        *("--teacher-cache", str(cache), "--window-loss-weight", "1"),
+        *("--teacher-cache", str(cache)),
     ]
     run_recipe(bootstrap, folder, argv)
     views = epochs * min(steps, epoch) * BATCH_SIZE
@@ -266,19 +259,6 @@ def put_on_canvas(image: Image.Image, index: int, image_format: ImageFormat) -> 
     """A test image as a small object, at a place that its number decides."""
     with seeded(index):
         return v2.RandomZoomOut(image_format.fill, (CANVAS, CANVAS), p=1.0)(image)
-
-
-def draw_windows(arguments):
-    """Some test images, as they are and on a canvas, with their tokens' RoIs."""
-    model, processor = load_image_classifier(arguments.student, "cpu")
-    records = load_images([arguments.test], "train")
-    image_format, images = ImageFormat.from_processor(processor), []
-    for index in range(800, len(records), 300):
-        image = decode_image(records[index]["image"], index)
-        images += [image, put_on_canvas(image, index, image_format)]
-    predictions = predict(model, processor, images, top=1, output_rois=True)
-    figure = draw_predictions(predictions, [format_labels(prediction.labels) for prediction in predictions])
-    save_figure(figure, arguments.results_dir / "caltech101_windows.png")
 
 
 def compare_all(arguments):
@@ -479,7 +459,6 @@ COMMANDS = {
     "teacher": (train_teacher, ("model", "train", "test")),
     "students": (train_students, ("train", "test")),
     "table": (make_table, ()),
-    "picture": (draw_windows, ("test", "student")),
     "compare": (compare_all, ("test",)),
     "tome": (tune_tome, ("train", "test", "tome")),
     "diffrate": (tune_diffrate, ("train", "test", "diffrate")),

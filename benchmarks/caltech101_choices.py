@@ -87,9 +87,9 @@ def train_student(arguments, choice: str, tokens: int, seed: int) -> dict:
         *("--num-latent-tokens", str(tokens), "--view-epochs", "2", *CHOICES[choice]),
     ]
     if choice != "tokens aligned":
-        # It keeps no tokens. Windows are in it for students that glance.
+        # It keeps no tokens.
         cache = arguments.runs_dir / f"cache-seed{seed}"
-        argv += ["--teacher-cache", str(cache), "--window-loss-weight", "1"]
+        argv += ["--teacher-cache", str(cache)]
     trial = choice if choice in TRIALS else None
     with ExitStack() as changed:
         changed.enter_context(students_with(trial))

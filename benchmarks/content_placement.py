@@ -47,6 +47,7 @@ PLACEMENTS = {
     "grid": [],
     "detail": ["--placement", "content"],
     "contrast": ["--placement", "content", "--placement-rule", "contrast"],
+    "learned": ["--placement", "content", "--placement-rule", "learned"],
     "entropy": ["--placement", "content", "--placement-rule", "entropy"],
 }
 TOKENS = [9, 16, 25, 36, 49, 64]

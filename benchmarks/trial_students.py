@@ -22,8 +22,9 @@ from transformers import AutoImageProcessor
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.modeling import inheritance
+from frugalvit.modeling.layers import in_float32
 from frugalvit.modeling.modeling_sparseformer import SparseFormerModel, adjust_rois
-from frugalvit.modeling.pyramid import ImagePyramid, grid_rois
+from frugalvit.modeling.pyramid import GridImage, grid_rois, points_in, sample_features
 from frugalvit.training import bootstrap
 
 
@@ -33,7 +34,7 @@ class ContextTokens(nn.Module):
 
     def __init__(self, base: SparseFormerModel, grid: tuple[int, int]):
         super().__init__()
-        self.grid, self.pyramid = grid, ImagePyramid(base.config.patch_size, num_levels=1)
+        self.grid, self.image_at = grid, GridImage(base.config.patch_size)
         self.token_embedding = nn.Parameter(base.latents.on_grid(grid)[0].detach().clone())
 
     def hang_into(self, base: SparseFormerModel, images: dict):
@@ -43,8 +44,8 @@ class ContextTokens(nn.Module):
             hidden_states, *others = args
             rois = grid_rois(self.grid).to(hidden_states.device).unsqueeze(0)
             embedding = self.token_embedding.unsqueeze(0)
-            pyramid = self.pyramid(images["pixel_values"], self.grid)
-            embedded, _ = base.final_focusing_layer.sampling(embedding, rois, pyramid)
+            image = self.image_at(images["pixel_values"], self.grid)
+            embedded, _ = base.final_focusing_layer.sampling(embedding, rois, image)
             return torch.cat([hidden_states, (embedding + embedded).to(hidden_states.dtype)], dim=1), *others
 
         def leave(layer, args, outputs):
@@ -70,8 +71,7 @@ class SecondLook(nn.Module):
         super().__init__()
         width = base.config.hidden_size
         self.block = block
-        # RoIs of half the size are read from the image at twice the size.
-        self.pyramid = ImagePyramid(base.config.patch_size, num_levels=2)
+        self.image_at = GridImage(base.config.patch_size)
         self.sampling = copy.deepcopy(base.final_focusing_layer.sampling)
         self.norm, self.deltas = nn.LayerNorm(width), nn.Linear(width, 4)
         self.out_proj = nn.Linear(width, width)
@@ -89,11 +89,27 @@ class SecondLook(nn.Module):
             prefix = base.config.num_prefix_tokens
             front, tokens = hidden_states[:, :prefix], hidden_states[:, prefix:]
             rois = adjust_rois(rois, self.deltas(self.norm(tokens)))
-            pyramid = self.pyramid(images["pixel_values"], base.config.token_grid)
-            sampled, _ = self.sampling(tokens, rois, pyramid)
+            grid = base.config.token_grid
+            # RoIs of half the size are read from the image at twice the size, up to its own.
+            sizes = [grid, tuple(2 * cells for cells in grid)]
+            patches = read_patches(
+                [self.image_at(images["pixel_values"], size) for size in sizes], rois, self.sampling
+            )
+            sampled, _ = self.sampling(tokens, rois, patches)
             return torch.cat([front, tokens + self.out_proj(sampled).to(tokens.dtype)], dim=1), rois, *others
 
         base.layers[self.block].register_forward_pre_hook(look)
+
+
+def read_patches(levels: list[torch.Tensor], rois: torch.Tensor, sampling: nn.Module) -> torch.Tensor:
+    """The pixels in RoIs `(batch, tokens, 4)` of two images, one made for all tokens' cells and one twice as large,
+    between which smaller RoIs interpolate: `(batch, tokens, channels * rows * columns)`."""
+    points = points_in(rois, sampling.patch_size)
+    coarse, fine = (sample_features(level, points, sampling.padding_mode) for level in levels)
+    left_top, right_bottom = in_float32(rois).chunk(2, dim=-1)
+    area = (right_bottom - left_top).prod(-1).abs().clamp(min=1e-12) * rois.shape[1]
+    share = (-0.5 * torch.log2(area)).clamp(0, 1)[..., None, None]
+    return torch.lerp(coarse, fine, share).transpose(2, 3).flatten(2)
 
 
 # Parts by name, made for a student.

@@ -60,7 +60,7 @@ def coarsest_grid(image_size: tuple[int, int], most: int = 4) -> tuple[int, int]
 STEPS = ("sampling", "position_encoding", "attention", "mlp", "roi_adjustment")
 # Where tokens that embed patches look, and what says which cells of a tree are split.
 PLACEMENTS = ("grid", "content")
-PLACEMENT_RULES = ("detail", "contrast", "entropy")
+PLACEMENT_RULES = ("detail", "contrast", "entropy", "learned")
 
 
 @strict
@@ -74,8 +74,7 @@ class SparseFormerConfig(FrugalViTConfig):
     is a plain transformer encoder. What the two generations do differently is written out in the fields below.
 
     With `patch_size`, the focusing stage is inherited, too: each token embeds the pixels at a grid of points in its
-    RoI as the teacher embeds a patch, so that a new student is its teacher at a lower resolution; with `glance_grid`,
-    it first glances at the image to choose the window that its tokens share.
+    RoI as the teacher embeds a patch, so that a new student is its teacher at a lower resolution.
 
     Args:
         image_size (`int` or pair of `int`, *optional*, defaults to 224):
@@ -108,7 +107,8 @@ class SparseFormerConfig(FrugalViTConfig):
             cells and three more for each split; other counts are rounded down.
         placement_rule (`str`, *optional*, defaults to `"detail"`):
             Which cells of a tree are split: those that lose most `"detail"` at the resolution of a patch, most of its
-            `"contrast"` (its square root), or with the largest `"entropy"`, all times their area but the last.
+            `"contrast"` (its square root), or with the largest `"entropy"`, all times their area but the last. By
+            `"learned"`, a few convolutions foretell how much a teacher attends to each cell, times the contrast lost.
         placement_grid (`int` or pair of `int`, *optional*):
             The coarsest grid of trees in images of `image_size`; up to four nearly square cells by default.
         num_placement_levels (`int`, *optional*):
@@ -116,13 +116,6 @@ class SparseFormerConfig(FrugalViTConfig):
             patch's points are no fewer than the image's pixels in the finest.
         placement_random_share (`float`, *optional*, defaults to 0.0):
             Share of images that have a random tree while training.
-        num_pyramid_levels (`int`, *optional*, defaults to 1):
-            With `patch_size`, sizes of the image that tokens sample: one where the points of the first RoIs are its
-            pixels, and others, each twice as large up to the image's own, for RoIs that are smaller.
-        glance_grid (`int` or pair of `int`, *optional*):
-            With `patch_size`, rows and columns of tokens that glance at the whole image; what they see places the
-            window in which the other tokens' first RoIs lie. Without it, the window is the image.
-        num_glance_layers (`int`, *optional*, defaults to 3): Transformer blocks of the glance.
         focusing_hidden_size (`int`, *optional*, defaults to 384): Width of the iterated focusing layer.
         num_focusing_iterations (`int`, *optional*, defaults to 4):
             Executions of the focusing layer; the one at full width comes on top ("4+1" in the paper).
@@ -245,9 +238,6 @@ class SparseFormerConfig(FrugalViTConfig):
     placement_grid: int | list[int] | tuple[int, int] | None = None
     num_placement_levels: int | None = None
     placement_random_share: float | int = 0.0
-    num_pyramid_levels: int = 1
-    glance_grid: int | list[int] | tuple[int, int] | None = None
-    num_glance_layers: int = 3
     focusing_hidden_size: int = 384
     num_focusing_iterations: int = 4
     focusing_steps: list[str] | tuple[str, ...] = (
@@ -313,6 +303,11 @@ class SparseFormerConfig(FrugalViTConfig):
     resample: int = 2
 
     def __post_init__(self, **kwargs):
+        # Of students that glanced at the image first, which trees have replaced; their folders cannot be computed.
+        if kwargs.pop("glance_grid", None):
+            raise ValueError("`glance_grid` is gone; tokens that choose where to look have `placement='content'`.")
+        for name in ("num_glance_layers", "num_pyramid_levels"):
+            kwargs.pop(name, None)
         self.focusing_steps = tuple(self.focusing_steps)
         self.final_focusing_steps = tuple(self.final_focusing_steps)
         if self.num_mixed_points is None:
@@ -338,7 +333,6 @@ class SparseFormerConfig(FrugalViTConfig):
                 else:
                     grid = self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size))
                     self.token_grid = pair(grid)
-                self.glance_grid = self.glance_grid and pair(self.glance_grid)
         self.rope_scale, self.rope_shift = tuple(self.rope_scale), tuple(self.rope_shift)
         super().__post_init__(**kwargs)
 
@@ -439,8 +433,6 @@ class SparseFormerConfig(FrugalViTConfig):
             "stem_channels",
             "focusing_hidden_size",
             "num_placement_levels",
-            "num_pyramid_levels",
-            "num_glance_layers",
             "focusing_num_attention_heads",
             "focusing_intermediate_size",
             "hidden_size",
@@ -465,7 +457,7 @@ class SparseFormerConfig(FrugalViTConfig):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, expected at least 0.")
         self._check_sizes("image_size", low=4, reason=", each at least 4 (the stride of the stem)")
-        for name in ("patch_size", "token_grid", "glance_grid", "placement_grid"):
+        for name in ("patch_size", "token_grid", "placement_grid"):
             if getattr(self, name) is not None:
                 self._check_sizes(name)
 
@@ -512,7 +504,7 @@ class SparseFormerConfig(FrugalViTConfig):
     def validate_patches(self):
         """Tokens fill their grid, and what only tokens that embed patches can do is left to them."""
         if self.patch_size is None:
-            for name in ("token_grid", "glance_grid", "placement_grid", "num_placement_levels"):
+            for name in ("token_grid", "placement_grid", "num_placement_levels"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"`{name}` is {getattr(self, name)} without `patch_size`; give both or neither.")
             if self.placement != "grid":
@@ -521,9 +513,8 @@ class SparseFormerConfig(FrugalViTConfig):
                 )
             return
         if self.placement == "content":
-            for name in ("token_grid", "glance_grid"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"`{name}` is {getattr(self, name)} with `placement='content'`; leave it out.")
+            if self.token_grid is not None:
+                raise ValueError(f"`token_grid` is {self.token_grid} with `placement='content'`; leave it out.")
             if self.num_placement_levels == 1:
                 raise ValueError("`num_placement_levels` is 1, expected 2 or more; `placement='grid'` has one.")
             return

@@ -86,10 +86,6 @@ def inherit(
         )
     if check:
         anatomy.check("bootstrap from")
-    if (config.num_glance_layers > blocks - truncated) and config.glance_grid:
-        raise ValueError(
-            f"`num_glance_layers` is {config.num_glance_layers}, more than the {blocks - truncated} blocks to inherit."
-        )
     student = model_class(config).eval()
     base = student.base_model
     if inherit_blocks:
@@ -140,10 +136,6 @@ def inherit_patches(anatomy: Anatomy, base: nn.Module, truncated: int):
         base.latents.cls_token.copy_(front[: anatomy.num_class_tokens])
     if anatomy.num_register_tokens:
         base.latents.register_tokens.copy_(front[anatomy.num_class_tokens :])
-    if base.glance is not None:
-        _set_positions(base.glance, anatomy)
-        for layer, block in zip(base.glance.blocks, anatomy.blocks[truncated:], strict=False):
-            layer.load_state_dict(block_weights(block, anatomy))
 
 
 def spread_weight(weight: torch.Tensor, patch_size: tuple[int, int], anatomy: Anatomy) -> torch.Tensor:

@@ -40,8 +40,8 @@ from .layers import (
     in_float32,
     rotary_table,
 )
-from .placement import CellPyramid, ContentPlacement, cells_of, known_size
-from .pyramid import ImagePyramid, PatchSampling, grid_rois, place_in_window, sample_features, window_of
+from .placement import AttentionForecast, CellPyramid, ContentPlacement, cells_of, known_size
+from .pyramid import GridImage, PatchSampling, grid_rois, sample_features
 from .segmentation import SegmentationHead, semantic_segmentation_loss
 
 
@@ -67,12 +67,16 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
             `(batch, tokens, focusing_hidden_size)` after every focusing iteration.
         stem_features (`torch.FloatTensor`, *optional*, with `output_stem_features=True`):
             `(batch, stem_channels, height / 4, width / 4)`, what the tokens sample.
+        attention_forecast (`torch.FloatTensor`, *optional*, with `output_attention_forecast=True`):
+            `(batch, rows, columns)` float32 logits of the share of a teacher's attention that falls on each cell of
+            the finest grid, where `placement_rule` is `"learned"`.
     """
 
     rois: tuple[torch.FloatTensor, ...] | None = None
     sampling_points: tuple[torch.FloatTensor, ...] | None = None
     focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
     stem_features: torch.FloatTensor | None = None
+    attention_forecast: torch.FloatTensor | None = None
 
 
 @dataclass
@@ -456,7 +460,9 @@ class SparseFormerSampling(nn.Module):
 
 def placement_of(config: SparseFormerConfig) -> ContentPlacement:
     """What chooses the cells of each image."""
-    return ContentPlacement(config.placement_rule, config.patch_size, config.placement_random_share)
+    return ContentPlacement(
+        config.placement_rule, config.patch_size, config.num_channels, config.placement_random_share
+    )
 
 
 def patch_sampling(config: SparseFormerConfig) -> PatchSampling:
@@ -582,38 +588,6 @@ class SparseFormerLayer(GradientCheckpointingLayer):
                 deltas = self.roi_deltas(hidden_states)
                 rois = adjust_rois(rois, drop_path(deltas, rate if self.drops_roi_deltas else 0.0, self.training))
         return hidden_states, rois, points
-
-
-class SparseFormerGlance(nn.Module):
-    """A look at the whole image by few tokens of a coarse grid, which decides in which window the others look.
-
-    They embed patches as the others do and run through transformer blocks, then a linear layer says how salient each
-    cell is. The window is what would have the same mean and variance if saliency were constant in it and zero outside,
-    along each axis: the mean +- sqrt(3) standard deviations, cut at the image. Before training, saliency is constant,
-    and the window is the image.
-    """
-
-    def __init__(self, config: SparseFormerConfig):
-        super().__init__()
-        self.grid = config.glance_grid
-        self.pyramid = ImagePyramid(config.patch_size, num_levels=1)
-        self.token_embedding = nn.Parameter(torch.empty(math.prod(self.grid), config.hidden_size))
-        self.blocks = nn.ModuleList(
-            SparseFormerLayer(config, ("attention", "mlp"), False, [0.0]) for _ in range(config.num_glance_layers)
-        )
-        self.layernorm = nn.LayerNorm(config.hidden_size, eps=focusing_eps(config))
-        self.saliency = nn.Linear(config.hidden_size, 1)
-
-    def forward(self, pixel_values: torch.Tensor, embed: Callable, rotation: Callable) -> torch.Tensor:
-        """Images, what makes tokens of an embedding, RoIs and a pyramid, [CLS] and the like in front, and what rotates
-        them, to windows `(batch, 1, 4)` as left, top, right, bottom, in float32."""
-        rois = grid_rois(self.grid).to(pixel_values.device).unsqueeze(0)
-        hidden_states = embed(self.token_embedding.unsqueeze(0), rois, self.pyramid(pixel_values, self.grid))
-        rotary = rotation(rois)
-        for block in self.blocks:
-            hidden_states, _, _ = block(hidden_states, rois, **rotary)
-        saliency = self.saliency(self.layernorm(hidden_states[:, -rois.shape[1] :]))
-        return window_of(in_float32(saliency).softmax(dim=1), rois)
 
 
 def join(prefix: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -761,10 +735,13 @@ class SparseFormerPreTrainedModel(HubModel):
             init.zeros_(module.out_proj.weight)
         elif isinstance(module, SparseFormerLayer) and module.stage_embedding is not None:
             init.normal_(module.stage_embedding)
-        elif isinstance(module, SparseFormerGlance):
-            init.trunc_normal_(module.token_embedding, std=std)
-            init.zeros_(module.saliency.weight)
-            init.zeros_(module.saliency.bias)
+        elif isinstance(module, AttentionForecast):
+            for convolution in (module.embedding, *module.convolutions):
+                init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+                init.zeros_(convolution.bias)
+            # Foretells that attention is even.
+            init.zeros_(module.head.weight)
+            init.zeros_(module.head.bias)
         elif isinstance(module, SparseFormerPoolingHead):
             init.normal_(module.probe)
         elif isinstance(module, SegmentationHead):
@@ -846,7 +823,7 @@ class SparseFormerPreTrainedModel(HubModel):
             num_levels (`int`, *optional*): `num_placement_levels` of the configuration.
 
         Raises:
-            ValueError: if tokens embed no patches, or glance.
+            ValueError: if tokens embed no patches.
         """
         base, config = self.base_model, self.config
         if config.placement == "content":
@@ -863,7 +840,8 @@ class SparseFormerPreTrainedModel(HubModel):
         counts = ("num_latent_tokens", "elastic_token_counts", "num_tokens")
         for name in (*fields, "token_grid", "placement_grid", *counts):
             setattr(config, name, getattr(placed, name))
-        base.stem, base.placement = CellPyramid(config.patch_size), placement_of(config)
+        base.stem, base.placement = CellPyramid(config.patch_size), placement_of(config).to(latents.token_embedding)
+        base.placement.apply(self._init_weights)
 
     @classmethod
     @torch.no_grad()
@@ -944,9 +922,9 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             self.stem = SparseFormerStem(config)
         elif config.placement == "content":
             self.stem = CellPyramid(config.patch_size)
-            self.placement = ContentPlacement(config.placement_rule, config.patch_size, config.placement_random_share)
+            self.placement = placement_of(config)
         else:
-            self.stem = ImagePyramid(config.patch_size, config.num_pyramid_levels)
+            self.stem = GridImage(config.patch_size)
         self.latents = SparseFormerLatents(config)
 
         iterations, blocks = config.num_focusing_iterations, config.num_hidden_layers
@@ -955,12 +933,10 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         rates = [config.drop_path_rate * i / max(total - 1, 1) for i in range(total)]
         cortex_rates = [[rate] for rate in rates[total - blocks :]]
 
-        self.focusing_layer = self.transition = self.glance = None
+        self.focusing_layer = self.transition = None
         if iterations:
             self.focusing_layer = SparseFormerLayer(config, config.focusing_steps, True, rates[:iterations])
             self.transition = nn.Linear(config.focusing_hidden_size, config.hidden_size)
-        if config.glance_grid:
-            self.glance = SparseFormerGlance(config)
         self.embedding_norm = cortex_norm(config)(config.hidden_size) if config.embedding_norm else nn.Identity()
         self.transition_layernorm = (
             nn.LayerNorm(config.hidden_size, eps=focusing_eps(config))
@@ -991,6 +967,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         output_rois: bool = False,
         output_focusing_hidden_states: bool = False,
         output_stem_features: bool = False,
+        output_attention_forecast: bool = False,
         output_tokens: bool = True,
         num_tokens: int | None = None,
         features: torch.Tensor | None = None,
@@ -1004,6 +981,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
                 Return `focusing_hidden_states`.
             output_stem_features (`bool`, *optional*, defaults to `False`): Return `stem_features`.
+            output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):
                 Return `last_hidden_state` of all tokens. Without it, the last block computes [CLS] alone where that is
                 what is pooled, and `last_hidden_state` has no other token, unless `hidden_states` or `attentions` are
@@ -1019,13 +997,13 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             ValueError: if the images have other channels or are smaller, or `num_tokens` does not fit.
         """
         pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min_size=4)
-        batch_size = pixel_values.shape[0]
+        batch_size, forecast = pixel_values.shape[0], None
         num_tokens = self.config.default_num_tokens if num_tokens is None else self.check_num_tokens(num_tokens)
         if self.placement is not None:
             size = known_size(pixel_values)
             grids, num_tokens = self.config.cell_grids(size), self.config.tokens_of_tree(num_tokens, size)
             levels = self.stem(pixel_values, grids)
-            cells = self.placement(levels, num_tokens)
+            cells, forecast = self.placement(levels, num_tokens)
             features = self.placement.patches(levels, cells)
             hidden_states, rois, prefix = self.latents(batch_size, num_tokens, cells=cells, grids=grids)
         else:
@@ -1033,8 +1011,6 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             if features is None:
                 features = self.stem(pixel_values) if grid is None else self.stem(pixel_values, grid)
             hidden_states, rois, prefix = self.latents(batch_size, num_tokens, grid)
-        # Tokens that glanced stand where they do in the window.
-        places = rois
         all_rois, all_points, focusing_hidden_states = [], [], []
 
         def run(layer, hidden_states, rois, iteration=0, leading=None):
@@ -1054,16 +1030,10 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         if self.transition is not None:
             hidden_states = self.transition(hidden_states)
         hidden_states = self.transition_layernorm(hidden_states)
-        if self.glance is not None:
-
-            def embed(*tokens_rois_features):
-                return self.embedding_norm(join(prefix, self.final_focusing_layer(*tokens_rois_features)[0]))
-
-            rois = place_in_window(rois, self.glance(pixel_values, embed, self.rotation))
         if self.final_focusing_layer is not None:
             hidden_states, rois = run(self.final_focusing_layer, hidden_states, rois)
         hidden_states = self.embedding_norm(join(prefix, hidden_states))
-        kwargs |= self.rotation(places if self.config.patch_size else rois)
+        kwargs |= self.rotation(rois)
         cls_alone = not output_tokens and self.reads_cls_alone(**kwargs)
         for layer in self.layers:
             leading = self.config.num_class_tokens if cls_alone and layer is self.layers[-1] else None
@@ -1076,6 +1046,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             sampling_points=tuple(all_points) if output_rois else None,
             focusing_hidden_states=tuple(focusing_hidden_states) if output_focusing_hidden_states else None,
             stem_features=self.features_of(features, pixel_values) if output_stem_features else None,
+            attention_forecast=forecast if output_attention_forecast else None,
         )
 
     def features_of(self, features: torch.Tensor | list[torch.Tensor], pixel_values: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .layers import in_float32
-from .pyramid import grid_rois
+from .pyramid import GridImage, grid_rois
 
 
 # Bins of gray of the entropy rule, from -BOUND to BOUND of normalized pixels.
@@ -87,16 +87,30 @@ def entropy(image: torch.Tensor, patch_size: tuple[int, int], num_levels: int) -
     return found
 
 
-def worth_of(rule: str, image: torch.Tensor, patch_size: tuple[int, int], num_levels: int) -> list[torch.Tensor]:
-    """What the split of a cell is worth by a `placement_rule`; arguments and shapes as those of `lost_detail`."""
+def worth_of(
+    rule: str,
+    image: torch.Tensor,
+    patch_size: tuple[int, int],
+    num_levels: int,
+    attention: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """What the split of a cell is worth by a `placement_rule`; arguments and shapes as those of `lost_detail`, and
+    shares of attention, `(batch, rows, columns)` of the finest grid, for `"learned"`."""
     image = in_float32(image)
     if rule == "entropy":
         return entropy(image, patch_size, num_levels)
     losses = lost_detail(image, patch_size, num_levels)
-    if rule == "contrast":
+    if rule != "detail":
         losses = [loss.sqrt() for loss in losses]
-    # Times the cell's area, in cells of the finest grid.
-    return [loss * 4 ** (num_levels - 1 - level) for level, loss in enumerate(losses)]
+    if rule != "learned":
+        # Times the cell's area, in cells of the finest grid.
+        return [loss * 4 ** (num_levels - 1 - level) for level, loss in enumerate(losses)]
+    worths, within = [], attention
+    for loss in reversed(losses):
+        # Of the four cells that one is split into.
+        within = 4 * F.avg_pool2d(within.unsqueeze(1), 2).squeeze(1)
+        worths.insert(0, loss * within)
+    return worths
 
 
 def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
@@ -147,17 +161,41 @@ class CellPyramid(nn.Module):
 
     def __init__(self, patch_size: tuple[int, int]):
         super().__init__()
-        self.patch_size = patch_size
+        self.at_grid = GridImage(patch_size)
 
     def forward(self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]) -> list[torch.Tensor]:
         """`(batch, channels, height, width)` to an image in float32 for each grid, coarsest first."""
-        pixel_values = in_float32(pixel_values)
-        levels = []
-        for grid in grids:
-            size = tuple(cells * points for cells, points in zip(grid, self.patch_size, strict=True))
-            same = size == known_size(pixel_values)
-            levels.append(pixel_values if same else F.interpolate(pixel_values, size, mode="bilinear", antialias=True))
-        return levels
+        return [self.at_grid(pixel_values, grid) for grid in grids]
+
+
+class AttentionForecast(nn.Module):
+    """Foretells how much a teacher attends to each cell of the finest grid, from what the cells around it look like.
+
+    An embedding of patches to few channels, then convolutions that see seven cells far each way. It costs about as
+    much as half a token. Before training, it foretells the same for all cells.
+
+    Args:
+        patch_size (pair of `int`): Rows and columns of points in a cell.
+        num_channels (`int`): Channels of the image.
+    """
+
+    WIDTH = 32
+
+    def __init__(self, patch_size: tuple[int, int], num_channels: int):
+        super().__init__()
+        self.embedding = nn.Conv2d(num_channels, self.WIDTH, patch_size, stride=patch_size)
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(self.WIDTH, self.WIDTH, 3, padding=dilation, dilation=dilation) for dilation in (1, 2, 4)
+        )
+        self.head = nn.Conv2d(self.WIDTH, 1, 1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """`(batch, channels, height, width)`, where a cell has a patch's points, to logits `(batch, rows, columns)` in
+        float32."""
+        states = self.embedding(image.to(self.embedding.weight.dtype))
+        for convolution in self.convolutions:
+            states = states + convolution(F.gelu(states))
+        return in_float32(self.head(F.gelu(states))).squeeze(1)
 
 
 class ContentPlacement(nn.Module):
@@ -166,20 +204,27 @@ class ContentPlacement(nn.Module):
     Args:
         rule (`str`): `placement_rule` of a configuration.
         patch_size (pair of `int`): Rows and columns of points in a cell.
+        num_channels (`int`): Channels of the image.
         random_share (`float`): Share of images that get any tree while training, so that the model learns all.
     """
 
-    def __init__(self, rule: str, patch_size: tuple[int, int], random_share: float = 0.0):
+    def __init__(self, rule: str, patch_size: tuple[int, int], num_channels: int, random_share: float = 0.0):
         super().__init__()
         self.rule, self.patch_size, self.random_share = rule, patch_size, random_share
+        self.forecast = AttentionForecast(patch_size, num_channels) if rule == "learned" else None
 
-    def forward(self, levels: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
-        """A `CellPyramid`'s images to numbers of cells, `(batch, num_tokens)`, see `choose_cells`."""
+    def forward(self, levels: list[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A `CellPyramid`'s images to numbers of cells, `(batch, num_tokens)`, see `choose_cells`, and what an
+        `AttentionForecast` returned."""
+        logits = attention = None
+        if self.forecast is not None:
+            logits = self.forecast(levels[-1])
+            attention = logits.detach().flatten(1).softmax(1).view_as(logits)
         with torch.no_grad():
-            worths = worth_of(self.rule, levels[-1], self.patch_size, len(levels))
+            worths = worth_of(self.rule, levels[-1], self.patch_size, len(levels), attention)
             if self.training and self.random_share:
                 worths = self.scramble(worths)
-            return choose_cells(worths, num_tokens)
+            return choose_cells(worths, num_tokens), logits
 
     def scramble(self, worths: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same, but of `random_share` of the images random, larger cells worth more."""

@@ -35,7 +35,7 @@ from ..common.views import ImageFormat
 from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
 from .components.arguments import DataArguments, RunArguments, arguments_named, as_words, fill_groups, run_as_program
-from .components.attended_windows import attended_windows
+from .components.attended_cells import attended_cells
 from .components.augmentation import BootstrapView, PairedEvalView
 from .components.cards import choice_of_epoch, count_measured, say_license, write_card
 from .components.checkpoints import TrainingState
@@ -55,7 +55,7 @@ from .components.students import (
     token_counts_to_train,
 )
 from .components.teacher_cache import TeacherCache
-from .losses import AlignmentLoss, Targets
+from .losses import AlignmentLoss, Targets, foretells_attention
 from .options.bootstrap import (
     GROUPS,
     PROG,
@@ -223,8 +223,6 @@ class BootstrapTrainer(RecipeTrainer):
         values["per_device_train_batch_size"] = max(values["batch_size"] // parts, 1)
         if args.teacher_cache:
             values["token_loss_weight"] = 0.0
-        if self.student.base_model.glance is None:
-            values["window_loss_weight"] = 0.0
         fill_in([args], values)
 
     def outline(self) -> str:
@@ -248,15 +246,16 @@ class BootstrapTrainer(RecipeTrainer):
                     f"{option} needs hidden states, which FSDP's classes do not record; give {option} 0, or leave "
                     "FSDP out."
                 )
-        glances = self.student.base_model.glance is not None
-        # A cache serves other students, too.
-        self.notes_window = args.window_loss_weight > 0 and (glances or args.teacher_cache is not None)
+        # A cache serves students of all placements.
+        inherits_patches = self.student.config.patch_size is not None
+        cached = args.teacher_cache is not None and inherits_patches
+        self.notes_attention = foretells_attention(self.student) or cached
         self.cache = None
         if args.teacher_cache:
-            width = anatomy.embedding_size + 4 * self.notes_window
+            width = anatomy.embedding_size + self.notes_attention * anatomy.num_patches
             self.cache = TeacherCache(
                 *(args.teacher_cache, self.accelerator, anatomy.source, width, view),
-                *(self.train_part[0], args.seed, self.notes_window),
+                *(self.train_part[0], args.seed, self.notes_attention),
             )
         self.states: list[torch.Tensor] = []
         hold_teacher(self.accelerator, anatomy.source, anatomy.classifier)
@@ -266,7 +265,7 @@ class BootstrapTrainer(RecipeTrainer):
     def train(self, *arguments, **options):
         """As `RecipeTrainer.train`."""
         # Watched before it is compiled, so that a compiled teacher gives its states, too.
-        reads_states = self.args.token_loss_weight or self.notes_window
+        reads_states = self.args.token_loss_weight or self.notes_attention
         with self.anatomy.watch() if reads_states else nullcontext([]) as self.states:
             return super().train(*arguments, **options)
 
@@ -295,16 +294,16 @@ class BootstrapTrainer(RecipeTrainer):
             images = inputs.get("teacher_pixel_values", inputs["pixel_values"])
             with torch.inference_mode(), self.accelerator.autocast():
                 target = self.embed(images).float()
-                if self.notes_window:
-                    target = torch.cat([target, attended_windows(self.anatomy, self.states)], dim=1)
+                if self.notes_attention:
+                    target = torch.cat([target, attended_cells(self.anatomy, self.states)], dim=1)
             # Out of inference mode, so that the loss may keep it for its gradient.
             return target.clone()
 
         # The cache keeps one row of numbers for each view.
         noted = self.cache(inputs["index"], ask) if self.cache else ask()
         width = self.anatomy.embedding_size
-        window = noted[:, width:] if self.notes_window else None
-        return Targets(noted[:, :width], window, list(self.states) if self.align.align_tokens else [])
+        attention = noted[:, width:].unflatten(1, self.anatomy.grid) if self.notes_attention else None
+        return Targets(noted[:, :width], attention, list(self.states) if self.align.align_tokens else [])
 
     def make_optimizer(self) -> tuple:
         return build_optimizer(self.student, self.tuned, self.args, self.loader.steps_per_epoch, self.epochs)

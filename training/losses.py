@@ -17,13 +17,32 @@ class Targets:
 
     Args:
         embedding (`torch.Tensor`): `(batch, width)` float32.
-        window (`torch.Tensor`, *optional*): The box that it attends to, `(batch, 4)`, as left, top, right, bottom.
+        attention (`torch.Tensor`, *optional*): Shares of its attention that fall on patches, `(batch, rows, columns)`.
         tokens (`list[torch.Tensor]`, *optional*): Before the first block and after each.
     """
 
     embedding: torch.Tensor
-    window: torch.Tensor | None = None
+    attention: torch.Tensor | None = None
     tokens: list[torch.Tensor] = field(default_factory=list)
+
+
+def foretells_attention(student: nn.Module) -> bool:
+    """Whether a student learns where its teacher attends."""
+    config = student.config
+    return config.placement == "content" and config.placement_rule == "learned"
+
+
+def forecast_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler divergence of a forecast from a teacher's attention, a mean over images.
+
+    Args:
+        logits (`torch.Tensor`): `(batch, rows, columns)` float32.
+        attention (`torch.Tensor`): Shares, of any number of rows and columns.
+    """
+    if attention.shape != logits.shape:
+        attention = F.adaptive_avg_pool2d(attention, logits.shape[1:])
+        attention = attention / attention.sum((1, 2), keepdim=True)
+    return F.kl_div(logits.flatten(1).log_softmax(1), attention.flatten(1), reduction="batchmean")
 
 
 class AlignmentLoss(nn.Module):
@@ -53,14 +72,14 @@ class AlignmentLoss(nn.Module):
         self.align_tokens = None
         if args.token_loss_weight:
             self.align_tokens = TokenAlignment(student, teacher, args.token_layers, args.token_distance)
-        self.reads_window = args.window_loss_weight > 0 and student.base_model.glance is not None
+        self.foretells = foretells_attention(student)
 
     @property
     def outputs_asked_for(self) -> dict[str, bool]:
         """What the student's base model is to be called with."""
         reads_tokens = self.align_tokens or self.args.elastic_loss_weight
         asked = TokenAlignment.arguments if reads_tokens else {"output_tokens": False}
-        return {**asked, "output_rois": True} if self.reads_window else asked
+        return {**asked, "output_attention_forecast": True} if self.foretells else asked
 
     def forward(self, outputs, targets: Targets, labels: torch.Tensor | None = None, largest=None) -> torch.Tensor:
         """The loss of a student's base model's outputs, a scalar.
@@ -80,10 +99,9 @@ class AlignmentLoss(nn.Module):
             loss = divergence(classify(embedding), classify_teacher(targets.embedding), args.temperature)
         if args.label_loss_weight:
             loss = loss + args.label_loss_weight * F.cross_entropy(classify(embedding), labels)
-        if self.reads_window:
-            rois = outputs.rois[-1]
-            corners = torch.cat([rois[:, 0, :2], rois[:, -1, 2:]], dim=1)
-            loss = loss + args.window_loss_weight * (corners - targets.window).abs().mean()
+        if self.foretells:
+            # Learned by weights of its own alone, so that it needs no weight.
+            loss = loss + forecast_loss(outputs.attention_forecast, targets.attention)
         if self.align_tokens:
             loss = loss + args.token_loss_weight * self.align_tokens(outputs, targets.tokens)
         if args.elastic_loss_weight and largest is not None:

@@ -88,7 +88,6 @@ KINDS = {
         {
             **SPARSEFORMER,
             **{"num_latent_tokens": 6, "patch_size": 4, "patch_norm": True, "embedding_norm": True},
-            **{"num_pyramid_levels": 2, "glance_grid": [2, 2], "num_glance_layers": 1},
         },
         SPARSEFORMERS,
         files=SPARSEFORMER_FILES,
@@ -96,7 +95,10 @@ KINDS = {
     "content": Kind(
         frugalvit.SparseFormerConfig,
         "augreg-base-49-224",
-        {**SPARSEFORMER, **{"num_latent_tokens": 10, "patch_size": 4, "placement": "content"}},
+        {
+            **SPARSEFORMER,
+            **{"num_latent_tokens": 10, "patch_size": 4, "placement": "content", "placement_rule": "learned"},
+        },
         SPARSEFORMERS[:2],
         one_program=False,
         files=SPARSEFORMER_FILES,

@@ -104,7 +104,7 @@ def test_small_cells_lie_where_there_is_something_to_see(rule):
     pixels = torch.zeros(1, 3, 32, 32)
     pixels[:, :, 24:, 8:16] = image(1, (8, 8))
     levels = CellPyramid((4, 4))(pixels, grids_of((1, 1), 4))
-    cells = ContentPlacement(rule, (4, 4))(levels, 10)
+    cells, _ = ContentPlacement(rule, (4, 4), 3)(levels, 10)
     rois = cells_of(grids_of((1, 1), 4))[cells[0]]
     smallest = rois[rois[:, 2] - rois[:, 0] < 0.2]
     assert len(smallest) == 4
@@ -114,20 +114,40 @@ def test_small_cells_lie_where_there_is_something_to_see(rule):
 
 def test_the_rules_differ():
     pixels = image(4) * torch.linspace(0.1, 3, 32)
-    found = {rule: worth_of(rule, pixels, (4, 4), 4) for rule in PLACEMENT_RULES}
+    attention = torch.full((4, 8, 8), 1 / 64)
+    found = {rule: worth_of(rule, pixels, (4, 4), 4, attention) for rule in PLACEMENT_RULES}
     flat = {rule: torch.cat([worth.flatten(1) for worth in worths], 1) for rule, worths in found.items()}
     torch.testing.assert_close(flat["contrast"][:, 1:5] / 16, (flat["detail"][:, 1:5] / 16).sqrt())
+    # Attention that is even weighs cells by their area.
+    torch.testing.assert_close(flat["learned"] * 64, flat["contrast"])
     # An even share of four of sixteen bins are two bits.
     even = (torch.arange(4.0).repeat(256).view(1, 1, 32, 32) - 1.5) * 0.7
     for worth in worth_of("entropy", even.expand(1, 3, -1, -1), (4, 4), 3):
         torch.testing.assert_close(worth, torch.full_like(worth, 2.0), atol=1e-4, rtol=0)
 
 
+def test_a_forecast_is_even_before_training_and_moves_small_cells():
+    torch.manual_seed(0)
+    model = SparseFormerModel(SparseFormerConfig(**TREE, placement_rule="learned")).eval()
+    pixels = image(2)
+    outputs = model(pixels, output_attention_forecast=True, output_rois=True)
+    assert outputs.attention_forecast.shape == (2, 8, 8) and not outputs.attention_forecast.any()
+    assert model(pixels).attention_forecast is None
+
+    def weigh(logits):
+        return logits.index_fill(1, torch.tensor([6, 7]), 20.0)
+
+    model.placement.forecast.register_forward_hook(lambda module, args, logits: weigh(logits))
+    rois = model(pixels, output_rois=True).rois[-1]
+    smallest = rois[(rois[..., 3] - rois[..., 1]) < 0.2]
+    assert len(smallest) and (smallest[:, 1] >= 0.75).all()
+
+
 def test_patches_are_those_of_their_cells():
     grids, pixels = grids_of((2, 2), 3), image(2, (40, 36))
     levels = CellPyramid((4, 3))(pixels, grids)
     assert [tuple(level.shape[-2:]) for level in levels] == [(8, 6), (16, 12), (32, 24)]
-    patches = ContentPlacement("detail", (4, 3)).patches(levels, torch.tensor([[1, 7, 83], [0, 1, 2]]))
+    patches = ContentPlacement("detail", (4, 3), 3).patches(levels, torch.tensor([[1, 7, 83], [0, 1, 2]]))
     assert patches.shape == (2, 3, 36)
     torch.testing.assert_close(patches[0, 0].view(3, 4, 3), levels[0][0, :, :4, 3:])
     torch.testing.assert_close(patches[0, 1].view(3, 4, 3), levels[1][0, :, :4, 9:])
@@ -202,7 +222,6 @@ def test_a_grids_student_is_placed_by_content():
     ("fields", "message"),
     [
         ({"patch_size": None}, "`placement` is 'content' without `patch_size`"),
-        ({"glance_grid": [2, 2]}, r"`glance_grid` is \(2, 2\) with `placement='content'`"),
         ({"token_grid": [4, 4]}, r"`token_grid` is \[4, 4\] with `placement='content'`"),
         ({"placement": "contents"}, "`placement` is 'contents'"),
         ({"placement_rule": "random"}, "`placement_rule` is 'random'"),

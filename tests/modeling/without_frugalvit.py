@@ -97,7 +97,7 @@ def is_initialized(model) -> bool:
             rois = model.latents.initial_rois
             first = rois[: 4 if model.placement is not None else len(rois)]
             alike = ((first[:, 2:] - first[:, :2]) - (rois[0, 2:] - rois[0, :2])).abs().max().item() < 1e-6
-            return alike and (model.glance is None or not model.glance.saliency.weight.any())
+            return alike and (model.placement is None or not model.placement.forecast.head.weight.any())
         # RoIs do not move, stems are far wider than 0.02.
         still = not model.focusing_layer.roi_deltas.out_proj.weight.any()
         return still and model.stem.convolution.weight.std().item() > 0.04

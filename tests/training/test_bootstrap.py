@@ -492,7 +492,7 @@ def inherited(teacher, output_dir, *arguments, epochs=2):
         [
             *("--teacher", str(teacher), "--output", str(output_dir), "--focusing", "inherited"),
             *("--train-split", "train[:128]", "--eval-split", "test[:64]", "--batch-size", "32", "--no-compare"),
-            *("--num-latent-tokens", "16", "--epochs", str(epochs), "--config-overrides", "num_glance_layers=1"),
+            *("--num-latent-tokens", "16", "--epochs", str(epochs)),
             *arguments,
         ]
     )
@@ -500,12 +500,15 @@ def inherited(teacher, output_dir, *arguments, epochs=2):
     return json.loads((output_dir / "results.json").read_text(encoding="utf-8"))
 
 
+LEARNED = ("--placement", "content", "--placement-rule", "learned")
+
+
 def test_an_inherited_start_trains_all_but_cells_and_classifier(teacher, tmp_path):
-    results = inherited(teacher, tmp_path / "out", "--glance", "4")
+    results = inherited(teacher, tmp_path / "out", *LEARNED)
     assert results["arguments"]["recipe"] == "inherited"
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     model = AutoModelForImageClassification.from_pretrained(teacher)
-    start = type(student).from_teacher(model, 16, focusing="inherited", glance_grid=[2, 2], num_glance_layers=1)
+    start = type(student).from_teacher(model, 16, focusing="inherited", placement="content", placement_rule="learned")
     before, after = start.state_dict(), student.state_dict()
     still = {name for name in before if torch.equal(before[name], after[name])}
     assert still == {"sparseformer.latents.initial_rois", "classifier.weight", "classifier.bias"}
@@ -513,30 +516,24 @@ def test_an_inherited_start_trains_all_but_cells_and_classifier(teacher, tmp_pat
     assert len(student.sparseformer.layers) == model.config.num_hidden_layers
 
 
-def test_cells_that_stay_need_no_glance(teacher, tmp_path):
+def test_patches_have_more_points(teacher, tmp_path):
     inherited(teacher, tmp_path / "out", "--config-overrides", "patch_size=8", epochs=1)
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert student.sparseformer.glance is None and student.config.patch_size == (8, 8)
-    assert student.config.num_pyramid_levels == 1
+    assert student.config.patch_size == (8, 8)
 
 
-def test_the_glance_learns_where_the_teacher_attends(teacher, tmp_path):
+def test_attention_is_cached_beside_embeddings_for_all_placements(teacher, tmp_path):
+    cache = ("--teacher-cache", str(tmp_path / "cache"))
     losses = [
-        inherited(teacher, tmp_path / weight, "--glance", "4", "--window-loss-weight", weight, epochs=3)["epochs"]
-        for weight in ("0", "20")
+        inherited(teacher, tmp_path / name, *options)["epochs"][-1]["train_loss"]
+        for name, options in {
+            "without": LEARNED,
+            "first": (*LEARNED, *cache),
+            "grid": cache,
+            "second": (*LEARNED, *cache),
+        }.items()
     ]
-    without, with_windows = ([epoch["train_loss"] for epoch in epochs] for epochs in losses)
-    assert with_windows[0] - without[0] > with_windows[-1] - without[-1] > 0
-
-
-def test_windows_are_cached_beside_embeddings(teacher, tmp_path):
-    glance, cache = ("--glance", "4"), ("--teacher-cache", str(tmp_path / "cache"), "--glance", "4")
-    without, first = inherited(teacher, tmp_path / "without", *glance), inherited(teacher, tmp_path / "first", *cache)
-    second = inherited(teacher, tmp_path / "second", *cache)
-    assert first["epochs"][-1]["train_loss"] == second["epochs"][-1]["train_loss"]
-    assert first["epochs"][-1]["train_loss"] == pytest.approx(without["epochs"][-1]["train_loss"], rel=1e-5)
-    with pytest.raises(ValueError, match="other windows"):
-        inherited(teacher, tmp_path / "other", *cache, "--window-loss-weight", "0")
+    assert losses[1] == losses[3] == pytest.approx(losses[0], rel=1e-5)
     AcceleratorState._reset_state(True)
 
 
@@ -623,25 +620,19 @@ def test_elastic_and_side_by_side(teacher, tmp_path, capsys, monkeypatch):
 
 
 def test_the_inherited_rate_is_there_from_the_first_step(teacher):
-    argv = ["--teacher", str(teacher), "--focusing", "inherited", "--glance", "4"]
+    argv = ["--teacher", str(teacher), "--focusing", "inherited", *LEARNED]
     argv += ["--learning-rate", "1.0", "--warmup-epochs", "1"]
     groups = [students.StudentArguments, students.ScheduleArguments]
     pair, schedule = ArgumentParser(groups, "test", "").parse(argv)
     students.apply_recipe([pair, schedule], (32, 32))
     model = AutoModelForImageClassification.from_pretrained(teacher)
     student = students.SparseFormerForImageClassification.from_teacher(
-        model, 16, focusing="inherited", glance_grid=[2, 2], num_glance_layers=1
+        model, 16, focusing="inherited", placement="content", placement_rule="learned"
     )
     tuned = students.freeze(student, pair, 3)
     optimizer, _ = students.build_optimizer(student, tuned, schedule, steps_per_epoch=4, epochs=3)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     base = student.sparseformer
-    assert rates[id(base.glance.saliency.weight)] == pytest.approx(0.25)
+    assert rates[id(base.placement.forecast.head.weight)] == pytest.approx(0.25)
     assert rates[id(base.layers[0].mlp.fc1.weight)] == pytest.approx(0.005)
     assert id(base.latents.initial_rois) not in rates
-
-
-def test_a_glance_belongs_to_an_inherited_start(teacher, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        bootstrap.main(["--teacher", str(teacher), "--output", str(tmp_path / "out"), "--glance", "4"])
-    assert "--glance is 4, expected 0 without --focusing inherited" in capsys.readouterr().err

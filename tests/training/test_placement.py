@@ -4,9 +4,20 @@ import json
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from PIL import Image
 from transformers import AutoModelForImageClassification
 
+from frugalvit.common.choices import SUBSET
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
+from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.views import ImageFormat, seeded
+from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap
+from frugalvit.training.components.attended_cells import attended_cells
+from frugalvit.training.components.augmentation import BootstrapView
+from frugalvit.training.losses import forecast_loss
 
 
 def run(teacher, output_dir, *arguments) -> dict:
@@ -51,10 +62,55 @@ def test_a_trained_grid_goes_on_as_trees(teacher, tmp_path):
     assert (config.placement, config.elastic_token_counts) == ("content", [7, 16])
 
 
-@pytest.mark.parametrize("arguments", [("--focusing", "paper"), ("--focusing", "inherited", "--glance", "4")])
-def test_trees_belong_to_an_inherited_start(arguments, teacher, tmp_path, capsys):
+def test_trees_belong_to_an_inherited_start(teacher, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        bootstrap.main(
-            ["--teacher", str(teacher), "--output", str(tmp_path / "out"), "--placement", "content", *arguments]
-        )
+        bootstrap.main(["--teacher", str(teacher), "--output", str(tmp_path / "out"), "--placement", "content"])
     assert "--placement is 'content', expected grid without" in capsys.readouterr().err
+
+
+def test_a_forecast_learns_where_the_teacher_attends(teacher, tmp_path):
+    """Nearer to the teacher's attention than an even one; the student's embedding is aligned as without."""
+    options = ("--placement", "content", "--placement-rule", "learned", "--num-latent-tokens", "7")
+    options += ("--epochs", "4", "--learning-rate", "5e-3", "--train-split", "train[:128]")
+    run(teacher, tmp_path / "out", *options)
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    model, processor = load_image_classifier(teacher, "cpu")
+    anatomy = read_anatomy(model, (32, 32))
+    images = [decode_image(record["image"], index) for index, record in enumerate(load_images([SUBSET], "test[:64]"))]
+    pixels = processor(images, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        attention = attended_cells(anatomy, anatomy.states(pixels)).unflatten(1, anatomy.grid)
+        forecast = student.base_model(pixels, output_attention_forecast=True).attention_forecast
+    assert forecast.shape == (64, 4, 4)
+    even = forecast_loss(torch.zeros_like(forecast), attention)
+    assert forecast_loss(forecast, attention) < 0.9 * even
+
+
+def test_the_forecast_of_other_grids_is_compared_by_area():
+    attention = torch.tensor([[[0.5, 0.1], [0.25, 0.15]]])
+    spread = attention.repeat_interleave(2, 1).repeat_interleave(2, 2) / 4
+    logits = torch.randn(1, 2, 2, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(forecast_loss(logits, spread), forecast_loss(logits, attention))
+
+
+def test_canvases_show_other_images():
+    image_format = ImageFormat((8, 8))
+    red, blue = (Image.new("RGB", (8, 8), color) for color in ("red", "blue"))
+    view = BootstrapView(
+        image_format, scale=(1.0, 1.0), flip=0.0, zoom_out=4.0, canvas_images=0.5, draw_image=lambda: blue
+    )
+    seen = set()
+    for seed in range(40):
+        with seeded(seed):
+            pixels = view(red)["pixel_values"]
+        seen.add((bool((pixels[2] > 200).any()), bool(((pixels[0] > 100) & (pixels[0] < 150)).any())))
+    # Alone, on another image, and on plain gray.
+    assert {(False, False), (True, False), (False, True)} <= seen
+
+
+def test_a_stream_has_no_other_images(teacher, tmp_path):
+    arguments = ["--teacher", str(teacher), "--output", str(tmp_path / "out"), "--streaming", "--eval-split", "none"]
+    arguments += ["--steps-per-epoch", "1", "--zoom-out", "2", "--canvas-images", "0.5"]
+    with pytest.raises(ValueError, match="--canvas-images chooses images by their numbers"):
+        bootstrap.main(arguments)
+    AcceleratorState._reset_state(True)

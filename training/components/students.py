@@ -10,7 +10,6 @@ from torch import nn
 from ...common.loading import load_vision_model
 from ...common.views import ImageFormat
 from ...configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
-from ...configuration.configuration_sparseformer import choose_grid
 from ...modeling.hosts import Anatomy
 from ...modeling.modeling_sparseformer import (
     SparseFormerForImageClassification,
@@ -57,8 +56,6 @@ def apply_recipe(arguments: Sequence, size: tuple[int, int]):
         values["epochs"] = 5
     if any(getattr(group, "teacher_cache", None) for group in arguments):
         values["token_loss_weight"] = 0.0
-    if not pair.glance and not pair.student:
-        values["window_loss_weight"] = 0.0
     overrides = values.pop("config_overrides"), pair.config_overrides
     pair.config_overrides = write_values(read_values("config_overrides", ",".join(filter(None, overrides))))
     fill_in(arguments, values)
@@ -121,9 +118,6 @@ def build_student(
     looks = {}
     if pair.placement == "content":
         looks = {"placement": "content", "placement_rule": pair.placement_rule}
-    elif pair.focusing == "inherited" and pair.glance:
-        # Windows are smaller than the image, which is then needed at twice the size, too.
-        looks = {"glance_grid": choose_grid(pair.glance, teacher_format.size), "num_pyramid_levels": 2}
     student = student_class.from_teacher(
         teacher,
         num_latent_tokens=pair.num_latent_tokens,
@@ -192,9 +186,9 @@ def freeze(student: SparseFormerPreTrainedModel, pair, num_blocks: int) -> set[n
         raise ValueError(f"--tune asks for {count} blocks, the student has {len(layers)}; --tune-all tunes them all.")
     layers[count:].requires_grad_(False)
     if inherits_patches:
-        # Cells stay where they are in the window. All but the glance begins as the teacher's.
+        # Cells stay where they are. All but what chooses them begins as the teacher's.
         base.latents.initial_rois.requires_grad_(False)
-        return {*base.parameters()} - {*(base.glance or nn.Module()).parameters()}
+        return {*base.parameters()} - {*(base.placement or nn.Module()).parameters()}
     base.layernorm.requires_grad_(False)
     return set(layers[:count].parameters())
 

@@ -36,7 +36,7 @@ class TeacherCache:
         teacher (`nn.Module`): What embeds.
         width (`int`): Of its embedding.
         view (`BootstrapView`), images (`datasets.Dataset`), seed (`int`): What it embeds.
-        windows (`bool`): Whether windows that it attends to stand beside the embeddings.
+        attention (`bool`): Whether its attention to patches stands beside the embeddings.
 
     Raises:
         ValueError: if the folder holds something else, or the images are streamed.
@@ -51,7 +51,7 @@ class TeacherCache:
         view: BootstrapView,
         images: datasets.Dataset,
         seed: int,
-        windows: bool = False,
+        attention: bool = False,
     ):
         if isinstance(images, datasets.IterableDataset):
             raise ValueError("--teacher-cache knows images by their numbers, and a stream has none.")
@@ -66,8 +66,8 @@ class TeacherCache:
             "images": images._fingerprint,
             "seed": seed,
         }
-        if windows:
-            about["windows"] = True
+        if attention:
+            about["attention"] = True
         if pixels.reverse_channels:
             about["reverse_channels"] = True
         if view.zoom_out:

@@ -27,7 +27,6 @@ RECIPES = {
         "truncate": 1 / 3,
         "crop_scale": [0.5, 1.0],
         "token_loss_weight": 0.0,
-        "window_loss_weight": 0.0,
         "learning_rate": 2e-4,
         "inherited_learning_rate": 0.1,
         "warmup_epochs": 1.0,
@@ -39,7 +38,6 @@ RECIPES = {
         "truncate": 1.0,
         "crop_scale": [0.8, 1.0],
         "token_loss_weight": 4.0,
-        "window_loss_weight": 0.0,
         "learning_rate": 6e-3,
         "inherited_learning_rate": 0.1,
         "warmup_epochs": 0.5,
@@ -51,7 +49,6 @@ RECIPES = {
         "truncate": 0.0,
         "crop_scale": [0.5, 1.0],
         "token_loss_weight": 0.0,
-        "window_loss_weight": 1.0,
         "learning_rate": 1e-3,
         "inherited_learning_rate": 0.02,
         "warmup_epochs": 0.1,
@@ -113,11 +110,6 @@ class StudentArguments:
     placement_rule: str = argument(
         "detail", "With --placement content, what says which cells are made smaller.", choices=PLACEMENT_RULES
     )
-    glance: int = argument(
-        0,
-        "With --focusing inherited, tokens that glance at the image first, to choose the window in which the others "
-        "look, for small objects; with 0, the window is the whole image.",
-    )
     num_latent_tokens: int | None = argument(
         None, "Latent tokens, [CLS] not counted. Default: a quarter of the teacher's with [CLS], or --student's."
     )
@@ -151,10 +143,8 @@ class StudentArguments:
     compile_teacher: bool = argument(False, "Compile the teacher (torch.compile).")
 
     def __post_init__(self):
-        check_at_least(self, 0, "glance")
-        check(self.glance, not self.glance or self.focusing == "inherited", "glance", "0 without --focusing inherited")
-        fits = self.placement == "grid" or ((self.focusing == "inherited" or self.student) and not self.glance)
-        check(self.placement, fits, "placement", "grid without --focusing inherited or --student, or with --glance")
+        fits = self.placement == "grid" or self.focusing == "inherited" or self.student is not None
+        check(self.placement, fits, "placement", "grid without --focusing inherited or --student")
         check_at_least(self, 1, "num_latent_tokens", "image_size")
         if self.elastic_token_counts is not None:
             counts = self.elastic_token_counts = sorted({*self.elastic_token_counts})
@@ -192,12 +182,6 @@ class AlignmentArguments:
         "With --elastic-token-counts, weight of an added distance of each token from those of the largest count where "
         "it looks.",
     )
-    window_loss_weight: float | None = by_recipe(
-        "window_loss_weight",
-        "Weight of an added distance of the window that was glanced at from the part of the image that the teacher "
-        "attends to.",
-        ", 0 without --glance",
-    )
     crop_scale: list[float] | None = by_recipe("crop_scale", "Lowest and highest share of the area that a crop shows.")
     crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio of a crop.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
@@ -221,7 +205,7 @@ class AlignmentArguments:
             raise ValueError("--teacher-cache keeps embeddings, not the tokens that --token-loss-weight needs.")
         check(self.temperature, self.temperature > 0, "temperature", "a positive number")
         check_share(self, "flip", "canvas_images")
-        check_at_least(self, 0, "label_loss_weight", "elastic_loss_weight", "token_loss_weight", "window_loss_weight")
+        check_at_least(self, 0, "label_loss_weight", "elastic_loss_weight", "token_loss_weight")
         check(self.zoom_out, 1 <= self.zoom_out <= 100, "zoom_out", "1 to 100")
         fits = self.canvas_images == 0 or self.zoom_out > 1
         check(self.canvas_images, fits, "canvas_images", "0 without --zoom-out above 1")

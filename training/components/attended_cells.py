@@ -1,17 +1,16 @@
-"""Where a teacher looks: the part of an image that a student's glance should find."""
+"""Where a teacher looks: what a student that chooses cells is to foretell."""
 
 import torch
 
 from ...modeling.hosts import Anatomy
-from ...modeling.pyramid import grid_rois, window_of
 
 
 # Blocks, from the last, whose attention is averaged: later ones attend to parts of an object.
 SHARE = 1 / 3
 
 
-def attended_windows(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor:
-    """The boxes with the mean and the variance of a teacher's attention to patches, in the last third of its blocks.
+def attended_cells(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor:
+    """A teacher's attention to patches, the mean over the last third of its blocks.
 
     Class tokens attend, or, where there are none, all tokens of patches.
 
@@ -20,13 +19,11 @@ def attended_windows(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tens
         states (`list[torch.Tensor]`): Its tokens before the first block and after each (`Anatomy.watch`).
 
     Returns:
-        `torch.Tensor`: `(batch, 4)` float32 as left, top, right, bottom, 0 to 1 across the image.
+        `torch.Tensor`: `(batch, patches)` float32, sums to 1.
     """
     count = max(round(SHARE * len(teacher.blocks)), 1)
     pairs = list(zip(teacher.blocks, states, strict=False))[-count:]
-    weights = torch.stack([attention_to_patches(teacher, block, tokens) for block, tokens in pairs]).mean(0)
-    cells = grid_rois(teacher.grid).to(weights.device).unsqueeze(0)
-    return window_of(weights.unsqueeze(-1), cells).squeeze(1)
+    return torch.stack([attention_to_patches(teacher, block, tokens) for block, tokens in pairs]).mean(0)
 
 
 def attention_to_patches(teacher: Anatomy, block, tokens: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from frugalvit.modeling.hosts import read_anatomy
-from frugalvit.modeling.pyramid import grid_rois, window_of
-from frugalvit.training.components.attended_windows import attended_windows, attention_to_patches
+from frugalvit.training.components.attended_cells import attended_cells, attention_to_patches
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "modeling"))
@@ -32,11 +31,11 @@ def test_attention_is_what_the_model_computes(name):
         torch.testing.assert_close(attention_to_patches(anatomy, block, tokens), weights, atol=1e-5, rtol=1e-3)
 
 
-def test_windows_are_of_the_last_third_of_the_blocks():
+def test_cells_are_attended_in_the_last_third_of_the_blocks():
     anatomy = read_anatomy(of_transformers("ViT", num_hidden_layers=6)())
     with torch.no_grad():
         states = anatomy.states(anatomy.example())
-        weights = [attention_to_patches(anatomy, anatomy.blocks[index], states[index]) for index in (4, 5)]
-    expected = window_of(torch.stack(weights).mean(0).unsqueeze(-1), grid_rois(anatomy.grid)[None])[:, 0]
-    torch.testing.assert_close(attended_windows(anatomy, states), expected)
-    assert (expected[:, 2:] - expected[:, :2] < 1).all()
+        expected = [attention_to_patches(anatomy, anatomy.blocks[index], states[index]) for index in (4, 5)]
+    found = attended_cells(anatomy, states)
+    torch.testing.assert_close(found, torch.stack(expected).mean(0))
+    torch.testing.assert_close(found.sum(1), torch.ones(len(found)))
