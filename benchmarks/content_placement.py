@@ -1,6 +1,8 @@
 """Tokens where images have detail: students whose tokens are cells of trees beside students with grids.
 
     python benchmarks/content_placement.py teacher --model VIT --train TRAIN --test TEST       # Clothing's, 224 pixels
+    python benchmarks/content_placement.py larger --teacher TEACHER                       # the same at 448 pixels
+    python benchmarks/content_placement.py untrained --teacher TEACHER --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py table --name caltech101
     python benchmarks/content_placement.py speed --teacher TEACHER                      # the choice of cells included
@@ -8,9 +10,10 @@
 
 `students` bootstraps a student of each of --placements for six counts of tokens, all on the same views, half of them
 zoomed out, half of those onto other training images. Each is asked about test photographs, the same as small objects
-(on a canvas whose sides are 2.5 times theirs), and the same on other photographs, beside the teacher, the teacher at
-lower resolution and with trees (both are students before training). Runs are kept under --runs-dir and found again;
-`table` puts all that are there into content_students_NAME.json. Caltech-101's teacher is that of caltech101.py.
+(on a canvas whose sides are 2.5 times theirs), and the same on other photographs. `untrained` asks the teacher, and
+students before training, which are the teacher at lower resolution and with trees. Runs are kept under --runs-dir and
+found again; `table` puts all that are there into content_students_NAME.json. Caltech-101's teacher is that of
+caltech101.py.
 """
 
 import argparse
@@ -54,6 +57,8 @@ TOKENS = [9, 16, 25, 36, 49, 64]
 VIEWS = ("photographs", "small", "small, on photographs")
 # What students are trained on besides photographs.
 ZOOM_OUT, CANVAS_IMAGES = 3.0, 0.5
+# Pixels at which a teacher of 224 sees twice as much.
+LARGER = 448
 # Of the picture.
 PICTURE_TOKENS, PICTURES = 25, 6
 
@@ -71,9 +76,11 @@ def main():
     parser.add_argument("--name", default="caltech101", help="of the data (default: %(default)s)")
     parser.add_argument("--placements", nargs="*", choices=PLACEMENTS, default=["grid", "detail"])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 9 16 25 36 49 64")
-    parser.add_argument("--epochs", type=int, default=10, help="of students (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=6, help="of students (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--random-share", type=float, default=0.25, help="of random trees (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="default: %(default)s")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
+    parser.add_argument("--inherited-learning-rate", type=float, default=0.04, help="default: %(default)s")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
     parser.add_argument("--num-workers", type=int, default=0, help="that decode images (default: %(default)s)")
     add_run_arguments(parser, "runs/content_placement")
@@ -210,26 +217,38 @@ def untrained(arguments, placement: str):
     return student, processor
 
 
+def enlarge_teacher(arguments):
+    """The teacher with images of `LARGER` pixels, not trained for them."""
+    model, processor = load_image_classifier(arguments.teacher, "cpu")
+    factor = LARGER / ImageFormat.from_processor(processor).size[0]
+    processor.size, processor.crop_size = (
+        {name: round(factor * pixels) for name, pixels in dict(size).items() if pixels}
+        for size in (processor.size, processor.crop_size)
+    )
+    folder = arguments.runs_dir / f"teacher-{LARGER}"
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    print(f"See {folder}.")
+
+
+def measure_untrained(arguments):
+    """The teacher, and students before training."""
+    teacher, processor = load_image_classifier(arguments.teacher, str(choose_device()))
+    anatomy = read_anatomy(teacher, ImageFormat.from_processor(processor).size)
+    pixels, labels = test_pixels(arguments, ImageFormat.from_processor(processor))
+    row = {"placement": "teacher", "tokens": math.prod(anatomy.grid)}
+    for name in VIEWS:
+        logits = ask(arguments, lambda batch: anatomy.classifier(anatomy.embed(batch)), processor, pixels[name])
+        row[name] = (logits.argmax(1) == labels).float().mean().item()
+    rows = [row]
+    for placement in arguments.placements:
+        rows += measure(arguments, *untrained(arguments, placement), f"{placement}, untrained", arguments.tokens)
+    print(format_table(rows))
+    write_json(arguments.runs_dir / f"{arguments.name}-untrained.json", rows)
+
+
 def train_students(arguments):
-    """The teacher and what needs no training, then one run after another, each measured when it is done."""
-    file = arguments.runs_dir / f"{arguments.name}-untrained.json"
-    if not file.is_file():
-        teacher, processor = load_image_classifier(arguments.teacher, str(choose_device()))
-        anatomy = read_anatomy(teacher, ImageFormat.from_processor(processor).size)
-        pixels, labels = test_pixels(arguments, ImageFormat.from_processor(processor))
-        right = {
-            name: ask(
-                arguments, lambda batch: anatomy.classifier(anatomy.embed(batch)), processor, pixels[name]
-            ).argmax(1)
-            == labels
-            for name in VIEWS
-        }
-        rows = [{"placement": "teacher", "tokens": math.prod(anatomy.grid)}]
-        rows[0] |= {name: values.float().mean().item() for name, values in right.items()}
-        for placement in PLACEMENTS:
-            rows += measure(arguments, *untrained(arguments, placement), f"{placement}, untrained", arguments.tokens)
-        print(format_table(rows))
-        write_json(file, rows)
+    """One run after another, each measured when it is done."""
     for seed in arguments.seeds:
         for placement in arguments.placements:
             print(format_table(train_student(arguments, placement, seed)), flush=True)
@@ -239,7 +258,8 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
     """A run and what came out, for each count of tokens, now or before."""
     content = placement != "grid"
     share = f"-random{arguments.random_share:g}" if content else ""
-    budget = f"{arguments.epochs}epochs-{arguments.learning_rate:g}"
+    rate = arguments.learning_rate * arguments.inherited_learning_rate
+    budget = f"{arguments.epochs}epochs-{rate:g}"
     folder = arguments.runs_dir / f"{arguments.name}-{placement}{share}-{budget}-seed{seed}"
     measured_file = folder / "measured.json"
     if measured_file.is_file():
@@ -248,13 +268,14 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
         *("--teacher", arguments.teacher, "--dataset", arguments.train, "--eval-split", "none", "--no-compare"),
         *("--focusing", "inherited", "--elastic-token-counts", *map(str, TOKENS), *PLACEMENTS[placement]),
         *("--zoom-out", str(ZOOM_OUT), "--canvas-images", str(CANVAS_IMAGES), "--epochs", str(arguments.epochs)),
-        *("--learning-rate", str(arguments.learning_rate), "--batch-size", "64", "--seed", str(seed)),
+        *("--learning-rate", str(arguments.learning_rate), "--batch-size", str(arguments.batch_size)),
+        *("--inherited-learning-rate", str(arguments.inherited_learning_rate), "--seed", str(seed)),
         *("--mixed-precision", arguments.mixed_precision, "--num-workers", str(arguments.num_workers)),
         *(("--config-overrides", f"placement_random_share={arguments.random_share}") if content else ()),
     ]
     run_recipe(bootstrap, folder, argv)
     model, processor = load_image_classifier(folder, "cpu")
-    about = {"seed": seed, "epochs": arguments.epochs, "learning_rate": arguments.learning_rate}
+    about = {"seed": seed, "epochs": arguments.epochs, "inherited_rate": rate, "batch_size": arguments.batch_size}
     about |= {"random_share": arguments.random_share} if content else {}
     rows = [row | about for row in measure(arguments, model, processor, placement, arguments.tokens)]
     write_json(measured_file, rows)
@@ -263,9 +284,10 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
 
 def make_table(arguments):
     """All runs that are there: means over seeds."""
-    rows = json.loads((arguments.runs_dir / f"{arguments.name}-untrained.json").read_text(encoding="utf-8"))
+    file = arguments.runs_dir / f"{arguments.name}-untrained.json"
+    rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
     groups: dict[tuple, list[dict]] = {}
-    for file in sorted(arguments.runs_dir.glob(f"{arguments.name}-*/measured.json")):
+    for file in sorted(arguments.runs_dir.glob(f"{arguments.name}-[a-z]*/measured.json")):
         for row in json.loads(file.read_text(encoding="utf-8")):
             key = tuple((name, value) for name, value in row.items() if name not in (*VIEWS, "seed"))
             groups.setdefault(key, []).append(row)
@@ -276,7 +298,7 @@ def make_table(arguments):
             row |= {name: statistics.mean(values), f"{name}: spread": spread(values)}
         rows.append(row)
     print(format_table([{k: v for k, v in row.items() if not k.endswith("spread")} for row in rows]))
-    settings = {"canvas": CANVAS, "zoom_out": ZOOM_OUT, "canvas_images": CANVAS_IMAGES, "batch_size": 64}
+    settings = {"canvas": CANVAS, "zoom_out": ZOOM_OUT, "canvas_images": CANVAS_IMAGES}
     write_table(arguments.results_dir / f"content_students_{arguments.name}.json", settings, rows)
 
 
@@ -344,6 +366,8 @@ def seen_by(image: torch.Tensor, rois: torch.Tensor, patch_size: tuple[int, int]
 
 COMMANDS = {
     "teacher": (train_teacher, ["model", "train", "test"]),
+    "larger": (enlarge_teacher, ["teacher"]),
+    "untrained": (measure_untrained, ["teacher", "test", "backgrounds"]),
     "students": (train_students, ["teacher", "train", "test", "backgrounds"]),
     "table": (make_table, []),
     "speed": (measure_speed, ["teacher"]),
