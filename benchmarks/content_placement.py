@@ -77,7 +77,7 @@ def main():
     parser.add_argument("--placements", nargs="*", choices=PLACEMENTS, default=["grid", "detail"])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 9 16 25 36 49 64")
     parser.add_argument("--epochs", type=int, default=6, help="of students (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=192, help="default: %(default)s")
     parser.add_argument("--random-share", type=float, default=0.25, help="of random trees (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
     parser.add_argument("--inherited-learning-rate", type=float, default=0.04, help="default: %(default)s")
