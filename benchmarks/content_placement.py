@@ -1,19 +1,23 @@
 """Tokens where images have detail: students whose tokens are cells of trees beside students with grids.
 
     python benchmarks/content_placement.py teacher --model VIT --train TRAIN --test TEST       # Clothing's, 224 pixels
-    python benchmarks/content_placement.py larger --teacher TEACHER                       # the same at 448 pixels
     python benchmarks/content_placement.py untrained --teacher TEACHER --test TEST --backgrounds IMAGES
+    python benchmarks/content_placement.py peers --teacher TEACHER --test TEST --backgrounds IMAGES --tome CHECKOUT
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py table --name caltech101
+    python benchmarks/content_placement.py larger --teacher TEACHER --student RUN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py speed --teacher TEACHER                      # the choice of cells included
-    python benchmarks/content_placement.py picture --student STUDENT --grid-student STUDENT --test TEST
+    python benchmarks/content_placement.py picture --test TEST
 
 `students` bootstraps a student of each of --placements for six counts of tokens, all on the same views, half of them
 zoomed out, half of those onto other training images. Each is asked about test photographs, the same as small objects
 (on a canvas whose sides are 2.5 times theirs), and the same on other photographs. `untrained` asks the teacher, and
-students before training, which are the teacher at lower resolution and with trees. Runs are kept under --runs-dir and
-found again; `table` puts all that are there into content_students_NAME.json. Caltech-101's teacher is that of
-caltech101.py.
+students before training, which are the teacher at lower resolution and with trees; `peers` the teacher with random
+patches and ToMe (github.com/facebookresearch/ToMe) as it is off the shelf. Runs are kept under --runs-dir and found
+again; `table` puts all that are there into content_students_NAME.json. Caltech-101's teacher is that of caltech101.py.
+`larger` shows a student and its teacher images of 448 pixels, for which neither was trained
+(content_placement_larger.json). `picture` draws what tokens of a grid see and those of trees, of the student that
+ships (content_placement.png).
 """
 
 import argparse
@@ -21,6 +25,7 @@ import functools
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +35,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+import frugalvit
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
@@ -38,11 +44,13 @@ from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import EvalView, ImageFormat, seeded
-from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.contenders import load_teacher, with_random_patches
+from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.modeling_sparseformer import SparseFormerForImageClassification
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from shared import add_run_arguments, run_recipe, spread, write_table
+from token_merging import merging
 
 
 # Arguments of `frugalvit bootstrap` by what they are called.
@@ -57,6 +65,7 @@ TOKENS = [9, 16, 25, 36, 49, 64]
 VIEWS = ("photographs", "small", "small, on photographs")
 # What students are trained on besides photographs.
 ZOOM_OUT, CANVAS_IMAGES = 3.0, 0.5
+STUDENT = "caltech101-sparseformer"
 # Pixels at which a teacher of 224 sees twice as much.
 LARGER = 448
 # Of the picture.
@@ -68,8 +77,8 @@ def main():
     parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--model", help="pretrained ViT to fine-tune")
     parser.add_argument("--teacher", help="folder of the teacher")
-    parser.add_argument("--student", help="folder of a student with trees")
-    parser.add_argument("--grid-student", help="folder of one with grids")
+    parser.add_argument("--student", help="folder of a student")
+    parser.add_argument("--tome", help="checkout of ToMe")
     parser.add_argument("--train", help="parquet file or folder of training images")
     parser.add_argument("--test", help="of test images")
     parser.add_argument("--backgrounds", help="of other photographs")
@@ -112,7 +121,7 @@ class TestViews(Dataset):
 
     def __init__(self, arguments, image_format: ImageFormat, views: tuple[str, ...]):
         self.records = load_images([arguments.test], "train")
-        self.backgrounds = load_images([arguments.backgrounds], "train") if len(views) > 2 else None
+        self.backgrounds = load_images([arguments.backgrounds], "train") if VIEWS[2] in views else None
         self.image_format, self.view, self.views = image_format, EvalView(image_format), views
 
     def __len__(self) -> int:
@@ -147,8 +156,8 @@ def test_pixels(
     arguments, image_format: ImageFormat, views: tuple[str, ...] = VIEWS
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """All test images as `views`, `(images, 3, height, width)` of uint8, and their labels; made once."""
-    size = "x".join(map(str, image_format.size))
-    file = arguments.runs_dir / f"{arguments.name}-test-{size}-{len(views)}.pt"
+    about = [*map(str, image_format.size), *(str(VIEWS.index(view)) for view in views)]
+    file = arguments.runs_dir / f"{arguments.name}-test-{'-'.join(about)}.pt"
     if not file.is_file():
         loader = DataLoader(
             TestViews(arguments, image_format, views), batch_size=50, num_workers=arguments.num_workers
@@ -172,27 +181,27 @@ def ask(arguments, model, processor, pixels: torch.Tensor) -> torch.Tensor:
     return torch.cat(found)
 
 
+def accuracies(arguments, classify, processor) -> dict[str, float]:
+    """Accuracy of what gives logits, on each of `VIEWS`."""
+    pixels, labels = test_pixels(arguments, ImageFormat.from_processor(processor))
+    return {
+        name: (ask(arguments, classify, processor, pixels[name]).argmax(1) == labels).float().mean().item()
+        for name in VIEWS
+    }
+
+
 def measure(arguments, model, processor, placement: str, counts: list[int]) -> list[dict]:
     """Accuracy of a classifier on each of `VIEWS`, for each count of tokens."""
-    pixels, labels = test_pixels(arguments, ImageFormat.from_processor(processor))
     model.to(choose_device()).eval()
     return [
-        {
-            "placement": placement,
-            "tokens": model.config.round_tokens(count),
-            **{
-                name: (
-                    ask(arguments, functools.partial(logits_of, model, count), processor, pixels[name]).argmax(1)
-                    == labels
-                )
-                .float()
-                .mean()
-                .item()
-                for name in VIEWS
-            },
-        }
+        {"placement": placement, "tokens": model.config.round_tokens(count)}
+        | accuracies(arguments, functools.partial(logits_of, model, count), processor)
         for count in counts
     ]
+
+
+def logits_of_teacher(anatomy: Anatomy, pixel_values: torch.Tensor) -> torch.Tensor:
+    return anatomy.classifier(anatomy.embed(pixel_values))
 
 
 def logits_of(model, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -217,34 +226,64 @@ def untrained(arguments, placement: str):
     return student, processor
 
 
-def enlarge_teacher(arguments):
-    """The teacher with images of `LARGER` pixels, not trained for them."""
-    model, processor = load_image_classifier(arguments.teacher, "cpu")
-    factor = LARGER / ImageFormat.from_processor(processor).size[0]
-    processor.size, processor.crop_size = (
-        {name: round(factor * pixels) for name, pixels in dict(size).items() if pixels}
-        for size in (processor.size, processor.crop_size)
-    )
-    folder = arguments.runs_dir / f"teacher-{LARGER}"
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    print(f"See {folder}.")
-
-
 def measure_untrained(arguments):
     """The teacher, and students before training."""
     teacher, processor = load_image_classifier(arguments.teacher, str(choose_device()))
     anatomy = read_anatomy(teacher, ImageFormat.from_processor(processor).size)
-    pixels, labels = test_pixels(arguments, ImageFormat.from_processor(processor))
-    row = {"placement": "teacher", "tokens": math.prod(anatomy.grid)}
-    for name in VIEWS:
-        logits = ask(arguments, lambda batch: anatomy.classifier(anatomy.embed(batch)), processor, pixels[name])
-        row[name] = (logits.argmax(1) == labels).float().mean().item()
-    rows = [row]
+    classify = functools.partial(logits_of_teacher, anatomy)
+    rows = [{"placement": "teacher", "tokens": math.prod(anatomy.grid)} | accuracies(arguments, classify, processor)]
     for placement in arguments.placements:
         rows += measure(arguments, *untrained(arguments, placement), f"{placement}, untrained", arguments.tokens)
     print(format_table(rows))
     write_json(arguments.runs_dir / f"{arguments.name}-untrained.json", rows)
+
+
+def measure_peers(arguments):
+    """The teacher with fewer of its own tokens: chosen at random, or merged."""
+    anatomy, processor = load_teacher(arguments.teacher, str(choose_device()))
+    contenders = [
+        with_random_patches(anatomy, processor, count, seed=0) for count in arguments.tokens if count in (16, 36, 64)
+    ]
+    contenders += [merging(anatomy, processor, arguments.tome, merged) for merged in (20, 40)]
+    rows = []
+    for each in contenders:
+        classify = functools.partial(logits_of_contender, each)
+        rows.append({"placement": each.name, "tokens": each.tokens} | accuracies(arguments, classify, processor))
+        print(rows[-1], flush=True)
+    write_json(arguments.runs_dir / f"{arguments.name}-peers.json", rows)
+
+
+def logits_of_contender(contender, pixel_values: torch.Tensor) -> torch.Tensor:
+    return contender.classifier(contender.embed(pixel_values))
+
+
+def measure_larger(arguments):
+    """A student and its teacher with images of the teacher's size and of `LARGER` pixels, all test images."""
+    student, processor = load_image_classifier(arguments.student, str(choose_device()))
+    student = student.float().eval()
+    own = ImageFormat.from_processor(processor)
+    teacher, _ = load_image_classifier(arguments.teacher, str(choose_device()))
+    larger = replace(own, size=(LARGER, LARGER), resize=round(own.resize * LARGER / own.size[0]))
+    found: dict[tuple[str, int, int], dict] = {}
+    for image_format in (own, larger):
+        size = image_format.size[0]
+        anatomy = read_anatomy(teacher, image_format.size)
+        models = {("teacher", size, math.prod(anatomy.grid)): functools.partial(logits_of_teacher, anatomy)}
+        for count in arguments.tokens:
+            models["student", size, student.config.round_tokens(count)] = functools.partial(logits_of, student, count)
+        for view in VIEWS:
+            pixels, labels = test_pixels(arguments, image_format, (view,))
+            for key, classify in models.items():
+                right = ask(arguments, classify, processor, pixels[view]).argmax(1) == labels
+                found.setdefault(key, {})[view] = right.float().mean().item()
+                print(key, view, found[key][view], flush=True)
+    rows = [
+        {"model": model, "pixels": size, "tokens": tokens} | accuracies
+        for (model, size, tokens), accuracies in found.items()
+    ]
+    print(format_table(rows))
+    settings = {"images": len(labels), "canvas": CANVAS, "precision": arguments.mixed_precision}
+    write_table(arguments.results_dir / "content_placement_larger.json", settings, rows)
 
 
 def train_students(arguments):
@@ -284,8 +323,10 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
 
 def make_table(arguments):
     """All runs that are there: means over seeds."""
-    file = arguments.runs_dir / f"{arguments.name}-untrained.json"
-    rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    rows = []
+    for name in ("untrained", "peers"):
+        file = arguments.runs_dir / f"{arguments.name}-{name}.json"
+        rows += json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
     groups: dict[tuple, list[dict]] = {}
     for file in sorted(arguments.runs_dir.glob(f"{arguments.name}-[a-z]*/measured.json")):
         for row in json.loads(file.read_text(encoding="utf-8")):
@@ -322,8 +363,11 @@ def draw_picture(arguments):
     """Photographs as small objects, what a grid's and what a tree's tokens see of them, and what both call them."""
     records = load_images([arguments.test], "train")
     chosen = [round(len(records) * (number + 0.5) / PICTURES) for number in range(PICTURES)]
-    grid, processor = load_image_classifier(arguments.grid_student, "cpu")
-    tree, _ = load_image_classifier(arguments.student, "cpu")
+    grid, processor = load_image_classifier(frugalvit.checkpoint_path(STUDENT), "cpu")
+    tree, _ = load_image_classifier(frugalvit.checkpoint_path(STUDENT), "cpu")
+    tree.place_by_content()
+    # It was not trained with trees.
+    tree.config.elastic_token_counts = None
     image_format = ImageFormat.from_processor(processor)
     view, images = EvalView(image_format), []
     for number, index in enumerate(chosen):
@@ -366,12 +410,13 @@ def seen_by(image: torch.Tensor, rois: torch.Tensor, patch_size: tuple[int, int]
 
 COMMANDS = {
     "teacher": (train_teacher, ["model", "train", "test"]),
-    "larger": (enlarge_teacher, ["teacher"]),
     "untrained": (measure_untrained, ["teacher", "test", "backgrounds"]),
+    "peers": (measure_peers, ["teacher", "test", "backgrounds", "tome"]),
     "students": (train_students, ["teacher", "train", "test", "backgrounds"]),
     "table": (make_table, []),
     "speed": (measure_speed, ["teacher"]),
-    "picture": (draw_picture, ["student", "grid_student", "test"]),
+    "larger": (measure_larger, ["teacher", "student", "test", "backgrounds"]),
+    "picture": (draw_picture, ["test"]),
 }
 
 
