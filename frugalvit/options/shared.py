@@ -6,6 +6,7 @@ from ..common.choices import OPEN_CLIP, SUBSET
 from ..common.command_line import (
     CommandParser,
     add_device_argument,
+    add_exact_argument,
     add_skip_argument,
     add_trust_argument,
     add_worker_argument,
@@ -62,6 +63,7 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_arguments(parser)
     add_limit_argument(parser)
     add_reading_arguments(parser)
+    add_exact_argument(parser)
     add_loop_arguments(parser)
 
 
