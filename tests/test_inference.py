@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFilter
 from transformers import AutoImageProcessor, CLIPImageProcessor, ViTImageProcessor
 
 import frugalvit
@@ -151,6 +151,25 @@ def test_jpegs_are_decoded_as_large_as_needed(at_least, size, photograph):
     assert read_image(io.BytesIO(as_jpeg(photograph)), at_least=at_least).size == size
     # Others have one size.
     assert read_image(io.BytesIO(encoded(photograph)), at_least=at_least).size == (480, 320)
+
+
+@pytest.mark.parametrize("kept", [30, None], ids=["the middle", "as it is"])
+def test_fractions_of_pixels_are_left_out(kept, photograph):
+    """477 x 315 pixels are 59.6 x 39.4 at 1/8; what is decoded of the 60 x 40 would be squeezed."""
+    size = {"shortest_edge": kept} if kept else {"height": 30, "width": 30}
+    crop = {"do_center_crop": bool(kept), "crop_size": {"height": 24, "width": 24}}
+    image = photograph.crop((3, 5, 480, 320)).filter(ImageFilter.GaussianBlur(8))
+    file, reader = as_jpeg(image), Reader(CLIPImageProcessor(size=size, **crop), share=0.5)
+    whole, small = (read_image(io.BytesIO(file), at_least=at_least) for at_least in (None, (32, 32)))
+    assert small.size == (60, 40) and small.info["extent"] == (477 / 8, 315 / 8)
+    expected, found = (reader.pixels(each).float() for each in (whole, small))
+    small.info.pop("extent")
+    assert found.shape == expected.shape and (found - expected).abs().mean() < 0.7
+    assert (reader.pixels(small).float() - expected).abs().mean() > 1.5 * (found - expected).abs().mean()
+    # Turned, the fractions would lie elsewhere: they are decoded whole.
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    assert read_image(io.BytesIO(as_jpeg(image, exif=exif)), at_least=(32, 32)).size == (315, 477)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -138,14 +138,30 @@ def read_record(record: Mapping | Image.Image, at_least: tuple[int, int] | None 
 
 
 def _upright_rgb(image: Image.Image, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """RGB, turned as EXIF says, which `info["orientation"]` keeps: a mask may lie as the file does."""
-    orientation = orientation_of(image)
+    """RGB, turned as EXIF says, which `info["orientation"]` keeps: a mask may lie as the file does. Of an image that
+    is decoded at a lower resolution, `info["extent"]` is its width and height there, where not all of the last pixels
+    belong to it."""
+    orientation, extent = orientation_of(image), None
     if at_least:
         # From 5 on, what is wide in the file is high.
-        image.draft(None, at_least if orientation < 5 else at_least[::-1])
+        extent = _decode_smaller(image, at_least if orientation < 5 else at_least[::-1], orientation == 1)
     image = to_rgb(image if orientation == 1 else ImageOps.exif_transpose(image))
     image.info["orientation"] = orientation
+    if extent:
+        image.info["extent"] = extent
     return image
+
+
+def _decode_smaller(image: Image.Image, at_least: tuple[int, int], parts: bool) -> tuple[float, float] | None:
+    """Let a JPEG that is not yet decoded be so at 1/8, 1/4 or 1/2, whatever first has so many pixels each way; with
+    `parts`, also where sides are no multiples of that, and their fractions are returned."""
+    width, height = image.size
+    for scale in (8, 4, 2):
+        even = width % scale == 0 and height % scale == 0
+        if min(width // at_least[0], height // at_least[1]) >= scale and (even or parts):
+            image.draft(None, (width // scale, height // scale))
+            return None if even or image.size == (width, height) else (width / scale, height / scale)
+    return None
 
 
 def orientation_of(image: Image.Image) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 from transformers import PreTrainedConfig
@@ -394,6 +395,10 @@ class View:
         raise NotImplementedError
 
 
+# What PyTorch calls interpolations that look at all pixels.
+_MODES = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
+
+
 class EvalView(View):
     """No chance: resize and center crop as the image processor does."""
 
@@ -404,9 +409,25 @@ class EvalView(View):
         self.interpolation = image_format.interpolation
 
     def __call__(self, image):
-        pixels = v2.functional.pil_to_tensor(middle_of(image) if self.resize else image)
+        shown = middle_of(image) if self.resize else image
+        pixels = v2.functional.pil_to_tensor(shown)
         target = [self.resize] if self.resize else list(self.size)
-        pixels = v2.functional.resize(pixels, target, self.interpolation, antialias=True)
+        if (extent := shown.info.get("extent")) and shown is image and self.interpolation in _MODES:
+            pixels = self.resize_extent(pixels, extent)
+        else:
+            pixels = v2.functional.resize(pixels, target, self.interpolation, antialias=True)
         # Transformers rounds down; timm, as torchvision's own center crop, to even.
         top, left = (self.round((have - want) / 2) for have, want in zip(pixels.shape[-2:], self.size, strict=True))
         return {"pixel_values": v2.functional.crop(pixels, top, left, *self.size)}
+
+    def resize_extent(self, pixels: torch.Tensor, extent: tuple[float, float]) -> torch.Tensor:
+        """Resize an image whose width and height in pixels are no whole numbers, `extent` of `read_image`."""
+        width, height = extent
+        rows, columns = self.size
+        if self.resize:
+            longer = int(self.resize * max(extent) / min(extent))
+            rows, columns = (longer, self.resize) if height > width else (self.resize, longer)
+        scales = (rows / height, columns / width)
+        mode = _MODES[self.interpolation]
+        pixels = F.interpolate(pixels[None], scale_factor=scales, mode=mode, antialias=True)
+        return pixels[0, :, :rows, :columns]
