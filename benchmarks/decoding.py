@@ -12,6 +12,7 @@ difference of what the model is given in levels of 255, cosines of the embedding
 import argparse
 import collections
 import io
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from shared import add_results_argument, write_table
 
 
 QUALITY = 90
+BATCH_SIZE = 32
 
 
 def main():
@@ -77,16 +79,16 @@ def measure(model, processor, kind: str, records, tokens: list[int]) -> list[dic
     readers = {count: Reader(processor, share_read(model, count)) for count in tokens}
     scales, levels = {count: collections.Counter() for count in tokens}, {count: [] for count in tokens}
     found = {count: ([], []) for count in tokens}
-    for index, record in enumerate(tqdm(records, desc=kind, leave=False)):
-        whole = decode_image(record, index)
-        expected = exact.batch([exact.pixels(whole)])
+    records = enumerate(tqdm(records, desc=kind, leave=False))
+    while batch := list(islice(records, BATCH_SIZE)):
+        whole = [decode_image(record, index) for index, record in batch]
+        expected = exact.batch([exact.pixels(image) for image in whole])
         for count, reader in readers.items():
-            image = decode_image(record, index, reader.at_least)
-            scales[count][round(whole.width / image.width)] += 1
-            given = reader.batch([reader.pixels(image)])
-            levels[count].append(
-                255 * (given - expected).mul(torch.tensor(reader.format.std).view(3, 1, 1)).abs().mean()
-            )
+            images = [decode_image(record, index, reader.at_least) for index, record in batch]
+            scales[count].update(round(a.width / b.width) for a, b in zip(whole, images, strict=True))
+            given = reader.batch([reader.pixels(image) for image in images])
+            seen = [reader.format.denormalize(pixels) for pixels in (given, expected)]
+            levels[count].append(255 * (seen[0] - seen[1]).abs().mean((1, 2, 3)))
             with using_tokens(model, count):
                 for pixels, several in zip((expected, given), found[count], strict=True):
                     several.append(model.base_model(pixels).pooler_output)
@@ -101,7 +103,7 @@ def measure(model, processor, kind: str, records, tokens: list[int]) -> list[dic
                 "num_tokens": count,
                 "images": len(before),
                 "scales": {f"1/{scale}": number for scale, number in sorted(scales[count].items())},
-                "levels": torch.stack(levels[count]).mean().item(),
+                "levels": torch.cat(levels[count]).mean().item(),
                 "cosine": cosines.mean().item(),
                 "least_cosine": cosines.min().item(),
                 "other_labels": 1 - same.double().mean().item(),
