@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
             "another --model."
         )
 
-    choose_tokens(model, arguments.num_tokens, arguments.confidence)
+    confidence = choose_tokens(model, arguments.num_tokens, arguments.confidence)
 
     reader = Reader(image_processor, share_read(model), arguments.exact)
 
@@ -64,13 +64,11 @@ def main(argv: list[str] | None = None) -> None:
         while batch := list(islice(images, arguments.batch_size)):
             draws = bool(arguments.rois) and len(drawn) < MAX_DRAWN
             pixel_values = reader.batch([pixels for _, pixels in batch])
-            predictions = predict_pixels(
-                model, image_processor, pixel_values, arguments.top, draws, arguments.confidence
-            )
+            predictions = predict_pixels(model, image_processor, pixel_values, arguments.top, draws, confidence)
             for (name, _), prediction in zip(batch, predictions, strict=True):
                 if arguments.json:
                     labels = [{"label": label, "score": score} for label, score in prediction.labels]
-                    tokens = {} if arguments.confidence is None else {"num_tokens": prediction.num_tokens}
+                    tokens = {} if confidence is None else {"num_tokens": prediction.num_tokens}
                     result = json.dumps({"image": name, "labels": labels} | tokens, indent=2)
                     tqdm.write(f"{',' if written else '['}\n{textwrap.indent(result, '  ')}", end="")
                     written = True

@@ -21,7 +21,7 @@ from .robustness import fgsm, occlude_center
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     images, split = images_to_evaluate(arguments)
     model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
-    choose_tokens(model, arguments.num_tokens, arguments.confidence)
+    confidence = choose_tokens(model, arguments.num_tokens, arguments.confidence)
     conditions = {"protocol": arguments.protocol}
     if arguments.attack:
         if isinstance(model, ExportedModule):
@@ -29,10 +29,10 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         conditions["fgsm_eps"] = arguments.eps
     if arguments.occlude:
         conditions["occluded_share"] = arguments.ratio
-    if arguments.confidence is not None:
+    if confidence is not None:
         if arguments.attack:
             raise ValueError("--attack needs a gradient, which --confidence, a choice, has not; give one of both.")
-        conditions["confidence"] = arguments.confidence
+        conditions["confidence"] = confidence
     results = classification_accuracy(
         model,
         image_processor,

@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..common.choices import OPEN_CLIP, SUBSET
+from ..common.choices import CALIBRATED, OPEN_CLIP, SUBSET
 from ..common.command_line import (
     CommandParser,
     add_device_argument,
@@ -42,9 +42,15 @@ def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--confidence",
-        type=probability,
-        help="few tokens first, and those images again with more whose likeliest label has a lower score, 0 to 1",
+        type=probability_or_calibrated,
+        help="few tokens first, and those images again with more whose likeliest label has a lower score, 0 to 1, or "
+        f"`{CALIBRATED}`, what `frugalvit calibrate` found",
     )
+
+
+def probability_or_calibrated(text: str) -> float | str:
+    """A number from 0 to 1, or `CALIBRATED`, for argparse."""
+    return text if text == CALIBRATED else probability(text)
 
 
 def probability(text: str) -> float:
