@@ -181,8 +181,8 @@ def describe(found: dict[str, object]) -> str:
         f"{MARK} `classify_adaptively()` looks with {first} tokens first, and with "
         f"{', then '.join(map(str, others))} where the likeliest class has less than {calibration['confidence']:.3f}. "
         f"At most {calibration['disagreement']:.1%} of images get another label than from {calibration['reference']}, "
-        f"with a certainty of {calibration['certainty']:.0%}, if they are of the kind of the {calibration['images']:,} "
-        f"images without labels that this was found on; of others, nothing is promised. {found['shares'][first]:.0%} "
+        f"with a certainty of {calibration['certainty']:.0%}, if they are of the kind of those that this was found "
+        f"on, {calibration['images']:,} without labels; of others, nothing is promised. {found['shares'][first]:.0%} "
         f"of these needed {first} tokens alone, {found['macs'] / 1e9:.3g} G multiply-accumulates on average, "
         f"{found['saved']:.2f} times fewer than with {others[-1]} tokens."
     )

@@ -15,10 +15,10 @@ from .shared import add_model_argument, add_part_arguments, add_reading_argument
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit calibrate",
-        description="Find from which confidence on few tokens suffice: at most so many images are to get another label "
-        "than from the most tokens, or from the teacher. Takes photographs without labels, of the kind that the model "
-        "is going to see; of others, nothing is promised. `classify_adaptively()` uses what was found, and predict and "
-        "evaluate do with --confidence calibrated.",
+        description="Find from which confidence on few tokens suffice: at most so many images are to get another "
+        "label than from the most tokens, or from the teacher. Takes photographs without labels, of the kind that the "
+        "model is going to see; of others, nothing is promised. `classify_adaptively()` uses what was found, and "
+        "predict and evaluate do with --confidence calibrated.",
     )
     add_model_argument(parser, "a SparseFormer for several numbers of tokens: one that ships, a folder or a hub id")
     parser.add_argument(
