@@ -22,7 +22,7 @@ from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.macs import count_macs
 from frugalvit.common.reading import Reader
-from frugalvit.common.risk import CONFIDENCES, choose_confidence, stop_when_sure
+from frugalvit.common.risk import CONFIDENCES, last_safe, stop_when_sure
 from frugalvit.common.tables import format_table
 from frugalvit.resources import checkpoint_path
 from shared import add_results_argument, write_table
@@ -90,24 +90,18 @@ class Table:
     """
 
     def __init__(self, logits: dict[int, torch.Tensor], macs: dict[int, int]):
-        self.logits, self.labels = logits, list(logits.values())[-1].argmax(-1)
+        self.labels = list(logits.values())[-1].argmax(-1)
         self.full = macs[list(logits)[-1]]
         costs = torch.tensor([macs[count] for count in logits]).double().cumsum(0)
-        self.wrong, self.costs = {}, {}
-        for confidence in CONFIDENCES:
-            labels, looks = stop_when_sure(logits, confidence)
-            self.wrong[confidence], self.costs[confidence] = labels != self.labels, costs[looks - 1]
+        found = [stop_when_sure(logits, confidence) for confidence in CONFIDENCES]
+        self.wrong = torch.stack([labels != self.labels for labels, _ in found])
+        self.costs = torch.stack([costs[looks - 1] for _, looks in found])
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def share_wrong(self, confidence: float, chosen=slice(None)) -> float:
-        return self.wrong[confidence][chosen].double().mean().item()
-
-    def calibrated(self, chosen: torch.Tensor, disagreement: float) -> float | None:
-        """What some of the images lead to."""
-        logits = {count: found[chosen] for count, found in self.logits.items()}
-        return choose_confidence(logits, self.labels[chosen], disagreement, CERTAINTY)
+    def share_wrong(self, choice: int, images=slice(None)) -> float:
+        return self.wrong[choice, images].double().mean().item()
 
 
 def of_splits(table: Table, disagreement: float, images: int, arguments, others: Table | None) -> dict | None:
@@ -116,22 +110,22 @@ def of_splits(table: Table, disagreement: float, images: int, arguments, others:
     rows = []
     for _ in range(arguments.splits):
         order = torch.randperm(len(table), generator=generator)
-        confidence = table.calibrated(order[:images], disagreement)
-        if confidence is None:
+        # What `choose_confidence` does.
+        choice, rest = last_safe(table.wrong[:, order[:images]], disagreement, CERTAINTY), order[images:]
+        if choice is None:
             return None
-        rest, cost = order[images:], table.costs[confidence]
         rows.append(
             {
-                "confidence": confidence,
-                "saved": table.full / cost[rest].mean().item(),
-                "rest": table.share_wrong(confidence, rest),
-                "rest_broken": table.share_wrong(confidence, rest) > disagreement,
-                "in_all_broken": table.share_wrong(confidence) > disagreement,
+                "confidence": CONFIDENCES[choice],
+                "saved": table.full / table.costs[choice, rest].mean().item(),
+                "rest": table.share_wrong(choice, rest),
+                "rest_broken": table.share_wrong(choice, rest) > disagreement,
+                "in_all_broken": table.share_wrong(choice) > disagreement,
             }
         )
         if others is not None:
-            rows[-1]["other_kind"] = others.share_wrong(confidence)
-            rows[-1]["other_kind_broken"] = others.share_wrong(confidence) > disagreement
+            rows[-1]["other_kind"] = others.share_wrong(choice)
+            rows[-1]["other_kind_broken"] = others.share_wrong(choice) > disagreement
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 

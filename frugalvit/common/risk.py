@@ -59,18 +59,25 @@ def choose_confidence(
     """The least confidence at which labels differ from the reference for at most a share `risk` of images, with a
     certainty, of images that are drawn as these were; `None` if there is none.
 
-    Confidences are tried from the safest on until one fails (fixed sequence testing, section 2.3 of the paper), so
-    that trying many costs nothing.
-
     Args:
         logits: As in `stop_when_sure`.
         reference (`torch.Tensor`): `(images,)`, the labels that count.
         risk, certainty (`float`): Above 0 and below 1.
         confidences (sequence of `float`, *optional*): Falling; chosen before images were looked at.
     """
-    allowed, chosen = most_wrong(len(reference), risk, certainty), None
-    for confidence in confidences:
-        if int((stop_when_sure(logits, confidence)[0] != reference).sum()) > allowed:
-            break
-        chosen = confidence
-    return chosen
+    wrong = torch.stack([stop_when_sure(logits, confidence)[0] != reference for confidence in confidences])
+    last = last_safe(wrong, risk, certainty)
+    return None if last is None else confidences[last]
+
+
+def last_safe(wrong: torch.Tensor, risk: float, certainty: float) -> int | None:
+    """The last choice before one fails (fixed sequence testing, section 2.3 of the paper), so that trying many costs
+    nothing; `None` if the first does.
+
+    Args:
+        wrong (`torch.Tensor`): `(choices, images)` bool, the safest choice first.
+        risk, certainty (`float`): As in `choose_confidence`.
+    """
+    failed = wrong.sum(1) > most_wrong(wrong.shape[1], risk, certainty)
+    first = int(failed.int().argmax()) if failed.any() else len(wrong)
+    return first - 1 if first else None
