@@ -162,6 +162,13 @@ def calibrate(
     _, looks = stop_when_sure(logits, confidence)
     shares = {count: (looks == number).double().mean().item() for number, count in enumerate(logits, 1)}
     macs = sum(cost * (looks >= number).double().mean().item() for number, cost in enumerate(costs.values(), 1))
+    last = list(logits)[-1]
+    if macs >= costs[last]:
+        raise ValueError(
+            f"Only {shares[list(logits)[0]]:.0%} of the images are as sure as that takes, {confidence:.3f}: all looks "
+            f"together would cost {macs / costs[last]:.2f} times as much as {last} tokens alone. Ask for a larger "
+            "--disagreement, or for other --token-counts."
+        )
     calibration = {
         "token_counts": list(logits),
         "confidence": confidence,
@@ -170,7 +177,7 @@ def calibrate(
         "images": len(labels),
         "reference": reference,
     }
-    return {"calibration": calibration, "shares": shares, "macs": macs, "saved": costs[list(costs)[-1]] / macs}
+    return {"calibration": calibration, "shares": shares, "macs": macs, "saved": costs[last] / macs}
 
 
 def describe(found: dict[str, object]) -> str:

@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path
 from frugalvit.calibrate import MARK
+from frugalvit.calibrate import calibrate as find_confidence
 from frugalvit.cli import main
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
@@ -226,6 +227,14 @@ def test_what_cannot_be_calibrated(arguments, message, folder, images, tmp_path,
     captured = capsys.readouterr()
     assert code in (1, 2) and message in captured.err and "Traceback" not in captured.err
     assert not (tmp_path / "output").exists()
+
+
+def test_a_calibration_that_saves_nothing_is_refused(folder):
+    """Where few tokens say something else, sure or not, nearly all images have both looks."""
+    model = SparseFormerForImageClassification.from_pretrained(folder).eval()
+    logits = {count: torch.randn(200, 10, generator=torch.Generator().manual_seed(count)) for count in (4, 16)}
+    with pytest.raises(ValueError, match="all looks together would cost 1.* times as much as 16 tokens alone"):
+        find_confidence(model, logits, logits[16].argmax(1), 0.02, 0.95, "16 tokens")
 
 
 def test_an_uncalibrated_model_says_so(folder, images, capsys):
