@@ -17,8 +17,6 @@ from .views import EvalView, ImageFormat, prepare_images, vision_config_of
 
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
-# An image is decoded with so many times the pixels that are read of it, each way, or more.
-ROOM = 2
 # Most threads that decode: more find nothing to do beside a model.
 MOST_THREADS = 8
 
@@ -51,8 +49,7 @@ class Reader:
         except (ValueError, AttributeError, TypeError, KeyError):
             return
         self.view = EvalView(self.format)
-        resized = (self.format.resize, self.format.resize) if self.format.resize else self.format.size[::-1]
-        self.at_least = tuple(math.ceil(ROOM * share * length) for length in resized)
+        self.at_least = tuple(math.ceil(share * length) for length in self.view.at_least)
 
     def pixels(self, image: Image.Image) -> torch.Tensor:
         """An RGB image to what `batch` stacks, of a size that is the same for all."""

@@ -22,6 +22,8 @@ from transformers import PreTrainedConfig
 
 # How far a view's pixels may be from the image processor's: mean levels of 255, which decide, of a test picture.
 MOST_LEVELS = 1.0
+# An image is decoded with so many times the pixels that are read of it, each way, or more.
+ROOM = 2
 # Strips are cut to so many of their shorter side where only their middle is seen.
 LONGEST = 32
 # What a random number is for: uses that share (seed, epoch, index) must not share numbers.
@@ -386,10 +388,12 @@ def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 class View:
     """Turns an RGB `PIL.Image` into named uint8 tensors `(3, height, width)`; `formats` says how each is normalized.
 
-    Subclasses draw from torch's random state.
+    Subclasses draw from torch's random state. `at_least` are width and height of an image that suffice, see
+    `read_image`; without, it is to be decoded whole, as it is for those that draw: what is drawn depends on the size.
     """
 
     formats: dict[str, ImageFormat]
+    at_least: tuple[int, int] | None = None
 
     def __call__(self, image: Image.Image) -> dict[str, torch.Tensor]:
         raise NotImplementedError
@@ -407,6 +411,8 @@ class EvalView(View):
         self.size, self.resize = image_format.size, image_format.resize
         self.round = round if image_format.rounds_center else int
         self.interpolation = image_format.interpolation
+        resized = (self.resize, self.resize) if self.resize else self.size[::-1]
+        self.at_least = tuple(ROOM * length for length in resized)
 
     def __call__(self, image):
         shown = middle_of(image) if self.resize else image
