@@ -23,6 +23,7 @@ from .common.tables import first_line
 from .common.views import size_made_by
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
 from .resources import checkpoint_path, shipped_checkpoints
+from .tokens import choose_tokens
 
 
 class _Application:
@@ -200,14 +201,27 @@ class Classifier(_Application):
         print(path, classify.labels[scores.argmax()])
     ```
 
+    With `confidence`, a number from 0 to 1 or "calibrated", what `frugalvit calibrate` found, images have few tokens
+    first, and more where their likeliest class has less (`SparseFormerForImageClassification.classify_adaptively`).
+
     Attributes:
         labels (`list[str]`): Names of the classes, in the order of the scores.
     """
 
     what = "scores"
 
-    def __init__(self, model: str | os.PathLike | nn.Module, image_processor=None, **options):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        image_processor=None,
+        *,
+        confidence: float | str | None = None,
+        **options,
+    ):
         super().__init__(model, image_processor, **options)
+        if confidence is not None and self.num_tokens is not None:
+            raise ValueError("Got `num_tokens` and `confidence`, which chooses them for each image; give one of both.")
+        self.confidence = choose_tokens(self.model, None, confidence)
         names = self.model.config.id2label
         self.labels = [names[index] for index in range(len(names))]
         self._multi_label = self.model.config.problem_type == "multi_label_classification"
@@ -215,7 +229,10 @@ class Classifier(_Application):
     __init__.__doc__ = _Application.__init__.__doc__
 
     def _run(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        logits = self.model(pixel_values).logits.float()
+        if self.confidence is None:
+            logits = self.model(pixel_values).logits.float()
+        else:
+            logits = self.model.classify_adaptively(pixel_values, self.confidence).logits.float()
         return logits.sigmoid() if self._multi_label else logits.softmax(-1)
 
     @staticmethod

@@ -89,6 +89,29 @@ def test_scores_are_those_of_the_model(images):
     assert classify.labels == ["LABEL_0", "LABEL_1", "LABEL_2"] and model.config.num_tokens is None
 
 
+def test_sure_images_have_few_tokens(images):
+    """As sure as a number says, or a calibration."""
+    model, processor = elastic(num_labels=3), ViTImageProcessor(size={"height": 32, "width": 32})
+    with torch.no_grad():
+        model.classifier.weight *= 20
+        pixel_values = prepare_images(processor, images)
+        confidence = model(pixel_values, num_tokens=4).logits.softmax(-1).amax(-1).median().item()
+        found = model.classify_adaptively(pixel_values, confidence)
+    assert {*found.num_tokens.tolist()} == {4, 16}
+    expected = found.logits.softmax(-1)
+    assert np.allclose(
+        list(frugalvit.Classifier(model, processor, confidence=confidence)(images)), expected, atol=1e-4
+    )
+    with pytest.raises(ValueError, match="was not calibrated for 16 tokens"):
+        frugalvit.Classifier(model, processor, confidence="calibrated")
+    promise = {"disagreement": 0.02, "certainty": 0.95, "images": 500, "reference": "16 tokens"}
+    model.config.calibration = {"token_counts": [4, 16], "confidence": confidence, **promise}
+    classify = frugalvit.Classifier(model, processor, confidence="calibrated")
+    assert classify.confidence == confidence and np.allclose(list(classify(images)), expected, atol=1e-4)
+    with pytest.raises(ValueError, match="give one of both"):
+        frugalvit.Classifier(model, processor, confidence=0.5, num_tokens=4)
+
+
 def test_half_precision(images):
     """Of what is loaded here; a loaded model stays as it is."""
     whole, half = (
