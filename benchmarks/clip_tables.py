@@ -44,6 +44,7 @@ from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_folder, write_json
 from frugalvit.common.labels import class_names
 from frugalvit.common.loading import load_llava, load_vision_model
+from frugalvit.common.reading import Reader
 from frugalvit.common.splits import default_split
 from frugalvit.common.tables import format_table
 from frugalvit.evaluation.images import image_batches, take_first
@@ -231,7 +232,7 @@ def patches_told(arguments, clip: Path, student: Path | None) -> float:
 
     def states(images: datasets.Dataset) -> list[torch.Tensor]:
         found = [], []
-        for pixel_values, _ in image_batches(processor, images, 256):
+        for pixel_values, _ in image_batches(Reader(processor, exact=True), images, 256):
             for rows, tower in zip(found, (model, teacher), strict=True):
                 rows.append(tower(pixel_values, output_hidden_states=True).hidden_states[-2][:, 1:].flatten(1))
         return [torch.cat(rows).double() for rows in found]
@@ -307,7 +308,8 @@ def train_answers(
     into a new folder."""
     check_image_tokens(processor, llava)
     tokenizer, names = processor.tokenizer, class_names(images)
-    pixels = torch.cat([pixel_values for pixel_values, _ in image_batches(processor.image_processor, images, 256)])
+    reader = Reader(processor.image_processor, exact=True)
+    pixels = torch.cat([pixel_values for pixel_values, _ in image_batches(reader, images, 256)])
     labels, questions = images["label"], list(QUESTIONS.items())
 
     class Questions(torch.utils.data.Dataset):
@@ -417,7 +419,7 @@ def answer_accuracy(llava, processor, images: datasets.Dataset) -> dict[str, flo
     names, tokenizer = class_names(images), processor.tokenizer
     tokens = llava.config.image_seq_length
     right = {question: [] for question in QUESTIONS}
-    for pixel_values, indices in image_batches(processor.image_processor, images, 128):
+    for pixel_values, indices in image_batches(Reader(processor.image_processor, exact=True), images, 128):
         for question, answer in QUESTIONS.items():
             ids = torch.tensor([question_ids(tokenizer, question, tokens)] * len(indices))
             generated = llava.generate(

@@ -89,6 +89,10 @@ class SparseFormerConfig(FrugalViTConfig):
             `patch_size`, a smaller count has a coarser grid, on which tokens are interpolated.
         num_tokens (`int`, *optional*):
             Latent tokens of a call that chooses none; all of them by default.
+        calibration (`dict`, *optional*):
+            What `frugalvit calibrate` found: with `token_counts`, one look after the other, and `confidence` from
+            which on an image is done, a share of at most `disagreement` of images gets another label than from the
+            `reference`, with a `certainty`, both 0 to 1, by so many `images`.
         num_sampling_points (`int`, *optional*, defaults to 16): Points that a token samples in its RoI, at least 2.
         num_mixed_points (`int`, *optional*):
             Points after mixing; `max(num_sampling_points, 32)` if not given, as in the reference implementation.
@@ -226,6 +230,7 @@ class SparseFormerConfig(FrugalViTConfig):
     num_latent_tokens: int = 48
     elastic_token_counts: list[int] | tuple[int, ...] | None = None
     num_tokens: int | None = None
+    calibration: dict | None = None
     num_sampling_points: int = 16
     num_mixed_points: int | None = None
     stem_channels: int = 64
@@ -388,8 +393,17 @@ class SparseFormerConfig(FrugalViTConfig):
         return tuple(self.elastic_token_counts or [self.num_latent_tokens])
 
     @property
+    def holding_calibration(self) -> dict | None:
+        """`calibration`, where the last look is with `default_num_tokens`, as it was when that was made."""
+        calibrated = self.calibration
+        holds = calibrated and self.round_tokens(calibrated["token_counts"][-1]) == self.default_num_tokens
+        return calibrated if holds else None
+
+    @property
     def adaptive_token_counts(self) -> list[int]:
         """Counts of latent tokens that an image is looked at with, one after the other until it is sure."""
+        if self.holding_calibration:
+            return list(self.holding_calibration["token_counts"])
         return sorted({min(self.trained_token_counts[0], self.default_num_tokens), self.default_num_tokens})
 
     def grid_of(self, num_tokens: int) -> tuple[int, int]:
@@ -544,6 +558,33 @@ class SparseFormerConfig(FrugalViTConfig):
             # Raises where there is none.
             for count in (*(counts or ()), self.default_num_tokens):
                 self.grid_of(count) if self.placement == "grid" else self.tokens_of_tree(count)
+
+    def validate_calibration(self):
+        """What was found has all that is needed to use it and to say what is promised."""
+        found = self.calibration
+        if found is None:
+            return
+        expected = {
+            "token_counts": (list, tuple),
+            "confidence": (float, int),
+            "disagreement": (float, int),
+            "certainty": (float, int),
+            "images": (int,),
+            "reference": (str,),
+        }
+        for name, types in expected.items():
+            if not isinstance(found.get(name), types):
+                raise ValueError(f"`calibration` has {name}={found.get(name)!r}, expected a {types[0].__name__}.")
+        for name in ("confidence", "disagreement", "certainty"):
+            if not 0 <= found[name] <= 1:
+                raise ValueError(f"`calibration` has {name}={found[name]}, expected a number from 0 to 1.")
+        counts = found["token_counts"]
+        ordered = all(isinstance(count, int) for count in counts) and sorted({*counts}) == [*counts]
+        if len(counts) < 2 or not ordered or not 1 <= counts[0] <= counts[-1] <= self.num_latent_tokens:
+            raise ValueError(
+                f"`calibration` has token_counts={list(counts)}, expected two or more increasing counts up to "
+                f"`num_latent_tokens`={self.num_latent_tokens}."
+            )
 
     def validate_rotation(self):
         """Rotary positions have two axes, and two channels for each frequency of both."""

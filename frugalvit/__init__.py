@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     )
     from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig
     from .evaluation.embeddings import extract_features as extract_features
+    from .inference import Classifier as Classifier
+    from .inference import Embedder as Embedder
     from .modeling.context_broadcast import ContextBroadcast as ContextBroadcast
     from .modeling.context_broadcast_insertion import insert_context_broadcast as insert_context_broadcast
     from .modeling.context_broadcast_insertion import remove_context_broadcast as remove_context_broadcast

@@ -300,13 +300,18 @@ def describe(settings: dict[str, object]) -> str:
 def save(model: PreTrainedModel, num_tokens: int, source: Path, folder: Path):
     """Fill a folder with a model's files, weights to the bit, that computes with so many tokens where a call chooses
     none."""
-    names = {path.name for path in source.iterdir() if path.is_file()}
-    for name in names - NOT_IN_REPOSITORY(source, names):
-        shutil.copyfile(source / name, folder / name)
     model.set_num_tokens(num_tokens)
-    # That of an older version would not know of the choice.
-    model.write_code(folder)
-    model.config.save_pretrained(folder)
+    copy_with_configuration(model, source, folder)
     if model.config.model_type in ("sparseformer_llava", "sparseformer_paligemma"):
         # It inserts as many tokens for an image. The image side may have been cast.
         matching_processor(AutoProcessor.from_pretrained(source), model.float()).save_pretrained(folder)
+
+
+def copy_with_configuration(model: PreTrainedModel, source: Path, folder: Path):
+    """Fill a folder with a model's files, weights to the bit, and its configuration as it is now."""
+    names = {path.name for path in source.iterdir() if path.is_file()}
+    for name in names - NOT_IN_REPOSITORY(source, names):
+        shutil.copyfile(source / name, folder / name)
+    # That of an older version would not know of the change.
+    model.write_code(folder)
+    model.config.save_pretrained(folder)

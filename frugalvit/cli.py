@@ -28,6 +28,7 @@ COMMANDS = {
     "segment": ("frugalvit.training.segment", "fine-tune a model for semantic segmentation"),
     "benchmark": ("frugalvit.benchmark", "measure images a second of models, side by side"),
     "budget": ("frugalvit.budget", "measure each number of a model's tokens, name the largest within a budget"),
+    "calibrate": ("frugalvit.calibrate", "find from which confidence on few tokens suffice, with a promise"),
     "compare": ("frugalvit.compare", "set models beside their teacher and what the teacher can do with less"),
     "curves": ("frugalvit.curves", "draw how trainings went"),
     "attention": ("frugalvit.attention", "measure and draw how a vision transformer attends"),

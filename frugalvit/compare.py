@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
@@ -30,10 +31,10 @@ from .common.labels import check_labels, class_names, label_numbers
 from .common.loading import choose_device
 from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
+from .common.reading import Reader
 from .common.speed import duration, images_per_second
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
-from .common.views import prepare_images
 from .contenders import Contender, load_students, load_teachers
 from .evaluation.embeddings import (
     LabeledFeatures,
@@ -295,8 +296,10 @@ def right_classes(contender: Contender, images: datasets.Dataset) -> torch.Tenso
         raise ValueError(f"{contender.name}: {error} Or compare embeddings: --features.") from error
 
 
-class _Processors:
-    """What the image processors of contenders make of images, each once, called like one."""
+class _Readers:
+    """What the image processors of contenders make of images, each once; a `Reader` of them all."""
+
+    at_least = None
 
     def __init__(self, contenders: Sequence[Contender]):
         found, self.of = {}, []
@@ -305,10 +308,13 @@ class _Processors:
             key = json.dumps(processor.to_dict(), default=str) if hasattr(processor, "to_dict") else id(processor)
             self.of.append(list(found).index(key) if key in found else len(found))
             found.setdefault(key, processor)
-        self.processors = list(found.values())
+        self.readers = [Reader(processor, exact=True) for processor in found.values()]
 
-    def __call__(self, images, return_tensors: str) -> dict[str, list[torch.Tensor]]:
-        return {"pixel_values": [prepare_images(processor, images) for processor in self.processors]}
+    def pixels(self, image: Image.Image) -> list[torch.Tensor]:
+        return [reader.pixels(image) for reader in self.readers]
+
+    def batch(self, pixels: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+        return [reader.batch(own) for reader, own in zip(self.readers, zip(*pixels, strict=True), strict=True)]
 
 
 @torch.inference_mode()
@@ -317,9 +323,9 @@ def embed_all(
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Embeddings by each contender, `(draws, images, embedding_size)`, float32, on the CPU, and the indices of the
     images that could be read. An image is decoded once."""
-    processors, embeddings, indices = _Processors(contenders), [[] for _ in contenders], []
-    for pixel_values, batch in image_batches(processors, images, **reading):
-        for contender, chosen, found in zip(contenders, processors.of, embeddings, strict=True):
+    readers, embeddings, indices = _Readers(contenders), [[] for _ in contenders], []
+    for pixel_values, batch in image_batches(readers, images, **reading):
+        for contender, chosen, found in zip(contenders, readers.of, embeddings, strict=True):
             own = contender.fit(pixel_values[chosen].to(contender.device))
             found.append(torch.stack([contender.embed(own).float().cpu() for _ in range(contender.draws)]))
         indices += batch

@@ -33,6 +33,7 @@ from .common.labels import class_names, label_numbers
 from .common.licenses import check_license
 from .common.loading import load_image_processor
 from .common.metrics import check_scores
+from .common.reading import Reader
 from .common.speed import duration, images_per_second
 from .common.tables import format_table
 from .common.views import ImageFormat
@@ -240,7 +241,9 @@ def batches_for(
     """Inputs of a program. Of texts, these are sentences about the images' classes, or noise where there are none or
     no tokenizer."""
     if part.kind != "text_embeds":
-        for pixel_values, _ in image_batches(image_processor, images, batch_size, skip_corrupt=True):
+        for pixel_values, _ in image_batches(
+            Reader(image_processor, exact=True), images, batch_size, skip_corrupt=True
+        ):
             yield {"pixel_values": pixel_values}
         return
     inputs, names = part.example(NOISE), class_names(images)

@@ -10,27 +10,27 @@ import re
 import stat
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from .common.comparison import LIMIT
-from .common.decoding import CorruptImageError
 from .common.files import LOCK, locked, misshapen, read_json, refuse_links, whole_file, write_json
 from .common.folders import image_files, say_unread
-from .common.interruptions import leave_interruptions_to_the_main_process
 from .common.metrics import check_scores
+from .common.reading import Reader, read_ahead
 from .common.speed import images_per_second
 from .common.tables import printable
-from .common.views import prepare_images
 from .evaluation.two_towers import TwoTowers, load_two_towers, name_models
 from .options.index import parse
 from .predict import decode_file
@@ -97,7 +97,8 @@ def compare_speeds(towers: TwoTowers, folder: Path, files: Sequence[list], argum
     own = load_two_towers(arguments.model, None, str(towers.device), arguments.trust_remote_code)
     calls = {}
     for name, side in (("new", towers), ("own", own)):
-        pixel_values, *_ = _Collate(folder, side.image_processor, skip_corrupt=False)(files)
+        reader = Reader(side.image_processor, side.share_read, arguments.exact)
+        pixel_values = reader.batch([reader.pixels(_decode(folder, file, reader)) for file in files])
         calls[name] = functools.partial(_embed, side, pixel_values.to(side.device))
     speeds = images_per_second(calls, pixel_values.to(towers.device), limit=LIMIT)
     return (
@@ -210,14 +211,12 @@ def is_within(name: str) -> bool:
 def embed_files(towers: TwoTowers, folder: Path, files: Sequence[list], output: Path, arguments: argparse.Namespace):
     """Embed images and write them, a file for so many."""
     state = PartialState()
-    collate = _Collate(folder, towers.image_processor, arguments.skip_corrupt)
-    batches = DataLoader(
-        files,
-        arguments.batch_size,
-        collate_fn=collate,
-        num_workers=arguments.num_workers,
-        worker_init_fn=leave_interruptions_to_the_main_process,
-    )
+    reader = Reader(towers.image_processor, towers.share_read, arguments.exact)
+
+    def read(file: list) -> torch.Tensor:
+        return reader.pixels(_decode(folder, file, reader))
+
+    images = read_ahead(read, files, 2 * arguments.batch_size, arguments.num_workers)
     # After all that is there, so that nothing is replaced, also where a damaged file was removed.
     number = max(map(shard_number, shard_files(output)), default=-1) + 1
     kept, embeddings = [], []
@@ -234,40 +233,36 @@ def embed_files(towers: TwoTowers, folder: Path, files: Sequence[list], output: 
 
     disable = None if state.is_main_process else True
     with torch.inference_mode(), tqdm(total=len(files), desc="index", unit=" images", disable=disable) as progress:
-        for pixel_values, readable, seen in batches:
-            if readable:
+        while batch := list(islice(images, arguments.batch_size)):
+            if readable := list(_readable(folder, batch, arguments.skip_corrupt)):
+                pixel_values = reader.batch([pixels for _, pixels in readable])
                 embeddings.append(towers.embed_images(pixel_values.to(towers.device)).cpu())
                 check_scores(embeddings[-1], "embeddings")
-                kept += readable
-            progress.update(seen)
+                kept += [file for file, _ in readable]
+            progress.update(len(batch))
             if len(kept) >= SHARD:
                 write()
     write()
 
 
-class _Collate:
-    """Files to pixel values of those that can be read, these files, and how many there were."""
+def _decode(folder: Path, file: list, reader: Reader) -> Image.Image:
+    return decode_file(folder / file[0], file[0], at_least=reader.at_least)
 
-    def __init__(self, folder: Path, image_processor, skip_corrupt: bool):
-        self.folder, self.image_processor, self.skip_corrupt = folder, image_processor, skip_corrupt
 
-    def __call__(self, files: list[list]) -> tuple[torch.Tensor | None, list[list], int]:
-        images, readable = [], []
-        for file in files:
-            if describe(self.folder / file[0]) is None:
+def _readable(
+    folder: Path, batch: Sequence[tuple[list, Future]], skip_corrupt: bool
+) -> Iterator[tuple[list, torch.Tensor]]:
+    """Files of a batch and their pixels, without those that are gone and, with `skip_corrupt`, that cannot be read."""
+    for file, future in batch:
+        try:
+            yield file, future.result()
+        except (ValueError, PermissionError) as error:
+            if describe(folder / file[0]) is None:
                 tqdm.write(f"Left out: {printable(file[0])} (it was removed meanwhile)", file=sys.stderr)
                 continue
-            try:
-                images.append(decode_file(self.folder / file[0], file[0]))
-            except (ValueError, PermissionError) as error:
-                if not self.skip_corrupt:
-                    # In one line also where a worker found it.
-                    raise CorruptImageError(str(error)) from error
-                tqdm.write(f"Left out: {printable(f'{file[0]} ({error})')}", file=sys.stderr)
-                continue
-            readable.append(file)
-        pixel_values = prepare_images(self.image_processor, images) if images else None
-        return pixel_values, readable, len(files)
+            if not skip_corrupt:
+                raise
+            tqdm.write(f"Left out: {printable(f'{file[0]} ({error})')}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,6 +23,7 @@ from .common.exported import ExportedModule
 from .common.folders import image_files, parquet_files, say_unread
 from .common.loading import load_image_classifier
 from .common.metrics import check_scores
+from .common.reading import Reader, read_ahead, share_read
 from .common.tables import printable
 from .common.views import prepare_images, restore_images
 from .options.predict import MAX_DRAWN, PAGE, parse
@@ -46,19 +48,27 @@ def main(argv: list[str] | None = None) -> None:
             "another --model."
         )
 
-    choose_tokens(model, arguments.num_tokens, arguments.confidence)
+    confidence = choose_tokens(model, arguments.num_tokens, arguments.confidence)
 
-    images = islice(read_images(paths, arguments.skip_corrupt, arguments.image_column), arguments.limit)
+    reader = Reader(image_processor, share_read(model), arguments.exact)
+
+    def read(file: tuple[str, Path | dict]) -> torch.Tensor:
+        return reader.pixels(decode_file(file[1], file[0], at_least=reader.at_least))
+
+    files = read_ahead(
+        read, find_files(paths, arguments.image_column), 2 * arguments.batch_size, arguments.num_workers
+    )
+    images = islice(_readable(files, arguments.skip_corrupt), arguments.limit)
     drawn, captions, count, written = [], [], 0, False
     with tqdm(desc="predict", unit=" images", leave=False, disable=None) as progress:
         while batch := list(islice(images, arguments.batch_size)):
             draws = bool(arguments.rois) and len(drawn) < MAX_DRAWN
-            shown = [image for _, image in batch]
-            predictions = predict(model, image_processor, shown, arguments.top, draws, arguments.confidence)
+            pixel_values = reader.batch([pixels for _, pixels in batch])
+            predictions = predict_pixels(model, image_processor, pixel_values, arguments.top, draws, confidence)
             for (name, _), prediction in zip(batch, predictions, strict=True):
                 if arguments.json:
                     labels = [{"label": label, "score": score} for label, score in prediction.labels]
-                    tokens = {} if arguments.confidence is None else {"num_tokens": prediction.num_tokens}
+                    tokens = {} if confidence is None else {"num_tokens": prediction.num_tokens}
                     result = json.dumps({"image": name, "labels": labels} | tokens, indent=2)
                     tqdm.write(f"{',' if written else '['}\n{textwrap.indent(result, '  ')}", end="")
                     written = True
@@ -101,7 +111,6 @@ class Prediction:
     sampling_points: list[torch.Tensor] = field(default_factory=list)
 
 
-@torch.no_grad()
 def predict(
     model: PreTrainedModel,
     image_processor,
@@ -110,12 +119,27 @@ def predict(
     output_rois: bool = False,
     confidence: float | None = None,
 ) -> list[Prediction]:
-    """Label images in one batch.
+    """Label images in one batch, `predict_pixels` of what the image processor makes of RGB images."""
+    return predict_pixels(
+        model, image_processor, prepare_images(image_processor, images), top, output_rois, confidence
+    )
+
+
+@torch.no_grad()
+def predict_pixels(
+    model: PreTrainedModel,
+    image_processor,
+    pixel_values: torch.Tensor,
+    top: int = 5,
+    output_rois: bool = False,
+    confidence: float | None = None,
+) -> list[Prediction]:
+    """Label a batch of prepared images.
 
     Args:
         model (`PreTrainedModel`): An image classifier of this project or of Transformers.
-        image_processor: Its image processor.
-        images (sequence of `PIL.Image.Image`): RGB images.
+        image_processor: Its image processor, which says how `Prediction.view` is to be seen.
+        pixel_values (`torch.Tensor`): `(batch, channels, height, width)`, normalized.
         top (`int`, *optional*, defaults to 5): Labels for each image.
         output_rois (`bool`, *optional*, defaults to `False`): Return RoIs too; the model must have them.
         confidence (`float`, *optional*): Without RoIs, spend few tokens on images that are so sure, see
@@ -128,7 +152,6 @@ def predict(
     Raises:
         ValueError: if the model's scores are no numbers, or are not as many as there are names of classes.
     """
-    pixel_values = prepare_images(image_processor, images)
     if confidence is None:
         outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))
     else:
@@ -232,24 +255,30 @@ def read_images(
     Raises:
         ValueError: if a file is no image or is corrupt, or a parquet file has no column of images, or several.
     """
+    files = find_files(paths, image_column)
+    yield from _readable(read_ahead(lambda file: decode_file(file[1], file[0]), files, 1), skip_corrupt)
 
-    def files() -> Iterator[tuple[str, Path | dict]]:
-        for path in paths:
-            if path.suffix.lower() == ".parquet":
-                for index, record in enumerate(_read_parquet(path, image_column)):
-                    yield f"{path}[{index}]", record
-            else:
-                yield str(path), path
 
-    for name, file in files():
+def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
+    """Names of image files, and of the images in parquet files, and what `decode_file` takes; arguments and errors as
+    of `read_images`."""
+    for path in paths:
+        if path.suffix.lower() == ".parquet":
+            for index, record in enumerate(_read_parquet(path, image_column)):
+                yield f"{path}[{index}]", record
+        else:
+            yield str(path), path
+
+
+def _readable(files: Iterator[tuple[tuple, Future]], skip_corrupt: bool) -> Iterator[tuple[str, object]]:
+    """Names, and what was read of each file of `read_ahead`; with `skip_corrupt`, of those that could be."""
+    for (name, _), future in files:
         try:
-            image = decode_file(file, name)
+            yield name, future.result()
         except (ValueError, PermissionError) as error:
             if not skip_corrupt:
                 raise
             tqdm.write(f"Left out: {printable(str(error))}", file=sys.stderr)
-            continue
-        yield name, image
 
 
 def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
@@ -266,15 +295,18 @@ def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
 
 
 def decode_file(
-    file: Path | dict, name: str, hint: str = " To go on without such images: --skip-corrupt."
+    file: Path | dict,
+    name: str,
+    hint: str = " To go on without such images: --skip-corrupt.",
+    at_least: tuple[int, int] | None = None,
 ) -> Image.Image:
-    """The RGB image in a file, or of an undecoded `datasets` record.
+    """The RGB image in a file, or of an undecoded `datasets` record; `at_least` as in `read_image`.
 
     Raises:
         ValueError: if it is no image or is corrupt, with a hint what to do.
     """
     try:
-        return read_record(file) if isinstance(file, dict) else read_image(file)
+        return read_record(file, at_least) if isinstance(file, dict) else read_image(file, at_least=at_least)
     except PermissionError:
         raise
     # Decoders raise whatever a broken file leads them to.

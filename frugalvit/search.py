@@ -13,8 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from .common.decoding import is_image_file, is_unread_picture, open_image
+from .common.reading import Reader
 from .common.tables import printable
-from .common.views import prepare_images
 from .evaluation.two_towers import TwoTowers, load_two_towers
 from .index import Shard, describe, read_about, read_shards
 from .options.search import parse
@@ -63,7 +63,9 @@ def embed_query(towers: TwoTowers, query: str) -> torch.Tensor:
     """The embedding `(width,)` of words, or of the image in a file of that name, see `image_called`."""
     file = image_called(query)
     if file is not None:
-        pixel_values = prepare_images(towers.image_processor, [decode_file(file, query, hint="")])
+        reader = Reader(towers.image_processor, towers.share_read)
+        image = decode_file(file, query, hint="", at_least=reader.at_least)
+        pixel_values = reader.batch([reader.pixels(image)])
         return towers.embed_images(pixel_values.to(towers.device))[0].cpu()
     return towers.embed_texts([query])[0].cpu()
 

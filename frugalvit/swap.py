@@ -10,6 +10,7 @@ import torch
 from .common.data import load_images
 from .common.files import whole_folder
 from .common.loading import load_llava, load_vision_model
+from .common.reading import Reader
 from .compare import sample
 from .evaluation.images import image_batches
 from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower
@@ -60,7 +61,7 @@ def pixel_pairs(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Images as two processors prepare them, for `match_channels_`."""
     both = [
-        image_batches(each.image_processor, images, batch_size=16, skip_corrupt=skip_corrupt)
+        image_batches(Reader(each.image_processor, exact=True), images, batch_size=16, skip_corrupt=skip_corrupt)
         for each in (processor, old_processor)
     ]
     for (ours, _), (theirs, _) in zip(*both, strict=True):

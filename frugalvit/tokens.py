@@ -4,16 +4,26 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .common.choices import CALIBRATED
 from .common.comparison import using_tokens
 from .common.exported import ExportedModule
 from .common.macs import count_macs
 
 
-def choose_tokens(model: PreTrainedModel, num_tokens: int | None, confidence: float | None) -> None:
+def choose_tokens(model: PreTrainedModel, num_tokens: int | None, confidence: float | str | None) -> float | None:
     """Let a model compute with so many tokens.
 
+    Args:
+        model (`PreTrainedModel`): The model.
+        num_tokens (`int`, *optional*): Latent tokens.
+        confidence (`float` or `str`, *optional*): From which on an image needs no more tokens, or `CALIBRATED`.
+
+    Returns:
+        `float`, *optional*: The confidence, of `CALIBRATED` the one that was found.
+
     Raises:
-        ValueError: if it has not so many, is no SparseFormer, or for `confidence`, is made for one count alone.
+        ValueError: if it has not so many, is no SparseFormer, or for `confidence`, is made for one count alone or was
+            not calibrated.
     """
     if isinstance(model, ExportedModule) and (num_tokens, confidence) != (None, None):
         raise ValueError(
@@ -25,9 +35,25 @@ def choose_tokens(model: PreTrainedModel, num_tokens: int | None, confidence: fl
         raise ValueError(f"{option} is for SparseFormers, whose tokens can be chosen; got a {type(model).__name__}.")
     if num_tokens is not None:
         model.set_num_tokens(num_tokens)
-    if confidence is not None and len(model.config.trained_token_counts) == 1:
+    if confidence is not None:
+        check_elastic(model, "--confidence")
+    if confidence != CALIBRATED:
+        return confidence
+    if found := model.config.holding_calibration:
+        return found["confidence"]
+    raise ValueError(
+        f"--confidence {CALIBRATED}: the model was not calibrated for {model.config.default_num_tokens} tokens; "
+        "frugalvit calibrate MODEL --dataset PHOTOGRAPHS --output FOLDER does so."
+    )
+
+
+def check_elastic(model: PreTrainedModel, purpose: str):
+    """Raise a ValueError if a model is no SparseFormer for several counts of tokens."""
+    if model.config.model_type != "sparseformer":
+        raise ValueError(f"{purpose} is for SparseFormers, whose tokens can be chosen; got a {type(model).__name__}.")
+    if len(model.config.trained_token_counts) == 1:
         raise ValueError(
-            f"--confidence needs a model for several counts of tokens, and this one is made for "
+            f"{purpose} needs a model for several counts of tokens, and this one is made for "
             f"{model.config.num_latent_tokens} alone; frugalvit bootstrap --student MODEL --elastic-token-counts … "
             "makes it one."
         )

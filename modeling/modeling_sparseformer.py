@@ -95,10 +95,15 @@ class SparseFormerAdaptiveOutput(ModelOutput):
     Args:
         logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Scores, of the last count that was tried.
         num_tokens (`torch.LongTensor` of shape `(batch,)`): That count.
+        confidence (`float`): From which on an image was done.
+        disagreement (`float`, *optional*): What the calibration promises, where that chose the confidence: the largest
+            share of images that get another label than from its reference.
     """
 
     logits: torch.FloatTensor | None = None
     num_tokens: torch.LongTensor | None = None
+    confidence: float | None = None
+    disagreement: float | None = None
 
 
 @dataclass
@@ -778,7 +783,7 @@ class SparseFormerPreTrainedModel(HubModel):
         config.elastic_token_counts = (
             [*smaller, num_latent_tokens] if config.elastic_token_counts and smaller else None
         )
-        config.num_latent_tokens, config.num_tokens = num_latent_tokens, None
+        config.num_latent_tokens, config.num_tokens, config.calibration = num_latent_tokens, None, None
 
     def set_num_tokens(self, num_tokens: int | None):
         """Choose the latent tokens of all calls that choose none; what is saved, exported or given to a pipeline keeps
@@ -840,6 +845,7 @@ class SparseFormerPreTrainedModel(HubModel):
         counts = ("num_latent_tokens", "elastic_token_counts", "num_tokens")
         for name in (*fields, "token_grid", "placement_grid", *counts):
             setattr(config, name, getattr(placed, name))
+        config.calibration = None
         base.stem, base.placement = CellPyramid(config.patch_size), placement_of(config).to(latents.token_embedding)
         base.placement.apply(self._init_weights)
 
@@ -1129,9 +1135,18 @@ class SparseFormerForImageClassification(GenericForImageClassification, SparseFo
     output_class = SparseFormerImageClassifierOutput
     base_model_arguments = {"output_tokens": False}
 
+    def train(self, mode: bool = True):
+        """As in PyTorch. What trains is no longer the model that was calibrated."""
+        if mode:
+            self.config.calibration = None
+        return super().train(mode)
+
     @torch.no_grad()
     def classify_adaptively(
-        self, pixel_values: torch.Tensor, confidence: float = 0.9, token_counts: Sequence[int] | None = None
+        self,
+        pixel_values: torch.Tensor,
+        confidence: float | None = None,
+        token_counts: Sequence[int] | None = None,
     ) -> SparseFormerAdaptiveOutput:
         """Classify with few tokens, and images whose class is not sure enough again with more.
 
@@ -1140,20 +1155,27 @@ class SparseFormerForImageClassification(GenericForImageClassification, SparseFo
 
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            confidence (`float`, *optional*, defaults to 0.9):
-                Probability of the likeliest class, 0 to 1, from which on an image is done.
+            confidence (`float`, *optional*):
+                Probability of the likeliest class, 0 to 1, from which on an image is done. By default that of
+                `config.calibration`, of a model that was calibrated for these counts, else 0.9, which promises
+                nothing.
             token_counts (sequence of `int`, *optional*):
-                Counts to try, in this order; by default the smallest of `config.elastic_token_counts` and
-                `config.num_tokens` or all.
+                Counts to try, in this order; by default those of the calibration, else the smallest of
+                `config.elastic_token_counts` and `config.num_tokens` or all.
 
         Raises:
             ValueError: if `confidence` is no probability, or the model has not so many tokens.
         """
-        if not 0 <= confidence <= 1:
-            raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
         config, base = self.config, self.base_model
         if token_counts is None:
             token_counts = config.adaptive_token_counts
+        calibrated = config.holding_calibration
+        if confidence is not None or not calibrated or [*token_counts] != [*calibrated["token_counts"]]:
+            calibrated = None
+        if confidence is None:
+            confidence = calibrated["confidence"] if calibrated else 0.9
+        if not 0 <= confidence <= 1:
+            raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
         features = base.stem(pixel_values) if config.patch_size is None else None
         logits, num_tokens, left = None, None, torch.arange(len(pixel_values), device=pixel_values.device)
         for count in token_counts:
@@ -1166,7 +1188,12 @@ class SparseFormerForImageClassification(GenericForImageClassification, SparseFo
             left = left[found.float().softmax(dim=-1).amax(dim=-1) < confidence]
             if not len(left):
                 break
-        return SparseFormerAdaptiveOutput(logits=logits, num_tokens=num_tokens)
+        return SparseFormerAdaptiveOutput(
+            logits=logits,
+            num_tokens=num_tokens,
+            confidence=confidence,
+            disagreement=calibrated["disagreement"] if calibrated else None,
+        )
 
 
 # Arguments of `from_pretrained` that say where a checkpoint lies.

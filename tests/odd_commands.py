@@ -81,6 +81,7 @@ COMMANDS = [
     "info {sparseformer}",
     "benchmark {vit} --rounds 1 --output {output}.json",
     "budget {sparseformer} --macs 1G --output {output}",
+    "calibrate {sparseformer} --dataset {photos} --disagreement 0.9 --certainty 0.5 --output {output}",
     "compare {vit} {sparseformer} --dataset {photos} --rounds 1 --no-memory --output {output}",
     "attention {vit} --image {image} --picture {output}.png",
     "features {vit} --image {image} --picture {output}.png",
@@ -118,7 +119,7 @@ def make_inputs(folder: Path):
     processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
     config = transformers.ViTConfig(**TOWER, image_size=32, patch_size=8, id2label={0: "cat", 1: "dog"})
     vit = transformers.ViTForImageClassification(config)
-    sparseformer = SparseFormerForImageClassification.from_teacher(vit, 4, **SMALL)
+    sparseformer = SparseFormerForImageClassification.from_teacher(vit, 4, elastic_token_counts=[1, 4], **SMALL)
     for name, model in {"vit": vit, "sparseformer": sparseformer}.items():
         model.save_pretrained(folder / name)
         processor.save_pretrained(folder / name)

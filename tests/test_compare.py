@@ -302,7 +302,7 @@ def test_each_sees_images_as_it_takes_them():
         model = Pixels()
         contenders.append(Contender(str(size), "a method", model, model, processor, size))
     embeddings, indices = embed_all(contenders, images, batch_size=2)
-    assert indices == list(range(5)) and made == [2, 2, 1]
+    assert indices == list(range(5)) and made == [1] * 5
     for found, (processor, size) in zip(embeddings, takes, strict=True):
         expected = F.interpolate(pixels(processor, images), size, mode="bilinear", antialias=True, align_corners=False)
         torch.testing.assert_close(found, expected.flatten(1)[None], atol=1e-5, rtol=1e-5)

@@ -60,6 +60,7 @@ STAND_INS = {
     "llava-hf/llava-1.5-7b-hf": "llava",
     "path/to/image.png": "image.png",
     "uoft-cs/cifar10": "cifar10-subset",
+    "PHOTOGRAPHS": "photographs",
     "FOLDER": "sparseformer",
     "OTHER": "checkpoints/cifar10-vit",
     'epochs=1, output="student"': 'epochs=1, output="student", batch_size=8, mixed_precision="no", compare=False',
@@ -87,6 +88,7 @@ SHORT = {
     "swap": ["--images", "8"],
     "budget": ["--latency", "1000s", "--rounds", "1"],
     "attention": ["--images", "8"],
+    "calibrate": ["--split", "train", "--disagreement", "0.9", "--certainty", "0.5"],
 }
 SUBSET = ["--train-split", "train[:64]", "--eval-split", "test[:8]", "--batch-size", "32"]
 

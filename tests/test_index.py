@@ -80,18 +80,18 @@ def test_an_image_finds_itself_and_words_find_images(images, tmp_path, capsys):
 def test_a_killed_command_goes_on_and_new_images_are_added(images, tmp_path, capsys, monkeypatch):
     output = tmp_path / "index"
     monkeypatch.setattr(index, "SHARD", 8)
-    collate = index._Collate.__call__
+    decode_file = index.decode_file
 
-    def die(self, files):
-        if any(file[0].endswith("20.png") for file in files):
+    def die(file, name, **options):
+        if name.endswith("20.png"):
             raise KeyboardInterrupt
-        return collate(self, files)
+        return decode_file(file, name, **options)
 
-    monkeypatch.setattr(index._Collate, "__call__", die)
+    monkeypatch.setattr(index, "decode_file", die)
     assert build(images, output, "--batch-size", "4") == 130
     kept = len(files_in(output))
     assert 0 < kept < 24
-    monkeypatch.setattr(index._Collate, "__call__", collate)
+    monkeypatch.setattr(index, "decode_file", decode_file)
     capsys.readouterr()
     assert build(images, output) == 0
     assert f"24 images in {output}, {24 - kept} of them looked at now." in capsys.readouterr().out

@@ -127,7 +127,16 @@ def add_skip_argument(parser: argparse.ArgumentParser):
 
 
 def add_worker_argument(parser: argparse.ArgumentParser):
-    parser.add_argument("--num-workers", type=int, default=0, help="processes that decode images")
+    parser.add_argument("--num-workers", type=int, default=0, help="threads that decode images (default: one a CPU)")
+
+
+def add_exact_argument(parser: argparse.ArgumentParser):
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="decode images whole and ask the model's own image processor, which is slower (default: JPEGs at a lower "
+        "resolution that is still twice what the model reads of them)",
+    )
 
 
 def _one_spelling(names: tuple[str, ...], kwargs: dict) -> tuple[tuple[str, ...], dict]:

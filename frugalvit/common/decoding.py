@@ -107,8 +107,16 @@ def open_record(record: Mapping | Image.Image) -> Image.Image:
     return open_image(io.BytesIO(encoded))
 
 
-def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> Image.Image:
+def read_image(
+    file: str | Path | io.BytesIO, max_pixels: int | None = None, at_least: tuple[int, int] | None = None
+) -> Image.Image:
     """The RGB image in a file, see `to_rgb`, upright.
+
+    Args:
+        file (`str`, `Path` or `io.BytesIO`): The file.
+        max_pixels (`int`, *optional*): Most pixels that it may have.
+        at_least (pair of `int`, *optional*): Width and height that suffice: a JPEG is decoded at 1/2, 1/4 or 1/8 where
+            that has as many pixels each way, in less time. Other images are decoded as they are.
 
     Raises:
         ValueError: if it has more than `max_pixels`, which is known before they are decoded.
@@ -119,22 +127,41 @@ def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> 
             raise ValueError(
                 f"It has {image.width:,} x {image.height:,} pixels, expected at most {max_pixels / 1e6:g} million."
             )
-        return _upright_rgb(image)
+        return _upright_rgb(image, at_least)
 
 
-def read_record(record: Mapping | Image.Image) -> Image.Image:
-    """The RGB image of an undecoded `datasets` record, or of an image of any mode, see `to_rgb`, upright; errors as in
-    `read_image`."""
+def read_record(record: Mapping | Image.Image, at_least: tuple[int, int] | None = None) -> Image.Image:
+    """The RGB image of an undecoded `datasets` record, or of an image of any mode, see `to_rgb`, upright; `at_least`
+    and errors as in `read_image`."""
     with open_record(record) as image:
-        return _upright_rgb(image)
+        return _upright_rgb(image, at_least)
 
 
-def _upright_rgb(image: Image.Image) -> Image.Image:
-    """RGB, turned as EXIF says, which `info["orientation"]` keeps: a mask may lie as the file does."""
-    orientation = orientation_of(image)
+def _upright_rgb(image: Image.Image, at_least: tuple[int, int] | None = None) -> Image.Image:
+    """RGB, turned as EXIF says, which `info["orientation"]` keeps: a mask may lie as the file does. Of an image that
+    is decoded at a lower resolution, `info["extent"]` is its width and height there, where not all of the last pixels
+    belong to it."""
+    orientation, extent = orientation_of(image), None
+    if at_least:
+        # From 5 on, what is wide in the file is high.
+        extent = _decode_smaller(image, at_least if orientation < 5 else at_least[::-1], orientation == 1)
     image = to_rgb(image if orientation == 1 else ImageOps.exif_transpose(image))
     image.info["orientation"] = orientation
+    if extent:
+        image.info["extent"] = extent
     return image
+
+
+def _decode_smaller(image: Image.Image, at_least: tuple[int, int], parts: bool) -> tuple[float, float] | None:
+    """Let a JPEG that is not yet decoded be so at 1/8, 1/4 or 1/2, whatever first has so many pixels each way; with
+    `parts`, also where sides are no multiples of that, and their fractions are returned."""
+    width, height = image.size
+    for scale in (8, 4, 2):
+        even = width % scale == 0 and height % scale == 0
+        if min(width // at_least[0], height // at_least[1]) >= scale and (even or parts):
+            image.draft(None, (width // scale, height // scale))
+            return None if even or image.size == (width, height) else (width / scale, height / scale)
+    return None
 
 
 def orientation_of(image: Image.Image) -> int:
@@ -190,14 +217,14 @@ def undecoded(path: str | Path) -> dict[str, str | None]:
     return {"bytes": None, "path": path}
 
 
-def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
-    """The RGB image of an undecoded `datasets` record, or of a PIL image, upright.
+def decode_image(image: dict | Image.Image, index: int, at_least: tuple[int, int] | None = None) -> Image.Image:
+    """The RGB image of an undecoded `datasets` record, or of a PIL image, upright; `at_least` as in `read_image`.
 
     Raises:
         CorruptImageError: with the index, if it cannot be read.
     """
     try:
-        return read_record(image)
+        return read_record(image, at_least)
     except Exception as error:
         path = f", {image['path']}" if isinstance(image, dict) and image.get("path") else ""
         raise CorruptImageError(

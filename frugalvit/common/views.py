@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 from transformers import PreTrainedConfig
@@ -21,6 +22,8 @@ from transformers import PreTrainedConfig
 
 # How far a view's pixels may be from the image processor's: mean levels of 255, which decide, of a test picture.
 MOST_LEVELS = 1.0
+# An image is decoded with so many times the pixels that are read of it, each way, or more.
+ROOM = 2
 # Strips are cut to so many of their shorter side where only their middle is seen.
 LONGEST = 32
 # What a random number is for: uses that share (seed, epoch, index) must not share numbers.
@@ -385,13 +388,19 @@ def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 class View:
     """Turns an RGB `PIL.Image` into named uint8 tensors `(3, height, width)`; `formats` says how each is normalized.
 
-    Subclasses draw from torch's random state.
+    Subclasses draw from torch's random state. `at_least` are width and height of an image that suffice, see
+    `read_image`; without, it is to be decoded whole, as it is for those that draw: what is drawn depends on the size.
     """
 
     formats: dict[str, ImageFormat]
+    at_least: tuple[int, int] | None = None
 
     def __call__(self, image: Image.Image) -> dict[str, torch.Tensor]:
         raise NotImplementedError
+
+
+# What PyTorch calls interpolations that look at all pixels.
+_MODES = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
 
 
 class EvalView(View):
@@ -402,11 +411,29 @@ class EvalView(View):
         self.size, self.resize = image_format.size, image_format.resize
         self.round = round if image_format.rounds_center else int
         self.interpolation = image_format.interpolation
+        resized = (self.resize, self.resize) if self.resize else self.size[::-1]
+        self.at_least = tuple(ROOM * length for length in resized)
 
     def __call__(self, image):
-        pixels = v2.functional.pil_to_tensor(middle_of(image) if self.resize else image)
+        shown = middle_of(image) if self.resize else image
+        pixels = v2.functional.pil_to_tensor(shown)
         target = [self.resize] if self.resize else list(self.size)
-        pixels = v2.functional.resize(pixels, target, self.interpolation, antialias=True)
+        if (extent := shown.info.get("extent")) and shown is image and self.interpolation in _MODES:
+            pixels = self.resize_extent(pixels, extent)
+        else:
+            pixels = v2.functional.resize(pixels, target, self.interpolation, antialias=True)
         # Transformers rounds down; timm, as torchvision's own center crop, to even.
         top, left = (self.round((have - want) / 2) for have, want in zip(pixels.shape[-2:], self.size, strict=True))
         return {"pixel_values": v2.functional.crop(pixels, top, left, *self.size)}
+
+    def resize_extent(self, pixels: torch.Tensor, extent: tuple[float, float]) -> torch.Tensor:
+        """Resize an image whose width and height in pixels are no whole numbers, `extent` of `read_image`."""
+        width, height = extent
+        rows, columns = self.size
+        if self.resize:
+            longer = int(self.resize * max(extent) / min(extent))
+            rows, columns = (longer, self.resize) if height > width else (self.resize, longer)
+        scales = (rows / height, columns / width)
+        mode = _MODES[self.interpolation]
+        pixels = F.interpolate(pixels[None], scale_factor=scales, mode=mode, antialias=True)
+        return pixels[0, :, :rows, :columns]

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..common.exported import ExportedModule
 from ..common.loading import load_image_classifier
 from ..common.metrics import evaluate_classifier
+from ..common.reading import Reader, share_read
 from ..common.views import ImageFormat
 from ..tokens import Adaptive, choose_tokens
 from .imagenet import right_answers
@@ -20,7 +21,7 @@ from .robustness import fgsm, occlude_center
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     images, split = images_to_evaluate(arguments)
     model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
-    choose_tokens(model, arguments.num_tokens, arguments.confidence)
+    confidence = choose_tokens(model, arguments.num_tokens, arguments.confidence)
     conditions = {"protocol": arguments.protocol}
     if arguments.attack:
         if isinstance(model, ExportedModule):
@@ -28,10 +29,10 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         conditions["fgsm_eps"] = arguments.eps
     if arguments.occlude:
         conditions["occluded_share"] = arguments.ratio
-    if arguments.confidence is not None:
+    if confidence is not None:
         if arguments.attack:
             raise ValueError("--attack needs a gradient, which --confidence, a choice, has not; give one of both.")
-        conditions["confidence"] = arguments.confidence
+        conditions["confidence"] = confidence
     results = classification_accuracy(
         model,
         image_processor,
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         batch_size=arguments.batch_size,
         num_workers=arguments.num_workers,
         skip_corrupt=arguments.skip_corrupt,
+        exact=arguments.exact,
     )
     about = {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split}
     if arguments.num_tokens is not None:
@@ -59,6 +61,7 @@ def classification_accuracy(
     batch_size: int = 64,
     num_workers: int = 0,
     skip_corrupt: bool = False,
+    exact: bool = False,
 ) -> dict[str, object]:
     """Evaluate an image classifier, with a progress bar.
 
@@ -71,8 +74,9 @@ def classification_accuracy(
         occluded_share (`float`, *optional*): Hide that share in the middle, see `occlude_center`.
         confidence (`float`, *optional*): Spend few tokens on images that are so sure, see `Adaptive`.
         batch_size (`int`, *optional*, defaults to 64): Images at a time.
-        num_workers (`int`, *optional*, defaults to 0): Processes that decode.
+        num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
+        exact (`bool`, *optional*, defaults to `False`): Read images in the slow way, see `Reader`.
 
     Returns:
         `dict`: `images`, `skipped` (not readable or without a right answer), `accuracy`, `top5_accuracy`, `loss` and
@@ -87,10 +91,11 @@ def classification_accuracy(
     most = max(map(len, right_of), default=1)
     classes = None if answers.classes is None else torch.tensor(answers.classes, device=model.device)
     image_format = ImageFormat.from_processor(image_processor) if fgsm_eps else None
+    reader = Reader(image_processor, share_read(model), exact)
 
     def batches():
         nonlocal count
-        for pixel_values, indices in image_batches(image_processor, images, batch_size, num_workers, skip_corrupt):
+        for pixel_values, indices in image_batches(reader, images, batch_size, num_workers, skip_corrupt):
             count += len(indices)
             right = [right_of[index] + [-1] * (most - len(right_of[index])) for index in indices]
             right, pixel_values = torch.tensor(right, device=model.device), pixel_values.to(model.device)

@@ -17,6 +17,7 @@ from ..common.exported import ExportedModule, is_exported
 from ..common.labels import check_labels, class_names, label_numbers
 from ..common.loading import load_exported, load_image_processor, load_vision_model
 from ..common.metrics import check_scores
+from ..common.reading import Reader, share_read
 from ..common.splits import hold_back
 from ..common.views import EvalView, ImageFormat, size_made_by
 from ..modeling.hosts import read_anatomy
@@ -164,7 +165,7 @@ def extract_features(
 @torch.inference_mode()
 def embed_images(
     embed: Callable[[torch.Tensor], torch.Tensor],
-    image_processor,
+    reader: Reader,
     images: datasets.Dataset,
     device: torch.device | str = "cpu",
     *,
@@ -176,13 +177,13 @@ def embed_images(
 
     Args:
         embed (`Callable`): What `image_embedder` returns.
-        image_processor: What turns `PIL.Image` into pixel values.
+        reader (`Reader`): What turns `PIL.Image` into pixel values.
         images (`datasets.Dataset`): What `load_images` returns, with labels.
         device (`torch.device`): The model's.
         batch_size, num_workers, skip_corrupt: As in `image_batches`.
     """
     features, read = [], []
-    for pixel_values, indices in image_batches(image_processor, images, batch_size, num_workers, skip_corrupt):
+    for pixel_values, indices in image_batches(reader, images, batch_size, num_workers, skip_corrupt):
         features.append(embed(pixel_values.to(device)).float().cpu())
         check_scores(features[-1], "embeddings")
         read += indices
@@ -281,11 +282,9 @@ def evaluate_features(
         model, image_processor = load_vision_model(arguments.model, arguments.device, arguments.trust_remote_code)
         device = next(model.parameters()).device
     embed = image_embedder(model, size_made_by(image_processor))
+    reader = Reader(image_maker(image_processor), share_read(model), arguments.exact)
     options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "skip_corrupt")}
-    train, test = (
-        embed_images(embed, image_maker(image_processor), images, device, **options)
-        for images in (parts.train, parts.test)
-    )
+    train, test = (embed_images(embed, reader, images, device, **options) for images in (parts.train, parts.test))
     for part in (train, test):
         part.labels = parts.number(part.labels)
     return {

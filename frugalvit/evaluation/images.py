@@ -2,18 +2,18 @@
 
 import argparse
 from collections.abc import Iterator
+from concurrent.futures import Future
+from itertools import islice
 
 import datasets
 import torch
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..common.data import load_images, split_names
 from ..common.decoding import CorruptImageError, decode_image
-from ..common.interruptions import leave_interruptions_to_the_main_process
 from ..common.labels import say_if_few_classes
+from ..common.reading import Reader, read_ahead
 from ..common.splits import evaluation_splits, load_first_labeled
-from ..common.views import prepare_images
 
 
 def images_to_evaluate(
@@ -45,55 +45,38 @@ def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
 
 
 def image_batches(
-    image_processor, images: datasets.Dataset, batch_size: int, num_workers: int = 0, skip_corrupt: bool = False
+    reader: Reader, images: datasets.Dataset, batch_size: int, num_workers: int = 0, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, list[int]]]:
     """Pixel values of the images that can be read and their indices, with a progress bar.
 
     Args:
-        image_processor: What turns `PIL.Image` into pixel values.
+        reader (`Reader`): What turns `PIL.Image` into pixel values.
         images (`datasets.Dataset`): What `load_images` returns.
         batch_size (`int`): Images at a time.
-        num_workers (`int`, *optional*, defaults to 0): Processes that decode.
+        num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
 
     Raises:
         CorruptImageError: for the first image that cannot be read, if they are not to be left out.
         ValueError: if none can be read.
     """
-    collate = _Collate(images, image_processor, skip_corrupt)
-    loader = DataLoader(
-        range(len(images)),
-        batch_size=batch_size,
-        num_workers=num_workers,
-        collate_fn=collate,
-        worker_init_fn=leave_interruptions_to_the_main_process,
-    )
-    found = False
+
+    def read(index: int) -> torch.Tensor:
+        return reader.pixels(decode_image(images[index]["image"], index, reader.at_least))
+
+    found, pending = False, read_ahead(read, range(len(images)), 2 * batch_size, num_workers)
     with tqdm(total=len(images), desc="evaluate", unit=" images", leave=False, disable=None) as progress:
-        for pixel_values, indices, seen in loader:
-            if indices:
+        while batch := list(islice(pending, batch_size)):
+            readable = [(index, future.result()) for index, future in batch if not (skip_corrupt and _corrupt(future))]
+            if readable:
                 found = True
-                yield pixel_values, indices
-            progress.update(seen)
+                indices, pixels = zip(*readable, strict=True)
+                yield reader.batch(pixels), list(indices)
+            progress.update(len(batch))
     if not found:
         raise ValueError(f"None of the {len(images)} images of the data set can be read.")
 
 
-class _Collate:
-    """Indices to pixel values of the images that can be read, their indices, and how many there were."""
-
-    def __init__(self, images: datasets.Dataset, image_processor, skip_corrupt: bool):
-        self.images, self.image_processor, self.skip_corrupt = images, image_processor, skip_corrupt
-
-    def __call__(self, indices: list[int]) -> tuple[torch.Tensor, list[int], int]:
-        decoded, readable = [], []
-        for index in indices:
-            try:
-                decoded.append(decode_image(self.images[index]["image"], index))
-            except CorruptImageError:
-                if not self.skip_corrupt:
-                    raise
-                continue
-            readable.append(index)
-        pixel_values = prepare_images(self.image_processor, decoded) if decoded else None
-        return pixel_values, readable, len(indices)
+def _corrupt(future: Future) -> bool:
+    """Whether reading an image raised that it cannot be read."""
+    return isinstance(future.exception(), CorruptImageError)

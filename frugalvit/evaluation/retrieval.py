@@ -10,6 +10,7 @@ import torch
 from ..common.data import load_images, load_table
 from ..common.files import read_text
 from ..common.metrics import check_scores
+from ..common.reading import Reader
 from .images import image_batches, take_first
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
@@ -26,7 +27,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         images, captions = read_parquet(arguments.dataset, arguments.caption_column)
     images, captions = take_first(images, arguments.limit), captions[: arguments.limit]
     towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
-    image_embeddings = embed_all_images(towers, images, arguments.batch_size, arguments.num_workers)
+    reader = Reader(towers.image_processor, towers.share_read, arguments.exact)
+    image_embeddings = embed_all_images(towers, reader, images, arguments.batch_size, arguments.num_workers)
     texts = [caption for several in captions for caption in several]
     owners = torch.tensor([index for index, several in enumerate(captions) for _ in several])
     text_embeddings = embed_all_texts(towers, texts, arguments.batch_size)
@@ -94,9 +96,11 @@ def check_captions(captions: list[list[str]]) -> list[list[str]]:
 
 
 @torch.inference_mode()
-def embed_all_images(towers: TwoTowers, images: datasets.Dataset, batch_size: int, num_workers: int) -> torch.Tensor:
+def embed_all_images(
+    towers: TwoTowers, reader: Reader, images: datasets.Dataset, batch_size: int, num_workers: int
+) -> torch.Tensor:
     """Embeddings of many images `(images, width)`, on the CPU, with a progress bar."""
-    batches = image_batches(towers.image_processor, images, batch_size, num_workers)
+    batches = image_batches(reader, images, batch_size, num_workers)
     embeddings = torch.cat([towers.embed_images(pixel_values.to(towers.device)).cpu() for pixel_values, _ in batches])
     check_scores(embeddings, "embeddings")
     return embeddings

@@ -20,6 +20,7 @@ from ..common.loading import (
     split_revision,
 )
 from ..common.metrics import check_scores
+from ..common.reading import share_read
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel
 from ..modeling.open_clip_adapter import OpenClipVisual
 
@@ -33,12 +34,14 @@ class TwoTowers:
         embed_images (`Callable`): Pixel values to embeddings `(batch, width)` of norm 1, float32.
         embed_texts (`Callable`): Texts to embeddings `(batch, width)` of norm 1, float32.
         device (`torch.device`): Where it computes.
+        share_read (`float`): The part of an image that it reads, see `share_read`.
     """
 
     image_processor: object
     embed_images: Callable[[torch.Tensor], torch.Tensor]
     embed_texts: Callable[[Sequence[str]], torch.Tensor]
     device: torch.device
+    share_read: float = 1.0
 
 
 def name_models(arguments: argparse.Namespace) -> dict[str, str]:
@@ -88,6 +91,7 @@ def load_two_towers(
         embed_images=lambda pixels: F.normalize(model.get_image_features(pixels).pooler_output.float(), dim=-1),
         embed_texts=embed_texts,
         device=model.device,
+        share_read=share_read(model),
     )
 
 
@@ -156,6 +160,7 @@ def _open_clip(name: str, student, image_processor, device: str | None) -> TwoTo
         embed_images=lambda pixels: model.encode_image(pixels, normalize=True).float(),
         embed_texts=lambda texts: model.encode_text(tokenizer(list(texts)).to(device), normalize=True).float(),
         device=device,
+        share_read=1.0 if student is None else share_read(student),
     )
 
 

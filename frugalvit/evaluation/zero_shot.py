@@ -9,6 +9,7 @@ import torch
 
 from ..common.labels import class_names
 from ..common.metrics import TopKAccuracy
+from ..common.reading import Reader
 from .images import image_batches, images_to_evaluate
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
@@ -26,6 +27,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         batch_size=arguments.batch_size,
         num_workers=arguments.num_workers,
         skip_corrupt=arguments.skip_corrupt,
+        exact=arguments.exact,
     )
     return {
         **name_models(arguments),
@@ -112,6 +114,7 @@ def zero_shot_accuracy(
     batch_size: int = 64,
     num_workers: int = 0,
     skip_corrupt: bool = False,
+    exact: bool = False,
 ) -> dict[str, object]:
     """Accuracy of a zero-shot classifier, with a progress bar.
 
@@ -120,15 +123,17 @@ def zero_shot_accuracy(
         classifier (`torch.Tensor`): `(width, classes)`, what `zero_shot_classifier` returns.
         images (`datasets.Dataset`): What `load_images` returns, with labels.
         batch_size (`int`, *optional*, defaults to 64): Images at a time.
-        num_workers (`int`, *optional*, defaults to 0): Processes that decode.
+        num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
+        exact (`bool`, *optional*, defaults to `False`): Read images in the slow way, see `Reader`.
 
     Returns:
         `dict`: `images`, `skipped`, `accuracy` and `top5_accuracy`.
     """
     classifier = classifier.to(towers.device)
     accuracy, top5, count = TopKAccuracy(1), TopKAccuracy(5), 0
-    for pixel_values, indices in image_batches(towers.image_processor, images, batch_size, num_workers, skip_corrupt):
+    reader = Reader(towers.image_processor, towers.share_read, exact)
+    for pixel_values, indices in image_batches(reader, images, batch_size, num_workers, skip_corrupt):
         scores = towers.embed_images(pixel_values.to(towers.device)) @ classifier
         for metric in (accuracy, top5):
             metric.add_batch(predictions=scores.cpu().numpy(), references=images[indices]["label"])

@@ -8,6 +8,7 @@ from ..common.choices import DTYPES, QUANTIZATIONS
 from ..common.command_line import (
     CommandParser,
     add_device_map_argument,
+    add_exact_argument,
     add_skip_argument,
     add_worker_argument,
     positive,
@@ -202,6 +203,7 @@ def add_retrieval(tasks) -> None:
     parser.add_argument("--caption-column", default="captions", help="default: captions")
     add_limit_argument(parser)
     add_worker_argument(parser)
+    add_exact_argument(parser)
     add_loop_arguments(parser)
 
 

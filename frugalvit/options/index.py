@@ -5,6 +5,7 @@ import argparse
 from ..common.command_line import (
     CommandParser,
     add_device_argument,
+    add_exact_argument,
     add_skip_argument,
     add_trust_argument,
     add_worker_argument,
@@ -24,6 +25,7 @@ def make_parser() -> CommandParser:
     parser.add_argument("--output", metavar="INDEX", required=True, help="folder of embeddings and file names")
     parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
     add_worker_argument(parser)
+    add_exact_argument(parser)
     add_skip_argument(parser)
     add_device_argument(parser)
     add_trust_argument(parser)

@@ -2,7 +2,15 @@
 
 import argparse
 
-from ..common.command_line import CommandParser, add_device_argument, add_skip_argument, add_trust_argument, positive
+from ..common.command_line import (
+    CommandParser,
+    add_device_argument,
+    add_exact_argument,
+    add_skip_argument,
+    add_trust_argument,
+    add_worker_argument,
+    positive,
+)
 from .shared import add_token_arguments
 
 
@@ -38,6 +46,8 @@ def make_parser() -> CommandParser:
     parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
     parser.add_argument("--json", action="store_true", help="print JSON, an image after the other")
     add_skip_argument(parser)
+    add_worker_argument(parser)
+    add_exact_argument(parser)
     add_token_arguments(parser)
     parser.add_argument("--batch-size", type=positive, default=32, help="images at a time (default: 32)")
     add_device_argument(parser)

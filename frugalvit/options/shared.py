@@ -2,10 +2,11 @@
 
 import argparse
 
-from ..common.choices import OPEN_CLIP, SUBSET
+from ..common.choices import CALIBRATED, OPEN_CLIP, SUBSET
 from ..common.command_line import (
     CommandParser,
     add_device_argument,
+    add_exact_argument,
     add_skip_argument,
     add_trust_argument,
     add_worker_argument,
@@ -41,9 +42,15 @@ def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--confidence",
-        type=probability,
-        help="few tokens first, and those images again with more whose likeliest label has a lower score, 0 to 1",
+        type=probability_or_calibrated,
+        help="few tokens first, and those images again with more whose likeliest label has a lower score, 0 to 1, or "
+        f"`{CALIBRATED}`, what `frugalvit calibrate` found",
     )
+
+
+def probability_or_calibrated(text: str) -> float | str:
+    """A number from 0 to 1, or `CALIBRATED`, for argparse."""
+    return text if text == CALIBRATED else probability(text)
 
 
 def probability(text: str) -> float:
@@ -62,6 +69,7 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_arguments(parser)
     add_limit_argument(parser)
     add_reading_arguments(parser)
+    add_exact_argument(parser)
     add_loop_arguments(parser)
 
 

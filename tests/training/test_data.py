@@ -18,10 +18,10 @@ from frugalvit.common.data import load_images, load_table
 from frugalvit.common.decoding import CorruptImageError, decode_image
 from frugalvit.common.labels import class_names
 from frugalvit.common.splits import load_splits
-from frugalvit.common.views import EvalView, ImageFormat
+from frugalvit.common.views import VIEW, EvalView, ImageFormat, seeded
 from frugalvit.training.components import loaders
 from frugalvit.training.components.arguments import DataArguments
-from frugalvit.training.components.augmentation import Mix, SmallDataView
+from frugalvit.training.components.augmentation import BootstrapView, Mix, PairedEvalView, SmallDataView
 from frugalvit.training.components.loaders import StreamSampler, TrainingLoader, evaluation_loader, own_shards
 
 
@@ -109,6 +109,33 @@ def test_photographs_are_turned_upright(tmp_path):
     exif[0x0112] = 6
     Image.new("RGB", (8, 6)).save(tmp_path / "a.jpg", exif=exif)
     assert decode_image({"bytes": None, "path": str(tmp_path / "a.jpg")}, 0).size == (6, 8)
+
+
+@pytest.mark.parametrize(
+    ("view", "size"),
+    [
+        (BootstrapView(FORMAT, ImageFormat((16, 16))), (320, 240)),
+        (PairedEvalView(FORMAT, ImageFormat((16, 16))), (80, 60)),
+        (EvalView(FORMAT), (40, 30)),
+        (SmallDataView(FORMAT), (320, 240)),
+    ],
+    ids=["bootstrapping", "pairs", "evaluation", "little data"],
+)
+def test_jpegs_are_decoded_as_large_as_views_need(view, size, tmp_path):
+    """For evaluation; what is drawn at random depends on the size, and cached embeddings on what is drawn."""
+    y, x = np.mgrid[0:240, 0:320]
+    Image.fromarray(np.stack([x * 255 // 320, y * 255 // 240, 0 * x], axis=2).astype(np.uint8)).save(
+        tmp_path / "0.jpg", quality=95
+    )
+    images = datasets.Dataset.from_dict({"image": [{"path": str(tmp_path / "0.jpg"), "bytes": None}]})
+    read = loaders.ViewDataset(images, view)
+    (image,) = read.read(0)
+    assert image.size == size
+    whole = decode_image(images[0]["image"], 0)
+    with seeded(0, 0, 0, VIEW):
+        expected = view(whole)
+    for name, pixels in expected.items():
+        assert (read[0, 0][name].float() - pixels.float()).abs().mean() < 4
 
 
 def test_a_hub_id_may_pin_a_revision(monkeypatch):

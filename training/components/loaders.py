@@ -68,9 +68,10 @@ class ViewDataset(Dataset):
     def read(self, index: int, record: dict | None = None) -> tuple:
         """The image of a record, and its mask if it has one; raises `ImageError`."""
         record = self.images[index] if record is None else record
-        image = decode_image(record["image"], index)
         if "mask" not in record:
-            return (image,)
+            return (decode_image(record["image"], index, self.view.at_least),)
+        # How large a photograph is tells how its mask lies.
+        image = decode_image(record["image"], index)
         return image, self.view.read_mask(record["mask"], index, image.size, image.info["orientation"])
 
     def sample(self, epoch: int, index: int, record: dict) -> dict | None:

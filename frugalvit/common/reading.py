@@ -1,0 +1,116 @@
+"""Image files to pixel values, by threads, and no larger than a model looks: what commands and applications share."""
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from PIL import Image
+from torch import nn
+
+from ..configuration.configuration_base import pair
+from .exported import ExportedModule
+from .views import EvalView, ImageFormat, prepare_images, vision_config_of
+
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
+# Most threads that decode: more find nothing to do beside a model.
+MOST_THREADS = 8
+
+
+class Reader:
+    """Prepares images for a model as its image processor does, from images that may be decoded at a lower resolution.
+
+    Where bootstrapping can follow an image processor (`ImageFormat.from_processor`), images are resized and cropped as
+    bootstrapping does it, as 8-bit numbers, and normalized as a batch. Others, and all with `exact`, go through the
+    image processor, one by one.
+
+    Args:
+        image_processor: A Transformers image processor, or what is called like one.
+        share (`float`, *optional*, defaults to 1.0): The part of the resized image's pixels, each way, that the model
+            reads, see `share_read`.
+        exact (`bool`, *optional*, defaults to `False`): Decode images whole, and ask the image processor.
+
+    Attributes:
+        at_least (pair of `int`, *optional*): What `read_image` and others are to be given: width and height that
+            suffice.
+    """
+
+    def __init__(self, image_processor, share: float = 1.0, exact: bool = False):
+        self.image_processor, self.format, self.at_least = image_processor, None, None
+        if exact:
+            return
+        try:
+            self.format = ImageFormat.from_processor(image_processor)
+        # Processors that cannot be followed lack whatever they do not need.
+        except (ValueError, AttributeError, TypeError, KeyError):
+            return
+        self.view = EvalView(self.format)
+        self.at_least = tuple(math.ceil(share * length) for length in self.view.at_least)
+
+    def pixels(self, image: Image.Image) -> torch.Tensor:
+        """An RGB image to what `batch` stacks, of a size that is the same for all."""
+        if self.format is None:
+            return prepare_images(self.image_processor, [image])[0]
+        return self.view(image)["pixel_values"]
+
+    def batch(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Pixel values `(batch, channels, height, width)`, float32, of what `pixels` returned."""
+        pixels = torch.stack(list(pixels))
+        return pixels if self.format is None else self.format.normalize(pixels)
+
+
+def share_read(model: nn.Module, num_tokens: int | None = None) -> float:
+    """The part of an image's rows and columns that a model reads, up to 1: of a SparseFormer whose tokens embed the
+    patches of a grid, the pixels that their points are, `grid * patch_size`, of `image_size`; of other models all.
+
+    Args:
+        model (`nn.Module`): Any model.
+        num_tokens (`int`, *optional*): Most tokens that it is going to compute with; its own choice if not given.
+    """
+    config = vision_config_of(getattr(model, "config", None))
+    if getattr(config, "model_type", None) != "sparseformer" or isinstance(model, ExportedModule):
+        return 1.0
+    # Trees and windows read small parts of an image as finely as they can.
+    if config.patch_size is None or config.placement != "grid" or config.glance_grid:
+        return 1.0
+    grid = config.grid_of(num_tokens or config.default_num_tokens)
+    lengths = zip(grid, config.patch_size, pair(config.image_size), strict=True)
+    return min(1.0, max((cells * points << config.num_pyramid_levels - 1) / size for cells, points, size in lengths))
+
+
+def count_threads(num_workers: int = 0) -> int:
+    """Threads that decode: so many, or, of 0, one for each CPU that the process may use, up to `MOST_THREADS`."""
+    if num_workers > 0:
+        return num_workers
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable, MOST_THREADS)
+
+
+def read_ahead(
+    read: Callable[[Item], Result], items: Iterable[Item], ahead: int, num_workers: int = 0
+) -> Iterator[tuple[Item, Future]]:
+    """Items in order, each with the future of what `read` makes of it in a thread: its `result()`, or what it raised.
+
+    Args:
+        read (`Callable`): Takes an item; several threads call it.
+        items (iterable): Taken in the thread that iterates, up to `ahead` before they are returned.
+        ahead (`int`): Results that are kept.
+        num_workers (`int`, *optional*, defaults to 0): See `count_threads`.
+    """
+    pending = deque()
+    with ThreadPoolExecutor(count_threads(num_workers), thread_name_prefix="read") as pool:
+        try:
+            for item in items:
+                pending.append((item, pool.submit(read, item)))
+                if len(pending) > ahead:
+                    yield pending.popleft()
+            while pending:
+                yield pending.popleft()
+        finally:
+            # Whoever iterates may have seen enough.
+            for _, future in pending:
+                future.cancel()

@@ -1,0 +1,240 @@
+"""Photographs in, numbers out: `Embedder` and `Classifier`, which an application calls."""
+
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from .common.comparison import using_tokens
+from .common.decoding import CorruptImageError, read_image, read_record
+from .common.exported import is_exported
+from .common.loading import load_exported, load_image_classifier, load_image_processor, load_vision_model
+from .common.metrics import check_scores
+from .common.precision import choose_mixed_precision
+from .common.reading import Reader, read_ahead, share_read
+from .common.tables import first_line
+from .common.views import size_made_by
+from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
+from .resources import checkpoint_path, shipped_checkpoints
+from .tokens import choose_tokens
+
+
+class _Application:
+    """A model that is called with any number of images, and yields an array for each, in order."""
+
+    # Of what is yielded, for messages.
+    what: str
+
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        image_processor=None,
+        *,
+        num_tokens: int | None = None,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        exact: bool = False,
+        dtype: str = "float32",
+        return_errors: bool = False,
+        device: str | None = None,
+        trust_remote_code: bool = False,
+    ):
+        """
+        Args:
+            model (`str`, `os.PathLike` or `nn.Module`): Name of a model that ships, folder, hub id, or a loaded model,
+                which is put into evaluation mode and used where and as it is.
+            image_processor (*optional*): Of a loaded model.
+            num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own choice if not given.
+            batch_size (`int`, *optional*, defaults to 32): Images that the model is given at once.
+            num_workers (`int`, *optional*, defaults to 0): Threads that decode, by default one for each CPU.
+            exact (`bool`, *optional*, defaults to `False`): Decode images whole and ask the model's own image
+                processor, see `Reader`.
+            dtype (`str`, *optional*, defaults to `"float32"`): Of the weights of a model that is loaded here:
+                `"float32"`, `"bfloat16"`, or `"auto"`, bfloat16 where a product of matrices shows that the device is
+                fast at it.
+            return_errors (`bool`, *optional*, defaults to `False`): Yield a `CorruptImageError` in the place of an
+                image that cannot be read, rather than raise it.
+            device (`str`, *optional*): Where to put a model that is loaded here; an accelerator if there is one.
+            trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with a model.
+
+        Raises:
+            ValueError: if there is no such model, it has not so many tokens, or a number makes no sense.
+        """
+        if batch_size < 1 or num_workers < 0:
+            raise ValueError(f"Got batch_size={batch_size} and num_workers={num_workers}, expected 1 or more and 0.")
+        if dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"`dtype` is {dtype!r}, expected 'auto', 'float32' or 'bfloat16'.")
+        if isinstance(model, nn.Module):
+            if image_processor is None:
+                raise ValueError("A loaded model needs its image processor: AutoImageProcessor.from_pretrained(…).")
+            self.model, self.image_processor = model.eval(), image_processor
+        else:
+            name = str(checkpoint_path(model)) if model in shipped_checkpoints() else model
+            self.model, self.image_processor = self._load(name, device, trust_remote_code)
+            own = next(self.model.parameters(), None)
+            fast = own is not None and dtype == "auto" and choose_mixed_precision(own.device) == "bf16"
+            if own is not None and (fast or dtype == "bfloat16"):
+                self.model.to(torch.bfloat16)
+        if num_tokens is not None:
+            self._check_tokens(num_tokens)
+        self.num_tokens, self.batch_size, self.num_workers = num_tokens, batch_size, num_workers
+        self.return_errors = return_errors
+        self.reader = Reader(image_maker(self.image_processor), share_read(self.model, num_tokens), exact)
+        parameter = next(self.model.parameters(), None)
+        self.device = torch.device("cpu") if parameter is None else parameter.device
+        self.dtype = torch.float32 if parameter is None else parameter.dtype
+
+    def __call__(self, images: Iterable) -> Iterator[np.ndarray | CorruptImageError]:
+        """An array for each image, in order, as they are asked for.
+
+        Threads decode up to two batches ahead, so memory does not grow with the number of images. A batch is computed
+        once it is full or the images end: for single answers, give a list of one.
+
+        Args:
+            images (iterable): Paths, encoded images (`bytes`), `PIL.Image.Image`s, or undecoded records of `datasets`,
+                also mixed. It may have no end.
+
+        Raises:
+            ValueError: if it is one image; while iterating, if something in it is none.
+            CorruptImageError: while iterating, for an image that cannot be read, without `return_errors`.
+        """
+        if isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
+            raise ValueError(f"Got a {type(images).__name__}, expected an iterable of images; of one image, a list.")
+        return self._arrays(images)
+
+    def _arrays(self, images: Iterable) -> Iterator[np.ndarray | CorruptImageError]:
+        pending = read_ahead(self._read, enumerate(images), 2 * self.batch_size, self.num_workers)
+        while batch := list(islice(pending, self.batch_size)):
+            read = [self._result(future) for _, future in batch]
+            pixels = [each for each in read if isinstance(each, torch.Tensor)]
+            found = iter(self._compute(self.reader.batch(pixels)) if pixels else ())
+            for each in read:
+                yield next(found) if isinstance(each, torch.Tensor) else each
+
+    def _read(self, item: tuple[int, object]) -> torch.Tensor:
+        index, image = item
+        if isinstance(image, str | os.PathLike):
+            image = Path(image)
+        elif isinstance(image, bytes):
+            image = io.BytesIO(image)
+        elif not isinstance(image, Image.Image | Mapping):
+            raise ValueError(
+                f"Image {index} is a {type(image).__name__}, expected a path, bytes, a PIL image or a record."
+            )
+        at_least = self.reader.at_least
+        try:
+            if isinstance(image, Path | io.BytesIO):
+                return self.reader.pixels(read_image(image, at_least=at_least))
+            return self.reader.pixels(read_record(image, at_least))
+        # Decoders raise whatever a broken file leads them to.
+        except Exception as error:
+            name = f" {str(image)!r}" if isinstance(image, Path) else ""
+            raise CorruptImageError(f"Image {index}{name} cannot be read ({first_line(error)}).") from error
+
+    def _result(self, future) -> torch.Tensor | CorruptImageError:
+        try:
+            return future.result()
+        except CorruptImageError as error:
+            if not self.return_errors:
+                raise
+            return error
+
+    def _compute(self, pixel_values: torch.Tensor) -> np.ndarray:
+        tokens = nullcontext() if self.num_tokens is None else using_tokens(self.model, self.num_tokens)
+        with torch.inference_mode(), tokens:
+            found = self._run(pixel_values.to(self.device, self.dtype)).float().cpu()
+        check_scores(found, self.what)
+        return found.numpy()
+
+    def _check_tokens(self, num_tokens: int):
+        parts = [part for part in self.model.modules() if hasattr(part, "check_num_tokens")]
+        if not parts:
+            raise ValueError(
+                f"`num_tokens` is {num_tokens}, and the tokens of a {type(self.model).__name__} cannot be chosen."
+            )
+        parts[0].check_num_tokens(num_tokens)
+
+
+class Embedder(_Application):
+    """Embeddings of images, `(width,)` float32 each, not normalized, as `extract_features` has them.
+
+    ```python
+    embed = frugalvit.Embedder("student", num_tokens=16)
+    for path, embedding in zip(paths, embed(paths)):
+        ...
+    ```
+    """
+
+    what = "embeddings"
+
+    def __init__(self, model: str | os.PathLike | nn.Module, image_processor=None, **options):
+        super().__init__(model, image_processor, **options)
+        self._embed = image_embedder(self.model, size_made_by(self.image_processor))
+
+    __init__.__doc__ = _Application.__init__.__doc__
+
+    def _run(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self._embed(pixel_values)
+
+    @staticmethod
+    def _load(name: str | os.PathLike, device: str | None, trust_remote_code: bool) -> tuple[nn.Module, object]:
+        if is_exported(name):
+            kind = "a model with an embedding"
+            model = load_exported(name, device, trust_remote_code, kind, EMBEDDINGS)
+            return model, load_image_processor(name, False, kind)
+        return load_vision_model(name, device, trust_remote_code)
+
+
+class Classifier(_Application):
+    """Probabilities of the classes of images, `(classes,)` float32 each: softmax, or of multi-label models sigmoids.
+
+    ```python
+    classify = frugalvit.Classifier("caltech101-sparseformer", num_tokens=16)
+    for path, scores in zip(paths, classify(paths)):
+        print(path, classify.labels[scores.argmax()])
+    ```
+
+    With `confidence`, a number from 0 to 1 or "calibrated", what `frugalvit calibrate` found, images have few tokens
+    first, and more where their likeliest class has less (`SparseFormerForImageClassification.classify_adaptively`).
+
+    Attributes:
+        labels (`list[str]`): Names of the classes, in the order of the scores.
+    """
+
+    what = "scores"
+
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        image_processor=None,
+        *,
+        confidence: float | str | None = None,
+        **options,
+    ):
+        super().__init__(model, image_processor, **options)
+        if confidence is not None and self.num_tokens is not None:
+            raise ValueError("Got `num_tokens` and `confidence`, which chooses them for each image; give one of both.")
+        self.confidence = choose_tokens(self.model, None, confidence)
+        names = self.model.config.id2label
+        self.labels = [names[index] for index in range(len(names))]
+        self._multi_label = self.model.config.problem_type == "multi_label_classification"
+
+    __init__.__doc__ = _Application.__init__.__doc__
+
+    def _run(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        if self.confidence is None:
+            logits = self.model(pixel_values).logits.float()
+        else:
+            logits = self.model.classify_adaptively(pixel_values, self.confidence).logits.float()
+        return logits.sigmoid() if self._multi_label else logits.softmax(-1)
+
+    @staticmethod
+    def _load(name: str | os.PathLike, device: str | None, trust_remote_code: bool) -> tuple[nn.Module, object]:
+        return load_image_classifier(name, device, trust_remote_code)
