@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .modeling.modeling_convmixer import ConvMixerForImageClassification as ConvMixerForImageClassification
     from .modeling.modeling_convmixer import ConvMixerModel as ConvMixerModel
     from .modeling.modeling_convmixer import ConvMixerPreTrainedModel as ConvMixerPreTrainedModel
+    from .modeling.modeling_sparseformer import SparseFormerBackbone as SparseFormerBackbone
     from .modeling.modeling_sparseformer import (
         SparseFormerForImageClassification as SparseFormerForImageClassification,
     )

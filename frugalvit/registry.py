@@ -25,6 +25,7 @@ FAMILIES = {
         ["SparseFormerConfig"],
         [
             "SparseFormerModel",
+            "SparseFormerBackbone",
             "SparseFormerForImageClassification",
             "SparseFormerForSemanticSegmentation",
             "SparseFormerPreTrainedModel",

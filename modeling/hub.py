@@ -90,6 +90,7 @@ model = model_class.from_pretrained("path/or/id")"""
 
 _PIPELINES = {
     "AutoModel": "image-feature-extraction",
+    "AutoBackbone": "image-feature-extraction",
     "AutoModelForImageClassification": "image-classification",
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModelForSemanticSegmentation": "image-segmentation",
