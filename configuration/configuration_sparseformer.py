@@ -205,6 +205,9 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             `"stage1"`, after it, and so on; the last by default, of several `feature_scales` as many, evenly spaced.
         out_indices (`list[int]`, *optional*): The same by number, from 0, or from -1 for the last.
         apply_layernorm (`bool`, *optional*, defaults to `True`): The final norm is applied to feature maps.
+        reshape_hidden_states (`bool`, *optional*, defaults to `True`):
+            Feature maps have rows and columns; without it, as DPT and Depth Anything take them, their cells follow
+            [CLS], or where there is none the mean token, `(batch, 1 + cells, hidden_size)`.
         feature_stride (`int` or pair of `int`, *optional*):
             Height and width in pixels of a cell of feature maps: a patch of the teacher. By default `patch_size`, or
             16 without one.
@@ -326,6 +329,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
     _out_features: list[str] | None = None
     _out_indices: list[int] | None = None
     apply_layernorm: bool = True
+    reshape_hidden_states: bool = True
     feature_stride: int | list[int] | tuple[int, int] | None = None
     feature_scales: list[float | int] | tuple[float | int, ...] | None = None
     upsampler_hidden_size: int | None = None

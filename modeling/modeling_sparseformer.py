@@ -1259,8 +1259,8 @@ class SparseFormerBackbone(BackboneMixin, SparseFormerPreTrainedModel):
         Returns:
             `BackboneOutput`: `feature_maps`, of each layer of `out_features` `(batch, hidden_size, height / stride,
             width / stride)`, rounded down, where the stride is `feature_stride`, divided by the layer's
-            `feature_scales`; `hidden_states` and `attentions` of the cortex where they are asked for. RoIs are those
-            after the last adjustment for all layers.
+            `feature_scales`, or as `reshape_hidden_states` says; `hidden_states` and `attentions` of the cortex where
+            they are asked for. RoIs are those after the last adjustment for all layers.
 
         Raises:
             ValueError: if the images have other channels or are smaller than a cell, or `num_tokens` does not fit.
@@ -1270,7 +1270,15 @@ class SparseFormerBackbone(BackboneMixin, SparseFormerPreTrainedModel):
         norm = self.sparseformer.layernorm if self.config.apply_layernorm else None
         places = outputs.hidden_states, outputs.rois[-1], pixel_values
         maps, _ = self.feature_maps(*places, norm, self.out_features)
+        if not self.config.reshape_hidden_states:
+            maps = tuple(map(self.in_a_row, maps, (outputs.hidden_states[index] for index in self.out_indices)))
         return BackboneOutput(feature_maps=maps, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
+
+    def in_a_row(self, features: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """A map `(batch, hidden_size, rows, columns)` behind [CLS] or the mean token of the states that it is of."""
+        front = states[:, :1] if self.config.use_cls_token else states.mean(dim=1, keepdim=True)
+        front = self.sparseformer.layernorm(front) if self.config.apply_layernorm else front
+        return torch.cat([front, features.flatten(2).mT], dim=1)
 
 
 # Arguments of `from_pretrained` that say where a checkpoint lies.
