@@ -90,7 +90,6 @@ model = model_class.from_pretrained("path/or/id")"""
 
 _PIPELINES = {
     "AutoModel": "image-feature-extraction",
-    "AutoBackbone": "image-feature-extraction",
     "AutoModelForImageClassification": "image-classification",
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModelForSemanticSegmentation": "image-segmentation",
@@ -99,13 +98,14 @@ _PIPELINES = {
 
 
 def auto_class(model: PreTrainedModel) -> str | None:
-    """The Auto class that loads a model, the most special one."""
+    """The Auto class that loads a model from a folder or the hub, the most special one."""
     if not isinstance(model, HubModel):
         if type(model).__name__.endswith("ForSemanticSegmentation"):
             return "AutoModelForSemanticSegmentation"
         is_clip = hasattr(model, "get_text_features")
         return "AutoModelForZeroShotImageClassification" if is_clip else "AutoModelForImageClassification"
-    names = reversed(model.auto_classes.items())
+    # `AutoBackbone.from_pretrained` takes no folders.
+    names = reversed([(auto, own) for auto, own in model.auto_classes.items() if auto != "AutoBackbone"])
     return next((auto for auto, own in names if own == type(model).__name__), model.loads_with)
 
 

@@ -79,6 +79,15 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
 
 
 @dataclass
+class SparseFormerBackboneOutput(BackboneOutput):
+    """`BackboneOutput` with the extra outputs of `SparseFormerModelOutput`."""
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
 class SparseFormerImageClassifierOutput(ImageClassifierOutput):
     """`ImageClassifierOutput` with the extra outputs of `SparseFormerModelOutput`."""
 
@@ -1247,20 +1256,21 @@ class SparseFormerBackbone(BackboneMixin, SparseFormerPreTrainedModel):
         self,
         pixel_values: torch.Tensor | None = None,
         num_tokens: int | None = None,
+        output_rois: bool = False,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> BackboneOutput:
+    ) -> SparseFormerBackboneOutput:
         """
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
                 Normalized images of any size from `feature_stride` on.
             num_tokens (`int`, *optional*): As of `SparseFormerModel.forward`.
+            output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
             kwargs: Passed to `SparseFormerModel.forward`.
 
         Returns:
-            `BackboneOutput`: `feature_maps`, of each layer of `out_features` `(batch, hidden_size, height / stride,
-            width / stride)`, rounded down, where the stride is `feature_stride`, divided by the layer's
-            `feature_scales`, or as `reshape_hidden_states` says; `hidden_states` and `attentions` of the cortex where
-            they are asked for. RoIs are those after the last adjustment for all layers.
+            `SparseFormerBackboneOutput`: `feature_maps`, of each layer of `out_features` `(batch, hidden_size,
+            height / stride, width / stride)`, rounded down, where the stride is `feature_stride`, divided by the
+            layer's `feature_scales`, or as `reshape_hidden_states` says. All are spread by the last RoIs.
 
         Raises:
             ValueError: if the images have other channels or are smaller than a cell, or `num_tokens` does not fit.
@@ -1272,7 +1282,14 @@ class SparseFormerBackbone(BackboneMixin, SparseFormerPreTrainedModel):
         maps, _ = self.feature_maps(*places, norm, self.out_features)
         if not self.config.reshape_hidden_states:
             maps = tuple(map(self.in_a_row, maps, (outputs.hidden_states[index] for index in self.out_indices)))
-        return BackboneOutput(feature_maps=maps, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
+        return SparseFormerBackboneOutput(
+            feature_maps=maps,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            rois=outputs.rois if output_rois else None,
+            sampling_points=outputs.sampling_points if output_rois else None,
+            focusing_hidden_states=outputs.focusing_hidden_states,
+        )
 
     def in_a_row(self, features: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """A map `(batch, hidden_size, rows, columns)` behind [CLS] or the mean token of the states that it is of."""
