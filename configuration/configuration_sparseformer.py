@@ -361,7 +361,9 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             self.intermediate_size = 4 * self.hidden_size
         if self.focusing_intermediate_size is None:
             self.focusing_intermediate_size = 4 * self.focusing_hidden_size
-        self.feature_stride = _one_or_pair(self.feature_stride or self.patch_size or 16)
+        if self.feature_stride is None:
+            self.feature_stride = self.patch_size or 16
+        self.feature_stride = _one_or_pair(self.feature_stride)
         if self.patch_size is not None:
             self.patch_size = _one_or_pair(self.patch_size)
             self.stem_channels = 16 * self.num_channels

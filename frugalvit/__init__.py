@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .modeling.context_broadcast_insertion import insert_context_broadcast as insert_context_broadcast
     from .modeling.context_broadcast_insertion import remove_context_broadcast as remove_context_broadcast
     from .modeling.generalized_convolution import GeneralizedConv2d as GeneralizedConv2d
+    from .modeling.heads import swap_backbone as swap_backbone
     from .modeling.hosts import read_anatomy as read_anatomy
     from .modeling.hosts.anatomy import Anatomy as Anatomy
     from .modeling.initialization import impulse_init_ as impulse_init_

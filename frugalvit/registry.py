@@ -90,6 +90,7 @@ FUNCTIONS = {
     "SegmentationTrainer": "frugalvit.training.segment",
     "SparseFormerLlavaProcessor": "frugalvit.modeling.modeling_sparseformer_llava",
     "SparseFormerVisionTower": "frugalvit.modeling.llava_tower",
+    "swap_backbone": "frugalvit.modeling.heads",
     "swap_vision_tower": "frugalvit.modeling.swap",
     "to_open_clip": "frugalvit.modeling.open_clip_adapter",
 }

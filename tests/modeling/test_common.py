@@ -73,6 +73,7 @@ def import_common_tests(name: str) -> types.ModuleType:
 common = import_common_tests("test_modeling_common")
 with mock.patch("transformers.utils.direct_transformers_import"):  # wants `tests/__init__.py`, for other models
     configuration_common = import_common_tests("test_configuration_common")
+backbone_common = import_common_tests("test_backbone_common")
 
 
 class ModelTesterMixin(common.ModelTesterMixin):
@@ -204,6 +205,19 @@ class PatchesCommonTest(OtherGeneration, ModelTesterMixin, unittest.TestCase):
 class V1CommonTest(OtherGeneration, ModelTesterMixin, unittest.TestCase):
     # More heads than flash and flex attention can do, as in the published models.
     kind = "v1"
+
+
+class BackboneCommonTest(backbone_common.BackboneTesterMixin, unittest.TestCase):
+    kind = "bootstrapped"
+    all_model_classes = (frugalvit.SparseFormerBackbone,)
+    config_class = frugalvit.SparseFormerConfig
+
+    def setUp(self):
+        self.model_tester = ModelTester(self)
+
+
+class PatchesBackboneCommonTest(BackboneCommonTest):
+    kind = "patches"
 
 
 @images_alone
