@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from .training.joint import JointArguments as JointArguments
     from .training.joint import JointTrainer as JointTrainer
     from .training.losses import AlignmentLoss as AlignmentLoss
+    from .training.losses import MapAlignmentLoss as MapAlignmentLoss
     from .training.segment import SegmentationArguments as SegmentationArguments
     from .training.segment import SegmentationTrainer as SegmentationTrainer
     from .training.train import ImageClassificationArguments as ImageClassificationArguments

@@ -79,6 +79,7 @@ FUNCTIONS = {
     "insert_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
     "JointArguments": "frugalvit.training.joint",
     "JointTrainer": "frugalvit.training.joint",
+    "MapAlignmentLoss": "frugalvit.training.losses",
     "match_channels_": "frugalvit.modeling.swap",
     "matching_processor": "frugalvit.modeling.swap",
     "measure_attention": "frugalvit.attention",
