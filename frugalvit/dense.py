@@ -39,7 +39,9 @@ def write_dense_features(arguments: argparse.Namespace) -> None:
             raise ValueError(f"Cannot write {arguments.output!r}: expected a file name ending in .safetensors.")
         check_file_path(arguments.output)
     paths = find_images(arguments.places, arguments.limit)
-    names, images = zip(*itertools.islice(read_images(paths), arguments.limit), strict=True)
+    names, images = zip(
+        *itertools.islice(read_images(paths, image_column=arguments.image_column), arguments.limit), strict=True
+    )
 
     model, image_processor = load_with_image_processor(
         *(arguments.model, arguments.device, arguments.trust_remote_code, "a SparseFormer"),
@@ -52,7 +54,7 @@ def write_dense_features(arguments: argparse.Namespace) -> None:
         model.out_indices = sorted({*arguments.layers})
     pixel_values = prepare_at_size(image_processor, images, arguments.size)
     maps = dense_features(model, pixel_values, arguments.num_tokens)
-    drawn = {Path(arguments.model).name or arguments.model: maps}
+    drawn = {f"{arguments.num_tokens or model.config.default_num_tokens} tokens": maps}
 
     if arguments.teacher:
         teacher, teacher_processor = load_vision_model(
@@ -175,8 +177,8 @@ def draw_dense(images: torch.Tensor, maps: Mapping[str, Mapping[str, torch.Tenso
 
     Args:
         images (`torch.Tensor`): `(images, channels, height, width)`, 0 to 1.
-        maps (`Mapping`): By the name of a model those of its layers, `(images, channels, rows, columns)`. Each layer has
-            the components of the first model.
+        maps (`Mapping`): By the name of a model those of its layers, `(images, channels, rows, columns)`. Each layer
+            has the components of the first model.
 
     Returns:
         `matplotlib.figure.Figure`: As of `draw_maps`.
@@ -188,6 +190,6 @@ def draw_dense(images: torch.Tensor, maps: Mapping[str, Mapping[str, torch.Tenso
         list(images),
         [[colors[layer][place][index] for layer, place, _ in columns] for index in range(len(images))],
         headings=["Input", *(name if len(layers) == 1 else f"{name}, {layer}" for layer, _, name in columns)],
-        captions=[""] * len(images),
-        legend=f"First three principal components of {next(iter(maps))}'s features as red, green and blue.",
+        captions=None,
+        legend="First three principal components as red, green and blue.",
     )

@@ -183,7 +183,7 @@ def draw_maps(
     images: Sequence[torch.Tensor],
     maps: Sequence[Sequence[torch.Tensor]],
     headings: Sequence[str],
-    captions: Sequence[str],
+    captions: Sequence[str] | None,
     legend: str,
     panel_size: float = 1.3,
 ) -> Figure:
@@ -196,7 +196,7 @@ def draw_maps(
         maps (sequence of sequences of `torch.Tensor`): `(rows, columns)` each, or of colors from 0 to 1 `(3, rows,
             columns)`, as many for every image.
         headings (sequence of `str`): Of the columns, the image's first.
-        captions (sequence of `str`): A line of text for each row.
+        captions (sequence of `str`, *optional*): A line of text for each row.
         legend (`str`): What the maps show.
         panel_size (`float`, *optional*, defaults to 1.3): Width of a panel in inches.
 

@@ -94,8 +94,8 @@ class AlignmentLoss(nn.Module):
 
 
 class MapAlignmentLoss(nn.Module):
-    """How far feature maps are from a teacher's, averaged over cells and layers: 1 minus the cosine, and the squared log
-    of how many times as long the student's vectors are, as heads that were trained on the teacher read lengths, too.
+    """How far feature maps are from a teacher's, averaged over cells and layers: 1 minus the cosine, and the squared
+    log of how many times as long the student's vectors are, as heads that read the teacher see lengths, too.
 
     Args:
         scale_weight (`float`, *optional*, defaults to 0.1): Of the lengths.
@@ -120,8 +120,8 @@ class MapAlignmentLoss(nn.Module):
         shapes = [[tuple(each.shape[:2]) for each in several] for several in (maps, targets)]
         if not maps or shapes[0] != shapes[1]:
             raise ValueError(
-                f"Got maps of batch and channels {shapes[0]} for a teacher's of {shapes[1]}; expected the same, one for "
-                "each layer."
+                f"Got maps of batch and channels {shapes[0]} for a teacher's of {shapes[1]}; expected the same, one "
+                "for each layer."
             )
         losses = []
         for found, target in zip(maps, targets, strict=True):

@@ -28,6 +28,7 @@ def make_parser() -> CommandParser:
     dense.add_argument("--dense", action="store_true", help="of one SparseFormer, --model")
     dense.add_argument("--model", help="its folder or hub id, of whatever it was saved as")
     dense.add_argument("--teacher", metavar="MODEL", help="compare with the maps of this vision transformer")
+    dense.add_argument("--image-column", metavar="NAME", help="of parquet files with several")
     dense.add_argument("--num-tokens", type=positive, help="latent tokens (default: the model's)")
     dense.add_argument(
         "--size",
@@ -50,7 +51,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     if arguments.dense and arguments.output is None and arguments.picture is None:
         parser.error("--dense writes --output, maps, or --picture, or both; give one of them")
-    unread = ["image", "names"] if arguments.dense else ["model", "teacher", "num_tokens", "size", "output"]
+    unread = (
+        ["image", "names"] if arguments.dense else ["model", "teacher", "image_column", "num_tokens", "size", "output"]
+    )
     if given := [f"--{name.replace('_', '-')}" for name in unread if getattr(arguments, name) is not None]:
         parser.error(f"{given[0]} is not read {'with' if arguments.dense else 'without'} --dense")
     return arguments
