@@ -111,7 +111,9 @@ def auto_class(model: PreTrainedModel) -> str | None:
 
 def pipeline_tag(model: PreTrainedModel) -> str | None:
     """The hub's name of what a model, or an image classifier or CLIP of Transformers, does."""
-    return _PIPELINES.get(auto_class(model))
+    # `AutoModel` reads the base model out of a backbone's folder.
+    backbone = type(model).__name__.endswith("Backbone")
+    return _PIPELINES.get("AutoModel" if backbone else auto_class(model))
 
 
 def loading_example(model: PreTrainedModel) -> str:

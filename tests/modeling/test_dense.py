@@ -2,6 +2,8 @@
 the heads that take them."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -176,6 +178,23 @@ class TestMaps:
         )
         rois = torch.rand(1, 3, 4, requires_grad=True)
         assert not spread(torch.rand(1, 3, 2), shares_of_tokens(rois, 4, 4)).requires_grad
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+    def test_a_large_image_needs_less_than_1_5_gb(self):
+        # Started processes inherit the peak of those that start them.
+        program = (
+            "import re, torch\n"
+            "open('/proc/self/clear_refs', 'w').write('5')\n"
+            "from frugalvit import SparseFormerBackbone, SparseFormerConfig\n"
+            "sizes = {'patch_size': 14, 'hidden_size': 384, 'num_hidden_layers': 12, 'out_indices': [3, 6, 9, 12]}\n"
+            "few = {'num_latent_tokens': 1024, 'placement': 'content', 'upsampler_hidden_size': 64}\n"
+            "model = SparseFormerBackbone(SparseFormerConfig(image_size=[720, 1280], **sizes, **few)).eval()\n"
+            "with torch.no_grad(): maps = model(torch.zeros(1, 3, 720, 1280)).feature_maps\n"
+            "assert [each.shape for each in maps] == [(1, 384, 51, 91)] * 4\n"
+            "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])\n"
+        )
+        output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        assert 0.3e9 < int(output) * 1024 < 1.5e9
 
 
 class TestUpsampler:

@@ -516,7 +516,7 @@ def test_an_inherited_start_trains_all_but_cells_and_classifier(teacher, tmp_pat
 def test_cells_that_stay_need_no_glance(teacher, tmp_path):
     inherited(teacher, tmp_path / "out", "--config-overrides", "patch_size=8", epochs=1)
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert student.sparseformer.glance is None and student.config.patch_size == (8, 8)
+    assert student.sparseformer.glance is None and student.config.patch_size == 8
     assert student.config.num_pyramid_levels == 1
 
 
