@@ -216,7 +216,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             `[4, 2, 1, 0.5]` as ViTDet's pyramid. All of them 1 by default.
         upsampler_hidden_size (`int`, *optional*):
             Width of the convolutions that see the image and refine feature maps; without it, there are none.
-        decoder (`str`, *optional*, defaults to `"attention"`):
+        decoder_type (`str`, *optional*, defaults to `"attention"`):
             How a segmentation model makes a map of its tokens: by the head of the paper, or with a `"linear"`
             classifier of its feature maps.
         decoder_hidden_size (`int`, *optional*, defaults to 256): Width of the segmentation head.
@@ -333,7 +333,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
     feature_stride: int | list[int] | tuple[int, int] | None = None
     feature_scales: list[float | int] | tuple[float | int, ...] | None = None
     upsampler_hidden_size: int | None = None
-    decoder: str = "attention"
+    decoder_type: str = "attention"
     decoder_hidden_size: int = 256
     decoder_num_hidden_layers: int = 2
     semantic_loss_ignore_index: int = 255
@@ -659,7 +659,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             roi_encoding=("reference", "paper"),
             placement=PLACEMENTS,
             placement_rule=PLACEMENT_RULES,
-            decoder=DECODERS,
+            decoder_type=DECODERS,
             num_roi_delta_layers=(1, 2),
         )
         if self.pooling in ("cls", "class_mean", "cls_and_latent_mean") and not self.use_cls_token:

@@ -1305,7 +1305,7 @@ _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfol
 class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
     """SparseFormer with a class for every pixel: scores of each latent token, spread over the image by its RoI and
     likeness (section 4.1 of the bootstrapping paper; `SegmentationHead` says what that leaves open). With
-    `decoder="linear"`, a linear classifier of its feature maps, see `SparseFormerBackbone`, side by side where
+    `decoder_type="linear"`, a linear classifier of its feature maps, see `SparseFormerBackbone`, side by side where
     `out_features` names several.
 
     With 256 latent tokens, 512 x 512 pixels and 150 classes, base has 65.4 M parameters and 25.4 G
@@ -1325,7 +1325,7 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.sparseformer = SparseFormerModel(config)
-        self.feature_maps = FeatureMaps(config) if config.decoder == "linear" else None
+        self.feature_maps = FeatureMaps(config) if config.decoder_type == "linear" else None
         self.decode_head = (SegmentationHead if self.feature_maps is None else LinearDecoder)(config)
         self.post_init()
 

@@ -254,7 +254,7 @@ class TestLoading:
         backbone.save_pretrained(tmp_path / "backbone")
         again = SparseFormerBackbone.from_pretrained(tmp_path / "backbone")
         assert again.out_features == ["stage2", "stage4"]
-        segmenter = SparseFormerForSemanticSegmentation.from_pretrained(tmp_path / "backbone", decoder="linear")
+        segmenter = SparseFormerForSemanticSegmentation.from_pretrained(tmp_path / "backbone", decoder_type="linear")
         expected = backbone(images()).feature_maps
         torch.testing.assert_close(again(images()).feature_maps, expected)
         decoded = segmenter.decode_head(expected)
@@ -286,7 +286,7 @@ class TestLoading:
 class TestLinearDecoder:
     def test_learns(self):
         torch.manual_seed(0)
-        model = SparseFormerForSemanticSegmentation(SparseFormerConfig(**FIELDS | {"decoder": "linear"}))
+        model = SparseFormerForSemanticSegmentation(SparseFormerConfig(**FIELDS | {"decoder_type": "linear"}))
         labels = torch.zeros(2, 64, 64, dtype=torch.long)
         labels[:, 32:, :32] = 2
         outputs = model(images(), labels=labels, output_token_maps=True)
@@ -428,7 +428,7 @@ class TestSwap:
         ({"feature_scales": [0]}, r"`feature_scales` is \[0\], expected a positive number for each of the 1"),
         ({"feature_stride": 0}, "`feature_stride` is 0, expected"),
         ({"upsampler_hidden_size": 0}, "`upsampler_hidden_size` is 0, expected at least 1"),
-        ({"decoder": "mlp"}, "`decoder` is 'mlp', expected one of"),
+        ({"decoder_type": "mlp"}, "`decoder_type` is 'mlp', expected one of"),
     ],
 )
 def test_layers_and_sizes_that_do_not_exist(fields, message):
