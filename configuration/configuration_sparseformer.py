@@ -4,6 +4,7 @@ import contextlib
 import math
 
 from huggingface_hub.dataclasses import strict
+from transformers.backbone_utils import BackboneConfigMixin
 
 from .configuration_base import FrugalViTConfig, pair
 
@@ -56,15 +57,23 @@ def coarsest_grid(image_size: tuple[int, int], most: int = 4) -> tuple[int, int]
     return min(grids, key=lambda grid: (round(stretch_of_cells(grid, image_size), 6), -math.prod(grid)))
 
 
+def _one_or_pair(size: int | list[int] | tuple[int, ...]) -> int | tuple[int, ...]:
+    """One number where height and width are alike: heads of Transformers divide by a backbone's `patch_size`."""
+    sides = pair(size)
+    return sides[0] if len(sides) == 2 and sides[0] == sides[1] else sides
+
+
 # What a layer can do with its tokens, in the order in which the configuration lists it.
 STEPS = ("sampling", "position_encoding", "attention", "mlp", "roi_adjustment")
 # Where tokens that embed patches look, and what says which cells of a tree are split.
 PLACEMENTS = ("grid", "content")
 PLACEMENT_RULES = ("detail", "contrast", "entropy", "learned")
+# How a segmentation model makes a map of its tokens: by the paper's head, or of its feature maps.
+DECODERS = ("attention", "linear")
 
 
 @strict
-class SparseFormerConfig(FrugalViTConfig):
+class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
     r"""
     Configuration of a SparseFormer. The defaults are the base model bootstrapped from AugReg ViT-B/16 with 49 tokens
     (Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*, table 1); `from_variant` has the rest.
@@ -188,6 +197,25 @@ class SparseFormerConfig(FrugalViTConfig):
         pooling_hidden_act (`str`, *optional*): Activation there.
         projection_dim (`int`, *optional*): Width of the projected embedding of CLIP-like models.
         projection_bias (`bool`, *optional*, defaults to `False`): A bias on that projection.
+        out_features (`list[str]`, *optional*):
+            Layers of which a backbone returns feature maps, in order, of `"stem"`, before the cortex's first block,
+            `"stage1"`, after it, and so on; the last by default, of several `feature_scales` as many, evenly spaced.
+        out_indices (`list[int]`, *optional*): The same by number, from 0, or from -1 for the last.
+        apply_layernorm (`bool`, *optional*, defaults to `True`): The final norm is applied to feature maps.
+        reshape_hidden_states (`bool`, *optional*, defaults to `True`):
+            Feature maps have rows and columns; without it, as DPT and Depth Anything take them, their cells follow
+            [CLS], or where there is none the mean token, `(batch, 1 + cells, hidden_size)`.
+        feature_stride (`int` or pair of `int`, *optional*):
+            Height and width in pixels of a cell of feature maps: a patch of the teacher. By default `patch_size`, or
+            16 without one.
+        feature_scales (sequence of `float`, *optional*):
+            How many times as many rows and columns as that each of the maps has, for heads that want several strides:
+            `[4, 2, 1, 0.5]` as ViTDet's pyramid. All of them 1 by default.
+        upsampler_hidden_size (`int`, *optional*):
+            Width of the convolutions that see the image and refine feature maps; without it, there are none.
+        decoder_type (`str`, *optional*, defaults to `"attention"`):
+            How a segmentation model makes a map of its tokens: by the head of the paper, or with a `"linear"`
+            classifier of its feature maps.
         decoder_hidden_size (`int`, *optional*, defaults to 256): Width of the segmentation head.
         decoder_num_hidden_layers (`int`, *optional*, defaults to 2): Transformer blocks of the segmentation head.
         semantic_loss_ignore_index (`int`, *optional*, defaults to 255): Label of pixels that do not count.
@@ -293,6 +321,14 @@ class SparseFormerConfig(FrugalViTConfig):
     pooling_hidden_act: str | None = None
     projection_dim: int | None = None
     projection_bias: bool = False
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
+    apply_layernorm: bool = True
+    reshape_hidden_states: bool = True
+    feature_stride: int | list[int] | tuple[int, int] | None = None
+    feature_scales: list[float | int] | tuple[float | int, ...] | None = None
+    upsampler_hidden_size: int | None = None
+    decoder_type: str = "attention"
     decoder_hidden_size: int = 256
     decoder_num_hidden_layers: int = 2
     semantic_loss_ignore_index: int = 255
@@ -325,21 +361,57 @@ class SparseFormerConfig(FrugalViTConfig):
             self.intermediate_size = 4 * self.hidden_size
         if self.focusing_intermediate_size is None:
             self.focusing_intermediate_size = 4 * self.focusing_hidden_size
+        if self.feature_stride is None:
+            self.feature_stride = self.patch_size or 16
+        self.feature_stride = _one_or_pair(self.feature_stride)
         if self.patch_size is not None:
-            self.patch_size = pair(self.patch_size)
+            self.patch_size = _one_or_pair(self.patch_size)
             self.stem_channels = 16 * self.num_channels
             self.num_focusing_iterations, self.final_focusing_steps = 0, ("sampling",)
             self.shared_token_embedding = False
             # `validate` refuses values that make no sense.
             with contextlib.suppress(TypeError, ValueError, IndexError, ZeroDivisionError):
-                self.num_sampling_points = math.prod(self.patch_size)
+                self.num_sampling_points = math.prod(pair(self.patch_size))
                 if self.placement == "content":
                     self._round_token_counts()
                 else:
                     grid = self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size))
                     self.token_grid = pair(grid)
         self.rope_scale, self.rope_shift = tuple(self.rope_scale), tuple(self.rope_shift)
+        names, numbers = kwargs.pop("out_features", None), kwargs.pop("out_indices", None)
+        if names is None and numbers is None and self.feature_scales:
+            count = len(self.feature_scales)
+            numbers = [(place + 1) * self.num_hidden_layers // count for place in range(count)]
+        self.set_output_features_output_indices(names, numbers)
         super().__post_init__(**kwargs)
+
+    @property
+    def stage_names(self) -> list[str]:
+        """Layers that have feature maps."""
+        return ["stem", *(f"stage{number}" for number in range(1, self.num_hidden_layers + 1))]
+
+    def set_output_features_output_indices(self, out_features: list | None, out_indices: list | tuple | None):
+        """Choose the layers of which a backbone returns feature maps, by name or by number.
+
+        Raises:
+            ValueError: if there are no such layers, or they are not in order.
+        """
+        names = self.stage_names
+        if unknown := [name for name in out_features or () if name not in names]:
+            raise ValueError(f"`out_features` has {unknown}, expected some of {', '.join(names)}.")
+        if unknown := [number for number in out_indices or () if not -len(names) <= number < len(names)]:
+            raise ValueError(
+                f"`out_indices` has {unknown}, expected numbers from 0, the stem, to {len(names) - 1}, the last "
+                "layer, or from -1 backwards."
+            )
+        super().set_output_features_output_indices(out_features, out_indices)
+
+    def to_dict(self) -> dict:
+        """As in Transformers; layers are named where they are others than by default."""
+        fields = super().to_dict()
+        if not self.feature_scales and self.out_features == self.stage_names[-1:]:
+            del fields["out_features"], fields["out_indices"]
+        return fields
 
     def _round_token_counts(self):
         self.placement_grid = pair(self.placement_grid or coarsest_grid(pair(self.image_size)))
@@ -356,7 +428,7 @@ class SparseFormerConfig(FrugalViTConfig):
         if own[0] * width != own[1] * height:
             # An image of another shape has cells of about the same shape.
             rows, columns = coarsest_grid((height, width), rows * columns)
-        levels, points = self.num_placement_levels, self.patch_size
+        levels, points = self.num_placement_levels, pair(self.patch_size)
         if levels is None:
             # Two at least, as there is nothing to choose in one.
             finer = max(height / (rows * points[0]), width / (columns * points[1]), 2)
@@ -457,6 +529,7 @@ class SparseFormerConfig(FrugalViTConfig):
             "num_class_tokens",
             "pooling_num_attention_heads",
             "projection_dim",
+            "upsampler_hidden_size",
             "decoder_hidden_size",
             "resize_size",
         )
@@ -471,7 +544,7 @@ class SparseFormerConfig(FrugalViTConfig):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, expected at least 0.")
         self._check_sizes("image_size", low=4, reason=", each at least 4 (the stride of the stem)")
-        for name in ("patch_size", "token_grid", "placement_grid"):
+        for name in ("patch_size", "token_grid", "placement_grid", "feature_stride"):
             if getattr(self, name) is not None:
                 self._check_sizes(name)
 
@@ -538,6 +611,15 @@ class SparseFormerConfig(FrugalViTConfig):
             raise ValueError(
                 f"`token_grid`={self.token_grid} has {math.prod(grid)} cells, expected "
                 f"`num_latent_tokens`={self.num_latent_tokens}."
+            )
+
+    def validate_feature_maps(self):
+        """There is a scale for each map."""
+        scales, names = self.feature_scales, self.out_features
+        if scales is not None and (len(scales) != len(names) or any(scale <= 0 for scale in scales)):
+            raise ValueError(
+                f"`feature_scales` is {list(scales)}, expected a positive number for each of the {len(names)} layers "
+                f"of `out_features`, {', '.join(names)}."
             )
 
     def validate_token_counts(self):
@@ -609,6 +691,7 @@ class SparseFormerConfig(FrugalViTConfig):
             roi_encoding=("reference", "paper"),
             placement=PLACEMENTS,
             placement_rule=PLACEMENT_RULES,
+            decoder_type=DECODERS,
             num_roi_delta_layers=(1, 2),
         )
         if self.pooling in ("cls", "class_mean", "cls_and_latent_mean") and not self.use_cls_token:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .modeling.context_broadcast_insertion import insert_context_broadcast as insert_context_broadcast
     from .modeling.context_broadcast_insertion import remove_context_broadcast as remove_context_broadcast
     from .modeling.generalized_convolution import GeneralizedConv2d as GeneralizedConv2d
+    from .modeling.heads import swap_backbone as swap_backbone
     from .modeling.hosts import read_anatomy as read_anatomy
     from .modeling.hosts.anatomy import Anatomy as Anatomy
     from .modeling.initialization import impulse_init_ as impulse_init_
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from .modeling.modeling_convmixer import ConvMixerForImageClassification as ConvMixerForImageClassification
     from .modeling.modeling_convmixer import ConvMixerModel as ConvMixerModel
     from .modeling.modeling_convmixer import ConvMixerPreTrainedModel as ConvMixerPreTrainedModel
+    from .modeling.modeling_sparseformer import SparseFormerBackbone as SparseFormerBackbone
     from .modeling.modeling_sparseformer import (
         SparseFormerForImageClassification as SparseFormerForImageClassification,
     )
@@ -100,6 +102,7 @@ if TYPE_CHECKING:
     from .training.joint import JointArguments as JointArguments
     from .training.joint import JointTrainer as JointTrainer
     from .training.losses import AlignmentLoss as AlignmentLoss
+    from .training.losses import MapAlignmentLoss as MapAlignmentLoss
     from .training.segment import SegmentationArguments as SegmentationArguments
     from .training.segment import SegmentationTrainer as SegmentationTrainer
     from .training.train import ImageClassificationArguments as ImageClassificationArguments

@@ -279,7 +279,7 @@ class Agreement:
 
     Args:
         compared (`int`): Images, or texts.
-        min_cosine, mean_cosine (`float`): Of the first output, of all inputs.
+        min_cosine, mean_cosine (`float`): Of the first output, of feature maps the last, of all inputs.
         agreement (`float`, *optional*): Share of images, or of a segmenter pixels, with the same label.
         original_accuracy, accuracy (`float`, *optional*): Where the images have labels that the model knows.
     """
@@ -290,6 +290,11 @@ class Agreement:
     agreement: float | None = None
     original_accuracy: float | None = None
     accuracy: float | None = None
+
+
+def _last(values: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """An output itself, or of feature maps the last."""
+    return values if isinstance(values, torch.Tensor) else values[-1]
 
 
 @torch.no_grad()
@@ -305,7 +310,7 @@ def compare_outputs(
     for inputs in batches:
         expected = part(**inputs)
         name = next(iter(expected))
-        expected, computed = expected[name].float(), exported(**inputs)[name].float()
+        expected, computed = (_last(outputs[name]).float() for outputs in (expected, exported(**inputs)))
         check_scores(computed, name)
         cosines.append(F.cosine_similarity(expected.flatten(1), computed.flatten(1)))
         if name == "logits":

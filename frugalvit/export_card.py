@@ -21,9 +21,12 @@ OUTPUTS = {
     "pooler_output": "the image's embedding",
     "last_hidden_state": "tokens",
     "image_features": "what the language model reads of the image, a row a token",
+    "feature_maps": "the feature map of each layer, (images, channels, rows, columns)",
     "rois": "left, top, right, bottom of each token's RoI after each adjustment, 0 to 1 across the image",
     "sampling_points": "where each token samples the image, x and y, 0 to 1",
 }
+# Outputs that are a tensor for each layer.
+SEVERAL = ("feature_maps",)
 
 
 def write_card(
@@ -130,7 +133,8 @@ def example(image_format: ImageFormat, report: dict) -> str:
         lines += ['labels = json.load(open("config.json"))["id2label"]', f"print(labels[str({first}[0].argmax())])"]
     else:
         lines.remove("import json")
-        lines = lines[1:] + [f"print({first}.shape)"]
+        shapes = f"*(each.shape for each in {first})" if first in SEVERAL else f"{first}.shape"
+        lines = lines[1:] + [f"print({shapes})"]
     return "\n".join(lines)
 
 
@@ -144,17 +148,20 @@ def _imports(name: str) -> list[str]:
 
 
 def _run(name: str, precision: str, program: str, output: str) -> list[str]:
-    """Lines that compute `output` of `pixel_values`."""
+    """Lines that compute `output` of `pixel_values`; where it is several tensors, all that the program computes."""
+    several = output in SEVERAL
     if name == "openvino":
         hint = f'{{"INFERENCE_PRECISION_HINT": "{openvino_precision(precision)}"}}'
         return [
             f'program = openvino.Core().compile_model("{program}", "CPU", {hint})',
-            f'{output} = program({{"pixel_values": pixel_values}})["{output}"]',
+            f'{output} = program({{"pixel_values": pixel_values}})' + (".to_tuple()" if several else f'["{output}"]'),
         ]
     if name == "onnx":
         return [
             f'program = onnxruntime.InferenceSession("{program}")',
-            f'[{output}] = program.run(["{output}"], {{"pixel_values": pixel_values}})',
+            f'{output} = program.run(None, {{"pixel_values": pixel_values}})'
+            if several
+            else f'[{output}] = program.run(["{output}"], {{"pixel_values": pixel_values}})',
         ]
     if name == "torch":
         dtype = ".bfloat16()" if precision == "bfloat16" else ""
@@ -165,5 +172,5 @@ def _run(name: str, precision: str, program: str, output: str) -> list[str]:
         ]
     return [
         f'program = Runtime.get().load_program("{program}").load_method("forward")',
-        f"{output} = program.execute([torch.from_numpy(pixel_values).contiguous()])[0]",
+        f"{output} = program.execute([torch.from_numpy(pixel_values).contiguous()]){'' if several else '[0]'}",
     ]

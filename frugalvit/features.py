@@ -1,4 +1,4 @@
-"""`frugalvit features`: what the layers of models make of images, beside each other."""
+"""`frugalvit features`: what the layers of models make of images, beside each other, or a backbone's feature maps."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from .attention import patch_grid
 from .common.loading import load_image_classifier
 from .common.views import prepare_images, restore_images
+from .dense import write_dense_features
 from .options.features import parse
 from .pictures import check_picture_path, draw_maps, save_figure
 from .predict import find_images, read_images
@@ -18,9 +19,12 @@ from .predict import find_images, read_images
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
-    names = arguments.names or [Path(model).name for model in arguments.models]
-    if len(names) != len(arguments.models) or len(set(names)) != len(names):
-        raise ValueError(f"--names has {len(set(names))} different names for {len(arguments.models)} models.")
+    if arguments.dense:
+        write_dense_features(arguments)
+        return
+    names = arguments.names or [Path(model).name for model in arguments.places]
+    if len(names) != len(arguments.places) or len(set(names)) != len(names):
+        raise ValueError(f"--names has {len(set(names))} different names for {len(arguments.places)} models.")
     if arguments.limit < 1:
         raise ValueError(f"--limit is {arguments.limit}, expected at least 1.")
     check_picture_path(arguments.picture)
@@ -28,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     paths = find_images(arguments.image, arguments.limit)
     images = [image for _, image in itertools.islice(read_images(paths), arguments.limit)]
     maps, seen = {}, None
-    for name, folder in zip(names, arguments.models, strict=True):
+    for name, folder in zip(names, arguments.places, strict=True):
         model, image_processor = load_image_classifier(folder, arguments.device, arguments.trust_remote_code)
         pixel_values = prepare_images(image_processor, images)
         if seen is None:

@@ -183,19 +183,20 @@ def draw_maps(
     images: Sequence[torch.Tensor],
     maps: Sequence[Sequence[torch.Tensor]],
     headings: Sequence[str],
-    captions: Sequence[str],
+    captions: Sequence[str] | None,
     legend: str,
     panel_size: float = 1.3,
 ) -> Figure:
-    """Draw images, one row each, and maps of numbers beside them, each map in colors from its smallest to its largest
-    value.
+    """Draw images, one row each, and maps beside them: of numbers, each in colors from its smallest to its largest
+    value, or of colors.
 
     Args:
         images (sequence of `torch.Tensor`): `(channels, height, width)`, 0 to 1; 1 or 3 channels. One that stands in
             several rows on end is drawn in the first of them.
-        maps (sequence of sequences of `torch.Tensor`): `(rows, columns)` each, as many for every image.
+        maps (sequence of sequences of `torch.Tensor`): `(rows, columns)` each, or of colors from 0 to 1 `(3, rows,
+            columns)`, as many for every image.
         headings (sequence of `str`): Of the columns, the image's first.
-        captions (sequence of `str`): A line of text for each row.
+        captions (sequence of `str`, *optional*): A line of text for each row.
         legend (`str`): What the maps show.
         panel_size (`float`, *optional*, defaults to 1.3): Width of a panel in inches.
 
@@ -213,8 +214,11 @@ def draw_maps(
             _draw_image(picture, image, MIN_MARGIN, faded=False)
         for axes, values in zip(others, row, strict=True):
             values = _to_numpy(values)
-            low, high = values.min(), values.max()
-            colors = matplotlib.colormaps["magma"]((values - low) / max(high - low, 1e-12))[..., :3]
+            if values.ndim == 3:
+                colors = values.transpose(1, 2, 0)
+            else:
+                low, high = values.min(), values.max()
+                colors = matplotlib.colormaps["magma"]((values - low) / max(high - low, 1e-12))[..., :3]
             _draw_map(axes, colors, image.shape)
     return figure
 

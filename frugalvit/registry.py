@@ -25,6 +25,7 @@ FAMILIES = {
         ["SparseFormerConfig"],
         [
             "SparseFormerModel",
+            "SparseFormerBackbone",
             "SparseFormerForImageClassification",
             "SparseFormerForSemanticSegmentation",
             "SparseFormerPreTrainedModel",
@@ -80,6 +81,7 @@ FUNCTIONS = {
     "insert_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
     "JointArguments": "frugalvit.training.joint",
     "JointTrainer": "frugalvit.training.joint",
+    "MapAlignmentLoss": "frugalvit.training.losses",
     "match_channels_": "frugalvit.modeling.swap",
     "matching_processor": "frugalvit.modeling.swap",
     "measure_attention": "frugalvit.attention",
@@ -91,6 +93,7 @@ FUNCTIONS = {
     "SegmentationTrainer": "frugalvit.training.segment",
     "SparseFormerLlavaProcessor": "frugalvit.modeling.modeling_sparseformer_llava",
     "SparseFormerVisionTower": "frugalvit.modeling.llava_tower",
+    "swap_backbone": "frugalvit.modeling.heads",
     "swap_vision_tower": "frugalvit.modeling.swap",
     "to_open_clip": "frugalvit.modeling.open_clip_adapter",
 }

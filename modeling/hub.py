@@ -98,19 +98,22 @@ _PIPELINES = {
 
 
 def auto_class(model: PreTrainedModel) -> str | None:
-    """The Auto class that loads a model, the most special one."""
+    """The Auto class that loads a model from a folder or the hub, the most special one."""
     if not isinstance(model, HubModel):
         if type(model).__name__.endswith("ForSemanticSegmentation"):
             return "AutoModelForSemanticSegmentation"
         is_clip = hasattr(model, "get_text_features")
         return "AutoModelForZeroShotImageClassification" if is_clip else "AutoModelForImageClassification"
-    names = reversed(model.auto_classes.items())
+    # `AutoBackbone.from_pretrained` takes no folders.
+    names = reversed([(auto, own) for auto, own in model.auto_classes.items() if auto != "AutoBackbone"])
     return next((auto for auto, own in names if own == type(model).__name__), model.loads_with)
 
 
 def pipeline_tag(model: PreTrainedModel) -> str | None:
     """The hub's name of what a model, or an image classifier or CLIP of Transformers, does."""
-    return _PIPELINES.get(auto_class(model))
+    # `AutoModel` reads the base model out of a backbone's folder.
+    backbone = type(model).__name__.endswith("Backbone")
+    return _PIPELINES.get("AutoModel" if backbone else auto_class(model))
 
 
 def loading_example(model: PreTrainedModel) -> str:

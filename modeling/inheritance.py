@@ -200,6 +200,7 @@ def configuration_fields(anatomy: Anatomy) -> dict:
             raise anatomy.refusal("bootstrap from", f"its {name} is of another kind than those of its blocks")
     fields = {
         "image_size": height if height == width else [height, width],
+        "feature_stride": list(anatomy.patch_size),
         "hidden_size": anatomy.hidden_size,
         "intermediate_size": len(mlp.up.weight),
         "num_attention_heads": attention.num_heads,

@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
+from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
+    BackboneOutput,
     BaseModelOutputWithPooling,
     ImageClassifierOutput,
     ModelOutput,
@@ -30,6 +32,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration.configuration_base import pair
 from ..configuration.configuration_sparseformer import SparseFormerConfig, choose_grid
 from .context_broadcast import ContextBroadcast, broadcast_layers, has_context_broadcast
+from .dense import FeatureMaps, MapUpsampler
 from .hub import HubModel, image_processor_config, import_from_package
 from .layers import (
     MLP,
@@ -42,7 +45,7 @@ from .layers import (
 )
 from .placement import AttentionForecast, CellPyramid, ContentPlacement, cells_of, known_size
 from .pyramid import GridImage, PatchSampling, grid_rois, sample_features
-from .segmentation import SegmentationHead, semantic_segmentation_loss
+from .segmentation import LinearDecoder, SegmentationHead, semantic_segmentation_loss
 
 
 logger = logging.get_logger(__name__)
@@ -80,6 +83,15 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
 
 
 @dataclass
+class SparseFormerBackboneOutput(BackboneOutput):
+    """`BackboneOutput` with the extra outputs of `SparseFormerModelOutput`."""
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
 class SparseFormerImageClassifierOutput(ImageClassifierOutput):
     """`ImageClassifierOutput` with the extra outputs of `SparseFormerModelOutput`."""
 
@@ -112,7 +124,7 @@ class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
 
     Args:
         token_maps (`torch.FloatTensor`, *optional*, with `output_token_maps=True`):
-            `(batch, tokens, height / 4, width / 4)`, the share of each token in each pixel's scores; sums to 1.
+            `(batch, tokens, …)` of the size of the logits, the share of each token in each pixel's scores; sums to 1.
     """
 
     rois: tuple[torch.FloatTensor, ...] | None = None
@@ -466,14 +478,14 @@ class SparseFormerSampling(nn.Module):
 def placement_of(config: SparseFormerConfig) -> ContentPlacement:
     """What chooses the cells of each image."""
     return ContentPlacement(
-        config.placement_rule, config.patch_size, config.num_channels, config.placement_random_share
+        config.placement_rule, pair(config.patch_size), config.num_channels, config.placement_random_share
     )
 
 
 def patch_sampling(config: SparseFormerConfig) -> PatchSampling:
     """What tokens sample where they embed patches."""
     return PatchSampling(
-        config.patch_size,
+        pair(config.patch_size),
         config.num_channels,
         config.hidden_size,
         config.sampling_padding_mode,
@@ -634,6 +646,7 @@ class SparseFormerPreTrainedModel(HubModel):
     supports_gradient_checkpointing = True
     auto_classes = {
         "AutoModel": "SparseFormerModel",
+        "AutoBackbone": "SparseFormerBackbone",
         "AutoModelForImageClassification": "SparseFormerForImageClassification",
         "AutoModelForSemanticSegmentation": "SparseFormerForSemanticSegmentation",
     }
@@ -654,6 +667,7 @@ class SparseFormerPreTrainedModel(HubModel):
         r"^text_(model|projection)\.",
         r"^logit_(scale|bias)$",
         r"^(model\.)?(language_model|multi_modal_projector|lm_head)\.",
+        r"^feature_maps\.",
     ]
 
     @classmethod
@@ -749,6 +763,12 @@ class SparseFormerPreTrainedModel(HubModel):
             init.zeros_(module.head.bias)
         elif isinstance(module, SparseFormerPoolingHead):
             init.normal_(module.probe)
+        elif isinstance(module, MapUpsampler):
+            for convolution in module.modules():
+                if isinstance(convolution, nn.Conv2d):
+                    init.kaiming_normal_(convolution.weight)
+                    init.zeros_(convolution.bias)
+            init.zeros_(module.out_proj.weight)
         elif isinstance(module, SegmentationHead):
             init.trunc_normal_(module.query.weight, std=std)
             init.zeros_(module.query.bias)
@@ -846,7 +866,8 @@ class SparseFormerPreTrainedModel(HubModel):
         for name in (*fields, "token_grid", "placement_grid", *counts):
             setattr(config, name, getattr(placed, name))
         config.calibration = None
-        base.stem, base.placement = CellPyramid(config.patch_size), placement_of(config).to(latents.token_embedding)
+        base.stem = CellPyramid(pair(config.patch_size))
+        base.placement = placement_of(config).to(latents.token_embedding)
         base.placement.apply(self._init_weights)
 
     @classmethod
@@ -927,10 +948,9 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         if config.patch_size is None:
             self.stem = SparseFormerStem(config)
         elif config.placement == "content":
-            self.stem = CellPyramid(config.patch_size)
-            self.placement = placement_of(config)
+            self.stem, self.placement = CellPyramid(pair(config.patch_size)), placement_of(config)
         else:
-            self.stem = GridImage(config.patch_size)
+            self.stem = GridImage(pair(config.patch_size))
         self.latents = SparseFormerLatents(config)
 
         iterations, blocks = config.num_focusing_iterations, config.num_hidden_layers
@@ -1196,13 +1216,96 @@ class SparseFormerForImageClassification(GenericForImageClassification, SparseFo
         )
 
 
+def check_places(config: SparseFormerConfig):
+    """Raise a ValueError unless tokens end at places of their own, which a map needs."""
+    steps = (*config.focusing_steps, *config.final_focusing_steps)
+    if config.patch_size is None and "roi_adjustment" not in steps:
+        raise ValueError(f"Tokens are placed by their RoIs, and no step of {list(steps)} adjusts any.")
+
+
+class SparseFormerBackbone(BackboneMixin, SparseFormerPreTrainedModel):
+    """SparseFormer as a backbone: feature maps at its teacher's own grid, whatever the number of tokens, in the place
+    of Transformers' `Dinov2Backbone` and the like.
+
+    A cell of a map has the state of the token whose RoI covers it, or the mean of several (`shares_of_tokens`); with
+    `upsampler_hidden_size`, convolutions that see the image refine it. With a token for each patch of its teacher, it
+    is the teacher's own map before any training.
+
+    It loads from what any SparseFormer was saved to, for example a bootstrapped classifier:
+    `SparseFormerBackbone.from_pretrained(folder, out_features=["stage4", "stage8"])`. Heads of Transformers take its
+    configuration as `backbone_config`, see docs/dense_features.md.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [
+        *SparseFormerPreTrainedModel._keys_to_ignore_on_load_unexpected,
+        r"^(classifier|visual_projection|decode_head)\.",
+    ]
+
+    def __init__(self, config: SparseFormerConfig):
+        check_places(config)
+        super().__init__(config)
+        self.num_features = [config.hidden_size] * len(config.stage_names)
+        self.sparseformer = SparseFormerModel(config)
+        self.feature_maps = FeatureMaps(config)
+        self.post_init()
+
+    @can_return_tuple
+    @filter_output_hidden_states
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        num_tokens: int | None = None,
+        output_rois: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SparseFormerBackboneOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
+                Normalized images of any size from `feature_stride` on.
+            num_tokens (`int`, *optional*): As of `SparseFormerModel.forward`.
+            output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
+            kwargs: Passed to `SparseFormerModel.forward`.
+
+        Returns:
+            `SparseFormerBackboneOutput`: `feature_maps`, of each layer of `out_features` `(batch, hidden_size,
+            height / stride, width / stride)`, rounded down, where the stride is `feature_stride`, divided by the
+            layer's `feature_scales`, or as `reshape_hidden_states` says. All are spread by the last RoIs.
+
+        Raises:
+            ValueError: if the images have other channels or are smaller than a cell, or `num_tokens` does not fit.
+        """
+        kwargs |= {"output_rois": True, "return_dict": True}
+        outputs = self.sparseformer(pixel_values, num_tokens=num_tokens, **kwargs)
+        norm = self.sparseformer.layernorm if self.config.apply_layernorm else None
+        places = outputs.hidden_states, outputs.rois[-1], pixel_values
+        maps, _ = self.feature_maps(*places, norm, self.out_features)
+        if not self.config.reshape_hidden_states:
+            maps = tuple(map(self.in_a_row, maps, (outputs.hidden_states[index] for index in self.out_indices)))
+        return SparseFormerBackboneOutput(
+            feature_maps=maps,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            rois=outputs.rois if output_rois else None,
+            sampling_points=outputs.sampling_points if output_rois else None,
+            focusing_hidden_states=outputs.focusing_hidden_states,
+        )
+
+    def in_a_row(self, features: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """A map `(batch, hidden_size, rows, columns)` behind [CLS] or the mean token of the states that it is of."""
+        front = states[:, :1] if self.config.use_cls_token else states.mean(dim=1, keepdim=True)
+        front = self.sparseformer.layernorm(front) if self.config.apply_layernorm else front
+        return torch.cat([front, features.flatten(2).mT], dim=1)
+
+
 # Arguments of `from_pretrained` that say where a checkpoint lies.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
     """SparseFormer with a class for every pixel: scores of each latent token, spread over the image by its RoI and
-    likeness (section 4.1 of the bootstrapping paper; `SegmentationHead` says what that leaves open).
+    likeness (section 4.1 of the bootstrapping paper; `SegmentationHead` says what that leaves open). With
+    `decoder_type="linear"`, a linear classifier of its feature maps, see `SparseFormerBackbone`, side by side where
+    `out_features` names several.
 
     With 256 latent tokens, 512 x 512 pixels and 150 classes, base has 65.4 M parameters and 25.4 G
     multiply-accumulates, large 213.5 M and 66.3 G. Table 5 prints 68 M and 36 G, 216 M and 77 G, which the paper's
@@ -1217,13 +1320,12 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
     accepts_loss_kwargs = False
 
     def __init__(self, config: SparseFormerConfig):
-        steps = (*config.focusing_steps, *config.final_focusing_steps)
-        if config.patch_size is None and "roi_adjustment" not in steps:
-            raise ValueError(f"Tokens are placed by their RoIs, and no step of {list(steps)} adjusts any.")
+        check_places(config)
         super().__init__(config)
         self.num_labels = config.num_labels
         self.sparseformer = SparseFormerModel(config)
-        self.decode_head = SegmentationHead(config)
+        self.feature_maps = FeatureMaps(config) if config.decoder_type == "linear" else None
+        self.decode_head = (SegmentationHead if self.feature_maps is None else LinearDecoder)(config)
         self.post_init()
 
     @classmethod
@@ -1276,8 +1378,8 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
 
         Returns:
             `SparseFormerSemanticSegmenterOutput`: `loss`, the mean over the pixels that count, and `(batch,
-            num_labels, height / 4, width / 4)` `logits`, rounded up; the image processor's
-            `post_process_semantic_segmentation` makes maps of them.
+            num_labels, height / 4, width / 4)` `logits`, rounded up, or of a linear decoder at the grid of the last
+            of the feature maps; the image processor's `post_process_semantic_segmentation` makes maps of them.
 
         Raises:
             ValueError: if the labels are of another size than the images, or no classes of the model.
@@ -1288,10 +1390,20 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
                 f"{' x '.join(map(str, pixel_values.shape[-2:]))}; expected the same size. Prepare both with the "
                 "model's AutoImageProcessor: `processor(images, masks)`."
             )
-        kwargs |= {"output_rois": True, "output_stem_features": True, "return_dict": True}
-        outputs = self.sparseformer(pixel_values, **kwargs)
-        tokens = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]
-        logits, token_maps = self.decode_head(tokens, outputs.rois[-1], outputs.stem_features)
+        kwargs |= {"output_rois": True, "return_dict": True}
+        if self.feature_maps is None:
+            outputs = self.sparseformer(pixel_values, output_stem_features=True, **kwargs)
+            tokens = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]
+            logits, token_maps = self.decode_head(tokens, outputs.rois[-1], outputs.stem_features)
+        else:
+            returns_states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
+            outputs = self.sparseformer(pixel_values, **kwargs | {"output_hidden_states": True})
+            norm = self.sparseformer.layernorm if self.config.apply_layernorm else None
+            places = outputs.hidden_states, outputs.rois[-1], pixel_values
+            maps, token_maps = self.feature_maps(*places, norm, self.config.out_features)
+            logits = self.decode_head(maps)
+            if not returns_states:
+                outputs.hidden_states = None
         loss = None
         if labels is not None:
             ignored = self.config.semantic_loss_ignore_index
@@ -1356,6 +1468,7 @@ class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
 __all__ = [
     "SparseFormerConfig",
     "SparseFormerModel",
+    "SparseFormerBackbone",
     "SparseFormerForImageClassification",
     "SparseFormerForSemanticSegmentation",
     "SparseFormerPreTrainedModel",

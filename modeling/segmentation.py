@@ -98,6 +98,23 @@ class SegmentationHead(nn.Module):
         return logits.unflatten(-1, size), shares.unflatten(-1, size)
 
 
+class LinearDecoder(nn.Module):
+    """Class scores of each cell of feature maps, side by side, by a linear layer."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.classifier = nn.Linear(len(config.out_features) * config.hidden_size, config.num_labels)
+
+    def forward(self, maps: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """`(batch, hidden_size, rows, columns)` each to `(batch, num_labels, rows, columns)`, of the last's size."""
+        size = maps[-1].shape[-2:]
+        maps = [
+            features if features.shape[-2:] == size else F.interpolate(features, size, mode="bilinear")
+            for features in maps
+        ]
+        return self.classifier(torch.cat(maps, dim=1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 def semantic_segmentation_loss(
     logits: torch.Tensor, labels: torch.Tensor, num_labels: int, ignore_index: int = 255
 ) -> torch.Tensor:

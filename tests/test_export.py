@@ -169,6 +169,23 @@ def test_pickled_programs_need_a_yes(command, write, photograph, capsys):
     assert main([*words, "--trust-remote-code"]) == 0
 
 
+def test_a_backbones_program_computes_its_maps(folder, photograph, tmp_path, monkeypatch, capsys):
+    """All of them; the lines of the card run."""
+    model = frugalvit.SparseFormerBackbone.from_pretrained(folder, out_indices=[0, 1])
+    model.save_pretrained(tmp_path / "backbone")
+    output = tmp_path / "program"
+    assert main(["export", str(tmp_path / "backbone"), "--format", "onnx", "--output", str(output), *FEW]) == 0
+    part = Part(model.eval(), "model")
+    found, expected = ExportedModule(output)(**part.example(3)), part(**part.example(3))
+    torch.testing.assert_close(found["feature_maps"], expected["feature_maps"], atol=1e-4, rtol=1e-4)
+    assert json.loads((output / "report.json").read_text())["parts"]["model"]["min_cosine"] > 0.9999
+    lines = (output / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(output)
+    capsys.readouterr()
+    exec(lines.replace("photo.jpg", str(photograph)), {})
+    assert capsys.readouterr().out == "(1, 32, 8, 8) (1, 32, 8, 8)\n"
+
+
 @pytest.mark.parametrize("name, factor", [("onnx", 1e20), ("openvino", float("nan"))])
 def test_broken_models_pass_no_gate(name, factor, folder, tmp_path, capsys):
     """Their 8 bits are nothing that anyone would want, and nothing is written."""

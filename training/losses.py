@@ -1,5 +1,6 @@
 """What recipes minimize, as modules."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -110,4 +111,45 @@ class AlignmentLoss(nn.Module):
         return loss
 
 
-__all__ = ["AlignmentLoss", "Targets"]
+class MapAlignmentLoss(nn.Module):
+    """How far feature maps are from a teacher's, averaged over cells and layers: 1 minus the cosine, and the squared
+    log of how many times as long the student's vectors are, as heads that read the teacher see lengths, too.
+
+    Args:
+        scale_weight (`float`, *optional*, defaults to 0.1): Of the lengths.
+    """
+
+    def __init__(self, scale_weight: float = 0.1):
+        super().__init__()
+        self.scale_weight = scale_weight
+
+    def forward(self, maps: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss, a scalar in float32.
+
+        Args:
+            maps (sequence of `torch.Tensor`): Of a `SparseFormerBackbone`, `(batch, channels, rows, columns)` a layer.
+            targets (sequence of `torch.Tensor`):
+                The teacher's of the same layers and images, see `Anatomy.feature_maps`. Of larger images they have
+                more cells; the student's are interpolated between.
+
+        Raises:
+            ValueError: if they are not as many, or differ in batch or channels.
+        """
+        shapes = [[tuple(each.shape[:2]) for each in several] for several in (maps, targets)]
+        if not maps or shapes[0] != shapes[1]:
+            raise ValueError(
+                f"Got maps of batch and channels {shapes[0]} for a teacher's of {shapes[1]}; expected the same, one "
+                "for each layer."
+            )
+        losses = []
+        for found, target in zip(maps, targets, strict=True):
+            found, target = found.float(), target.float()
+            if found.shape != target.shape:
+                found = F.interpolate(found, target.shape[-2:], mode="bilinear")
+            lengths = [features.norm(dim=1).clamp(min=1e-6).log() for features in (found, target)]
+            scale = (lengths[0] - lengths[1]).square().mean()
+            losses.append((1 - F.cosine_similarity(found, target)).mean() + self.scale_weight * scale)
+        return torch.stack(losses).mean()
+
+
+__all__ = ["AlignmentLoss", "MapAlignmentLoss", "Targets"]

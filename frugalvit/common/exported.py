@@ -92,6 +92,7 @@ class ExportedOutput(ModelOutput):
         image_embeds, text_embeds (`torch.FloatTensor`): `(batch, projection_dim)`, of a CLIP with norm 1.
         pooler_output, last_hidden_state (`torch.FloatTensor`): As of the model.
         image_features (`torch.FloatTensor`): `(batch, tokens, width)`, what a LLaVA's language model reads.
+        feature_maps (`tuple`): As of `SparseFormerBackbone`.
         rois, sampling_points (`tuple`): As of `SparseFormerModel`.
     """
 
@@ -101,6 +102,7 @@ class ExportedOutput(ModelOutput):
     pooler_output: torch.FloatTensor | None = None
     last_hidden_state: torch.FloatTensor | None = None
     image_features: torch.FloatTensor | None = None
+    feature_maps: tuple[torch.FloatTensor, ...] | None = None
     rois: tuple[torch.FloatTensor, ...] | None = None
     sampling_points: tuple[torch.FloatTensor, ...] | None = None
 

@@ -7,7 +7,7 @@ itself, as equal names do not make equal computations.
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
@@ -555,6 +555,15 @@ class Anatomy:
     def patch_tokens(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """The patches' tokens after the last block, normalized if the model does, `(batch, patches, hidden_size)`."""
         return self.normalize(self.states(pixel_values)[-1])[:, self.num_prefix_tokens :]
+
+    def feature_maps(
+        self, pixel_values: torch.Tensor, layers: Sequence[int] = (-1,), normalized: bool = True
+    ) -> list[torch.Tensor]:
+        """The patches' tokens where they lie in the image, `(batch, hidden_size, rows, columns)`, before the first
+        block, layer 0, and after each; normalized by the final norm, if there is one."""
+        states = self.states(pixel_values)
+        chosen = [self.normalize(states[layer]) if normalized else states[layer] for layer in layers]
+        return [each[:, self.num_prefix_tokens :].mT.unflatten(-1, self.grid) for each in chosen]
 
     def normalize(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens after the last block, by the final norm, if there is one."""

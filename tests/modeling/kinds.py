@@ -62,6 +62,7 @@ SPARSEFORMER = {
     "num_hidden_layers": 3,
     "drop_path_rate": 0.0,
     "projection_dim": 16,
+    "upsampler_hidden_size": 8,
     "decoder_hidden_size": 32,
 }
 SPARSEFORMERS = (
@@ -70,8 +71,9 @@ SPARSEFORMERS = (
     frugalvit.SparseFormerVisionModel,
     frugalvit.SparseFormerVisionModelWithProjection,
     frugalvit.SparseFormerForSemanticSegmentation,
+    frugalvit.SparseFormerBackbone,
 )
-SPARSEFORMER_FILES = {"context_broadcast.py", "placement.py", "pyramid.py", "segmentation.py"}
+SPARSEFORMER_FILES = {"context_broadcast.py", "dense.py", "placement.py", "pyramid.py", "segmentation.py"}
 # What tells the generations of SparseFormer apart is left as it is.
 KINDS = {
     "bootstrapped": Kind(
@@ -99,7 +101,7 @@ KINDS = {
             **SPARSEFORMER,
             **{"num_latent_tokens": 10, "patch_size": 4, "placement": "content", "placement_rule": "learned"},
         },
-        SPARSEFORMERS[:2],
+        (*SPARSEFORMERS[:2], frugalvit.SparseFormerBackbone),
         one_program=False,
         files=SPARSEFORMER_FILES,
     ),

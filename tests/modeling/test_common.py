@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from transformers.backbone_utils import BackboneMixin
 from transformers.models.auto import modeling_auto
 
 import frugalvit
@@ -72,6 +73,7 @@ def import_common_tests(name: str) -> types.ModuleType:
 common = import_common_tests("test_modeling_common")
 with mock.patch("transformers.utils.direct_transformers_import"):  # wants `tests/__init__.py`, for other models
     configuration_common = import_common_tests("test_configuration_common")
+backbone_common = import_common_tests("test_backbone_common")
 
 
 class ModelTesterMixin(common.ModelTesterMixin):
@@ -142,11 +144,12 @@ class CommonTests:
 
     @property
     def all_model_classes(self):
-        return KINDS[self.kind].classes
+        # Backbones have common tests of their own.
+        return tuple(each for each in KINDS[self.kind].classes if not issubclass(each, BackboneMixin))
 
     def setUp(self):
         # The tests choose inputs and what they skip by the names in these tables.
-        names = [model_class.__name__ for model_class in KINDS[self.kind].classes]
+        names = [model_class.__name__ for model_class in self.all_model_classes]
         family = KINDS[self.kind].config_class.model_type
         tasks = {
             "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": "ForImageClassification",
@@ -202,6 +205,19 @@ class PatchesCommonTest(OtherGeneration, ModelTesterMixin, unittest.TestCase):
 class V1CommonTest(OtherGeneration, ModelTesterMixin, unittest.TestCase):
     # More heads than flash and flex attention can do, as in the published models.
     kind = "v1"
+
+
+class BackboneCommonTest(backbone_common.BackboneTesterMixin, unittest.TestCase):
+    kind = "bootstrapped"
+    all_model_classes = (frugalvit.SparseFormerBackbone,)
+    config_class = frugalvit.SparseFormerConfig
+
+    def setUp(self):
+        self.model_tester = ModelTester(self)
+
+
+class PatchesBackboneCommonTest(BackboneCommonTest):
+    kind = "patches"
 
 
 @images_alone

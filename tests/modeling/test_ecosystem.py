@@ -320,7 +320,10 @@ class TestOutputs:
             as_tuple = model(pixel_values, return_dict=False, output_hidden_states=True)
             outputs = model(pixel_values, output_hidden_states=True).to_tuple()
             assert isinstance(as_tuple, tuple) and len(as_tuple) == len(outputs)
-            assert torch.equal(as_tuple[0], outputs[0])
+            first = [
+                values[0] if isinstance(values[0], torch.Tensor) else values[0][0] for values in (as_tuple, outputs)
+            ]
+            assert torch.equal(*first)
 
     @torch.no_grad()
     def test_configured_outputs(self, kind, make_config, pixel_values):

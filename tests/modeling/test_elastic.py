@@ -33,6 +33,8 @@ def elastic(request, make_model):
 
 
 def first(outputs) -> torch.Tensor:
+    if "feature_maps" in outputs:
+        return outputs.feature_maps[-1]
     return outputs.logits if "logits" in outputs else outputs[0]
 
 

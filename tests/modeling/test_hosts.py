@@ -316,6 +316,18 @@ class TestInheritedStarts:
                 embedding = outputs.get("image_embeds", outputs.get("pooler_output"))
                 assert difference(embedding, teacher.embed(small)) < TOLERANCE
 
+    @torch.no_grad()
+    def test_with_a_token_for_each_patch_maps_are_the_teachers(self, kind, anatomy):
+        if kind is KINDS["timm-mobileclip-b"]:
+            pytest.skip("it has a convolutional stem")
+        images, layers = anatomy.example(), [0, 1, len(anatomy.blocks)]
+        student = frugalvit.SparseFormerBackbone.from_teacher(
+            anatomy, anatomy.num_patches, focusing="inherited", out_indices=layers
+        )
+        for found, expected in zip(student(images).feature_maps, anatomy.feature_maps(images, layers), strict=True):
+            assert found.shape == (2, anatomy.hidden_size, *anatomy.grid)
+            assert difference(found, expected) < TOLERANCE
+
     def test_more_points_than_pixels_begin_as_their_means(self):
         anatomy = read_anatomy(KINDS["vit-classifier"].make())
         student = student_class(anatomy).from_teacher(anatomy, 16, focusing="inherited", patch_size=8)

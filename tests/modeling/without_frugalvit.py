@@ -54,11 +54,12 @@ def load_model(source: str, loader: str, **kwargs):
 @torch.no_grad()
 def main_output(model, pixel_values: torch.Tensor) -> torch.Tensor:
     outputs = model.eval()(pixel_values)
-    return next(
+    output = next(
         outputs[name]
-        for name in ("logits", "image_embeds", "last_hidden_state")
+        for name in ("logits", "image_embeds", "last_hidden_state", "feature_maps")
         if getattr(outputs, name, None) is not None
     )
+    return output[-1] if isinstance(output, tuple) else output
 
 
 def pipeline_computes_the_same(source: str, loader: str, model, processor) -> bool:

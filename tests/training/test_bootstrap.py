@@ -519,7 +519,7 @@ def test_an_inherited_start_trains_all_but_cells_and_classifier(teacher, tmp_pat
 def test_patches_have_more_points(teacher, tmp_path):
     inherited(teacher, tmp_path / "out", "--config-overrides", "patch_size=8", epochs=1)
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert student.config.patch_size == (8, 8)
+    assert student.config.patch_size == 8
 
 
 def test_attention_is_cached_beside_embeddings_for_all_placements(teacher, tmp_path):

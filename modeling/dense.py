@@ -1,0 +1,170 @@
+"""Feature maps from a SparseFormer's tokens: what a token holds goes to the cells that its RoI covers, and a few
+convolutions that see the image add what differs from cell to cell."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..configuration.configuration_base import pair
+from .layers import in_float32
+from .segmentation import geometric_bias
+
+
+# Pixels along a cell's side that an upsampler looks at, at most.
+MOST_POINTS = 8
+
+
+def shares_of_tokens(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """How much of each cell of a map belongs to each token.
+
+    A token has one vote, spread evenly over its RoI: of two that cover a cell, the smaller one says more. Where RoIs
+    tile the image and no edge runs through a cell, each cell belongs to one token. Cells that no RoI covers belong to
+    those nearest, as in the segmentation head of the paper (`geometric_bias`). No gradient flows into the RoIs.
+
+    Args:
+        rois (`torch.Tensor`): `(batch, tokens, 4)` as left, top, right, bottom, 0 to 1 across the image.
+        height, width (`int`): Of the map.
+
+    Returns:
+        `torch.Tensor`: `(batch, tokens, height, width)` in float32, sums to 1 over the tokens.
+    """
+    rois = in_float32(rois).detach()
+    left, top, right, bottom = rois.unsqueeze(-1).unbind(-2)
+
+    def along(one: torch.Tensor, other: torch.Tensor, cells: int) -> torch.Tensor:
+        """The share of an interval that lies in each cell, `(batch, tokens, cells)`."""
+        low, high = torch.minimum(one, other) * cells, torch.maximum(one, other) * cells
+        starts = torch.arange(cells, device=rois.device)
+        within = (torch.minimum(high, starts + 1) - torch.maximum(low, starts)).clamp(min=0)
+        return within / (high - low).clamp(min=1e-6)
+
+    votes = along(top, bottom, height).unsqueeze(-1) * along(left, right, width).unsqueeze(-2)
+    sums = votes.sum(1, keepdim=True)
+    nearest = geometric_bias(rois, height, width).softmax(1)
+    # What is less is a rounding.
+    return torch.where(sums > 1e-6, votes / sums.clamp(min=1e-6), nearest)
+
+
+def spread(states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """States of tokens, `(batch, tokens, channels)`, in the cells where they have a share, `(batch, tokens, height,
+    width)`: `(batch, channels, height, width)`."""
+    return (states.mT @ shares.flatten(2).to(states.dtype)).unflatten(-1, shares.shape[-2:])
+
+
+def place_in_token(rois: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Where cells lie in the tokens to which they belong.
+
+    Args:
+        rois (`torch.Tensor`): `(batch, tokens, 4)`.
+        shares (`torch.Tensor`): `(batch, tokens, height, width)`, see `shares_of_tokens`.
+
+    Returns:
+        `torch.Tensor`: `(batch, 4, height, width)`: how far the cell's center is from the token's, x and y, in units
+        of the token's size; and the log of that size in cells. Of several tokens, of their mean.
+    """
+    rows, columns = shares.shape[-2:]
+    left, top, right, bottom = spread(in_float32(rois).detach(), shares).unbind(1)
+    found = []
+    for low, high, cells, shape in ((left, right, columns, (1, 1, -1)), (top, bottom, rows, (1, -1, 1))):
+        size = ((high - low).abs() * cells).clamp(1e-3, 1e3)
+        centers = torch.arange(cells, device=rois.device).view(shape) + 0.5
+        found.append((((centers - (low + high) * 0.5 * cells) / size).clamp(-2, 2), size.log2()))
+    return torch.stack([found[0][0], found[1][0], found[0][1], found[1][1]], dim=1)
+
+
+class MapUpsampler(nn.Module):
+    """Adds to a map what its cells show and their tokens do not tell.
+
+    Residual convolutions of the map, the pixels of each cell and the cell's place in its token; nothing is added
+    before training. docs/dense_features.md says which ideas are whose.
+
+    Args:
+        config (`SparseFormerConfig`): `upsampler_hidden_size` is the width.
+        cell (pair of `float`): Height and width of a cell in pixels.
+    """
+
+    def __init__(self, config, cell: tuple[float, float]):
+        super().__init__()
+        width = config.upsampler_hidden_size
+        self.points = tuple(min(max(round(side), 1), MOST_POINTS) for side in cell)
+        self.read = nn.Conv2d(config.hidden_size, width, 1)
+        self.look = nn.Conv2d(config.num_channels, width, self.points, stride=self.points)
+        self.place = nn.Conv2d(4, width, 1)
+        self.convolutions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+        self.out_proj = nn.Conv2d(width, config.hidden_size, 1)
+
+    def forward(self, features: torch.Tensor, pixel_values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """A map `(batch, hidden_size, height, width)`, the image and `place_in_token` to such a map."""
+        size = tuple(cells * points for cells, points in zip(features.shape[-2:], self.points, strict=True))
+        if tuple(pixel_values.shape[-2:]) != size:
+            pixel_values = F.interpolate(in_float32(pixel_values), size, mode="bilinear", antialias=True)
+        # Layers differ in how large their features are.
+        channels_last = features.permute(0, 2, 3, 1)
+        normed = F.layer_norm(channels_last, channels_last.shape[-1:]).permute(0, 3, 1, 2)
+        hidden = self.read(normed) + self.look(pixel_values.to(features.dtype)) + self.place(places.to(features.dtype))
+        for convolution in self.convolutions:
+            hidden = hidden + convolution(F.gelu(hidden))
+        return features + self.out_proj(F.gelu(hidden))
+
+
+class FeatureMaps(nn.Module):
+    """Maps of the layers that a configuration names, each with an upsampler where it has one."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.stride, self.stage_names = pair(config.feature_stride), tuple(config.stage_names)
+        self.num_prefix_tokens = config.num_prefix_tokens
+        names, scales = config.out_features, config.feature_scales or [1] * len(config.out_features)
+        self.scales = dict(zip(names, scales, strict=True))
+        cells = {name: tuple(side / scale for side in self.stride) for name, scale in self.scales.items()}
+        width = config.upsampler_hidden_size
+        self.upsamplers = nn.ModuleDict({name: MapUpsampler(config, cells[name]) for name in names} if width else {})
+
+    def size_of(self, pixel_values: torch.Tensor, scale: float = 1) -> tuple[int, int]:
+        """Height and width of a map of images.
+
+        Raises:
+            ValueError: if the images are smaller than a cell of the teacher's grid.
+        """
+        height, width = pixel_values.shape[-2:]
+        rows, columns = self.stride
+        if height < rows or width < columns:
+            raise ValueError(
+                f"Got an image of {height} x {width} pixels, expected at least {rows} x {columns}, a cell of the "
+                "feature map. Resize it first."
+            )
+        cells = (height // rows, width // columns)
+        return cells if scale == 1 else tuple(max(int(count * scale), 1) for count in cells)
+
+    def forward(
+        self,
+        hidden_states: tuple[torch.Tensor, ...],
+        rois: torch.Tensor,
+        pixel_values: torch.Tensor,
+        norm: nn.Module | None,
+        names: list[str],
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """
+        Args:
+            hidden_states (`tuple` of `torch.Tensor`):
+                `(batch, prefix + tokens, hidden_size)` before the first block of the cortex and after each.
+            rois (`torch.Tensor`): `(batch, tokens, 4)`.
+            pixel_values (`torch.Tensor`): `(batch, channels, height, width)`.
+            norm (`nn.Module`, *optional*): Of the tokens of every layer.
+            names (`list[str]`): The layers; those that the configuration did not name have no scale or upsampler.
+
+        Returns:
+            The maps, `(batch, hidden_size, rows, columns)` each, and the share of each token in each cell of the last.
+        """
+        maps, shares_by_size = [], {}
+        for name in names:
+            size = self.size_of(pixel_values, self.scales.get(name, 1))
+            if size not in shares_by_size:
+                shares_by_size[size] = shares_of_tokens(rois, *size)
+            shares, states = shares_by_size[size], hidden_states[self.stage_names.index(name)]
+            states = states[:, self.num_prefix_tokens :]
+            features = spread(states if norm is None else norm(states), shares)
+            if name in self.upsamplers:
+                features = self.upsamplers[name](features, pixel_values, place_in_token(rois, shares))
+            maps.append(features)
+        return tuple(maps), shares

@@ -1,0 +1,454 @@
+"""Feature maps of few tokens: where they lie, that they are the teacher's where there is a token for each patch, and
+the heads that take them."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers.backbone_utils import load_backbone
+from vision_transformers import KINDS, of_transformers
+
+from frugalvit import (
+    SparseFormerBackbone,
+    SparseFormerConfig,
+    SparseFormerForImageClassification,
+    SparseFormerForSemanticSegmentation,
+    swap_backbone,
+)
+from frugalvit.modeling.dense import place_in_token, shares_of_tokens, spread
+from frugalvit.modeling.pyramid import grid_rois
+
+
+FIELDS = {
+    **{"image_size": 64, "patch_size": 8, "num_latent_tokens": 16, "hidden_size": 32, "num_hidden_layers": 4},
+    **{"num_attention_heads": 2, "num_labels": 3},
+}
+
+
+def make(model_class=SparseFormerBackbone, seed: int = 0, **fields):
+    """A small model in evaluation mode whose weights are no longer initial."""
+    torch.manual_seed(seed)
+    model = model_class(SparseFormerConfig(**FIELDS | fields)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("initial_rois"):
+                parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def images(*size: int) -> torch.Tensor:
+    return torch.randn(2, 3, *(size or (64, 64)), generator=torch.Generator().manual_seed(0))
+
+
+class TestShares:
+    @given(st.tuples(st.integers(1, 5), st.integers(1, 5)), st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    def test_cells_within_a_tile_are_its_own(self, tiles, cells):
+        """Exactly, whatever the edges round to."""
+        size = tuple(count * each for count, each in zip(tiles, cells, strict=True))
+        shares = shares_of_tokens(grid_rois(tiles).unsqueeze(0), *size)
+        owner = torch.arange(tiles[0] * tiles[1]).view(tiles).repeat_interleave(cells[0], 0)
+        expected = nn.functional.one_hot(owner.repeat_interleave(cells[1], 1)).permute(2, 0, 1).float()
+        torch.testing.assert_close(shares[0], expected, atol=1e-5, rtol=0)
+
+    def test_cells_on_an_edge_are_shared_by_what_lies_in_them(self):
+        shares = shares_of_tokens(grid_rois((1, 2)).unsqueeze(0), 2, 5)
+        expected = torch.tensor([1, 1, 0.5, 0, 0]).expand(2, -1)
+        torch.testing.assert_close(shares[0], torch.stack([expected, 1 - expected]), atol=1e-5, rtol=0)
+
+    def test_the_smaller_of_two_says_more(self):
+        rois = torch.tensor([[[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.5, 0.5]]])
+        shares = shares_of_tokens(rois, 4, 4)[0]
+        torch.testing.assert_close(shares[:, 0, 0], torch.tensor([0.2, 0.8]))
+        torch.testing.assert_close(shares[:, 3, 3], torch.tensor([1.0, 0.0]))
+
+    def test_what_nobody_covers_is_the_nearests(self):
+        rois = torch.tensor([[[0.0, 0.0, 0.25, 0.25], [0.75, 0.0, 1.0, 0.25]]])
+        shares = shares_of_tokens(rois, 8, 8)[0]
+        assert shares[0, 7, 0] > 0.99 and shares[1, 7, 7] > 0.99
+        torch.testing.assert_close(shares.sum(0), torch.ones(8, 8))
+
+    @pytest.mark.parametrize(
+        "roi", [[0.3, 0.6, 0.3, 0.6], [0.7, 0.8, 0.2, 0.1], [-1e6, -1e6, -1e6, -1e6], [1e8, 0, 1e8, 1]]
+    )
+    def test_degenerate_rois_are_finite(self, roi):
+        rois = torch.tensor([[roi, [0.0, 0.0, 0.5, 1.0]]])
+        shares = shares_of_tokens(rois, 6, 9)
+        torch.testing.assert_close(shares.sum(1), torch.ones(1, 6, 9))
+        assert place_in_token(rois, shares).isfinite().all()
+        reverse = shares_of_tokens(rois[..., [2, 3, 0, 1]], 6, 9)
+        torch.testing.assert_close(reverse, shares)
+
+    def test_cells_know_their_place_in_a_token(self):
+        rois = grid_rois((2, 1)).unsqueeze(0)
+        places = place_in_token(rois, shares_of_tokens(rois, 4, 2))[0]
+        torch.testing.assert_close(places[:, 2, 1], torch.tensor([0.25, -0.25, 1.0, 1.0]))
+
+
+class TestMaps:
+    @pytest.mark.parametrize(
+        ("name", "backbone_class"),
+        [
+            ("dinov2", "Dinov2Backbone"),
+            ("dinov2-registers", "Dinov2WithRegistersBackbone"),
+            ("dinov3", "DINOv3ViTBackbone"),
+        ],
+    )
+    @torch.no_grad()
+    def test_with_a_token_for_each_patch_they_are_transformers_own(self, name, backbone_class):
+        teacher = KINDS[name].make()
+        teacher.config.out_indices = [0, 2, 3]
+        reference = getattr(transformers, backbone_class)(teacher.config).eval()
+        reference.load_state_dict(teacher.state_dict())
+        own = SparseFormerBackbone.from_teacher(
+            teacher, 64, focusing="inherited", out_indices=[0, 2, 3], upsampler_hidden_size=8
+        )
+        pixel_values = images(32, 32)
+        expected = reference(pixel_values).feature_maps
+        torch.testing.assert_close(own(pixel_values).feature_maps, expected, atol=1e-4, rtol=1e-4)
+        own.place_by_content()
+        torch.testing.assert_close(own(pixel_values).feature_maps, expected, atol=1e-4, rtol=1e-4)
+
+    @torch.no_grad()
+    def test_without_the_norm_they_are_hidden_states(self):
+        teacher = KINDS["vit"].make()
+        own = SparseFormerBackbone.from_teacher(
+            teacher, 64, focusing="inherited", out_indices=[1, 3], apply_layernorm=False
+        )
+        states = teacher(images(32, 32), output_hidden_states=True).hidden_states
+        for found, index in zip(own(images(32, 32)).feature_maps, (1, 3), strict=True):
+            expected = states[index][:, 1:].mT.unflatten(-1, (8, 8))
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("fields", [{}, {"placement": "content"}, {"patch_size": None}], ids=str)
+    @pytest.mark.parametrize("size", [(64, 64), (40, 72), (47, 35), (8, 8)])
+    @torch.no_grad()
+    def test_images_of_any_size_have_maps_at_the_teachers_grid(self, fields, size):
+        model = make(feature_stride=8, out_indices=[1, -1], **fields)
+        for count in (4, None):
+            maps = model(images(*size), num_tokens=count).feature_maps
+            assert [each.shape for each in maps] == [(2, 32, size[0] // 8, size[1] // 8)] * 2
+            assert all(each.isfinite().all() for each in maps)
+
+    @torch.no_grad()
+    def test_a_cell_has_the_state_of_the_token_that_covers_it(self):
+        model = make()
+        outputs = model(images(), output_hidden_states=True)
+        tokens = model.sparseformer.layernorm(outputs.hidden_states[-1][:, 1:])
+        expected = tokens.mT.unflatten(-1, (4, 4)).repeat_interleave(2, -1).repeat_interleave(2, -2)
+        torch.testing.assert_close(outputs.feature_maps[0], expected, atol=1e-5, rtol=1e-4)
+
+    @torch.no_grad()
+    def test_content_is_finest_where_its_tokens_are(self):
+        model = make(placement="content")
+        pixel_values = torch.zeros(1, 3, 64, 64)
+        pixel_values[:, :, 32:, 32:] = images(32, 32)[:1]
+        outputs = model(pixel_values, output_rois=True)
+        assert not outputs.feature_maps[0][..., :4, :4].std((-1, -2)).gt(1e-5).any()
+        assert outputs.feature_maps[0][..., 4:, 4:].std((-1, -2)).gt(1e-3).all()
+
+    @torch.no_grad()
+    def test_scales_give_several_strides(self):
+        model = make(feature_scales=[4, 2, 1, 0.5])
+        assert model.out_features == ["stage1", "stage2", "stage3", "stage4"]
+        maps = model(images(64, 32)).feature_maps
+        assert [tuple(each.shape[-2:]) for each in maps] == [(32, 16), (16, 8), (8, 4), (4, 2)]
+        coarse = nn.functional.avg_pool2d(maps[0], 4)
+        same = make(out_indices=[1])(images(64, 32)).feature_maps[0]
+        torch.testing.assert_close(coarse, same, atol=1e-5, rtol=1e-4)
+
+    @torch.no_grad()
+    def test_in_a_row_cells_follow_the_class_token(self):
+        outputs = make(reshape_hidden_states=False)(images(), output_hidden_states=True)
+        expected = make()(images()).feature_maps[0].flatten(2).mT
+        torch.testing.assert_close(outputs.feature_maps[0][:, 1:], expected)
+        assert outputs.feature_maps[0].shape == (2, 65, 32)
+
+    def test_gradients_reach_every_block_but_not_the_rois(self):
+        model = make(upsampler_hidden_size=4, patch_size=None).train()
+        model(images()).feature_maps[0].sum().backward()
+        assert all(
+            any(p.grad is not None and p.grad.any() for p in layer.parameters()) for layer in model.sparseformer.layers
+        )
+        rois = torch.rand(1, 3, 4, requires_grad=True)
+        assert not spread(torch.rand(1, 3, 2), shares_of_tokens(rois, 4, 4)).requires_grad
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+    def test_a_large_image_needs_less_than_1_5_gb(self):
+        # Started processes inherit the peak of those that start them.
+        program = (
+            "import re, torch\n"
+            "open('/proc/self/clear_refs', 'w').write('5')\n"
+            "from frugalvit import SparseFormerBackbone, SparseFormerConfig\n"
+            "sizes = {'patch_size': 14, 'hidden_size': 384, 'num_hidden_layers': 12, 'out_indices': [3, 6, 9, 12]}\n"
+            "few = {'num_latent_tokens': 1024, 'placement': 'content', 'upsampler_hidden_size': 64}\n"
+            "model = SparseFormerBackbone(SparseFormerConfig(image_size=[720, 1280], **sizes, **few)).eval()\n"
+            "with torch.no_grad(): maps = model(torch.zeros(1, 3, 720, 1280)).feature_maps\n"
+            "assert [each.shape for each in maps] == [(1, 384, 51, 91)] * 4\n"
+            "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])\n"
+        )
+        output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        assert 0.3e9 < int(output) * 1024 < 1.5e9
+
+
+class TestUpsampler:
+    @torch.no_grad()
+    def test_adds_nothing_at_first_and_sees_the_image_later(self):
+        plain = make(out_indices=[2, 4])
+        torch.manual_seed(1)
+        model = SparseFormerBackbone(
+            plain.config.from_dict(plain.config.to_dict() | {"upsampler_hidden_size": 8})
+        ).eval()
+        model.sparseformer.load_state_dict(plain.sparseformer.state_dict())
+        expected = plain(images()).feature_maps
+        for found, before in zip(model(images()).feature_maps, expected, strict=True):
+            torch.testing.assert_close(found, before, atol=0, rtol=0)
+        for upsampler in model.feature_maps.upsamplers.values():
+            nn.init.normal_(upsampler.out_proj.weight)
+        found = model(images()).feature_maps[0]
+        inside = found.unflatten(-1, (4, 2)).unflatten(-3, (4, 2))
+        before = expected[0].unflatten(-1, (4, 2)).unflatten(-3, (4, 2))
+        assert inside.std((-1, -3)).min() > 0.01 > before.std((-1, -3)).median()
+
+    def test_learns_what_tokens_do_not_tell(self):
+        """Where the target is the mean pixel of each cell."""
+        torch.manual_seed(0)
+        model = SparseFormerBackbone(SparseFormerConfig(**FIELDS | {"upsampler_hidden_size": 8}))
+        model.sparseformer.requires_grad_(False)
+        pixel_values = images().repeat_interleave(2, -1)[..., :64]
+        target = nn.functional.avg_pool2d(pixel_values, 8).mean(1, keepdim=True).expand(-1, 32, -1, -1)
+        optimizer, losses = torch.optim.Adam(model.feature_maps.parameters(), 1e-2), []
+        before = model(pixel_values).feature_maps[0].detach()
+        for _ in range(40):
+            loss = (model(pixel_values).feature_maps[0] - before - target).square().mean()
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert losses[-1] < 0.3 * losses[0]
+
+
+class TestLoading:
+    @torch.no_grad()
+    def test_a_classifiers_folder_is_one_of_a_backbone(self, tmp_path):
+        classifier = make(SparseFormerForImageClassification)
+        classifier.save_pretrained(tmp_path)
+        backbone, report = SparseFormerBackbone.from_pretrained(
+            tmp_path, out_features=["stage2", "stage4"], upsampler_hidden_size=4, output_loading_info=True
+        )
+        assert not report["unexpected_keys"] and all("upsamplers" in key for key in report["missing_keys"])
+        maps = backbone(images()).feature_maps
+        states = classifier(images(), output_hidden_states=True, output_tokens=True, output_rois=True)
+        for found, index in zip(maps, (2, 4), strict=True):
+            tokens = classifier.base_model.layernorm(states.hidden_states[index][:, 1:])
+            torch.testing.assert_close(found, spread(tokens, shares_of_tokens(states.rois[-1], 8, 8)))
+        # What a dense backbone learned stays, also under a decoder.
+        for parameter in backbone.feature_maps.parameters():
+            nn.init.normal_(parameter)
+        backbone.save_pretrained(tmp_path / "backbone")
+        again = SparseFormerBackbone.from_pretrained(tmp_path / "backbone")
+        assert again.out_features == ["stage2", "stage4"]
+        segmenter = SparseFormerForSemanticSegmentation.from_pretrained(tmp_path / "backbone", decoder_type="linear")
+        expected = backbone(images()).feature_maps
+        torch.testing.assert_close(again(images()).feature_maps, expected)
+        decoded = segmenter.decode_head(expected)
+        torch.testing.assert_close(segmenter(images()).logits, decoded)
+        assert decoded.shape == (2, 3, 8, 8)
+
+    def test_configurations_name_layers_where_they_are_not_the_last(self):
+        assert not {"out_features", "out_indices"} & {*SparseFormerConfig(**FIELDS).to_dict()}
+        config = SparseFormerConfig(**FIELDS | {"out_indices": [0, -2]})
+        assert config.out_features == ["stem", "stage3"]
+        assert SparseFormerConfig.from_dict(config.to_dict()).out_indices == config.out_indices
+        assert isinstance(transformers.AutoBackbone.from_config(config), SparseFormerBackbone)
+
+    @torch.no_grad()
+    def test_is_compiled(self):
+        model = make(upsampler_hidden_size=4)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(images()).feature_maps[0], model(images()).feature_maps[0])
+
+    @torch.no_grad()
+    def test_is_exported_for_any_batch(self):
+        model = make(upsampler_hidden_size=4, placement="content")
+        expected = model(images()).feature_maps[0]
+        batch = {"pixel_values": {0: torch.export.Dim("batch")}}
+        program = torch.export.export(model, (images(),), dynamic_shapes=batch).module()
+        torch.testing.assert_close(program(images()[:1]).feature_maps[0], expected[:1], atol=1e-5, rtol=1e-4)
+
+
+class TestLinearDecoder:
+    def test_learns(self):
+        torch.manual_seed(0)
+        model = SparseFormerForSemanticSegmentation(SparseFormerConfig(**FIELDS | {"decoder_type": "linear"}))
+        labels = torch.zeros(2, 64, 64, dtype=torch.long)
+        labels[:, 32:, :32] = 2
+        outputs = model(images(), labels=labels, output_token_maps=True)
+        assert outputs.logits.shape == (2, 3, 8, 8) and outputs.hidden_states is None
+        torch.testing.assert_close(outputs.token_maps.sum(1), torch.ones(2, 8, 8))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for _ in range(15):
+            loss = model(images(), labels=labels).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert loss < 0.3 * outputs.loss
+
+
+BOX = [{"class_labels": torch.tensor([1]), "boxes": torch.tensor([[0.5, 0.5, 0.3, 0.3]])}] * 2
+PYRAMID = {"feature_scales": [4, 2, 1, 0.5], "upsampler_hidden_size": 4}
+LEVELS = {"feature_scales": [2, 1, 0.5], "feature_stride": 16}
+DETR = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "num_queries": 8, "num_labels": 3}
+# Class, its configuration, the backbone's, what it is trained on, and what it returns.
+HEADS = {
+    "UperNetForSemanticSegmentation": (
+        {"hidden_size": 16, "pool_scales": [1, 2], "use_auxiliary_head": False, "num_labels": 3},
+        PYRAMID,
+        {"labels": torch.ones(2, 64, 64, dtype=torch.long)},
+        "logits",
+    ),
+    "DPTForDepthEstimation": (
+        {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16, "reassemble_factors": [4, 2, 1, 0.5]},
+        {"out_indices": [1, 2, 3, 4], "reshape_hidden_states": False},
+        {},
+        "predicted_depth",
+    ),
+    "Mask2FormerForUniversalSegmentation": (
+        {
+            **{"feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "encoder_feedforward_dim": 16},
+            **{"encoder_layers": 1, "decoder_layers": 2, "num_attention_heads": 2, "dim_feedforward": 16},
+            **{"num_queries": 4, "num_labels": 3},
+        },
+        PYRAMID,
+        {"mask_labels": [torch.ones(1, 64, 64)] * 2, "class_labels": [torch.tensor([1])] * 2},
+        "masks_queries_logits",
+    ),
+    "RTDetrV2ForObjectDetection": (
+        {
+            **{"encoder_hidden_dim": 16, "encoder_ffn_dim": 16, "encoder_in_channels": [32] * 3, "num_denoising": 2},
+            **{"encoder_attention_heads": 2, "decoder_in_channels": [16] * 3, "decoder_ffn_dim": 16},
+            **DETR | {"decoder_attention_heads": 2},
+        },
+        LEVELS,
+        {"labels": BOX},
+        "pred_boxes",
+    ),
+    "DeformableDetrForObjectDetection": (
+        {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+        | DETR,
+        LEVELS,
+        {"labels": BOX},
+        "pred_boxes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_transformers_are_trained_saved_and_loaded_with_it(name, tmp_path):
+    fields, backbone_fields, labels, output = HEADS[name]
+    head_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    backbone_config = SparseFormerConfig(**FIELDS | backbone_fields)
+    head = head_class(head_class.config_class(backbone_config=backbone_config, **fields)).train()
+    assert type(load_backbone(head.config)) is SparseFormerBackbone
+    optimizer, losses = torch.optim.AdamW(head.parameters(), 1e-3), []
+    for _ in range(2):
+        outputs = head(images(), **labels)
+        # DPT has no loss of its own.
+        loss = outputs.loss if labels else (outputs.predicted_depth - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    backbone = next(module for module in head.modules() if isinstance(module, SparseFormerBackbone))
+    assert any(p.grad is not None and p.grad.any() for p in backbone.sparseformer.layers.parameters())
+    head.eval().save_pretrained(tmp_path)
+    loaded, report = head_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(images())[output], head(images())[output], atol=1e-6, rtol=1e-5)
+
+
+class TestSwap:
+    @pytest.fixture
+    def teacher(self):
+        model = of_transformers("Dinov2", mlp_ratio=2)()
+        model.config.out_indices = [1, 3]
+        return model
+
+    @pytest.fixture
+    def head(self, teacher):
+        torch.manual_seed(0)
+        config = transformers.UperNetConfig(
+            backbone_config=teacher.config, hidden_size=16, pool_scales=[1, 2], use_auxiliary_head=False, num_labels=3
+        )
+        model = transformers.UperNetForSemanticSegmentation(config).eval()
+        model.backbone.load_state_dict(teacher.state_dict())
+        return model
+
+    @torch.no_grad()
+    def test_a_teachers_head_reads_its_student(self, teacher, head, tmp_path):
+        expected = head(images(32, 32)).logits
+        student = SparseFormerBackbone.from_teacher(teacher, 64, focusing="inherited", out_indices=[1, 3])
+        swapped = swap_backbone(head, student)
+        torch.testing.assert_close(swapped(images(32, 32)).logits, expected, atol=1e-4, rtol=1e-3)
+        swapped.save_pretrained(tmp_path)
+        loaded = transformers.UperNetForSemanticSegmentation.from_pretrained(tmp_path).eval()
+        assert type(loaded.backbone) is SparseFormerBackbone
+        torch.testing.assert_close(loaded(images(32, 32)).logits, expected, atol=1e-4, rtol=1e-3)
+
+    def test_what_does_not_fit_is_refused(self, head):
+        before = copy.deepcopy(head.state_dict())
+        for wrong, message in (
+            (make(), r"reads maps of 48, 48 channels, the backbone gives 32\. Choose as many layers"),
+            (make(hidden_size=48, out_indices=[1, 2], reshape_hidden_states=False), "reshape_hidden_states=True`"),
+            (make(SparseFormerForImageClassification), "Got a SparseFormerForImageClassification as backbone"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                swap_backbone(head, wrong)
+        assert head.state_dict().keys() == before.keys()
+        with pytest.raises(ValueError, match="expected a model with a backbone of Transformers"):
+            swap_backbone(make(SparseFormerForImageClassification), make())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"out_features": ["stage9"]}, r"`out_features` has \['stage9'\], expected some of stem, stage1, .*stage4"),
+        ({"out_indices": [5]}, r"`out_indices` has \[5\], expected numbers from 0, the stem, to 4"),
+        ({"out_indices": [-9]}, r"`out_indices` has \[-9\]"),
+        ({"out_indices": [3, 1]}, "same order as stage_names"),
+        ({"feature_scales": [2, 1], "out_indices": [1]}, r"`feature_scales` is \[2, 1\], expected a positive number"),
+        ({"feature_scales": [0]}, r"`feature_scales` is \[0\], expected a positive number for each of the 1"),
+        ({"feature_stride": 0}, "`feature_stride` is 0, expected"),
+        ({"upsampler_hidden_size": 0}, "`upsampler_hidden_size` is 0, expected at least 1"),
+        ({"decoder_type": "mlp"}, "`decoder_type` is 'mlp', expected one of"),
+    ],
+)
+def test_layers_and_sizes_that_do_not_exist(fields, message):
+    with pytest.raises((StrictDataclassError, ValueError), match=message):
+        SparseFormerConfig(**FIELDS | fields)
+
+
+def test_layers_chosen_later_have_to_exist():
+    model = make()
+    with pytest.raises(ValueError, match=r"`out_features` has \['stage9'\]"):
+        model.out_features = ["stage9"]
+
+
+@pytest.mark.parametrize("size", [(7, 64), (64, 7)])
+def test_images_smaller_than_a_cell(size):
+    with pytest.raises(ValueError, match="pixels, expected at least 8 x 8, a cell of the feature map"):
+        make()(images(*size))
+
+
+def test_tokens_without_places():
+    steps = {"focusing_steps": ["sampling", "attention"], "final_focusing_steps": ["sampling"]}
+    with pytest.raises(ValueError, match="no step of .* adjusts any"):
+        make(patch_size=None, **steps)

@@ -1,0 +1,51 @@
+"""What a map's alignment with a teacher's measures."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from frugalvit import MapAlignmentLoss
+
+
+def maps(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*(shape or (2, 8, 3, 4)), generator=torch.Generator().manual_seed(seed))
+
+
+def test_cosine_and_length_of_each_cell():
+    found, target = maps(), maps(seed=1)
+    expected = 0.0
+    for image in range(2):
+        for row in range(3):
+            for column in range(4):
+                one, other = found[image, :, row, column], target[image, :, row, column]
+                cosine = one @ other / one.norm() / other.norm()
+                expected += (1 - cosine + 0.5 * (one.norm() / other.norm()).log() ** 2) / 24
+    torch.testing.assert_close(MapAlignmentLoss(0.5)([found], [target]), expected)
+    both = MapAlignmentLoss(0.5)([found, target], [target, target])
+    torch.testing.assert_close(both, expected / 2)
+
+
+def test_is_zero_where_they_agree_and_length_alone_is_told_apart():
+    target = maps()
+    assert MapAlignmentLoss()([target], [target]).abs() < 1e-6
+    assert MapAlignmentLoss(0.0)([3 * target], [target]).abs() < 1e-6
+    torch.testing.assert_close(MapAlignmentLoss(1.0)([3 * target], [target]), torch.tensor(3.0).log() ** 2)
+
+
+def test_larger_maps_are_interpolated_to():
+    found, target = maps(2, 8, 3, 4), maps(2, 8, 6, 8, seed=1)
+    expected = MapAlignmentLoss()([F.interpolate(found, (6, 8), mode="bilinear")], [target])
+    torch.testing.assert_close(MapAlignmentLoss()([found], [target]), expected)
+
+
+def test_half_precision_and_vectors_of_zeros_have_gradients():
+    found = torch.zeros(1, 8, 2, 2, dtype=torch.bfloat16, requires_grad=True)
+    loss = MapAlignmentLoss()([found], [maps(1, 8, 2, 2)])
+    loss.backward()
+    assert loss.dtype == torch.float32 and found.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("found", [[], [maps(2, 7, 3, 4)], [maps(1, 8, 3, 4)], [maps(), maps()]])
+def test_other_layers_channels_or_images_are_refused(found):
+    with pytest.raises(ValueError, match="Got maps of batch and channels"):
+        MapAlignmentLoss()(found, [maps()])
