@@ -44,6 +44,7 @@ from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import EvalView, ImageFormat, seeded
+from frugalvit.configuration.configuration_base import pair
 from frugalvit.contenders import load_teacher, with_random_patches
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.modeling_sparseformer import SparseFormerForImageClassification
@@ -384,7 +385,7 @@ def draw_picture(arguments):
         with torch.inference_mode():
             outputs = model(pixel_values, num_tokens=count, output_rois=True)
         for column in range(PICTURES):
-            seen = seen_by(pixels[column], outputs.rois[-1][column], model.config.patch_size)
+            seen = seen_by(pixels[column], outputs.rois[-1][column], pair(model.config.patch_size))
             axes[row, column].imshow(seen.permute(1, 2, 0))
             label = model.config.id2label[int(outputs.logits[column].argmax())]
             axes[row, column].set_xlabel(label.replace("_", " "), fontsize=8)

@@ -21,6 +21,7 @@ from transformers import AutoImageProcessor
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.loading import load_image_classifier
+from frugalvit.configuration.configuration_base import pair
 from frugalvit.modeling import inheritance
 from frugalvit.modeling.layers import in_float32
 from frugalvit.modeling.modeling_sparseformer import SparseFormerModel, adjust_rois
@@ -34,7 +35,7 @@ class ContextTokens(nn.Module):
 
     def __init__(self, base: SparseFormerModel, grid: tuple[int, int]):
         super().__init__()
-        self.grid, self.image_at = grid, GridImage(base.config.patch_size)
+        self.grid, self.image_at = grid, GridImage(pair(base.config.patch_size))
         self.token_embedding = nn.Parameter(base.latents.on_grid(grid)[0].detach().clone())
 
     def hang_into(self, base: SparseFormerModel, images: dict):
@@ -71,7 +72,7 @@ class SecondLook(nn.Module):
         super().__init__()
         width = base.config.hidden_size
         self.block = block
-        self.image_at = GridImage(base.config.patch_size)
+        self.image_at = GridImage(pair(base.config.patch_size))
         self.sampling = copy.deepcopy(base.final_focusing_layer.sampling)
         self.norm, self.deltas = nn.LayerNorm(width), nn.Linear(width, 4)
         self.out_proj = nn.Linear(width, width)

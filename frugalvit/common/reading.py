@@ -74,12 +74,12 @@ def share_read(model: nn.Module, num_tokens: int | None = None) -> float:
     config = vision_config_of(getattr(model, "config", None))
     if getattr(config, "model_type", None) != "sparseformer" or isinstance(model, ExportedModule):
         return 1.0
-    # Trees and windows read small parts of an image as finely as they can.
-    if config.patch_size is None or config.placement != "grid" or config.glance_grid:
+    # Trees read small parts of an image as finely as they can.
+    if config.patch_size is None or config.placement != "grid":
         return 1.0
     grid = config.grid_of(num_tokens or config.default_num_tokens)
-    lengths = zip(grid, config.patch_size, pair(config.image_size), strict=True)
-    return min(1.0, max((cells * points << config.num_pyramid_levels - 1) / size for cells, points, size in lengths))
+    lengths = zip(grid, pair(config.patch_size), pair(config.image_size), strict=True)
+    return min(1.0, max(cells * points / size for cells, points, size in lengths))
 
 
 def count_threads(num_workers: int = 0) -> int:
