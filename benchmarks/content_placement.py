@@ -345,7 +345,7 @@ def make_table(arguments):
 
 
 def measure_speed(arguments):
-    models = {placement: untrained(arguments, placement)[0] for placement in ("grid", "detail")}
+    models = {placement: untrained(arguments, placement)[0] for placement in ("grid", "detail", "learned")}
     pixel_values = torch.randn(32, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     rows = []
     for count in arguments.tokens:
