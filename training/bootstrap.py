@@ -239,7 +239,7 @@ class BootstrapTrainer(RecipeTrainer):
         """Freeze the teacher on the device, and look up or note what it says of images."""
         args, anatomy = self.args, self.anatomy
         anatomy.source.to(self.accelerator.device)
-        for name in ("token_loss_weight", "elastic_loss_weight"):
+        for name in ("token_loss_weight", "dense_loss_weight", "elastic_loss_weight"):
             if getattr(args, name) and self.accelerator.distributed_type == DistributedType.FSDP:
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(
@@ -265,7 +265,7 @@ class BootstrapTrainer(RecipeTrainer):
     def train(self, *arguments, **options):
         """As `RecipeTrainer.train`."""
         # Watched before it is compiled, so that a compiled teacher gives its states, too.
-        reads_states = self.args.token_loss_weight or self.notes_attention
+        reads_states = self.align.reads_teacher_tokens or self.notes_attention
         with self.anatomy.watch() if reads_states else nullcontext([]) as self.states:
             return super().train(*arguments, **options)
 
@@ -303,7 +303,7 @@ class BootstrapTrainer(RecipeTrainer):
         noted = self.cache(inputs["index"], ask) if self.cache else ask()
         width = self.anatomy.embedding_size
         attention = noted[:, width:].unflatten(1, self.anatomy.grid) if self.notes_attention else None
-        return Targets(noted[:, :width], attention, list(self.states) if self.align.align_tokens else [])
+        return Targets(noted[:, :width], attention, list(self.states) if self.align.reads_teacher_tokens else [])
 
     def make_optimizer(self) -> tuple:
         return build_optimizer(self.student, self.tuned, self.args, self.loader.steps_per_epoch, self.epochs)

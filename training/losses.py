@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..modeling.dense import shares_of_tokens, spread
 from ..modeling.hosts import Anatomy
 from ..modeling.layers import divergence
 from .components.token_alignment import TokenAlignment, distance_from_largest
@@ -73,12 +74,18 @@ class AlignmentLoss(nn.Module):
         self.align_tokens = None
         if args.token_loss_weight:
             self.align_tokens = TokenAlignment(student, teacher, args.token_layers, args.token_distance)
+        self.align_maps = MapsOfTokens(student, teacher, args.dense_layers) if args.dense_loss_weight else None
         self.foretells = foretells_attention(student)
+
+    @property
+    def reads_teacher_tokens(self) -> bool:
+        """Whether `Targets` need the teacher's tokens."""
+        return self.align_tokens is not None or self.align_maps is not None
 
     @property
     def outputs_asked_for(self) -> dict[str, bool]:
         """What the student's base model is to be called with."""
-        reads_tokens = self.align_tokens or self.args.elastic_loss_weight
+        reads_tokens = self.reads_teacher_tokens or self.args.elastic_loss_weight
         asked = TokenAlignment.arguments if reads_tokens else {"output_tokens": False}
         return {**asked, "output_attention_forecast": True} if self.foretells else asked
 
@@ -105,6 +112,8 @@ class AlignmentLoss(nn.Module):
             loss = loss + forecast_loss(outputs.attention_forecast, targets.attention)
         if self.align_tokens:
             loss = loss + args.token_loss_weight * self.align_tokens(outputs, targets.tokens)
+        if self.align_maps is not None:
+            loss = loss + args.dense_loss_weight * self.align_maps(outputs, targets.tokens)
         if args.elastic_loss_weight and largest is not None:
             distance = distance_from_largest(outputs, largest, self.num_prefix_tokens)
             loss = loss + args.elastic_loss_weight * distance
@@ -150,6 +159,44 @@ class MapAlignmentLoss(nn.Module):
             scale = (lengths[0] - lengths[1]).square().mean()
             losses.append((1 - F.cosine_similarity(found, target)).mean() + self.scale_weight * scale)
         return torch.stack(losses).mean()
+
+
+class MapsOfTokens(nn.Module):
+    """How far a student's feature maps are from its teacher's, see `MapAlignmentLoss`. A student's map is that of
+    `SparseFormerBackbone` without an upsampler: what a token holds, in each cell that its RoI covers.
+
+    Args:
+        student (`SparseFormerPreTrainedModel`): Its final norm is read.
+        teacher (`Anatomy`): Of the teacher, read for the images that it sees.
+        layers (`list[int]`, *optional*): From the last, -1, backwards; -1 alone by default.
+
+    Raises:
+        ValueError: if the student or its teacher has no such layer.
+    """
+
+    def __init__(self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None):
+        super().__init__()
+        self.layers, most = layers or [-1], min(len(student.base_model.layers), len(teacher.blocks)) + 1
+        if wrong := [layer for layer in self.layers if not -most <= layer < 0]:
+            raise ValueError(f"--dense-layers has {wrong[0]}, expected -1, the last, to {-most}, before all blocks.")
+        self.num_prefix_tokens = student.config.num_prefix_tokens
+        self.distance = MapAlignmentLoss()
+        # Not theirs to train or to save.
+        self.parts = (student.base_model.layernorm, teacher)
+
+    def forward(self, outputs, teacher_tokens: list[torch.Tensor]) -> torch.Tensor:
+        """The loss of the student's `outputs`, with hidden states and RoIs; `teacher_tokens` are the teacher's
+        `states` of the same images."""
+        norm, teacher = self.parts
+        shares = shares_of_tokens(outputs.rois[-1], *teacher.grid)
+        maps = [
+            spread(norm(outputs.hidden_states[layer])[:, self.num_prefix_tokens :], shares) for layer in self.layers
+        ]
+        targets = [
+            teacher.normalize(teacher_tokens[layer])[:, -teacher.num_patches :].mT.unflatten(-1, teacher.grid)
+            for layer in self.layers
+        ]
+        return self.distance(maps, targets)
 
 
 __all__ = ["AlignmentLoss", "MapAlignmentLoss", "Targets"]

@@ -537,6 +537,22 @@ def test_attention_is_cached_beside_embeddings_for_all_placements(teacher, tmp_p
     AcceleratorState._reset_state(True)
 
 
+def test_maps_are_aligned(teacher, tmp_path, capsys):
+    """At every count of tokens; a cache has none."""
+    options = ("--dense-loss-weight", "1", "--dense-layers", "-1", "-2", "--elastic-token-counts", "4", "16")
+    without, dense = (
+        inherited(teacher, tmp_path / name, *given, "--learning-rate", "5e-3", epochs=3)["epochs"]
+        for name, given in {"without": options[-3:], "dense": options}.items()
+    )
+    distances = [
+        with_maps["train_loss"] - alone["train_loss"] for with_maps, alone in zip(dense, without, strict=True)
+    ]
+    assert distances[0] > distances[-1] > 0
+    with pytest.raises(SystemExit):
+        inherited(teacher, tmp_path / "cached", *options, "--teacher-cache", str(tmp_path / "cache"))
+    assert "--teacher-cache keeps embeddings, not the maps" in capsys.readouterr().err
+
+
 def elastic(teacher, output_dir, *arguments, **options):
     counts = ("--elastic-token-counts", "16", "4", "9", "6", "12")
     return inherited(teacher, output_dir, *counts, "--learning-rate", "5e-3", *arguments, **options)

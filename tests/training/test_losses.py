@@ -1,10 +1,22 @@
 """What a map's alignment with a teacher's measures."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from frugalvit import MapAlignmentLoss
+from frugalvit import MapAlignmentLoss, SparseFormerModel
+from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.training.losses import MapsOfTokens
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "modeling"))
+from vision_transformers import of_transformers
+
+
+ASKED = {"output_hidden_states": True, "output_rois": True}
 
 
 def maps(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -49,3 +61,22 @@ def test_half_precision_and_vectors_of_zeros_have_gradients():
 def test_other_layers_channels_or_images_are_refused(found):
     with pytest.raises(ValueError, match="Got maps of batch and channels"):
         MapAlignmentLoss()(found, [maps()])
+
+
+def test_maps_of_tokens_are_the_teachers_where_tokens_are_its_patches():
+    torch.manual_seed(0)
+    teacher = of_transformers("ViT", image_size=32, patch_size=8, num_hidden_layers=3)()
+    anatomy = read_anatomy(teacher)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        states = anatomy.states(images)
+    for placement in ("grid", "content"):
+        student = SparseFormerModel.from_teacher(anatomy, 16, focusing="inherited", placement=placement)
+        losses = [
+            MapsOfTokens(student, anatomy, layers)(student(images, num_tokens=count, **ASKED), states).item()
+            for count, layers in ((16, [-1, -2]), (4, [-1, -2]), (4, [-1]))
+        ]
+        assert losses[0] < 1e-6 < 0.01 < losses[1] and losses[1] != losses[2]
+    for layers in ([0], [-5]):
+        with pytest.raises(ValueError, match=f"--dense-layers has {layers[0]}, expected -1, the last, to -4"):
+            MapsOfTokens(student, anatomy, layers)

@@ -177,6 +177,14 @@ class AlignmentArguments:
         "normalized: of LayerNorm-ed tokens. raw: of tokens as they are, which a LLaVA reads.",
         choices=["normalized", "raw"],
     )
+    dense_loss_weight: float = argument(
+        0.0,
+        "Weight of an added distance of the student's feature map from the teacher's, cell by cell, for heads that "
+        "read maps: 1 minus the cosine, and a tenth of the squared log of how many times as long vectors are.",
+    )
+    dense_layers: list[int] | None = argument(
+        None, "Layers of these maps, from the last, -1, backwards; name those that a head reads. Default: -1."
+    )
     elastic_loss_weight: float = argument(
         0.0,
         "With --elastic-token-counts, weight of an added distance of each token from those of the largest count where "
@@ -203,9 +211,11 @@ class AlignmentArguments:
         check_at_least(self, 1, "view_epochs")
         if self.teacher_cache and self.token_loss_weight:
             raise ValueError("--teacher-cache keeps embeddings, not the tokens that --token-loss-weight needs.")
+        if self.teacher_cache and self.dense_loss_weight:
+            raise ValueError("--teacher-cache keeps embeddings, not the maps that --dense-loss-weight needs.")
         check(self.temperature, self.temperature > 0, "temperature", "a positive number")
         check_share(self, "flip", "canvas_images")
-        check_at_least(self, 0, "label_loss_weight", "elastic_loss_weight", "token_loss_weight")
+        check_at_least(self, 0, "label_loss_weight", "elastic_loss_weight", "token_loss_weight", "dense_loss_weight")
         check(self.zoom_out, 1 <= self.zoom_out <= 100, "zoom_out", "1 to 100")
         fits = self.canvas_images == 0 or self.zoom_out > 1
         check(self.canvas_images, fits, "canvas_images", "0 without --zoom-out above 1")
