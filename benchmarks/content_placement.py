@@ -15,8 +15,7 @@ zoomed out, half of those onto other training images. Each is asked about test p
 students before training, which are the teacher at lower resolution and with trees; `peers` the teacher with random
 patches and ToMe (github.com/facebookresearch/ToMe) as it is off the shelf. Runs are kept under --runs-dir and found
 again; `table` puts all that are there into content_students_NAME.json. Caltech-101's teacher is that of caltech101.py.
-`larger` shows a student and its teacher images of 448 pixels, for which neither was trained
-(content_placement_larger.json). `picture` draws what tokens of a grid see and those of trees, of the student that
+`larger` shows a student images of 448 pixels, for which it was not trained (content_placement_larger.json). `picture` draws what tokens of a grid see and those of trees, of the student that
 ships (content_placement.png).
 """
 
@@ -259,17 +258,19 @@ def logits_of_contender(contender, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def measure_larger(arguments):
-    """A student and its teacher with images of the teacher's size and of `LARGER` pixels, all test images."""
+    """A student with images of its teacher's size and of `LARGER` pixels, beside its teacher, all test images."""
     student, processor = load_image_classifier(arguments.student, str(choose_device()))
     student = student.float().eval()
     own = ImageFormat.from_processor(processor)
     teacher, _ = load_image_classifier(arguments.teacher, str(choose_device()))
+    anatomy = read_anatomy(teacher, own.size)
     larger = replace(own, size=(LARGER, LARGER), resize=round(own.resize * LARGER / own.size[0]))
     found: dict[tuple[str, int, int], dict] = {}
     for image_format in (own, larger):
         size = image_format.size[0]
-        anatomy = read_anatomy(teacher, image_format.size)
-        models = {("teacher", size, math.prod(anatomy.grid)): functools.partial(logits_of_teacher, anatomy)}
+        models = {}
+        if image_format is own:
+            models["teacher", size, math.prod(anatomy.grid)] = functools.partial(logits_of_teacher, anatomy)
         for count in arguments.tokens:
             models["student", size, student.config.round_tokens(count)] = functools.partial(logits_of, student, count)
         for view in VIEWS:
