@@ -1,0 +1,196 @@
+"""Feature maps of road scenes: a frozen SparseFormer backbone beside its teacher at several resolutions.
+
+    python benchmarks/dense_camvid.py --teacher VIT --train CAMVID_TRAIN --test CAMVID_TEST [--students RUN ...]
+
+Each backbone's map of the last layer is frozen, and a linear layer learns which classes each cell shows (their shares
+of its pixels), from all training images. Its scores of a test image are interpolated to the mask's size. The teacher
+sees images of 336 x 448 pixels, and smaller ones; students look at 336 x 448 with fewer tokens, before training and,
+of --students, bootstrapped by `frugalvit bootstrap --dense-loss-weight`. Writes dense_camvid.json. CamVid (Brostow et
+al.) is for research and stays out of the repository.
+"""
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from segmentation_table import CLASSES, VOID
+from torch import nn
+from tqdm import tqdm
+
+from frugalvit import SparseFormerBackbone, count_macs
+from frugalvit.common.command_line import CommandParser
+from frugalvit.common.decoding import decode_image
+from frugalvit.common.loading import choose_device, load_vision_model
+from frugalvit.common.masks import MaskReader, load_masked_images
+from frugalvit.common.metrics import SegmentationScores
+from frugalvit.common.tables import format_table
+from frugalvit.common.views import ImageFormat
+from frugalvit.modeling.hosts import Anatomy, read_anatomy
+from shared import add_results_argument, spread, write_table
+
+
+SIZE = (336, 448)
+# The teacher's images, as shares of `SIZE`: 768, 432, 336 and 192 patches of 14 pixels.
+SIZES = [SIZE, (252, 336), (224, 294), (168, 224)]
+TOKENS = [432, 255, 192]
+# Thin things, which low resolution loses first.
+THIN = ("pole", "sign", "pedestrian", "cyclist")
+# Of a tree in such images: cells of 3 x 4 are halved to patches of 14 pixels.
+TREE = {"placement": "content", "placement_grid": [3, 4], "num_placement_levels": 4}
+
+
+@dataclass
+class Backbone:
+    """What gives maps.
+
+    Args:
+        name (`str`): Of its row.
+        tokens (`int`): Patches or latent tokens.
+        size (pair of `int`): Height and width of its images.
+        macs (`int`): Multiply-accumulates of an image, with attention.
+        maps (`Callable`): Normalized images to `(batch, channels, rows, columns)`.
+    """
+
+    name: str
+    tokens: int
+    size: tuple[int, int]
+    macs: int
+    maps: Callable[[torch.Tensor], torch.Tensor]
+
+
+def main():
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", required=True, help="folder of a pretrained ViT with patches of 14 pixels")
+    parser.add_argument("--students", nargs="*", default=[], type=Path, help="runs of `frugalvit bootstrap`")
+    parser.add_argument("--train", required=True, help="CamVid to train on, as in `frugalvit segment`")
+    parser.add_argument("--test", required=True, help="CamVid to test on")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the linear layer (default: 0 1 2)")
+    parser.add_argument("--epochs", type=int, default=20, help="of the linear layer (default: %(default)s)")
+    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
+    add_results_argument(parser)
+    arguments = parser.parse_args()
+    train, test = (load_masked_images([data], "train") for data in (arguments.train, arguments.test))
+    masks = [read_masks(images) for images in (train, test)]
+    rows = []
+    for backbone in backbones(arguments):
+        maps = [embed(arguments, backbone, images) for images in (train, test)]
+        scores = [score(arguments, *maps, *masks, seed) for seed in arguments.seeds]
+        row = {"backbone": backbone.name, "pixels": "x".join(map(str, backbone.size)), "tokens": backbone.tokens}
+        row |= {"macs": backbone.macs, "mean_iou": statistics.mean(each["mean_iou"] for each in scores)}
+        row |= {"spread": spread([each["mean_iou"] for each in scores])}
+        rows.append(row | {"thin_iou": statistics.mean(each["thin_iou"] for each in scores)})
+        print(format_table(rows), flush=True)
+    settings = {"teacher": Path(arguments.teacher).name, "epochs": arguments.epochs, "seeds": arguments.seeds}
+    settings |= {"students": [str(student.name) for student in arguments.students]}
+    data = f"CamVid, {len(train)} training and {len(test)} test images, 11 classes, scored at 360 x 480 pixels"
+    write_table(arguments.results_dir / "dense_camvid.json", settings, rows, data=data)
+
+
+def backbones(arguments):
+    """The rows' backbones, one at a time."""
+    device = choose_device()
+    model, processor = load_vision_model(arguments.teacher, str(device))
+    image_format = ImageFormat.from_processor(processor)
+    normalize = {"image_mean": image_format.mean, "image_std": image_format.std}
+    for size in SIZES:
+        anatomy = read_anatomy(model, size)
+        name = "teacher" if size == SIZE else "teacher at lower resolution"
+        macs = count_macs(model, size).macs_with_attention
+        yield Backbone(name, anatomy.num_patches, size, macs, functools.partial(map_of_teacher, anatomy))
+    whole = read_anatomy(model, SIZE)
+    fields = {"focusing": "inherited", "image_size": list(SIZE), **TREE, **normalize}
+    student = SparseFormerBackbone.from_teacher(whole, TOKENS[0], **fields).to(device).eval()
+    yield from students("trees, before training", student, TOKENS)
+    for folder in arguments.students:
+        student = SparseFormerBackbone.from_pretrained(folder).to(device).eval()
+        yield from students(folder.name, student, student.config.trained_token_counts[::-1])
+
+
+def students(name: str, student: SparseFormerBackbone, counts):
+    for count in counts:
+        student.set_num_tokens(count)
+        macs = count_macs(student, SIZE).macs_with_attention
+        yield Backbone(name, count, SIZE, macs, lambda images: student(images).feature_maps[-1])
+
+
+def read_masks(images) -> torch.Tensor:
+    """Class numbers of all images, `(images, height, width)` uint8."""
+    reader, found = MaskReader(len(CLASSES), [VOID]), []
+    for index in range(len(images)):
+        record = images[index]
+        found.append(reader(record["mask"], index, decode_image(record["image"], index).size))
+    return torch.stack(found)
+
+
+def map_of_teacher(anatomy: Anatomy, pixel_values: torch.Tensor) -> torch.Tensor:
+    return anatomy.feature_maps(pixel_values)[0]
+
+
+@torch.inference_mode()
+def embed(arguments, backbone: Backbone, images) -> torch.Tensor:
+    """A backbone's maps of all images, `(images, channels, rows, columns)` bfloat16."""
+    _, processor = load_vision_model(arguments.teacher, "cpu")
+    image_format, device, found = ImageFormat.from_processor(processor), choose_device(), []
+    for start in tqdm(range(0, len(images), 8), desc=f"{backbone.name}, {backbone.tokens}", leave=False):
+        records = [images[index] for index in range(start, min(start + 8, len(images)))]
+        pixels = [
+            torch.from_numpy(
+                np.array(decode_image(record["image"], start).resize(backbone.size[::-1], Image.Resampling.BICUBIC))
+            )
+            for record in records
+        ]
+        batch = image_format.normalize(torch.stack(pixels).permute(0, 3, 1, 2)).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=arguments.mixed_precision == "bf16"):
+            found.append(backbone.maps(batch).bfloat16().cpu())
+    return torch.cat(found)
+
+
+def score(arguments, train: torch.Tensor, test: torch.Tensor, train_masks, test_masks, seed: int) -> dict[str, float]:
+    """Mean intersection over union of a linear layer on frozen maps."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    grid = train.shape[-2:]
+    shares = torch.cat([shares_of_classes(part, grid) for part in train_masks.split(20)]).flatten(0, 2)
+    cells = train.permute(0, 2, 3, 1).flatten(0, 2)
+    mean, std = cells.float().mean(0), cells.float().std(0)
+    classify = nn.Linear(train.shape[1], len(CLASSES))
+    optimizer = torch.optim.AdamW(classify.parameters(), lr=2e-3, weight_decay=1e-4)
+    batch_size = 1_024
+    steps = arguments.epochs * (len(cells) // batch_size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, steps)
+    for _ in range(arguments.epochs):
+        order = torch.randperm(len(cells), generator=generator)
+        for chosen in order.split(batch_size)[: len(cells) // batch_size]:
+            scores = classify((cells[chosen].float() - mean) / std)
+            # Cells of pixels that do not count weigh less.
+            loss = -(shares[chosen] * scores.log_softmax(1)).sum(1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    measured = SegmentationScores(len(CLASSES))
+    with torch.inference_mode():
+        for maps, masks in zip(test.split(10), test_masks.split(10), strict=True):
+            scores = classify((maps.float().permute(0, 2, 3, 1) - mean) / std).permute(0, 3, 1, 2)
+            guessed = F.interpolate(scores, masks.shape[1:], mode="bilinear").argmax(1)
+            measured.add_batch(predictions=guessed, references=masks)
+    found = measured.compute()
+    thin = statistics.mean(found["iou"][CLASSES.index(name)] for name in THIN)
+    return {"mean_iou": found["mean_iou"], "thin_iou": thin}
+
+
+def shares_of_classes(masks: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """How much of each cell each class covers, `(images, rows, columns, classes)`."""
+    layers = torch.stack([(masks == number).float() for number in range(len(CLASSES))], dim=1)
+    return F.adaptive_avg_pool2d(layers, grid).permute(0, 2, 3, 1)
+
+
+if __name__ == "__main__":
+    main()
