@@ -24,6 +24,7 @@ import functools
 import json
 import math
 import statistics
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -36,6 +37,7 @@ from tqdm import tqdm
 
 import frugalvit
 from frugalvit.common.command_line import CommandParser
+from frugalvit.common.comparison import using_tokens
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_file, write_json
@@ -279,10 +281,11 @@ def measure_larger(arguments):
                 right = ask(arguments, classify, processor, pixels[view]).argmax(1) == labels
                 found.setdefault(key, {})[view] = right.float().mean().item()
                 print(key, view, found[key][view], flush=True)
-    rows = [
-        {"model": model, "pixels": size, "tokens": tokens} | accuracies
-        for (model, size, tokens), accuracies in found.items()
-    ]
+    rows = []
+    for (model, size, tokens), accuracies in found.items():
+        with using_tokens(student, tokens) if model == "student" else nullcontext():
+            macs = frugalvit.count_macs(student if model == "student" else teacher, size).macs_with_attention
+        rows.append({"model": model, "pixels": size, "tokens": tokens, "macs": macs} | accuracies)
     print(format_table(rows))
     settings = {"images": len(labels), "canvas": CANVAS, "precision": arguments.mixed_precision}
     write_table(arguments.results_dir / "content_placement_larger.json", settings, rows)
