@@ -1,4 +1,4 @@
-"""The photographs of `frugalvit quickstart`, drawn at random from Caltech-101: those to learn from without their labels.
+"""The photographs of `frugalvit quickstart`, drawn from Caltech-101 at random: those to learn from without labels.
 
     python benchmarks/quickstart_photographs.py --train TRAIN --test TEST
 
@@ -34,7 +34,9 @@ def main():
     for name, images in parts.items():
         with whole_file(arguments.output / f"{name}.parquet") as aside:
             images.cast_column("image", datasets.Image()).to_parquet(aside)
-        print(f"{name}: {len(images)} photographs, {(arguments.output / f'{name}.parquet').stat().st_size / 1e6:.1f} MB")
+        print(
+            f"{name}: {len(images)} photographs, {(arguments.output / f'{name}.parquet').stat().st_size / 1e6:.1f} MB"
+        )
 
 
 if __name__ == "__main__":
