@@ -16,8 +16,8 @@ RESULTS = Path(__file__).parents[1] / "results" / "quickstart.json"
 
 
 def test_makes_a_student_a_table_and_pictures(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(quickstart, "QUICK_PHOTOGRAPHS", 8)
-    monkeypatch.setattr(quickstart, "QUICK_HELD_BACK", 16)
+    monkeypatch.setattr(quickstart, "QUICK_PHOTOGRAPHS", 4)
+    monkeypatch.setattr(quickstart, "QUICK_HELD_BACK", 8)
     monkeypatch.setattr(quickstart, "BATCH_SIZE", 4)
     monkeypatch.setattr(quickstart, "TOKENS", [16, 64])
     monkeypatch.setattr(quickstart, "RESOLUTIONS", [56])
@@ -29,12 +29,12 @@ def test_makes_a_student_a_table_and_pictures(tmp_path, capsys, monkeypatch):
 
     results, whole = (json.loads(path.read_text(encoding="utf-8")) for path in (out / "results.json", RESULTS))
     assert results.keys() == whole.keys() and results["rows"][0].keys() == whole["rows"][0].keys()
-    assert (results["photographs"], results["held_back"], results["seed"]) == (8, 16, 3)
+    assert (results["photographs"], results["held_back"], results["seed"]) == (4, 8, 3)
     teacher, smaller, few, many = results["rows"]
     assert [row["tokens"] for row in results["rows"]] == [257, 17, 17, 65]
     assert [row["method"] for row in (teacher, smaller, few)] == ["teacher", "teacher at lower resolution", "student"]
     # The student begins near its teacher.
-    assert teacher["accuracy"] > 0.8 and many["cosine"] > 0.9 > smaller["cosine"]
+    assert teacher["accuracy"] > 0.5 and teacher["cosine"] > many["cosine"] > 0.9 > smaller["cosine"]
     student = AutoModelForImageClassification.from_pretrained(out / "student")
     assert student.config.trained_token_counts == [16, 64]
     with Image.open(out / "rois.png") as picture:
@@ -42,7 +42,7 @@ def test_makes_a_student_a_table_and_pictures(tmp_path, capsys, monkeypatch):
     assert (out / "comparison.png").is_file()
 
     printed = capsys.readouterr().out
-    assert "learns from 8 photographs without labels" in printed and "on 16 photographs that were held back" in printed
+    assert "learns from 4 photographs without labels" in printed and "on 8 photographs that were held back" in printed
     table, _, after = printed[printed.index("3/3") :].partition("± is a standard error")
     assert ["student, 16 tokens" in line for line in table.splitlines()].count(True) == 1
     commands = [line.split()[1] for line in after.splitlines() if line.startswith("  frugalvit ")]
