@@ -28,6 +28,6 @@ setup(
     # In the repository alone, for its size.
     exclude_package_data={
         "": ["__pycache__/*", "*/__pycache__/*"],
-        "frugalvit.checkpoints": ["caltech101-sparseformer/*"],
+        "frugalvit.checkpoints": ["caltech101-*/*"],
     },
 )

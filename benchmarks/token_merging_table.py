@@ -139,7 +139,7 @@ def search_rates(arguments, peer: list[str], macs: float) -> Path:
 
 
 def bootstrap_student(arguments, seed: int) -> dict:
-    """Results of a student's run with a seed, by the quickstart's recipe."""
+    """Results of a student's run with a seed, by the recipe `small`."""
     folder = arguments.runs_dir / folder_name("student", seed)
     argv = [*budget(arguments, seed), "--recipe", "small"]
     return run_recipe(bootstrap, folder, argv)

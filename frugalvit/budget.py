@@ -27,9 +27,9 @@ from .info import image_side
 from .modeling.hosts import Anatomy
 from .modeling.swap import matching_processor
 from .options.budget import parse
-from .quickstart import NOT_IN_REPOSITORY
 from .resources import checkpoint_path, shipped_checkpoints
 from .training.components.checkpoints import measured_of
+from .training.components.runs import NOT_IN_REPOSITORY
 from .validation import model_class
 
 

@@ -55,8 +55,8 @@ HELP = """
 import contextlib, io, sys
 from frugalvit import cli
 heavy = {"torch", "torchvision", "datasets", "accelerate", "evaluate", "timm", "matplotlib", "pyarrow"}
-for name in sorted(cli.COMMANDS, key=lambda name: (name == "quickstart", cli.COMMANDS[name][0])):
-    is_recipe = name == "quickstart" or ".training." in cli.COMMANDS[name][0]
+for name in sorted(cli.COMMANDS, key=lambda name: cli.COMMANDS[name][0]):
+    is_recipe = ".training." in cli.COMMANDS[name][0]
     for argv in ([name, "--help"], [name, "--no-such-option"]):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
@@ -105,7 +105,7 @@ def test_choices_are_all_that_there_are():
         (["predict", "a.png", "--modle", "x"], "--model"),
         (["evaluate", "knn", "--neigbors=3"], "--neighbors"),
         (["export", "--page_", "x"], "--page"),
-        (["quickstart", "--epoch-s", "1"], "--epochs"),
+        (["train", "--epoch-s", "1"], "--epochs"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -415,7 +415,7 @@ def published(source: Path, folder: Path):
 
 
 @pytest.mark.parametrize("card", sorted(CARDS.glob("cifar10-*.md")), ids=lambda card: card.stem)
-class TestShippedModels:
+class TestSmallShippedModels:
     def test_can_be_published(self, card, tmp_path):
         """What classifiers compute without frugalvit, test_hub.py compares, all in one process."""
         source, folder = frugalvit.checkpoint_path(card.stem), tmp_path / card.stem
@@ -435,11 +435,13 @@ class TestShippedModels:
             for files, name in itertools.product((ours, theirs), ("config.json", "generation_config.json")):
                 files.pop(name, None)
         assert ours == theirs
+        assert sum(map(len, ours.values())) < 8e6
 
+
+@pytest.mark.parametrize("card", sorted(CARDS.glob("c*.md")), ids=lambda card: card.stem)
+class TestShippedModels:
     def test_carry_cards_with_the_numbers_of_the_results(self, card):
-        folder = frugalvit.checkpoint_path(card.stem)
-        assert (folder / "README.md").read_text(encoding="utf-8") == render_card(card, RESULTS)
-        assert sum(path.stat().st_size for path in folder.iterdir()) < 8e6
+        assert (frugalvit.checkpoint_path(card.stem) / "README.md").read_text("utf-8") == render_card(card, RESULTS)
 
     def test_are_listed_in_the_readme(self, card):
         [result] = ModelCard(render_card(card, RESULTS)).data.eval_results

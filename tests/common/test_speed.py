@@ -1,0 +1,19 @@
+"""How fast models are, side by side."""
+
+import torch
+
+from frugalvit.common import speed
+
+
+def test_speed_is_the_median_of_interleaved_rounds(monkeypatch):
+    clock = iter(range(10_000))
+    calls = []
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(clock))
+    batch = torch.zeros(8, 1)
+    models = {"a": lambda _: calls.append("a"), "b": lambda _: calls.append("b")}
+    assert speed.images_per_second(models, batch, rounds=3) == {"a": 8.0, "b": 8.0}
+    assert calls == ["a", "b"] * 5
+    # Passes and looks at the clock take a second each: after two rounds the limit is over, and one of them counts.
+    calls.clear()
+    assert speed.images_per_second(models, batch, rounds=3, limit=5) == {"a": 8.0, "b": 8.0}
+    assert calls == ["a", "b"] * 2
