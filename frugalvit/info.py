@@ -9,10 +9,10 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .common.loading import check_complete, check_folder, one_error, split_revision
+from .common.loading import check_complete, check_folder, load_image_processor, one_error, split_revision
 from .common.macs import count_macs
 from .common.tables import format_table
-from .common.views import vision_config_of
+from .common.views import size_made_by, vision_config_of
 from .configuration.configuration_base import pair
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .options.info import parse
@@ -64,7 +64,7 @@ def describe(name: str) -> dict[str, object]:
         with one_error(name, KIND), torch.device("meta"):
             model = architecture._from_config(config)
     vision = image_side(model)
-    height, width = pair(vision.config.image_size)
+    height, width = _image_size(folder, vision)
     macs = count_macs(vision, (height, width), vision.config.num_channels)
     return {
         "name": name,
@@ -74,6 +74,14 @@ def describe(name: str) -> dict[str, object]:
         "macs": macs.macs,
         "macs_with_attention": macs.macs_with_attention,
     }
+
+
+def _image_size(folder: Path, vision: PreTrainedModel) -> tuple[int, int]:
+    """Height and width of a model's images. DINOv2's configurations say what its positions are of, whatever it is
+    used with; there, the image processor beside it tells."""
+    if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
+        return size_made_by(load_image_processor(folder, False, KIND))
+    return pair(vision.config.image_size)
 
 
 def _folder(name: str) -> Path:

@@ -132,7 +132,7 @@ def test_folders_are_described_by_their_configuration(tmp_path):
 @pytest.mark.parametrize("name", frugalvit.resources.shipped_checkpoints())
 def test_shipped_models(name):
     row = describe(name)
-    size, most = (224, 2e9) if name.startswith("caltech101") else (32, 3e8)
+    size, most = (224, 7e9) if name.startswith("caltech101") else (32, 3e8)
     assert row["image_size"] == size and 1e6 < row["macs"] < most
     weights = frugalvit.checkpoint_path(name) / "model.safetensors"
     with safe_open(weights, "pt") as file:
