@@ -211,7 +211,10 @@ class ContentPlacement(nn.Module):
     def __init__(self, rule: str, patch_size: tuple[int, int], num_channels: int, random_share: float = 0.0):
         super().__init__()
         self.rule, self.patch_size, self.random_share = rule, patch_size, random_share
-        self.forecast = AttentionForecast(patch_size, num_channels) if rule == "learned" else None
+        self.forecast = None
+        if rule == "learned":
+            # It learns from a teacher alone: other trainings would wait for its gradients.
+            self.forecast = AttentionForecast(patch_size, num_channels).requires_grad_(False)
 
     def forward(self, levels: list[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A `CellPyramid`'s images to numbers of cells, `(batch, num_tokens)`, see `choose_cells`, and what an

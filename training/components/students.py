@@ -188,7 +188,8 @@ def freeze(student: SparseFormerPreTrainedModel, pair, num_blocks: int) -> set[n
     if inherits_patches:
         # Cells stay where they are. All but what chooses them begins as the teacher's.
         base.latents.initial_rois.requires_grad_(False)
-        return {*base.parameters()} - {*(base.placement or nn.Module()).parameters()}
+        placement = (base.placement or nn.Module()).requires_grad_(True)
+        return {*base.parameters()} - {*placement.parameters()}
     base.layernorm.requires_grad_(False)
     return set(layers[:count].parameters())
 
