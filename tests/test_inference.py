@@ -3,6 +3,8 @@ decoding that does no more than a model needs."""
 
 import io
 import itertools
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -241,6 +243,25 @@ def test_what_is_read_of_an_image():
     assert share_read(torch.nn.Identity()) == 1
     processor = ViTImageProcessor(size={"height": 32, "width": 32})
     assert Reader(processor, 0.25).at_least == (16, 16)
+
+
+def test_reading_ahead_may_end_in_one_of_its_threads():
+    """As where the garbage of an error is collected there."""
+    is_waiting, ended = threading.Event(), Future()
+
+    def read(item: int):
+        if item == 2:
+            is_waiting.wait(10)
+            try:
+                ended.set_result(found.close())
+            except RuntimeError as error:
+                ended.set_exception(error)
+
+    found = read_ahead(read, range(10), ahead=3, num_workers=1)
+    next(found)
+    is_waiting.set()
+    assert ended.result(10) is None
+    assert list(found) == []
 
 
 def test_reading_ahead_keeps_the_order():

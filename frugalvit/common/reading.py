@@ -101,16 +101,17 @@ def read_ahead(
         ahead (`int`): Results that are kept.
         num_workers (`int`, *optional*, defaults to 0): See `count_threads`.
     """
-    pending = deque()
-    with ThreadPoolExecutor(count_threads(num_workers), thread_name_prefix="read") as pool:
-        try:
-            for item in items:
-                pending.append((item, pool.submit(read, item)))
-                if len(pending) > ahead:
-                    yield pending.popleft()
-            while pending:
+    pending, pool = deque(), ThreadPoolExecutor(count_threads(num_workers), thread_name_prefix="read")
+    try:
+        for item in items:
+            pending.append((item, pool.submit(read, item)))
+            if len(pending) > ahead:
                 yield pending.popleft()
-        finally:
-            # Whoever iterates may have seen enough.
-            for _, future in pending:
-                future.cancel()
+        while pending:
+            yield pending.popleft()
+    finally:
+        # Whoever iterates may have seen enough, and may still wait for what it got.
+        for _, future in pending:
+            future.cancel()
+        # Threads are not waited for: what is forgotten after an error may be collected in one of them.
+        pool.shutdown(wait=False)
