@@ -79,8 +79,10 @@ def main():
     train, test = (load_masked_images([data], "train") for data in (arguments.train, arguments.test))
     masks = [read_masks(images) for images in (train, test)]
     rows = []
-    for backbone in backbones(arguments):
-        maps = [embed(arguments, backbone, images) for images in (train, test)]
+    model, processor = load_vision_model(arguments.teacher, str(choose_device()))
+    image_format = ImageFormat.from_processor(processor)
+    for backbone in backbones(arguments, model, image_format):
+        maps = [embed(arguments, image_format, backbone, images) for images in (train, test)]
         scores = [score(arguments, *maps, *masks, seed) for seed in arguments.seeds]
         row = {"backbone": backbone.name, "pixels": "x".join(map(str, backbone.size)), "tokens": backbone.tokens}
         row |= {"macs": backbone.macs, "mean_iou": statistics.mean(each["mean_iou"] for each in scores)}
@@ -93,11 +95,9 @@ def main():
     write_table(arguments.results_dir / "dense_camvid.json", settings, rows, data=data)
 
 
-def backbones(arguments):
-    """The rows' backbones, one at a time."""
+def backbones(arguments, model: nn.Module, image_format: ImageFormat):
+    """The rows' backbones, one at a time, of a teacher and students of it."""
     device = choose_device()
-    model, processor = load_vision_model(arguments.teacher, str(device))
-    image_format = ImageFormat.from_processor(processor)
     normalize = {"image_mean": image_format.mean, "image_std": image_format.std}
     for size in SIZES:
         anatomy = read_anatomy(model, size)
@@ -134,10 +134,9 @@ def map_of_teacher(anatomy: Anatomy, pixel_values: torch.Tensor) -> torch.Tensor
 
 
 @torch.inference_mode()
-def embed(arguments, backbone: Backbone, images) -> torch.Tensor:
+def embed(arguments, image_format: ImageFormat, backbone: Backbone, images) -> torch.Tensor:
     """A backbone's maps of all images, `(images, channels, rows, columns)` bfloat16."""
-    _, processor = load_vision_model(arguments.teacher, "cpu")
-    image_format, device, found = ImageFormat.from_processor(processor), choose_device(), []
+    device, found = choose_device(), []
     for start in tqdm(range(0, len(images), 8), desc=f"{backbone.name}, {backbone.tokens}", leave=False):
         records = [images[index] for index in range(start, min(start + 8, len(images)))]
         pixels = [
