@@ -46,6 +46,7 @@ from frugalvit.common.files import whole_file, write_json
 from frugalvit.common.labels import class_names, label_numbers
 from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.precision import choose_mixed_precision
+from frugalvit.common.risk import stop_when_sure
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import EvalView, ImageFormat, seeded
 from frugalvit.compare import compare, sample
@@ -217,22 +218,22 @@ def measure_student(arguments, model, processor) -> list[dict]:
             }
         for row in adaptive:
             found = {count: (logits[count], rows[count]["macs"]) for count in row["looks"]}
-            row[images] = {"teacher_accuracy": teacher["accuracy"]} | stop_when_sure(found, labels, row["confidence"])
+            row[images] = {"teacher_accuracy": teacher["accuracy"]} | measure_adaptive(
+                found, labels, row["confidence"]
+            )
     return [*rows.values(), *adaptive]
 
 
-def stop_when_sure(found: dict[int, tuple[torch.Tensor, int]], labels: torch.Tensor, confidence: float) -> dict:
+def measure_adaptive(found: dict[int, tuple[torch.Tensor, int]], labels: torch.Tensor, confidence: float) -> dict:
     """Accuracy, and tokens and cost of an image on average, of what `classify_adaptively` does, given the logits that
     it would get with each count, and their cost."""
-    left = torch.ones(len(labels), dtype=torch.bool)
-    classes = torch.full_like(labels, -1)
-    tokens, macs = torch.zeros(len(labels)), torch.zeros(len(labels))
-    for count, (logits, cost) in found.items():
-        classes[left], tokens[left] = logits.argmax(1)[left], float(count)
-        macs[left] += cost
-        left &= logits.softmax(1).amax(1) < confidence
-    accuracy = (classes == labels).float().mean().item()
-    return {"accuracy": accuracy, "tokens": tokens.mean().item(), "macs": macs.mean().item()}
+    classes, looks = stop_when_sure({count: logits for count, (logits, _) in found.items()}, confidence)
+    macs = torch.tensor([float(cost) for _, cost in found.values()]).cumsum(0)
+    return {
+        "accuracy": (classes == labels).float().mean().item(),
+        "tokens": torch.tensor([float(count) for count in found])[looks - 1].mean().item(),
+        "macs": macs[looks - 1].mean().item(),
+    }
 
 
 def embed(arguments, model, processor, images: str, device: torch.device = CPU) -> tuple[torch.Tensor, torch.Tensor]:
