@@ -279,7 +279,7 @@ def name_of(row: dict[str, object]) -> str:
 
 
 def measured(row: dict[str, object], budget: Budget) -> str:
-    """What a row has of what the budget limits."""
+    """The value of a row that the budget limits, with its unit."""
     value = row[budget.column]
     if budget.column == "macs":
         return f"{value / 1e9:.4g} G multiply-accumulates"

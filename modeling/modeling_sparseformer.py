@@ -102,14 +102,14 @@ class SparseFormerImageClassifierOutput(ImageClassifierOutput):
 
 @dataclass
 class SparseFormerAdaptiveOutput(ModelOutput):
-    """What each image got from as many tokens as it needed.
+    """Scores of images that were each classified with as many tokens as they needed.
 
     Args:
-        logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Scores, of the last count that was tried.
+        logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Scores, from the last count that was tried.
         num_tokens (`torch.LongTensor` of shape `(batch,)`): That count.
-        confidence (`float`): From which on an image was done.
-        disagreement (`float`, *optional*): What the calibration promises, where that chose the confidence: the largest
-            share of images that get another label than from its reference.
+        confidence (`float`): Probability of the likeliest class from which on an image was done, 0 to 1.
+        disagreement (`float`, *optional*): The largest share of images, 0 to 1, that get another label than from the
+            calibration's reference, as the calibration promises; None where it did not choose the confidence.
     """
 
     logits: torch.FloatTensor | None = None
@@ -324,9 +324,13 @@ class SparseFormerLatents(nn.Module):
         cells: torch.Tensor | None = None,
         grids: list[tuple[int, int]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The first tokens, those of a grid, or those of each image's cells (`at_cells`): tokens
-        `(1, num_tokens, latent_size)` and RoIs `(1, num_tokens, 4)`, in float32, of any image, and [CLS] and
-        registers, `(batch, prefix tokens, hidden_size)`."""
+        """Return the tokens and RoIs that images start from: the first `num_tokens`, those of `grid` if that is
+        another one than the model's, or, with `cells`, those of each image's cells (`at_cells`).
+
+        Returns:
+            Tokens `(1, num_tokens, latent_size)` and RoIs `(1, num_tokens, 4)` in float32, alike for all images (of
+            cells, a batch of them), and [CLS] and registers, `(batch, prefix tokens, hidden_size)`, or None.
+        """
         if cells is not None:
             return *self.at_cells(cells, grids), self.prefix(batch_size)
         tokens, rois = self.token_embedding.expand(self.num_latent_tokens, -1), in_float32(self.initial_rois)
@@ -340,8 +344,12 @@ class SparseFormerLatents(nn.Module):
         return torch.cat(prefix).repeat(batch_size, 1, 1) if prefix else None
 
     def at_cells(self, cells: torch.Tensor, grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens `(batch, tokens, latent_size)` and RoIs `(batch, tokens, 4)` of cells of these grids, by number,
-        `(batch, tokens)`."""
+        """Return the tokens, `(batch, tokens, latent_size)`, and the RoIs, `(batch, tokens, 4)`, of cells.
+
+        Args:
+            cells (`torch.Tensor`): `(batch, tokens)` int64, numbers of cells in the order of `cells_of(grids)`.
+            grids (list of pairs of `int`): Rows and columns, coarsest first.
+        """
         tokens, rois = self.token_embedding, in_float32(self.initial_rois)
         if grids != self.grids:
             # Other grids have the positions of ours, finer ones than ours those of the finest.
@@ -375,8 +383,8 @@ class SparseFormerLatents(nn.Module):
         rois[tied] += std * torch.randn_like(rois[tied])
 
     def on_grid(self, grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens `(cells, latent_size)` and RoIs `(cells, 4)` of another grid: tokens, and how far RoIs are from their
-        cells, are interpolated."""
+        """Return tokens, `(cells, latent_size)`, and RoIs, `(cells, 4)`, for another grid: tokens, and how far each
+        RoI is from its cell, are interpolated."""
 
         moved = self.initial_rois - grid_rois(self.grid).to(self.initial_rois)
         moved = resize_table(moved, self.grid, grid)
@@ -431,8 +439,8 @@ class SparseFormerMixing(nn.Module):
         self.out_proj = nn.Linear(config.num_mixed_points * config.stem_channels, hidden_size)
 
     def forward(self, tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-        """`(batch, tokens, hidden_size)`, or a batch of 1 for all images, and `(batch, tokens, points, channels)` to
-        `(batch, tokens, hidden_size)`."""
+        """Mix what each token sampled, `(batch, tokens, points, channels)`, by matrices made from the token,
+        `(batch, tokens, hidden_size)` or a batch of 1 for all images, to `(batch, tokens, hidden_size)`."""
         parameters = self.generator(self.bottleneck(self.layernorm(tokens)))
         channel_matrix, point_matrix = (
             matrix.unflatten(-1, shape)
@@ -476,14 +484,14 @@ class SparseFormerSampling(nn.Module):
 
 
 def placement_of(config: SparseFormerConfig) -> ContentPlacement:
-    """What chooses the cells of each image."""
+    """The module that chooses the cells of each image."""
     return ContentPlacement(
         config.placement_rule, pair(config.patch_size), config.num_channels, config.placement_random_share
     )
 
 
 def patch_sampling(config: SparseFormerConfig) -> PatchSampling:
-    """What tokens sample where they embed patches."""
+    """The module that samples a patch for each token and embeds it."""
     return PatchSampling(
         pair(config.patch_size),
         config.num_channels,
@@ -581,9 +589,13 @@ class SparseFormerLayer(GradientCheckpointingLayer):
         leading: int | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Tokens, RoIs (needed by every step but attention and MLP) and feature map (needed by sampling) to tokens,
-        RoIs and, if the layer samples, the sampling points. What is alike for all images has a batch of 1. With
-        `leading`, only so many tokens are computed; they attend to all."""
+        """Perform the steps on tokens, with RoIs (which every step but attention and MLP needs) and a feature map
+        (which sampling needs). Tokens and RoIs that are alike for all images have a batch of 1. With `leading`, only
+        the first so many tokens are computed; they attend to all.
+
+        Returns:
+            Tokens, RoIs and, if the layer samples, the sampling points, else None.
+        """
         rate = self.drop_path_rates[iteration]
         points = None
         if self.stage_embedding is not None:
@@ -637,7 +649,7 @@ class SparseFormerPoolingHead(nn.Module):
 
 
 class SparseFormerPreTrainedModel(HubModel):
-    """What all SparseFormers share: initialization, checks of their input, teachers, and the number of tokens."""
+    """Base class of all SparseFormers: initialization, checks of input, teachers, and the number of tokens."""
 
     config: SparseFormerConfig
     base_model_prefix = "sparseformer"
@@ -1076,7 +1088,9 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         )
 
     def features_of(self, features: torch.Tensor | list[torch.Tensor], pixel_values: torch.Tensor) -> torch.Tensor:
-        """What tokens sample as one map of a quarter of the image's size: of pixels, 4 x 4 beside each other."""
+        """Return the features that tokens sample as one map, `(batch, channels, height / 4, width / 4)`: those of the
+        early convolution, or, where tokens sample pixels, the image's, with 4 x 4 pixels as the channels of one place.
+        """
         if self.config.patch_size is None:
             return features
         height, width = pixel_values.shape[-2:]

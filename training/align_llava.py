@@ -176,7 +176,8 @@ class AlignLlavaTrainer(RecipeTrainer):
         return optimizer_with_schedule(self.model, self.args, self.epochs, self.loader.steps_per_epoch, rates=rates)
 
     def ask(self, batch: dict, part: "Questions") -> Answers:
-        """What is to be answered about a batch of images, and what the LLaVA as it was says to that."""
+        """Return the questions about a batch of images, and the answers to them: those of the conversations, or else
+        of the LLaVA as it was."""
         keys = list(zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True))
         if part.conversations is not None:
             return Answers([part.conversations[index] for _, index in keys])
@@ -190,8 +191,12 @@ class AlignLlavaTrainer(RecipeTrainer):
             )
 
     def read(self, model, batch: dict, answers: Answers) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
-        """What the new LLaVA says in the place of each token of the answers, the tokens, how many are about each
-        image, and the mean of what it reads of each."""
+        """Let the new LLaVA predict each token of the answers.
+
+        Returns:
+            Its logits, `(answer tokens, vocabulary)` in float32, the tokens themselves, `(answer tokens,)`, how many
+            of them are about each image, and the mean projected token of each image, `(batch, hidden_size)`.
+        """
         device = self.accelerator.device
         inputs, labels = answers.inputs(self.new_processor, self.llava.config.image_seq_length, self.prompt)
         inputs = {name: value.to(device) for name, value in inputs.items()}
@@ -310,19 +315,20 @@ def choose_precision(dtype: str, run: RunArguments):
 
 @dataclass
 class Questions:
-    """Images to ask about, None for none, and what is said about each, None where the LLaVA as it was is asked."""
+    """Images to ask about, None for none, and the conversations about each; None where the LLaVA as it was is asked.
+    """
 
     images: object
     conversations: list[list[tuple[str, str]]] | None = None
 
 
 def as_questions(given) -> Questions:
-    """Images, or what is said about them, as a trainer is given them."""
+    """`Questions` as they are, images as questions to the LLaVA as it was: what a trainer may be given."""
     return given if isinstance(given, Questions) else Questions(None if given is None else as_images(given))
 
 
 def load_questions(data: DataArguments, asking: AnswerArguments, seed: int) -> tuple[Questions, Questions, Questions]:
-    """What to train, to evaluate and to test on."""
+    """The questions to train, to evaluate and to test on."""
     if not is_conversations(data.dataset):
         return tuple(Questions(images) for images in load_splits(data))
     train = read_conversations(data.dataset[0], asking.image_folder)
@@ -341,7 +347,7 @@ def load_questions(data: DataArguments, asking: AnswerArguments, seed: int) -> t
 
 @torch.no_grad()
 def count_image_tokens(llava, processor) -> int:
-    """What a LLaVA makes of an image."""
+    """Number of tokens that the language model of a LLaVA reads of an image."""
     pixel_values = processor.image_processor(Image.new("RGB", (8, 8)), return_tensors="pt")["pixel_values"]
     pixel_values = pixel_values.to(input_device(llava), llava.dtype)
     return len(llava.get_image_features(pixel_values).pooler_output[0])

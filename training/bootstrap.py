@@ -119,9 +119,10 @@ class BootstrapTrainer(RecipeTrainer):
     trainer.train()
     ```
 
-    The teacher and what `args.tune` leaves are frozen. Labels are for measuring accuracy alone, but with
-    `args.label_loss_weight`. The best student lies in the output folder, as a complete repository; where there is no
-    `eval_dataset`, that of the last epoch. A run that was killed goes on by the same call.
+    The teacher is frozen, and so are the student's blocks that `args.tune` does not choose. Labels measure accuracy
+    and no more, unless `args.label_loss_weight` is given. The best student lies in the output folder, as a complete
+    repository; without an `eval_dataset`, it is that of the last epoch. A run that was killed goes on by the same
+    call.
 
     Args:
         teacher (`PreTrainedModel` or `str`): A vision transformer, or its folder or hub id.
@@ -236,7 +237,7 @@ class BootstrapTrainer(RecipeTrainer):
         return f"Recipe {self.args.recipe}; epochs x steps x images: {length}; evaluated {evaluated}{tested}."
 
     def hold_teacher(self, compiles: bool, view: BootstrapView):
-        """Freeze the teacher on the device, and look up or note what it says of images."""
+        """Freeze the teacher on the device, and open the cache of its embeddings if there is one."""
         args, anatomy = self.args, self.anatomy
         anatomy.source.to(self.accelerator.device)
         for name in ("token_loss_weight", "dense_loss_weight", "elastic_loss_weight"):
@@ -288,7 +289,7 @@ class BootstrapTrainer(RecipeTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def targets_of(self, inputs: dict) -> Targets:
-        """What the teacher makes of a batch."""
+        """The teacher's embeddings of a batch, and its attention and hidden states where the loss reads them."""
 
         def ask() -> torch.Tensor:
             images = inputs.get("teacher_pixel_values", inputs["pixel_values"])
@@ -319,7 +320,7 @@ class BootstrapTrainer(RecipeTrainer):
         return self.student
 
     def summary(self, state: TrainingState) -> str:
-        """What came out, in a sentence, and for several counts of tokens a table."""
+        """The result in a sentence, and a table of it if there are several counts of tokens."""
         labels = self.args.label_loss_weight > 0
         return describe(self.base_model, self.student, labels, state, count_measured(self.run))
 
@@ -436,7 +437,7 @@ def make_trainer(
 
 
 def run_recipe(trainer: BootstrapTrainer, compares: bool):
-    """Train, and say what goes in and what came out."""
+    """Train, and print what teacher and student cost before it, and the result after it."""
     anatomy, student, say = trainer.anatomy, trainer.student, trainer.accelerator.print
     sizes = (trainer.teacher_format.size, trainer.student_format.size)
     main = trainer.accelerator.is_main_process
@@ -456,10 +457,16 @@ def run_recipe(trainer: BootstrapTrainer, compares: bool):
 def evaluate_student(
     accelerator: Accelerator, model, config, project, classify, teacher: Anatomy, loader, targets
 ) -> dict[str, float]:
-    """Mean cosine of student's and teacher's embeddings and, of classifiers where there are labels, the accuracy of
-    both. Of a student for several counts of tokens, `alignment` is the mean over them, `accuracy` that of the largest,
-    and both are given for each count besides. The teacher is asked about batches that `targets` lacks, and noted
-    there."""
+    """Measure a student beside its teacher.
+
+    `targets` holds the teacher's embeddings of batches, by number; those that it lacks are computed and kept there.
+
+    Returns:
+        `dict[str, float]`: `alignment`, the mean cosine of student's and teacher's embeddings, and, of classifiers
+        where there are labels, `accuracy` and `teacher_accuracy`. Of a student for several counts of tokens,
+        `alignment` is the mean over them and `accuracy` that of the largest; `alignment_COUNT` and `accuracy_COUNT`
+        are those of each.
+    """
     model.eval()
     counts = config.trained_token_counts
     cosines, accuracies = {count: [] for count in counts}, {count: TopKAccuracy() for count in (*counts, "teacher")}

@@ -131,7 +131,7 @@ class ImageClassificationTrainer(RecipeTrainer):
             self.teacher_loss = load_teacher(args, self.view_format, model.config.num_labels, self.accelerator)
 
     def outline(self) -> str:
-        """What is trained, and how long."""
+        """The model and the length of the training, in a sentence."""
         length = f"{self.run.epochs} x {self.loader.steps_per_epoch:,} x {self.run.batch_size:,}"
         return (
             f"{type(self.model).__name__}: {self.model.num_parameters():,} parameters, "
@@ -214,10 +214,11 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> ImageClassificationTr
 
 
 def classes_of(config, names: list[str]) -> list[int] | None:
-    """What a classifier calls each class of a data set; None where numbers alone tell.
+    """The classifier's number of each class of a data set; None where the data set's numbers are the classifier's, or
+    the classifier has no names.
 
     Raises:
-        ValueError: if it does not know all of them.
+        ValueError: if the classifier does not know a class.
     """
     own = [config.id2label[label] for label in range(config.num_labels)]
     unnamed = own == [f"LABEL_{label}" for label in range(len(names))]
@@ -225,8 +226,11 @@ def classes_of(config, names: list[str]) -> list[int] | None:
 
 
 def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels: int, accelerator: Accelerator):
-    """A function of logits and pixels: the divergence from the teacher's distribution, times temperature^2, or, if it
-    is to be hard, the cross-entropy with the teacher's best class (DeiT)."""
+    """Return the loss of distillation, a function of the student's logits and its pixels.
+
+    It is the divergence from the teacher's distribution, times temperature^2, or, with `distill_kind="hard"`, the
+    cross-entropy with the teacher's best class (DeiT).
+    """
     teacher, processor = load_image_classifier(recipe.distill_from, accelerator.device, recipe.trust_remote_code)
     hold_teacher(accelerator, teacher)
     teacher_format = ImageFormat.from_processor(processor)

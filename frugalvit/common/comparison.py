@@ -19,7 +19,7 @@ _REGISTERING = threading.Lock()
 
 
 class ImageSide(nn.Module):
-    """What a teacher makes of images: its logits or, of a model without a classifier, its embedding."""
+    """A teacher from images to logits or, of a model without a classifier, to its embedding."""
 
     def __init__(self, teacher: Anatomy):
         super().__init__()
@@ -33,8 +33,8 @@ class ImageSide(nn.Module):
 
 @contextmanager
 def using_tokens(student: nn.Module, num_tokens: int) -> Iterator[None]:
-    """Within, this thread's calls of a SparseFormer compute with so many latent tokens where they choose none; the
-    model and what other threads ask of it stay as they are."""
+    """Within, a SparseFormer computes with so many latent tokens in calls of this thread that choose none. Calls of
+    other threads and the model itself stay as they are."""
     thread = threading.get_ident()
 
     def choose(module, args, kwargs=None):
@@ -58,11 +58,11 @@ def using_tokens(student: nn.Module, num_tokens: int) -> Iterator[None]:
 def describe_pair(
     teacher: Anatomy, student: nn.Module, teacher_size: tuple[int, int], student_size: tuple[int, int]
 ) -> list[dict[str, object]]:
-    """What teacher and student cost, in this order, the student for each count of tokens that it is made for.
+    """Rows of costs: the teacher's, then one for each count of tokens that the student is made for.
 
-    Each has a `model`, `num_tokens`, a teacher's patches or a student's latent tokens, `tokens` in the last block,
-    [CLS] and registers counted, `parameters` of what sees images, and `macs`, the multiply-accumulates of one image,
-    attention's products counted; `None` where they cannot be counted.
+    A row has `model` (`"teacher"` or `"student"`), `num_tokens` (a teacher's patches, a student's latent tokens),
+    `tokens` in the last block, [CLS] and registers counted, `parameters` of the image side, and `macs`, the
+    multiply-accumulates of one image with attention's products, None where they cannot be counted.
 
     Args:
         teacher (`Anatomy`): Of the teacher, which is frozen.
@@ -95,7 +95,7 @@ def describe_pair(
 
 
 def count_parameters(anatomy: Anatomy) -> int:
-    """Parameters of what sees images."""
+    """Number of parameters of a model's image side."""
     parts = [*anatomy.model.parameters()]
     parts += anatomy.classifier.parameters() if anatomy.classifier is not None else ()
     if anatomy.projection is not None:
@@ -113,7 +113,7 @@ def compare_speeds(
     """Images per second of teacher and student, in the order of `describe_pair`, by batch size as `images/s,
     BATCH_SIZE`.
 
-    It takes seconds; of large models on a slow machine two passes of each batch.
+    Measuring takes seconds; two passes of each batch where large models on a slow machine take longer.
 
     Args:
         teacher, student, teacher_size, student_size: As in `describe_pair`, on one device and in one dtype.
@@ -145,18 +145,18 @@ def macs_if_countable(model: nn.Module, size: tuple[int, int]) -> int | None:
 
 
 def _call(model: nn.Module, own_images: torch.Tensor, _):
-    """Each model has images of its own size."""
+    """Run a model on images of its own size, in the place of those that are timed."""
     return model(own_images)
 
 
 def side_by_side(costs: list[dict], scores: list[dict], speeds: list[dict]) -> list[dict[str, object]]:
-    """Rows of a table: what `describe_pair` and `compare_speeds` return, and how good both are."""
+    """Rows of a table: the costs of `describe_pair`, the scores, and the speeds of `compare_speeds`."""
     rows = zip(costs, scores, speeds, strict=True)
     return [{"model": cost["model"], **score, **cost, **speed} for cost, score, speed in rows]
 
 
 def slower_than_teacher(rows: list[dict[str, object]]) -> list[str]:
-    """With how many tokens and at which batch sizes a student is not faster than its teacher, in words."""
+    """Sentences about the counts of tokens and batch sizes at which a student is not faster than its teacher."""
     teacher, *students = rows
     return [
         f"{student[name] / teacher[name]:.2f} times its images/s in batches of {name.removeprefix('images/s, ')}"

@@ -416,7 +416,8 @@ def load_pretrained(
 
 
 def _quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """How bitsandbytes is to hold a language model; what sees, and what both share, stays as it is."""
+    """Have bitsandbytes hold a language model in `bits`; the vision tower, the projector and the head stay as they
+    are."""
     if not is_bitsandbytes_available():
         raise ValueError("--quantize is bitsandbytes', which is not installed: pip install 'frugalvit[quantize]'.")
     return BitsAndBytesConfig(

@@ -1,4 +1,4 @@
-"""What models make of images, as vectors: the embeddings that neighbors, linear probes and comparisons look at."""
+"""Images as vectors: the embeddings of models, which neighbors, linear probes and comparisons look at."""
 
 import argparse
 import copy
@@ -69,10 +69,11 @@ class LabeledParts:
 def image_embedder(
     model: nn.Module, image_size: tuple[int, int] | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What takes pixel values `(batch, channels, height, width)` to a model's embedding, `(batch, embedding_size)`.
+    """Return a function of pixel values `(batch, channels, height, width)` that returns a model's embedding of them,
+    `(batch, embedding_size)`.
 
-    It is what the model's classifier reads or would read: the pooled tokens, of a CLIP or a SparseFormer in its place
-    projected, not normalized; of a convolutional network its pooled feature map.
+    The embedding is what the model's classifier reads or would read. Of a transformer these are the pooled tokens, of
+    a CLIP or a SparseFormer in its place projected, not normalized; of a convolutional network the pooled feature map.
 
     Args:
         model (`nn.Module`): What `load_vision_model` or `load_exported` returns.
@@ -112,8 +113,8 @@ def _pooled(outputs, anatomy) -> torch.Tensor:
 
 
 def image_maker(image_processor):
-    """The image processor, or, of one that returns an image as its patches (SigLIP 2 NaFlex), what makes square images
-    in its place, which `Anatomy.embed` takes."""
+    """An image processor that returns images: the one given, or, if that returns patches (SigLIP 2 NaFlex),
+    `SquareImages` in its place, because `Anatomy.embed` takes images."""
     return SquareImages(image_processor) if hasattr(image_processor, "max_num_patches") else image_processor
 
 
@@ -121,7 +122,8 @@ class SquareImages:
     """Images of one size, called like an image processor.
 
     Args:
-        image_processor: Whose normalization they have, see `ImageFormat.from_processor`.
+        image_processor: The one in whose place this stands; size and normalization are those that
+            `ImageFormat.from_processor` finds.
     """
 
     def __init__(self, image_processor):
@@ -266,11 +268,15 @@ def of_classes(images: datasets.Dataset, chosen: Sequence[int]) -> datasets.Data
 def evaluate_features(
     arguments: argparse.Namespace, score: Callable[[LabeledFeatures, LabeledFeatures], dict[str, object]]
 ) -> dict[str, object]:
-    """What `score` says of the features of the images to learn from and of those to judge by, and of what they are.
+    """Embed labeled images, score the embeddings, and describe model and images beside the scores.
 
     Args:
         arguments (`argparse.Namespace`): Those of `add_feature_arguments`.
-        score (`Callable`): Takes both.
+        score (`Callable`): Takes the features of the images to learn from and of those to judge by; returns scores by
+            name.
+
+    Returns:
+        `dict`: Model, data sets, splits, counts and `embedding_size`, then the scores.
     """
     parts = read_labeled_parts(arguments)
     parts.test = take_first(parts.test, arguments.limit)

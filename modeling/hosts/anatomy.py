@@ -1,4 +1,4 @@
-"""What every method of this package needs to know of a vision transformer, whatever library it comes from.
+"""An `Anatomy`: all that the methods of this package need to know of a vision transformer of any library.
 
 A reader of this folder (`transformers.py`, `timm.py`, `open_clip.py`) finds the parts of a model; nothing is copied,
 so that weights can be written to. An `Anatomy` can also run what was read: `check` compares that with the model
@@ -281,7 +281,7 @@ class Block:
 
 @dataclass
 class Outline:
-    """What inserting a module into a block needs to know, also of blocks of hierarchical transformers.
+    """The places of a block where modules can be inserted; blocks of hierarchical transformers have them, too.
 
     Args:
         block (`nn.Module`): The block.
@@ -354,7 +354,7 @@ class Anatomy:
         image_size, grid (pairs of `int`): Height and width, in pixels and in patches.
         num_class_tokens, num_register_tokens (`int`): Tokens in front of those of patches, in this order.
         pooling (`str`): How tokens become the embedding, as in `SparseFormerConfig`.
-        pool_before_norm (`bool`): Whether they are normalized after that.
+        pool_before_norm (`bool`): Whether tokens are pooled first and normalized after that.
         class_tokens (`list[int]`, *optional*): Which of several class tokens are side by side in it; all by default.
         norm (`nn.Module`, *optional*): The final one.
         pre_norm (`nn.Module`, *optional*): Of the tokens before the first block.
@@ -423,18 +423,19 @@ class Anatomy:
         self.labels = {"id2label": names, "label2id": dict(label2id)}
 
     def require_plain(self, purpose: str, embeds: bool = False):
-        """Raise a ValueError that says why this model is not for that, unless it is a plain vision transformer, and,
-        with `embeds`, one that has an embedding."""
+        """Raise a ValueError that says why this model does not serve `purpose`, unless it is a plain vision
+        transformer and, with `embeds`, has an embedding."""
         if reason := self.obstacle or (self.embedding_obstacle if embeds else None):
             raise self.refusal(purpose, reason)
 
     def require_patches(self, purpose: str):
-        """Raise a ValueError that says why not, unless the tokens before the first block were read, too."""
+        """Raise a ValueError that says why this model does not serve `purpose`, unless the tokens before the first
+        block were read, too."""
         if self.patch_embedding is None:
             raise self.refusal(purpose, self.obstacle or self.patch_obstacle)
 
     def refusal(self, purpose: str, reason: str) -> ValueError:
-        """The error that says so."""
+        """The error that says that this model does not serve `purpose`, and why."""
         return ValueError(
             f"Cannot {purpose} {self.name}: {reason}. Expected a plain pre-norm vision transformer of Transformers, "
             "timm or open_clip; docs/models.md lists them."
@@ -460,7 +461,8 @@ class Anatomy:
         return tuple(pixels // count for pixels, count in zip(self.image_size, self.grid, strict=True))
 
     def see(self, image_size: tuple[int, int]):
-        """Be of images of another size; the model interpolates its positions for them, which are not known here."""
+        """Change `image_size` and `grid` to those of other images. The model itself interpolates its positions for
+        them, so that `positions` is None from here on."""
         sizes = zip(image_size, self.grid, self.image_size, strict=True)
         self.grid = tuple(round(pixels * count / own) for pixels, count, own in sizes)
         self.image_size, self.positions = tuple(image_size), None
@@ -491,8 +493,8 @@ class Anatomy:
         return torch.cat([tokens[:count] + self.patch_positions.front, tokens[count:]])
 
     def positions_of(self, grid: tuple[int, int]) -> torch.Tensor | None:
-        """What is added to the patches of another grid, `(rows * columns, hidden_size)`, interpolated or computed as
-        the model's own library does it; None where nothing is, with rotary positions alone.
+        """Return the positions that are added to the patches of a grid, `(rows * columns, hidden_size)`, interpolated
+        or computed as the model's own library does it; None for a model that adds none.
 
         Args:
             grid (pair of `int`): Rows and columns.
@@ -504,8 +506,8 @@ class Anatomy:
         return self.patch_positions(tuple(grid)).to(weight.device, weight.dtype)
 
     def tokens(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """What the first block gets of images of any size, `(batch, prefix + patches, hidden_size)`, computed from
-        what was read."""
+        """Compute the tokens that the first block gets, `(batch, prefix + patches, hidden_size)`, from the parts that
+        were read, for images of any size."""
         self.require_patches("read the tokens of")
         patches = self.patch_embedding(pixel_values)
         grid = (pixels // side for pixels, side in zip(pixel_values.shape[2:], self.patch_size, strict=True))
@@ -515,7 +517,7 @@ class Anatomy:
         return _normalize(self.pre_norm, torch.cat([front, patches], dim=1))
 
     def resized(self, image_size: tuple[int, int]) -> "ResizedAnatomy":
-        """What the same weights make of images of another size, also if the model itself insists on its own.
+        """Return an `Anatomy` of the same weights for images of another size, also if the model insists on its own.
 
         All is computed from what was read, with positions for the new grid (`positions_of`). Rotary angles belong to
         places in the image: those of a patch's center stay as they are.
@@ -638,7 +640,8 @@ class Anatomy:
 
     @torch.no_grad()
     def discrepancies(self) -> dict[str, torch.Tensor]:
-        """What is compared by `check`, each as the largest difference relative to the largest value."""
+        """The differences that `check` looks at, by the problem that each would show: the largest difference relative
+        to the largest value."""
         with evaluating(self.model):
             images, found = self.example(), {}
             with self.watch() as states:
@@ -658,21 +661,24 @@ class Anatomy:
 
     @torch.no_grad()
     def token_discrepancy(self) -> torch.Tensor:
-        """How far `tokens` are from what the model's first block gets, as the largest difference relative to the
-        largest value."""
+        """The largest difference of `tokens` from the input of the model's first block, relative to the largest
+        value."""
         with evaluating(self.model):
             images = self.example()
             return difference(self.tokens(images), self.states(images)[0])
 
     def check(self, purpose: str = "read"):
-        """Raise a ValueError unless the model computes what was read, on two images of noise, in float32."""
+        """Raise a ValueError unless the parts that were read compute what the model does, on two images of noise, in
+        float32."""
         self._compare(purpose, Anatomy.discrepancies)
 
     @torch.no_grad()
     def attention_discrepancies(self) -> dict[str, torch.Tensor]:
-        """How far what each attention of the running model returns is from what its queries, keys and values give,
-        each as the largest difference relative to the largest value. In a block of fresh weights, what attention adds
-        is small beside the tokens, and `discrepancies` cannot tell."""
+        """The differences that `check_attention` looks at: how far the output of each attention of the running model
+        is from the one that its queries, keys and values give, relative to the largest value.
+
+        `discrepancies` cannot tell in a block of fresh weights, where attention adds little to the tokens.
+        """
         modules = {outline.block: outline.attention for outline in self.outlines}
         found: dict[str, torch.Tensor] = {}
 
@@ -704,12 +710,12 @@ class Anatomy:
         return found
 
     def check_attention(self, purpose: str = "read the attention of"):
-        """Raise a ValueError unless the model's attention is, on two images of noise, in float32, what its queries,
-        keys and values give."""
+        """Raise a ValueError unless the model's attention returns what its queries, keys and values give, on two
+        images of noise, in float32."""
         self._compare(purpose, Anatomy.attention_discrepancies)
 
     def check_tokens(self, purpose: str = "read the tokens of"):
-        """Raise a ValueError unless `tokens` are what the model's first block gets, on two images of noise, in
+        """Raise a ValueError unless `tokens` returns the input of the model's first block, on two images of noise, in
         float32."""
         self.require_patches(purpose)
         problem = "its tokens before the first block are something else than patches, positions and tokens in front"

@@ -38,8 +38,8 @@ class ViewDataset(Dataset):
     """Views of images under keys (epoch, index).
 
     An image that cannot be read raises `CorruptImageError`, or, with `skip_corrupt`, gives way to the next readable
-    one; `skipped` of the sample counts those passed over. With `classes`, what a model calls each class takes the
-    place of the label.
+    one; `skipped` of the sample counts those passed over. With `classes`, a label is an index into them, and the
+    model's number of the class takes its place.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class ViewDataset(Dataset):
         return image, self.view.read_mask(record["mask"], index, image.size, image.info["orientation"])
 
     def sample(self, epoch: int, index: int, record: dict) -> dict | None:
-        """The view of a record that belongs to (seed, epoch, index), with what a batch needs besides."""
+        """The view of a record that belongs to (seed, epoch, index), with its label and key; None for an image that is
+        skipped."""
         try:
             image, *mask = self.read(index, record)
             with seeded(self.seed, epoch, index, VIEW):
@@ -99,8 +100,8 @@ class StreamedViewDataset(ViewDataset):
 
 
 class Collate:
-    """Samples of a view to a batch: uint8 pixels and masks as they are, numbers int64, what `mix` draws, and in
-    `skipped` how many images were passed over, an `int`."""
+    """Makes a batch of samples: uint8 pixels and masks as they are, numbers as int64, what `mix` draws, and `skipped`,
+    the number of images that were passed over, an `int`."""
 
     def __init__(self, mix: Mix | None = None):
         self.mix = mix
@@ -127,8 +128,9 @@ class Collate:
 
 
 class DeviceLoader:
-    """Batches of a DataLoader on the device: they travel as the DataLoader made them, pixels as uint8, and are
-    normalized and mixed there, and nothing waits for it. `epoch` and `index` stay where numbers are read, on the CPU.
+    """Batches of a DataLoader on the device. They travel as the DataLoader made them, pixels as uint8; they are
+    normalized and mixed on the device, and nothing waits for that. `epoch` and `index` stay on the CPU, where numbers
+    are read.
 
     Args:
         accelerator (`Accelerator`): Shares batches out among processes and knows the device.
@@ -204,20 +206,22 @@ class EpochSampler(Sampler):
 
 
 class StreamSampler(EpochSampler):
-    """Keys (epoch, index, record) of the images of a stream that one process takes, begun anew when it ends.
+    """Keys (epoch, index, record) of the images of a stream that one process takes. A stream that ends begins anew.
 
-    It reads and the data set decodes, so that a process reads its shards once, in the same order whatever its number
-    of workers. A thread reads a block of `buffer_size` images ahead. The shards are shuffled by `datasets`, the blocks
-    here: what is in a shuffle buffer of `datasets` is lost where its `state_dict` goes on. That state is noted before
-    each block, so that going on within an epoch reads no more than a block again; without such a note (of a run with
-    as many processes) the epoch is read from its beginning.
+    The sampler reads and the data set decodes, so that a process reads its shards once, in the same order whatever its
+    number of workers. A thread reads a block of `buffer_size` images ahead.
+
+    `datasets` shuffles the shards. The sampler shuffles within a block, because the shuffle buffer of `datasets` is
+    lost when a run goes on from its `state_dict`. That state is noted before each block, so that going on within an
+    epoch reads one block again at most. Without such a note of a run with as many processes, the epoch is read from
+    its beginning.
 
     Args:
         images (`datasets.IterableDataset`): The shards that this process reads.
         buffer_size (`int`): Images of a block.
         length (`int`): Images of an epoch, over all processes.
-        seed (`int`): Of the order.
-        process, processes (`int`): Which of how many share out the shards.
+        seed (`int`): Decides the order.
+        process, processes (`int`): Number of this process, and how many share out the shards.
     """
 
     def __init__(
@@ -240,7 +244,7 @@ class StreamSampler(EpochSampler):
         self.notes = [note for note in notes if note["position"] <= self.position]
 
     def state_dict(self, position: int) -> dict:
-        """What `start_at` needs to be quick at this position of the epoch or later ones."""
+        """The notes with which `start_at` is quick at this position of the epoch or later ones."""
         position //= self.processes
         later = [note["position"] > position for note in self.notes]
         first = max(later.index(True) if True in later else len(later), 1) - 1
@@ -483,8 +487,8 @@ def evaluation_loader(
 
 
 def describe_images(images: datasets.Dataset | datasets.IterableDataset | None) -> dict[str, int | str]:
-    """What tells images from others that a run could find in their place: how many there are, and hashes of the names
-    of files and classes and of the labels; of a stream or a dataset of PyTorch, what is known of it."""
+    """Fingerprints of images, by name, which tell them from others that a run could find in their place: their number,
+    and hashes of the names of files and classes and of the labels; fewer of a stream or a dataset of PyTorch."""
     if images is None:
         return {}
     found = {}
@@ -508,7 +512,7 @@ def _hash(values: list) -> str:
 
 
 def check_images(images: "ViewDataset", accelerator: Accelerator):
-    """Read all images, and masks, that are going to be evaluated: what is wrong is known before hours of training.
+    """Read all images to evaluate on, and their masks, so that a broken one is known before hours of training.
 
     Raises:
         ImageError: for the first that cannot be read.
@@ -523,7 +527,8 @@ def check_images(images: "ViewDataset", accelerator: Accelerator):
 
 
 def describe_parts(data, train: datasets.Dataset, evaluation: datasets.Dataset | None, test: datasets.Dataset | None):
-    """What tells the images of a run, of which `data` (`ImageArguments`) tells the splits, from others."""
+    """Fingerprints of all images of a run (`describe_images`) by name, and the splits, which `data`
+    (`ImageArguments`) names."""
     parts = {"": train, "evaluation ": evaluation, "test ": test}
     described = {
         f"{part}{name}": value for part, images in parts.items() for name, value in describe_images(images).items()

@@ -58,8 +58,10 @@ def learning_rate_factors(
 
 
 def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
-    """What the names of a base model's parameters begin with that are its classifier's: of a timm model, which has it
-    inside, where Transformers' models have it beside their base model."""
+    """Prefixes of the names of the parameters of a base model that are its classifier's.
+
+    A timm model has its classifier inside; Transformers' models have it beside their base model, and so no prefix.
+    """
     if not is_timm(base):
         return ()
     heads = base.get_classifier()

@@ -1,4 +1,4 @@
-"""A LLaVA of which a part learns."""
+"""A LLaVA a part of which learns."""
 
 import copy
 from collections.abc import Iterator
@@ -11,8 +11,10 @@ from ...modeling.swap import Swapped, check_projector_is_held
 
 
 class Learner(nn.Module):
-    """A LLaVA whose projector learns, a copy in float32, and whose states, and so checkpoints, hold what learns: the
-    rest is where it came from.
+    """A LLaVA whose projector learns, as a copy in float32.
+
+    Its state, and so a checkpoint, holds the parameters that learn and no others, which are loaded again from where
+    they came from.
 
     Args:
         llava (`SparseFormerLlavaForConditionalGeneration` or `SparseFormerPaliGemmaForConditionalGeneration`):
@@ -33,14 +35,14 @@ class Learner(nn.Module):
         self.register_load_state_dict_post_hook(_forgive_frozen)
 
     def train(self, mode: bool = True):
-        """Nothing in it behaves otherwise in training."""
+        """Stay in evaluation mode: no layer behaves otherwise in training."""
         return super().train(False)
 
     def forward(self, **inputs):
         return self.llava(**inputs)
 
     def add_lora(self, rank: int):
-        """Let the language model learn, by matrices of a low rank that are added to its own.
+        """Let the language model learn, too, by matrices of a low rank that are added to its own.
 
         Raises:
             ValueError: if peft is not installed, or a part of the language model is offloaded.
@@ -80,7 +82,7 @@ class Learner(nn.Module):
                 layer.enable_adapters(True)
 
     def whole_state(self, language_model: nn.Module | None = None) -> dict[str, torch.Tensor]:
-        """The LLaVA's weights, in the precision that it had, what was learned of the language model added to them.
+        """The LLaVA's weights by name, in the precision that it had, with what LoRA learned added to them.
 
         Args:
             language_model (`nn.Module`, *optional*): The language model as it was, if this one's is quantized.
