@@ -118,7 +118,7 @@ def recipe(arguments, folder: Path, cache: str) -> float:
 
 
 def plain_loop(arguments) -> float:
-    """What one writes first: everything as its library gives it."""
+    """Time the loop that one writes first, with everything as its library gives it."""
     import timm
 
     teacher = timm.create_model("vit_base_patch16_224").eval()

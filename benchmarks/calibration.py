@@ -82,7 +82,7 @@ def logits_of(arguments, name: str, model, processor, counts: list[int]) -> dict
 
 
 class Table:
-    """What each image gets at each confidence: another label than from the last look, and at which cost.
+    """For each image and confidence, whether the label is another than from the last look, and the cost.
 
     Args:
         logits (mapping of `int` to `torch.Tensor`): By number of tokens, in the order of the looks.

@@ -166,7 +166,7 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
 
 
 def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: int) -> list[str]:
-    """What all students here are bootstrapped with."""
+    """The options that all students here are bootstrapped with."""
     return [
         *("--teacher", str(teacher), "--dataset", str(images), "--eval-split", "none", "--no-compare"),
         *("--batch-size", str(BATCH_SIZE), "--seed", str(seed), "--mixed-precision", arguments.mixed_precision),

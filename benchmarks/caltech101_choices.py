@@ -1,4 +1,4 @@
-"""What a student with an inherited start is best made of: a ViT-S/14's on Caltech-101, one change a row.
+"""Choices for a student with an inherited start: a ViT-S/14's on Caltech-101, one change a row.
 
     python benchmarks/caltech101_choices.py --train TRAIN --test TEST
 

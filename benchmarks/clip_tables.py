@@ -134,7 +134,7 @@ def main():
 
 
 def shared_arguments(arguments, seed: int) -> list[str]:
-    """What every recipe's command line says."""
+    """The options that the command lines of all recipes share."""
     return [
         *(*data_arguments(arguments), "--train-split", f"train[:{arguments.images}]"),
         *("--eval-split", test_split(arguments), "--mixed-precision", "no", "--seed", str(seed)),

@@ -1,4 +1,4 @@
-"""What Context Broadcasting costs: a ViT-S at 224 pixels with and without, on this machine, in one run.
+"""The cost of Context Broadcasting: a ViT-S at 224 pixels with and without, on this machine, in one run.
 
     python benchmarks/context_broadcast_speed.py
 

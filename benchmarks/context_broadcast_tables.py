@@ -291,7 +291,7 @@ def run(arguments, name: str, row: dict, seed: int) -> Path:
 
 
 def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:
-    """What the shipped ViT can do with each kind, before it trains on."""
+    """Measure the shipped ViT with each kind inserted, before it trains on."""
     rows = []
     for kind in kinds:
         model, image_processor = load_image_classifier("checkpoints/cifar10-vit", "cpu")
@@ -302,7 +302,7 @@ def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:
 
 
 def measured_once(folder: Path, test_images: datasets.Dataset, attends_to_all: bool) -> dict[str, float]:
-    """What `measure` says of a run's model after the last epoch, kept beside it."""
+    """The numbers that `measure` returns for a run's model after the last epoch, kept beside it."""
     file, command = folder / "measured.json", json.loads((folder / "results.json").read_text("utf-8"))["command"]
     if file.is_file():
         kept = json.loads(file.read_text("utf-8"))
@@ -316,7 +316,8 @@ def measured_once(folder: Path, test_images: datasets.Dataset, attends_to_all: b
 def measure(
     model: PreTrainedModel, image_processor, test_images: datasets.Dataset, attends_to_all: bool = True
 ) -> dict[str, float]:
-    """What a model can do. Attention within windows or to fewer tokens has an entropy that compares with nothing."""
+    """Measure a model's accuracies and, unless it attends within windows or to fewer tokens, the mean entropy of its
+    attention, which compares with nothing there."""
     conditions = {"accuracy": {}, "occluded": {"occluded_share": 0.25}, "attacked": {"fgsm_eps": 1 / 255}}
     numbers = {
         column: classification_accuracy(model, image_processor, test_images, batch_size=250, **condition)["accuracy"]

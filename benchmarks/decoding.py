@@ -1,4 +1,4 @@
-"""What decoding no more than a model reads changes, beside decoding images whole and asking the image processor.
+"""The effect of decoding no more than a model reads, beside decoding images whole and asking the image processor.
 
     python benchmarks/decoding.py --test TEST --sample SAMPLE
 

@@ -48,10 +48,10 @@ TREE = {"placement": "content", "placement_grid": [3, 4], "num_placement_levels"
 
 @dataclass
 class Backbone:
-    """What gives maps.
+    """A model that gives feature maps.
 
     Args:
-        name (`str`): Of its row.
+        name (`str`): Name of its row.
         tokens (`int`): Patches or latent tokens.
         size (pair of `int`): Height and width of its images.
         macs (`int`): Multiply-accumulates of an image, with attention.

@@ -1,4 +1,4 @@
-"""What fewer image tokens save a LLaVA before its first word: multiply-accumulates, key-value cache, time.
+"""Savings of a LLaVA with fewer image tokens before its first word: multiply-accumulates, key-value cache, time.
 
     python benchmarks/llava_prefill.py
 

@@ -23,7 +23,7 @@ class LocalViTConfig(ViTContextBroadcastConfig):
 
 
 class LocalFeedForward(nn.Module):
-    """What is added to tokens `(batch, [CLS] + patches, hidden_size)` in an MLP's place."""
+    """The branch in an MLP's place, which is added to tokens `(batch, [CLS] + patches, hidden_size)`."""
 
     def __init__(self, config: LocalViTConfig):
         super().__init__()

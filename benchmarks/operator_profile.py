@@ -1,4 +1,4 @@
-"""What a model's time goes to on a CPU, by kind of operator: products, and all that lies between them.
+"""Profile of a model's time on a CPU, by kind of operator: products, and all that lies between them.
 
     python benchmarks/operator_profile.py --sparseformer CHECKOUT
 

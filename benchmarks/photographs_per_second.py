@@ -139,7 +139,7 @@ class Files(Dataset):
 
 
 def in_batches(model: Callable, transform: Callable) -> Callable[[list[str]], Iterator]:
-    """What labels files with a `DataLoader`, with as many processes as CPUs."""
+    """Return a function that labels files with a `DataLoader`, with as many processes as CPUs."""
 
     @torch.inference_mode()
     def label(paths: list[str]) -> Iterator:

@@ -1,5 +1,5 @@
-"""What the commands of the tables have in common: rows that are trained once and found again, means over seeds, files
-that say how they were made."""
+"""Tools of the commands that make tables: rows that are trained once and found again, means over seeds, files that say
+how they were made."""
 
 import argparse
 import hashlib
@@ -64,7 +64,7 @@ def writable_folder(path: str) -> Path:
 
 
 def add_data_arguments(parser: argparse.ArgumentParser):
-    """What `data_arguments` reads."""
+    """Add the options that `data_arguments` reads."""
     parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=f"as in training (default: {SUBSET})")
     parser.add_argument("--eval-dataset", nargs="+", help="where --dataset is given as files")
     parser.add_argument("--class-names", nargs="+", help="where the data set has none")

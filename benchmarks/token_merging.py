@@ -68,7 +68,7 @@ DIFFRATE_WEIGHT, DIFFRATE_SCALE = 5, 4.6
 
 @dataclass
 class MergingArguments:
-    """What to fine-tune, on which views."""
+    """The model to fine-tune, and the views of images."""
 
     teacher: str = argument("checkpoints/cifar10-vit", "Folder or hub id (@revision, too) of a classifying ViT.")
     tome: str | None = argument(None, "Checkout of ToMe.")
@@ -99,10 +99,10 @@ class MergingArguments:
 
 
 class Embedded(NamedTuple):
-    """What a model makes of images.
+    """A model's outputs for images.
 
     Args:
-        embedding (`torch.Tensor`): `(batch, embedding_size)`, what a teacher's classifier reads.
+        embedding (`torch.Tensor`): `(batch, embedding_size)`, as a teacher's classifier reads it.
         logits (`torch.Tensor`, *optional*): `(batch, labels)`, where there is a classifier.
     """
 
@@ -236,7 +236,7 @@ def with_weights(vit: PooledViT, tuned: str | Path | None) -> MergedViT:
 
 @dataclass
 class MergingTrainingArguments(MergingArguments, OptimizerArguments, RecipeTrainingArguments):
-    """What the trainer reads."""
+    """The trainer's arguments."""
 
     def __post_init__(self):
         for group in (MergingArguments, OptimizerArguments, RecipeTrainingArguments):

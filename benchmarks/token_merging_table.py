@@ -116,7 +116,7 @@ def evaluate_once(arguments, name: str, model: nn.Module, macs: int, image_forma
 
 
 def budget(arguments, seed: int) -> list[str]:
-    """What all trainings share."""
+    """The options that all trainings share."""
     return [
         *("--train-split", f"train[:{arguments.images}]", "--epochs", str(arguments.epochs)),
         *("--batch-size", "64", "--seed", str(seed), "--teacher", arguments.teacher),

@@ -1,4 +1,4 @@
-"""What every configuration of the project shares."""
+"""Base class of all configurations, and choices that several of them share."""
 
 import difflib
 from dataclasses import fields
@@ -21,7 +21,7 @@ def pair(size) -> tuple[int, ...]:
 
 
 class HubConfigMixin:
-    """What configurations of `HubModel`s share."""
+    """Mixin of the configurations of `HubModel`s."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):

@@ -642,7 +642,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
                 self.grid_of(count) if self.placement == "grid" else self.tokens_of_tree(count)
 
     def validate_calibration(self):
-        """What was found has all that is needed to use it and to say what is promised."""
+        """Check that `calibration` has every field, and that its numbers fit each other and the model."""
         found = self.calibration
         if found is None:
             return

@@ -44,10 +44,10 @@ CORNER, REACH = 48, 2
 
 @dataclass
 class LayerStatistics:
-    """What a layer does, averaged over images.
+    """Statistics of a layer, averaged over images.
 
     Args:
-        layer (`int`): Which, from 1.
+        layer (`int`): Its number, from 1.
         stable_rank (`float`): Of the layer's output, see `stable_rank`.
         entropy (`list[float]`): Of each head's attention, averaged over queries, in nats; at most log(tokens).
         offset (list of pairs of `int`): The relative position (dy, dx), at most two away, to which each head attends

@@ -49,13 +49,13 @@ OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth")
 
 @dataclass
 class Budget:
-    """What a batch or an image may cost.
+    """A limit on the cost of a batch or an image.
 
     Args:
-        column (`str`): Of the table.
+        column (`str`): The column of the table that is limited.
         limit (`float`): In the column's unit.
-        text (`str`): As the user knows it.
-        is_least (`bool`): Whether it is the least that is wanted, not the most.
+        text (`str`): The limit as the user gave it.
+        is_least (`bool`): Whether the limit is the least that is wanted, not the most.
     """
 
     column: str
@@ -157,7 +157,7 @@ def is_cached(name: str) -> bool:
 
 
 def read_results(source: Path) -> dict:
-    """What a training wrote beside its model, if it did.
+    """Read the `results.json` that a training wrote beside its model; empty if there is none.
 
     Raises:
         ValueError: if the file holds something else.
@@ -169,17 +169,17 @@ def read_results(source: Path) -> dict:
 def measure_counts(
     model: PreTrainedModel, teacher: Anatomy | None, batch_size: int, dtype: torch.dtype, device: str, rounds: int
 ) -> list[dict[str, object]]:
-    """What a model costs with each number of tokens, in increasing order, and before them its teacher.
+    """Measure the cost of a teacher, if there is one, and of a model with each count of tokens, in increasing order.
 
     Args:
-        model (`PreTrainedModel`): In evaluation mode; it is cast, as the teacher is.
+        model (`PreTrainedModel`): In evaluation mode; it is cast to `dtype`, as the teacher is.
         teacher (`Anatomy`, *optional*): Of the teacher.
-        batch_size (`int`), dtype (`torch.dtype`), device (`str`), rounds (`int`): How it is measured.
+        batch_size (`int`), dtype (`torch.dtype`), device (`str`), rounds (`int`): See `images_per_second`.
 
     Returns:
-        `list[dict]`: `model`, "teacher" or "student", alone "model"; `num_tokens`, latent ones or a teacher's patches,
-        `None` where they are not counted; `macs` of an image, attention's products counted; `latency (ms)` of a batch;
-        `images/s`.
+        `list[dict]`: Rows with `model` ("teacher" and "student", or "model" alone), `num_tokens` (latent tokens, a
+        teacher's patches, None where they are not counted), `macs` of an image with attention's products,
+        `latency (ms)` of a batch and `images/s`.
     """
     vision = image_side(model)
     channels, *size = image_size_of(vision)
@@ -209,7 +209,7 @@ def measure_counts(
 
 
 def scores_of(source: Path, rows: list[dict[str, object]]) -> list[dict[str, float | None]]:
-    """What the training or the card in a folder says of each row: accuracy, or else alignment."""
+    """Scores of rows from the training or the card in a folder: accuracy, or else alignment."""
     found = measured_of(read_results(source).get("best") or {})
     card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else None
     counts = [row["num_tokens"] for row in rows if row["model"] != "teacher"]

@@ -108,10 +108,10 @@ def look(
 def teacher_labels(
     teacher: PreTrainedModel, model: PreTrainedModel, reader: Reader, images: datasets.Dataset, **reading
 ) -> torch.Tensor:
-    """What a teacher says of images, as labels of its student, `(images,)`.
+    """A teacher's likeliest class of each image, as the student numbers it, `(images,)` int64.
 
     Raises:
-        ValueError: if they have not the same classes.
+        ValueError: if teacher and student have not the same classes.
     """
     names = [teacher.config.id2label[index] for index in range(len(teacher.config.id2label))]
     try:
@@ -181,7 +181,7 @@ def calibrate(
 
 
 def describe(found: dict[str, object]) -> str:
-    """What was found, as a paragraph of a card."""
+    """The calibration as a paragraph of a card."""
     calibration = found["calibration"]
     first, *others = calibration["token_counts"]
     return (

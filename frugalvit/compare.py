@@ -297,7 +297,7 @@ def right_classes(contender: Contender, images: datasets.Dataset) -> torch.Tenso
 
 
 class _Readers:
-    """What the image processors of contenders make of images, each once; a `Reader` of them all."""
+    """A `Reader` with the image processors of all contenders; those that are alike read an image once."""
 
     at_least = None
 
@@ -489,7 +489,7 @@ def _percent(row: Mapping[str, object], name: str, sign: str = "") -> str:
 
 
 def describe(settings: Mapping[str, object]) -> str:
-    """What the table's numbers are, in two sentences."""
+    """The meaning of the table's numbers, in two sentences."""
     learned = f", {settings['train_images']:,} to learn from" if settings["train_images"] else ""
     classes = f" of {settings['classes']:,} classes" if settings["classes"] else ""
     threads = f"{settings['threads']} thread{'' if settings['threads'] == 1 else 's'}"

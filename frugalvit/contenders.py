@@ -1,6 +1,6 @@
-"""What `frugalvit compare` sets beside each other: a teacher, what it can do with less, and students.
+"""Contenders of `frugalvit compare`: a teacher, the same teacher with less to compute, and students.
 
-Each is a `Contender`; whoever has another way to make a model cheaper describes it as one.
+Whoever has another way to make a model cheaper describes it as a `Contender`.
 """
 
 import functools
@@ -71,7 +71,7 @@ class Contender:
         return next(self.model.parameters()).device
 
     def fit(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """What its image processor returned, as its model takes it."""
+        """Resize pixel values that the image processor made to the size that the model takes."""
         if pixel_values.shape[-2:] == self.image_size:
             return pixel_values
         return v2.functional.resize(pixel_values, list(self.image_size), v2.InterpolationMode.BILINEAR, antialias=True)

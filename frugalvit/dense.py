@@ -29,7 +29,7 @@ _HEADS = frozenset({"classifier", "visual_projection", "decode_head", "feature_m
 
 
 def write_dense_features(arguments: argparse.Namespace) -> None:
-    """What `frugalvit features --dense` was asked for."""
+    """Compute feature maps as `frugalvit features --dense` does, and write or draw them."""
     if arguments.limit < 1:
         raise ValueError(f"--limit is {arguments.limit}, expected at least 1.")
     if arguments.picture:

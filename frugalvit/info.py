@@ -40,14 +40,14 @@ def variants() -> dict[str, type[PreTrainedConfig]]:
 
 
 def describe(name: str) -> dict[str, object]:
-    """What a model costs: `name, tokens, image_size, parameters, macs, macs_with_attention`.
+    """Count the tokens, parameters and multiply-accumulates of a model.
 
     Args:
         name (`str`): One of `variants()`, a model that ships, a model folder or a hub id.
 
     Returns:
-        `dict`: `tokens` counts as the papers do, [CLS] among them, and is `None` for a feature map; `image_size` is an
-        `int`, or height and width if they differ; `macs` and `macs_with_attention` are those of `count_macs`.
+        `dict`: `name`; `tokens`, with [CLS], as the papers count, `None` for a feature map; `image_size` in pixels, an
+        `int`, or height and width if they differ; `parameters`; `macs` and `macs_with_attention`, see `count_macs`.
 
     Raises:
         ValueError: if there is no such variant or model, or its architecture is unknown.

@@ -94,11 +94,11 @@ def main(argv: list[str] | None = None) -> None:
 
 @dataclass
 class Prediction:
-    """What a model says about an image.
+    """A model's labels of an image, and where its tokens looked.
 
     Args:
         labels (`list`): Pairs of label and score, the best first.
-        num_tokens (`int`, *optional*): Latent tokens that it took, where its sureness decided.
+        num_tokens (`int`, *optional*): Latent tokens that were needed, where the model's confidence decided.
         view (`torch.Tensor`, *optional*): `(channels, height, width)`, 0 to 1: the image as the model saw it.
         rois (`list`): `(tokens, 4)` after every adjustment.
         sampling_points (`list`): `(tokens, points, 2)` of every sampling.

@@ -187,11 +187,12 @@ def register_models(family: str) -> None:
 
 
 class _WhenAsked(dict):
-    """What was registered in a mapping of Transformers' Auto classes (its `_extra_content`): the classes of this
-    package come when they are asked for, so that importing it imports neither PyTorch nor Transformers.
+    """The classes that were registered in a mapping of Transformers' Auto classes, in the place of its
+    `_extra_content`. Those of this package come when they are asked for, so that importing it imports neither PyTorch
+    nor Transformers.
 
     Args:
-        registered (`dict`): What others have registered.
+        registered (`dict`): Classes that others have registered.
         register (`Callable`): Registers what belongs to a key, or, given None, everything.
     """
 

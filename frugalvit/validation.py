@@ -88,7 +88,7 @@ def validate_exported(folder: str | os.PathLike, trust_remote_code: bool = False
 
 
 def _ready(found: dict[Callable, list[str]]) -> list[str]:
-    """What each check is about, if none has found a problem."""
+    """Return a line about each check if none has found a problem; otherwise raise a ValueError with the problems."""
     if problems := [problem for problems in found.values() for problem in problems]:
         more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
         raise ValueError(f"The model is not ready to be published: {'; '.join(problems[:MOST_LISTED])}{more}.")
@@ -109,7 +109,7 @@ def check_files(folder: Path) -> list[str]:
 
 
 def read_metadata(folder: Path) -> ModelCardData | str:
-    """What the card's metadata are, or why they cannot be read."""
+    """Read the card's metadata; a `str` says why they cannot be read."""
     try:
         return ModelCard.load(folder / "README.md").data
     # As many ways to fail as YAML has.
@@ -220,8 +220,8 @@ def check_preprocessing(folder: Path, model: PreTrainedModel) -> list[str]:
 
 
 def check_image_processor(image_processor, model: PreTrainedModel) -> list[str]:
-    """What an image processor makes of an image has the shape that the model was made for, or, of a model of another
-    library, takes: a DINOv2 for 518 pixels comes with a processor for 224."""
+    """The image processor makes images of the shape that the model was made for; of a model of another library, one
+    that it takes is enough: a DINOv2 for 518 pixels comes with a processor for 224."""
     vision = vision_config_of(model.config)
     image = Image.new("RGB", (61, 61))
     pixel_values = image_processor(image, return_tensors="pt")["pixel_values"]

@@ -16,7 +16,7 @@ class Blocker(importlib.abc.MetaPathFinder):
 
 
 def outputs_of(model, inputs: dict) -> dict:
-    """What a model computes from images, and from texts if it reads these: named tensors."""
+    """Compute a model's outputs, as named tensors, from images, and from texts if it reads these."""
     if not hasattr(model, "get_image_features"):
         outputs = model(pixel_values=inputs["pixel_values"])
         names = ("logits", "image_embeds", "last_hidden_state")

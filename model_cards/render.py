@@ -73,7 +73,7 @@ def kind_of(recipe: dict) -> str:
 
 
 def variant_of(name: str, recipe: dict) -> str | None:
-    """What `frugalvit info` and `from_variant` call the model, where they have it."""
+    """The model's name for `frugalvit info` and `from_variant`; None where they do not have it."""
     known = variants()
     names = (name, name.removeprefix("sparseformer-"), recipe["arguments"].get("variant"))
     return next((each for each in names if each in known), None)

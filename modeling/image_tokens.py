@@ -30,8 +30,9 @@ class CheckedImageTokens:
 
 
 def projected_tokens(outputs: ModelOutput) -> torch.Tensor:
-    """What the language model read of all images, one after the other: `(tokens, hidden_size)`, from the output of a
-    `LlavaModel`, a `PaliGemmaModel` or one with a head. Versions of Transformers name it differently."""
+    """Return the projected tokens that the language model has read of all images, one after the other, `(tokens,
+    hidden_size)`, from the output of a `LlavaModel`, a `PaliGemmaModel` or one with a head. Versions of Transformers
+    name them differently."""
     if getattr(outputs, "image_outputs", None) is not None:
         return torch.cat(list(outputs.image_outputs.pooler_output))
     features = outputs.image_hidden_states  # Before Transformers 5.24.

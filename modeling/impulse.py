@@ -74,7 +74,7 @@ def attention_map(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) 
 
 
 def attention_logits(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What `attention_map` takes the softmax of."""
+    """The logits of which `attention_map` takes the softmax, `(tokens, tokens)`; arguments as there."""
     return (inputs @ query) @ (inputs @ key).mT / query.shape[-1] ** 0.5
 
 

@@ -60,7 +60,7 @@ class HeadReport:
 
 @dataclass
 class InitializationReport:
-    """What an initialization did: `heads` has a `HeadReport` for every head of every layer."""
+    """Report of an initialization: `heads` has a `HeadReport` for every head of every layer."""
 
     heads: list[HeadReport] = field(default_factory=list)
 
@@ -77,11 +77,11 @@ class InitializationReport:
 
 @dataclass
 class AttentionLayer:
-    """What initializations need of a block: layers, or views of their weights, that can be written to.
+    """Parts of a block that initializations read and write: layers, or views of their weights.
 
     Args:
-        norm (`nn.Module`): What the tokens pass before the attention.
-        query, key, value, output: With a `weight`, `(hidden_size, hidden_size)`, and a `bias` or None.
+        norm (`nn.Module`): The norm before the attention.
+        query, key, value, output: Each has a `weight`, `(hidden_size, hidden_size)`, and a `bias` or None.
         num_heads (`int`): Heads.
         linears (`list[nn.Linear]`): All linear layers of the block.
     """
@@ -105,12 +105,12 @@ class AttentionLayer:
 
 @dataclass
 class VisionTransformer:
-    """What initializations need of a vision transformer.
+    """Parts of a vision transformer that initializations read and write.
 
     Args:
         layers (`list[AttentionLayer]`): Its blocks, in order.
         positions (`torch.Tensor`): `(prefix + height * width, hidden_size)`, those of [CLS] and registers first.
-        learns_positions (`bool`): Whether they are a parameter.
+        learns_positions (`bool`): Whether the positions are a parameter.
         grid (pair of `int`): Height and width in patches.
         pre_norm (`nn.Module`, *optional*): Of tokens before the first block.
     """
@@ -161,7 +161,7 @@ def read_vision_transformer(model: nn.Module | VisionTransformer) -> VisionTrans
 
 
 def parts_of_layers(model: nn.Module) -> VisionTransformer:
-    """What initializations need of a base model of ours whose blocks are `PreNormLayer`s."""
+    """The parts that initializations need, of a base model of this package whose blocks are `PreNormLayer`s."""
     layers = []
     for layer in model.layers:
         attention = layer.attention
@@ -501,7 +501,7 @@ def _pseudo_input(kind: str, vit: VisionTransformer, generator) -> torch.Tensor:
 
 
 def _tokens_of_positions(vit: VisionTransformer) -> torch.Tensor:
-    """What the first block is given for patches without content, in float32."""
+    """The first block's input for patches without content, `(patches, hidden_size)` in float32."""
     positions = vit.patch_positions.float()
     return positions if vit.pre_norm is None else copy.deepcopy(vit.pre_norm).float()(positions)
 

@@ -84,7 +84,7 @@ class AgentCNNLayer(nn.Module):
 
 
 class AgentCNNPreTrainedModel(HubModel):
-    """What the family shares: how fresh weights are drawn."""
+    """Base class of the family, which draws fresh weights."""
 
     config: AgentCNNConfig
     base_model_prefix = "agent"

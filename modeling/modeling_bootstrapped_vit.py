@@ -49,8 +49,9 @@ class BootstrappedViTOutput(ModelOutput):
 
 
 def head_products(attention: nn.Module, num_heads: int) -> torch.Tensor:
-    """What every head does to the tokens that it looks at, W_i = W_O,i W_V,i, as the weight of a generalized
-    convolution: `(hidden_size, hidden_size, heads)`. The bias on values is left out, as in the reference."""
+    """Return the products W_i = W_O,i W_V,i by which each head maps the tokens that it looks at, as the weight of a
+    generalized convolution: `(hidden_size, hidden_size, heads)`. The bias on values is left out, as in the reference.
+    """
     value = attention.v_proj.weight.unflatten(0, (num_heads, -1))
     output = attention.o_proj.weight.unflatten(1, (num_heads, -1))
     return torch.einsum("ohd,hdi->oih", output, value)

@@ -75,7 +75,7 @@ class ConvMixerLayer(nn.Module):
 
 
 class ConvMixerPreTrainedModel(HubModel):
-    """What the family shares: how fresh weights are drawn."""
+    """Base class of the family, which draws fresh weights."""
 
     config: ConvMixerConfig
     base_model_prefix = "convmixer"

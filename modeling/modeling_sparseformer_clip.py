@@ -19,7 +19,7 @@ from .modeling_sparseformer import SparseFormerModel, SparseFormerModelOutput
 
 
 class SparseFormerCLIPPreTrainedModel(HubModel):
-    """What a CLIP and a SigLIP with a SparseFormer share: two sides, and a comparison of what they pool.
+    """Base class of a CLIP and a SigLIP with a SparseFormer: two sides, and a comparison of what they pool.
 
     Subclasses have `text_model` and `vision_model`, `text_projection` and `visual_projection` of what these pool,
     `logits` of the cosines between the two, and the `contrastive_loss` of logits.

@@ -77,7 +77,7 @@ class ViTContextBroadcastEmbeddings(nn.Module):
 
 
 class ViTContextBroadcastPreTrainedModel(HubModel):
-    """What the family shares: how fresh weights are drawn."""
+    """Base class of the family, which draws fresh weights."""
 
     config: ViTContextBroadcastConfig
     base_model_prefix = "vit"
@@ -142,7 +142,7 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
         self.post_init()
 
     def parts_to_initialize(self) -> VisionTransformer:
-        """What initializations write to."""
+        """The parts that initializations write to."""
         return parts_of_layers(self)
 
     @merge_with_config_defaults

@@ -79,7 +79,7 @@ class ViTImpulseInitEmbeddings(nn.Module):
 
 
 class ViTImpulseInitPreTrainedModel(HubModel):
-    """What the family shares: how fresh weights are drawn."""
+    """Base class of the family, which draws fresh weights."""
 
     config: ViTImpulseInitConfig
     base_model_prefix = "vit"
@@ -154,7 +154,7 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
         self.post_init()
 
     def parts_to_initialize(self) -> VisionTransformer:
-        """What initializations write to."""
+        """The parts that initializations write to."""
         return parts_of_layers(self)
 
     @merge_with_config_defaults

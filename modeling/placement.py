@@ -45,13 +45,13 @@ def split_in_four(cells: torch.Tensor) -> torch.Tensor:
 
 
 def lost_detail(image: torch.Tensor, patch_size: tuple[int, int], num_levels: int) -> list[torch.Tensor]:
-    """How much a cell loses that is shown with the points of a patch: the mean squared difference from the image.
+    """How much a cell loses when it is shown by the points of a patch: the mean squared difference from the image.
 
     Args:
         image (`torch.Tensor`): `(batch, channels, height, width)`, where a cell of the finest grid has a patch's
             points.
         patch_size (pair of `int`): Rows and columns of points.
-        num_levels (`int`): Grids; the finest is left out, which loses nothing.
+        num_levels (`int`): Number of grids. The finest loses nothing and is left out.
 
     Returns:
         `list[torch.Tensor]`: `(batch, rows, columns)` of each grid, coarsest first.
@@ -94,8 +94,17 @@ def worth_of(
     num_levels: int,
     attention: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """What the split of a cell is worth by a `placement_rule`; arguments and shapes as those of `lost_detail`, and
-    shares of attention, `(batch, rows, columns)` of the finest grid, for `"learned"`."""
+    """How much the split of a cell is worth by a `placement_rule`.
+
+    Args:
+        rule (`str`): `placement_rule` of a configuration.
+        image, patch_size, num_levels: As of `lost_detail`.
+        attention (`torch.Tensor`, *optional*): Shares of a teacher's attention that fall on the cells of the finest
+            grid, `(batch, rows, columns)`; needed by `"learned"`.
+
+    Returns:
+        `list[torch.Tensor]`: As of `lost_detail`.
+    """
     image = in_float32(image)
     if rule == "entropy":
         return entropy(image, patch_size, num_levels)
@@ -114,12 +123,12 @@ def worth_of(
 
 
 def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
-    """The cells that are left when those worth most are split.
+    """Choose the cells that are left when those worth most are split.
 
     Args:
         worths (`list[torch.Tensor]`): `(batch, rows, columns)` of each grid but the finest, coarsest first, from 0 on.
             A cell is worth no more than the one that it is a part of, so that the worthiest cells are a tree.
-        num_tokens (`int`): The coarsest grid's cells and three for each split.
+        num_tokens (`int`): Cells to choose: the coarsest grid's, and three more for each split.
 
     Returns:
         `torch.Tensor`: `(batch, num_tokens)` int64, numbers of cells, those of the coarsest grid first, row by row.
@@ -153,7 +162,7 @@ def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
 
 
 class CellPyramid(nn.Module):
-    """An image at the sizes where the points of each grid's cells are its pixels.
+    """Resizes an image for each grid, so that a point of a cell is a pixel.
 
     Args:
         patch_size (pair of `int`): Rows and columns of points in a cell.
@@ -169,7 +178,7 @@ class CellPyramid(nn.Module):
 
 
 class AttentionForecast(nn.Module):
-    """Foretells how much a teacher attends to each cell of the finest grid, from what the cells around it look like.
+    """Predicts how much a teacher attends to each cell of the finest grid, from the pixels of the cells around it.
 
     An embedding of patches to few channels, then convolutions that see seven cells far each way. It costs about as
     much as half a token. Before training, it foretells the same for all cells.
@@ -217,8 +226,12 @@ class ContentPlacement(nn.Module):
             self.forecast = AttentionForecast(patch_size, num_channels).requires_grad_(False)
 
     def forward(self, levels: list[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A `CellPyramid`'s images to numbers of cells, `(batch, num_tokens)`, see `choose_cells`, and what an
-        `AttentionForecast` returned."""
+        """Choose `num_tokens` cells of the images that a `CellPyramid` returned.
+
+        Returns:
+            Numbers of cells, `(batch, num_tokens)`, see `choose_cells`, and the logits of the `AttentionForecast`,
+            None without one.
+        """
         logits = attention = None
         if self.forecast is not None:
             logits = self.forecast(levels[-1])
@@ -230,7 +243,7 @@ class ContentPlacement(nn.Module):
             return choose_cells(worths, num_tokens), logits
 
     def scramble(self, worths: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same, but of `random_share` of the images random, larger cells worth more."""
+        """Replace the worths of `random_share` of the images by random ones, of which larger cells have more."""
         chosen = torch.rand(len(worths[0]), 1, 1, device=worths[0].device) < self.random_share
         return [
             torch.where(chosen, torch.rand_like(worth) * 2.0 ** (len(worths) - level), worth)

@@ -54,7 +54,7 @@ def signals_as_at_a_terminal():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported is no garbage: while that happens, and ever after, the collector need not look at it."""
+    """Keep the garbage collector from what is imported, while that happens and ever after."""
     gc.disable()
     try:
         return (yield)
@@ -66,7 +66,8 @@ def pytest_collection():
 
 @pytest.fixture(scope="module", autouse=True)
 def what_stays_is_no_garbage():
-    """What earlier modules imported and compiled is looked at once: `Trainer` collects garbage whenever it trains."""
+    """Let the garbage collector look once at what earlier modules imported and compiled: `Trainer` collects garbage
+    whenever it trains."""
     gc.collect()
     gc.freeze()
 

@@ -178,7 +178,7 @@ def test_a_trained_model_beside_its_own_start(recipe, tmp_path, capsys):
 
 
 def test_a_start_runs_no_code_that_the_user_does_not_trust(folder, tmp_path, monkeypatch, capsys):
-    """Whatever the run.json of a folder says."""
+    """The run.json of a folder may say that code is trusted; only the command's own option counts."""
     ran, remote, trained = tmp_path / "ran", tmp_path / "remote", tmp_path / "trained"
     remote.mkdir()
     (remote / "code.py").write_text(f"import pathlib\n\npathlib.Path({str(ran)!r}).touch()\n")

@@ -16,7 +16,7 @@ from frugalvit.common.speed import MatrixProduct, OwnProducts, measure
 
 @pytest.fixture
 def small_products(monkeypatch):
-    """What the machine can do is measured beside models, and takes long."""
+    """Make the matrix product small that is timed beside models to tell what the machine can do; it takes long."""
     monkeypatch.setattr("frugalvit.common.speed.MatrixProduct", lambda size, *rest: MatrixProduct(64, *rest))
 
 

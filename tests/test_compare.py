@@ -57,14 +57,14 @@ def run(*arguments) -> int:
 
 
 def pixels(processor, images) -> torch.Tensor:
-    """What an image processor makes of a data set."""
+    """The pixel values that an image processor makes of a data set."""
     decoded = [decode_image(image, index) for index, image in enumerate(images["image"])]
     return processor(decoded, return_tensors="pt")["pixel_values"]
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """What a comparison wrote."""
+    """The folder that a comparison wrote, and its numbers."""
     folder = tmp_path_factory.mktemp("compare") / "out"
     students = [STUDENT, "--model", f"ConvMixer={checkpoint_path('cifar10-convmixer')}"]
     options = ["--resolutions", 16, "--rounds", 1, "--precision", "float32", "bf16"]
@@ -185,7 +185,7 @@ def test_random_patches_are_drawn_again_for_each_embedding():
 
 
 def test_another_process_makes_the_same_contender():
-    """What memory is measured of: the baseline, its size and its patches, not the teacher alone."""
+    """Memory is measured of the contender itself, with the baseline's size and patches, not of the teacher alone."""
     contenders = load_teachers(VIT, "teacher", resolutions=[16], seed=3, device="cpu")
     contenders.append(load_student(STUDENT, "a method", "mine", device="cpu"))
     for contender in contenders:
@@ -248,7 +248,7 @@ class Constant(nn.Module):
 
 
 def test_another_contender():
-    """What a library function describes is a row like the others; its images are resized for it."""
+    """A contender that a library function describes is a row like the others; its images are resized for it."""
     images, model = load_images(SUBSET, "test[:20]"), Constant()
     names = dict(enumerate(images.features["label"].names))
     processor = ViTImageProcessor(size={"height": 32, "width": 32})
@@ -321,8 +321,8 @@ def test_images_without_labels(tmp_path):
 
 
 def test_memory_is_of_a_process_of_its_own():
-    """What this process and the one before held does not count, what the model holds does: of 22 million weights, 86
-    MB."""
+    """Memory that this process or the one before held does not count; the model's does: 86 MB of 22 million weights.
+    """
     held = torch.ones(400, 2**18)
     folders = (str(checkpoint_path("caltech101-sparseformer")), STUDENT)
     large, small = (peak_memory(functools.partial(load_student, name, device="cpu"), batch_size=2) for name in folders)

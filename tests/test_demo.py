@@ -73,7 +73,7 @@ def wait_for(url: str, process: subprocess.Popen, log, seconds: float = 200):
 
 
 def look(api: str, model: str, image_file: str | None, fails: bool = False, tokens: int = 1024):
-    """What the page shows, or the error that it answers with."""
+    """The page's answer: all that it shows, or an error."""
     image = None
     if image_file:
         with open(image_file, "rb") as file:

@@ -101,7 +101,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def steps(page: Path) -> list[tuple[str, str]]:
-    """What a page asks to do, in order: commands, a line each, and blocks of Python."""
+    """The steps that a page asks for, in order: commands, a line each, and blocks of Python."""
     found = []
     for language, code in blocks(page):
         if language == "python":

@@ -103,7 +103,7 @@ def run(*arguments, capsys) -> tuple[int, str, str]:
 
 
 def fails(*arguments, capsys) -> str:
-    """What a failing command says last, in one line."""
+    """The line of error that a failing command prints last."""
     code, output, error = run(*arguments, capsys=capsys)
     assert code == 1 and not output
     return next(line for line in error.splitlines() if line.startswith("frugalvit evaluate: error: "))

@@ -47,7 +47,7 @@ def decode(images: datasets.Dataset) -> list[Image.Image]:
 
 
 def pooled(images: datasets.Dataset) -> torch.Tensor:
-    """What the ViT's classifier reads, one image at a time."""
+    """The embeddings that the ViT's classifier reads, computed one image at a time."""
     model = AutoModelForImageClassification.from_pretrained(VIT)
     processor = AutoImageProcessor.from_pretrained(VIT)
     with torch.no_grad():

@@ -296,7 +296,7 @@ def test_a_folder_holds_nothing_of_this_machine(write, folder):
 
 
 def test_the_gate(folder, tmp_path, capsys):
-    """What falls short is not written, unless it is asked for; then the card says so."""
+    """A program that falls short is not written, unless `--force` asks for it; then the card says so."""
     output = tmp_path / "out"
     command = ["export", str(folder), "--output", str(output), *FEW, "--precision", "int8", "--min-cosine", "1"]
     assert main(command) == 1

@@ -291,7 +291,7 @@ def encoded(format: str) -> bytes:
 @fuzz
 @given(corruption=corruptions, format=st.sampled_from(["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"]))
 def test_corrupted_images(corruption, format, tmp_path):
-    """What can be decoded is an RGB image, and what cannot is named."""
+    """A file that can be decoded is an RGB image; one that cannot is named."""
     file = tmp_path / f"image.{format.lower()}"
     place, start, change, length = corruption
     file.write_bytes(corrupt(encoded(format), place, start, change, length))

@@ -1,4 +1,4 @@
-"""What is wrong with a folder, an argument or a label is one clear line, known before much is allocated."""
+"""Messages: one clear line about a wrong folder, argument or label, before much is allocated."""
 
 import json
 import math

@@ -63,7 +63,7 @@ def test_numbers_are_those_of_the_results(page, files, table):
 
 
 class Section:
-    """What stands below a heading: its running text, the numbers of its tables, and the results that it names."""
+    """The content below a heading: its running text, the numbers of its tables, and the results that it names."""
 
     def __init__(self, text: str, page: str):
         names = re.findall(r"results/[\w*-]+\.json", text) or re.findall(r"results/[\w*-]+\.json", page)

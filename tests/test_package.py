@@ -1,4 +1,4 @@
-"""What is installed and what `import frugalvit` does."""
+"""The installed package, and `import frugalvit`."""
 
 import ast
 import importlib.metadata

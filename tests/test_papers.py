@@ -62,7 +62,7 @@ LINES = [
 
 
 def named(cell: str) -> list[str]:
-    """What stands in backticks."""
+    """The names that stand in backticks."""
     return re.findall(r"`([^`]+)`", cell)
 
 

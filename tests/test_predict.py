@@ -173,7 +173,7 @@ def odd_labels(model_folder, tmp_path):
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_names_of_others_say_nothing_to_a_terminal(encoding, odd_labels, images, tmp_path, monkeypatch, capsys):
-    """Whatever it has letters for."""
+    """Control characters in labels and file names are escaped, whatever letters the terminal's encoding has."""
     label, stdout = "\x1b]0;title\x07猫\r\nfake", io.BytesIO()
     model = odd_labels(lambda labels: {number: f"{label}{number}" for number in labels})
     image, broken = tmp_path / "\x1b[31mä.png", tmp_path / "\x1b[32mö.png"

@@ -150,7 +150,7 @@ def test_a_dry_run_writes_what_would_be_uploaded_with_the_name_in_its_card(train
 
 @pytest.mark.parametrize("offline", [True, False])
 def test_publishing_without_a_network_is_said(offline, trained, monkeypatch):
-    """What huggingface_hub's client raises is an error of httpx or httpx2, as its version has it."""
+    """The client of huggingface_hub raises errors of httpx or of httpx2, as its version has it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
     monkeypatch.setattr("frugalvit.modeling.hub.HfApi", functools.partial(HfApi, endpoint="http://127.0.0.1:9"))
@@ -406,7 +406,7 @@ def test_refuses_a_folder_with_something_in_it(trained, tmp_path):
 
 
 def published(source: Path, folder: Path):
-    """What `frugalvit publish SOURCE --output FOLDER` writes, before it is looked at."""
+    """The folder that `frugalvit publish SOURCE --output FOLDER` writes, before it is looked at."""
     return publish.prepared(
         argparse.Namespace(
             model=str(source), output=str(folder), overwrite=False, card=None, results=None, license=None, repo_id=None
@@ -417,7 +417,8 @@ def published(source: Path, folder: Path):
 @pytest.mark.parametrize("card", sorted(CARDS.glob("cifar10-*.md")), ids=lambda card: card.stem)
 class TestSmallShippedModels:
     def test_can_be_published(self, card, tmp_path):
-        """What classifiers compute without frugalvit, test_hub.py compares, all in one process."""
+        """A shipped model can be published. Classifiers without frugalvit are compared in test_hub.py, in one process.
+        """
         source, folder = frugalvit.checkpoint_path(card.stem), tmp_path / card.stem
         with published(source, folder):
             pass

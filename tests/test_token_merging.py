@@ -1,4 +1,4 @@
-"""What the peers' rows stand on, without the peers' code."""
+"""The code that the rows of peers (ToMe, DiffRate) stand on, without their own code."""
 
 import importlib.util
 from pathlib import Path

@@ -42,7 +42,7 @@ AUTO_MAP = {
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What was asked; all of it is answered with yes."""
+    """The questions that were asked; each is answered with yes."""
     questions = []
     monkeypatch.setattr(builtins, "input", lambda prompt="": questions.append(prompt) or "y")
     return questions
@@ -156,7 +156,7 @@ def test_what_is_right_is_loaded(exported):
 @pytest.mark.parametrize("says", ["onnx", "openvino", "executorch"])
 @pytest.mark.parametrize("file", ["model.pt2", "model.onnx", "openvino_model.xml", "model.pte"])
 def test_pickled_programs_do_not_pass_for_others(says, file, exported):
-    """Whatever the report says, the manifest and the name of the file tell what would be loaded."""
+    """The manifest and the name of the file tell what would be loaded, whatever the report says."""
     report, manifest = REPORT | {"format": says}, component(file=file) | {"export_format": "dynamo"}
     assert "speak of other programs" in exported(report, manifest)
     assert "speak of other programs" in exported(report, manifest, trust=True)

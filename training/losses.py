@@ -1,4 +1,4 @@
-"""What recipes minimize, as modules."""
+"""Losses of the recipes, as modules."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,12 +15,13 @@ from .components.token_alignment import TokenAlignment, distance_from_largest
 
 @dataclass
 class Targets:
-    """What a teacher makes of a batch of images.
+    """A teacher's outputs for a batch of images, with which a student is aligned.
 
     Args:
-        embedding (`torch.Tensor`): `(batch, width)` float32.
+        embedding (`torch.Tensor`): `(batch, embedding_size)` float32.
         attention (`torch.Tensor`, *optional*): Shares of its attention that fall on patches, `(batch, rows, columns)`.
-        tokens (`list[torch.Tensor]`, *optional*): Before the first block and after each.
+        tokens (`list[torch.Tensor]`, *optional*):
+            Tokens before the first block and after each, `(batch, prefix + patches, hidden_size)`.
     """
 
     embedding: torch.Tensor
@@ -84,7 +85,7 @@ class AlignmentLoss(nn.Module):
 
     @property
     def outputs_asked_for(self) -> dict[str, bool]:
-        """What the student's base model is to be called with."""
+        """Arguments that the student's base model is called with, so that it returns all that the loss reads."""
         reads_tokens = self.reads_teacher_tokens or self.args.elastic_loss_weight
         asked = TokenAlignment.arguments if reads_tokens else {"output_tokens": False}
         return {**asked, "output_attention_forecast": True} if self.foretells else asked

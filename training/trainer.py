@@ -164,7 +164,7 @@ class RecipeTrainer(Trainer):
     # What a recipe says.
 
     def measure(self, model: nn.Module, loader: DeviceLoader) -> dict[str, float]:
-        """What a model reaches on a loader's images, over all processes; `metric` is among it."""
+        """Measure a model on a loader's images, over all processes; `metric` is one of the numbers."""
         raise NotImplementedError
 
     def make_optimizer(self) -> tuple:
@@ -172,7 +172,7 @@ class RecipeTrainer(Trainer):
         raise NotImplementedError
 
     def summary(self, state: TrainingState) -> str:
-        """What the model is and what was measured, a sentence or two, for its card."""
+        """The model and its measured numbers in a sentence or two, for its card."""
         raise NotImplementedError
 
     def write_repository(self, folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
@@ -184,7 +184,7 @@ class RecipeTrainer(Trainer):
 
     @property
     def saved(self) -> nn.Module:
-        """What the best model's weights are those of."""
+        """The module whose weights are kept as the best model's."""
         return self.model_wrapped
 
     def take_images(self, images):
@@ -275,12 +275,15 @@ class RecipeTrainer(Trainer):
 
     @names_arguments
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """What the model reaches on images, as `{prefix}_…`.
+        """Measure the model on images.
 
         Args:
             eval_dataset (*optional*): Other images than those that the trainer was given.
             ignore_keys: Not used.
-            metric_key_prefix (`str`, *optional*, defaults to `"eval"`): Of the names.
+            metric_key_prefix (`str`, *optional*, defaults to `"eval"`): Prefix of the numbers' names.
+
+        Returns:
+            `dict[str, float]`: The numbers of `measure`, as `{prefix}_{name}`.
 
         Raises:
             ValueError: if there are no images to evaluate on.

@@ -1,1 +1,1 @@
-"""What commands and recipes both use: files, images, data sets, models, counting and timing, tables."""
+"""Tools of commands and recipes alike: files, images, data sets, models, counting and timing, tables."""

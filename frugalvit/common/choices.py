@@ -1,5 +1,5 @@
-"""What options choose among and are given by default: names and numbers alone, so that a command line is read before
-anything is imported that takes long."""
+"""Choices and defaults of options. They are names and numbers alone, so that a command line is read before anything is
+imported that takes long."""
 
 # The CIFAR-10 images that come with the package, as a data set.
 SUBSET = "cifar10-subset"

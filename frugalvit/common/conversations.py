@@ -1,4 +1,4 @@
-"""What is asked about images and answered: prompts as a LLaVA or a PaliGemma wants them, and LLaVA's own files of
+"""Questions about images and answers to them: prompts as a LLaVA or a PaliGemma wants them, and LLaVA's own files of
 conversations."""
 
 import random
@@ -20,7 +20,7 @@ NO_ANSWER = -100
 
 
 def default_prompt(processor) -> str:
-    """What a processor's model is asked by."""
+    """The prompt of a processor's model, if no other is given."""
     return PALIGEMMA_PROMPT if isinstance(processor, PaliGemmaProcessor) else PROMPT
 
 

@@ -149,9 +149,10 @@ def _class_of(inside: str) -> str:
 
 
 def _part_of_folder(dataset, split: str, parts: dict[str, list[str]]) -> dict:
-    """What `datasets` is to read for a split of a folder of images.
+    """Arguments of `datasets.load_dataset` for a split of a folder of images.
 
-    It takes the names of folders for labels, in flat parts their own: parts with and without classes go apart.
+    `datasets` takes the names of folders for labels, and the name of a part for a label where it has no folders.
+    Parts with and without classes are therefore loaded apart.
     """
     named = names_in(split)
     flat = {name: not any(map(subfolders, map(Path, folders))) for name, folders in parts.items()}

@@ -166,7 +166,7 @@ def read_text(path: str | os.PathLike) -> str:
 
 
 def read_json(path: str | os.PathLike, expected: type | dict = dict):
-    """What a JSON file holds, if it has the shape that is expected.
+    """Read a JSON file, and check that its content has the shape that is expected.
 
     Args:
         path (`str` or `os.PathLike`): The file.
@@ -185,7 +185,8 @@ def read_json(path: str | os.PathLike, expected: type | dict = dict):
 
 
 def read_json_lines(path: str | os.PathLike, expected: type | dict = dict) -> list:
-    """What a file holds that has JSON in each line, empty ones aside; arguments and errors as of `read_json`."""
+    """Read a file with JSON in each line, empty lines aside, as a list; arguments and errors are those of `read_json`.
+    """
     records = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if line.strip():

@@ -51,7 +51,7 @@ def _speed_of_bfloat16(size: int, rounds: int = 6) -> float:
 
 
 def describe_device(device: torch.device, precision: str, num_processes: int) -> str:
-    """What a run computes on, and how, in a few words."""
+    """Device, precision, processes and threads of a run, in a few words."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     single = "TF32" if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest" else "float32"
     processes = f"{num_processes} process{'' if num_processes == 1 else 'es'}"

@@ -1,4 +1,4 @@
-"""What a LLaVA or a PaliGemma is asked by."""
+"""Prompts of a LLaVA and of a PaliGemma."""
 
 # Of LLaVA 1.5 and of PaliGemma.
 PROMPT = "USER: {image}{question} ASSISTANT:"

@@ -1,4 +1,4 @@
-"""What names of data sets mean: files, folders and data sets of the hub."""
+"""Names of data sets and what they stand for: files, folders and data sets of the hub."""
 
 import glob
 import os
@@ -22,7 +22,7 @@ EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet 
 
 
 def find_source(dataset: str | list[str], name: str | None) -> dict:
-    """What `datasets.load_dataset` takes for a data set: its folders or files by split, if they tell."""
+    """Arguments of `datasets.load_dataset` for a data set: its folders or files, by split where their names tell."""
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
     path = Path(paths[0])
     hub_id, revision = split_revision(paths[0])
@@ -46,8 +46,8 @@ def find_source(dataset: str | list[str], name: str | None) -> dict:
 
 
 def _find_in_folder(folder: Path) -> dict:
-    """What `datasets.load_dataset` takes for a folder: its images; or its parquet files, where they hold more of them;
-    or, where it has neither, those in its zip files."""
+    """Arguments of `datasets.load_dataset` for a folder: its images; or its parquet files, if they hold more images;
+    or, if it has neither, its zip files."""
     tables, archives = parquet_files(folder), sorted(file for file in folder.glob("*.zip") if file.is_file())
     images = sum(1 for _ in image_files(folder)) if tables else int(next(image_files(folder), None) is not None)
     holding = {table: rows for table in tables if (rows := _rows_with_images(table))}

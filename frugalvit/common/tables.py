@@ -46,7 +46,7 @@ def format_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def format_markdown(rows: Sequence[Mapping[str, object]]) -> str:
-    """What `format_table` says, as a table of Markdown."""
+    """Rows as a table of Markdown, with the columns and numbers of `format_table`."""
     texts = _columns(rows)
     rule = [":---" if text else "---:" for text in texts.values()]
     lines = [texts, rule, *([_format(row.get(column)) for column in texts] for row in rows)]

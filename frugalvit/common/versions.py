@@ -1,4 +1,4 @@
-"""What a result depends on: versions of packages, and the machine."""
+"""Versions of packages and the machine, on which a result depends."""
 
 import functools
 import importlib.metadata
@@ -14,7 +14,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def origin() -> dict[str, dict]:
-    """What every file of results says of how it came about: `versions` and `machine`."""
+    """`versions` and `machine`, which every file of results notes."""
     return {"versions": versions(), "machine": machine()}
 
 

@@ -100,12 +100,13 @@ class ImageFormat:
 
     @classmethod
     def from_processor(cls, processor) -> "ImageFormat":
-        """What a Transformers image processor does, also one that wraps timm's settings: what it says, compared with
-        what it makes of pictures. Normalization is measured, so that any order, offset and factor is followed.
+        """Return the format that a Transformers image processor makes, also one that wraps timm's settings.
 
-        Some leave the size open: SigLIP 2's for any shape (NaFlex) is taken for the largest square, one that does not
-        resize (C-RADIO's) for the size that it names. One that resizes to a larger square before the crop (DeiT's) is
-        taken for one that resizes the shorter side, as DeiT's authors do.
+        Its attributes are read and compared with what it makes of pictures. Normalization is measured, so that any
+        order, offset and factor is followed. Some processors leave the size open: SigLIP 2's for any shape (NaFlex) is
+        taken for the largest square, one that does not resize (C-RADIO's) for the size that it names. One that resizes
+        to a larger square before the crop (DeiT's) is taken for one that resizes the shorter side, as DeiT's authors
+        do.
 
         Raises:
             ValueError: if it resizes in another way than to a size, or the shorter side before a center crop, or does
@@ -115,7 +116,7 @@ class ImageFormat:
 
     @classmethod
     def _as_said(cls, processor) -> "ImageFormat":
-        """What an image processor's attributes say."""
+        """The format that an image processor's attributes name."""
         if (timm := getattr(processor, "data_config", None)) is not None:
             size, mode = tuple(timm["input_size"][1:]), timm.get("crop_mode") or "center"
             if mode not in ("center", "squash") or (mode == "center" and size[0] != size[1]):
@@ -206,8 +207,8 @@ class ImageFormat:
         return replace(self, mean=mean, std=std, reverse_channels=reverse)
 
     def _made_by(self, processor, size: tuple[int, int]) -> torch.Tensor:
-        """What a processor makes of a black, a white and a red image and of a test picture of this width and height:
-        `(4, 3, height, width)`, float32."""
+        """The pixel values that a processor makes of a black, a white and a red image and of a test picture, all of
+        this width and height: `(4, 3, height, width)`, float32."""
         images = [*_flat_pictures(size), _test_picture(size)]
         made = torch.as_tensor(np.asarray(processor(images, return_tensors="pt")["pixel_values"])).float()
         if getattr(processor, "max_num_patches", None) and made.ndim == 3:
@@ -218,8 +219,8 @@ class ImageFormat:
         return made
 
     def _shorter_sides(self, processor) -> list[int | None]:
-        """What the shorter side before a crop may be: what is said, or what PoolFormer's or LeViT's processor makes of
-        it."""
+        """Lengths that the shorter side before a crop may have: the one that is named, and those that PoolFormer's and
+        LeViT's processors make of it."""
         if self.resize is None:
             return [None]
         share = getattr(processor, "crop_pct", None) or 1
@@ -311,8 +312,8 @@ def _test_picture(size: tuple[int, int]) -> Image.Image:
 
 
 def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tensor:
-    """What an image processor makes of images, its `pixel_values`; of strips, where it crops the middle, without
-    resizing what it does not keep.
+    """Return the `pixel_values` that an image processor makes of images. Of strips whose middle it crops, only the
+    middle is resized.
 
     Args:
         image_processor: A Transformers image processor.
@@ -324,18 +325,19 @@ def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tens
 
 
 def restore_images(image_processor, pixel_values: torch.Tensor) -> torch.Tensor:
-    """What a model saw, as images: the inverse of an image processor's normalization, which is measured, so that any
-    factor, offset and order of channels is undone.
+    """Turn pixel values back into the images that the model saw.
+
+    The image processor's normalization is measured, so that any factor, offset and order of channels is undone.
 
     Args:
-        image_processor: A Transformers image processor, or what is called like one.
-        pixel_values (`torch.Tensor`): `(batch, 3, height, width)`, what it made.
+        image_processor: A Transformers image processor, or a function that is called like one.
+        pixel_values (`torch.Tensor`): `(batch, 3, height, width)`, which the processor made.
 
     Returns:
         `torch.Tensor`: float32 of the same shape on the CPU: red, green and blue, 0 to 1.
 
     Raises:
-        ValueError: if it makes the same pixels of black and white.
+        ValueError: if the processor makes the same pixels of black and white.
     """
     made = image_processor(_flat_pictures(PICTURE), return_tensors="pt")["pixel_values"]
     flat = torch.as_tensor(np.asarray(made)).float()

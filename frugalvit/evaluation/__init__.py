@@ -1,1 +1,1 @@
-"""What `frugalvit evaluate` measures, a module a task."""
+"""Tasks of `frugalvit evaluate`, a module each."""

@@ -17,11 +17,12 @@ _VALIDATION_NAME = re.compile(r"ILSVRC2012_val_\d{8}")
 
 @dataclass(frozen=True)
 class Answers:
-    """What is right.
+    """The right classes of images.
 
     Args:
-        right (`list[list[int]]`): Of each image, the classes that are right; empty for one that does not count.
-        classes (`list[int]`, *optional*): The model's classes that are compared, which `right` counts; all if `None`.
+        right (`list[list[int]]`): For each image, its right classes, as indices of `classes`; an image without any
+            does not count.
+        classes (`list[int]`, *optional*): The model's classes that are compared; all if `None`.
     """
 
     right: list[list[int]]
@@ -29,7 +30,7 @@ class Answers:
 
 
 def right_answers(protocol: str, images: datasets.Dataset, id2label: Mapping[int, str]) -> Answers:
-    """What is right for each image of a data set.
+    """Return the right classes of each image of a data set.
 
     Args:
         protocol (`str`): One of `PROTOCOLS`.

@@ -1,4 +1,4 @@
-"""What is done to images to see how far a classifier can be trusted: attacked, or hidden in part."""
+"""Changes of images that show how far a classifier can be trusted: attacks, and hidden parts."""
 
 import torch
 from torch import nn

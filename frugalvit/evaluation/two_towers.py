@@ -27,7 +27,7 @@ from ..modeling.open_clip_adapter import OpenClipVisual
 
 @dataclass
 class TwoTowers:
-    """What compares images with texts.
+    """A model that compares images with texts.
 
     Args:
         image_processor: The Transformers image processor that makes pixel values of images.
@@ -45,7 +45,7 @@ class TwoTowers:
 
 
 def name_models(arguments: argparse.Namespace) -> dict[str, str]:
-    """What the results say about `add_model_arguments`."""
+    """The options of `add_model_arguments` as results note them."""
     return {"model": arguments.model} | ({"vision_model": arguments.vision_model} if arguments.vision_model else {})
 
 

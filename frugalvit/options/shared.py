@@ -125,7 +125,7 @@ def add_feature_arguments(parser: argparse.ArgumentParser):
 
 
 def add_training_images_arguments(parser: argparse.ArgumentParser):
-    """What `read_labeled_parts` reads besides `add_image_arguments`."""
+    """Add the options that `read_labeled_parts` reads besides those of `add_image_arguments`."""
     parser.add_argument("--train-split", default="train", help="to learn from (default: %(default)s)")
     parser.add_argument(
         "--eval-dataset",

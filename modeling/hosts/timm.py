@@ -193,7 +193,7 @@ def _read_rotary(model: nn.Module) -> Rotary | None:
 
 
 def _read_front(model: nn.Module, anatomy: Anatomy):
-    """What comes before the first block."""
+    """Read the tokens before the first block: the embedding of patches, positions, class tokens and registers."""
     embed, positions = model.patch_embed, getattr(model, "pos_embed", None)
     projection, norm = getattr(embed, "proj", None), given(getattr(embed, "norm", None))
     if hasattr(embed, "backbone"):

@@ -275,7 +275,7 @@ def _read_positions(embeddings: nn.Module, anatomy: Anatomy):
 
 
 def _read_front(tower: nn.Module, embeddings: nn.Module, anatomy: Anatomy):
-    """What comes before the first block."""
+    """Read the tokens before the first block: the embedding of patches, positions, class tokens and registers."""
     config, module, norm = tower.config, _find(embeddings, _PATCHES), _find(embeddings, ("rms_norm",))
     projection = _find(module, ("projection",)) or module
     positions = getattr(embeddings, "position_embeddings", getattr(embeddings, "position_embedding", None))
@@ -320,7 +320,7 @@ def _conditioned(patches: PatchEmbedding, conditioner: nn.Module) -> PatchEmbedd
 
 
 def _read_pooling(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
-    """What the classifier reads, or what a model without one pools."""
+    """Read how tokens become the embedding, which the classifier reads or a model without one returns."""
     if getattr(model, "distillation_classifier", None) is not None:
         raise Obstacle("it averages two classifiers; give its base model")
     config, family, has_cls = tower.config, _family(tower), anatomy.num_class_tokens > 0
@@ -412,7 +412,7 @@ def _call_unmasked(model: nn.Module, images: torch.Tensor):
 
 
 def _as_patches(images: torch.Tensor, size: int) -> dict[str, torch.Tensor]:
-    """What SigLIP 2 NaFlex takes: patches in row order, their pixels before their channels, and grids."""
+    """Images as the inputs of SigLIP 2 NaFlex: patches in row order, their pixels before their channels, and grids."""
     batch, channels, height, width = images.shape
     rows, columns = height // size, width // size
     patches = images.reshape(batch, channels, rows, size, columns, size).permute(0, 2, 4, 3, 5, 1)

@@ -76,6 +76,6 @@ def serving() -> subprocess.Popen:
 
 
 def environment(home: str | Path) -> dict[str, str]:
-    """What a process with such a home of the hub's caches is given."""
+    """The environment of a process that has the hub's caches in `home`."""
     others = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))}
     return others | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}

@@ -135,7 +135,7 @@ def images_alone(test_class: type) -> type:
 
 
 class CommonTests:
-    """What a vision model without text overrides of the common tests."""
+    """The common tests, with those overridden that are not for a vision model without text."""
 
     kind: str
     has_attentions = True
@@ -188,8 +188,8 @@ class BootstrappedCommonTest(CommonTests, ModelTesterMixin, unittest.TestCase):
 
 
 class OtherGeneration(CommonTests):
-    """What stands on the base model is the same code in all generations of SparseFormer: one tests all of its classes,
-    the others the base model and the classifier."""
+    """Tests of a generation's base model and classifier alone: the classes around the base model have the same code in
+    all generations of SparseFormer, and another generation tests all of them."""
 
     @property
     def all_model_classes(self):
@@ -237,7 +237,7 @@ class ViTContextBroadcastCommonTest(CommonTests, ModelTesterMixin, unittest.Test
 
 
 class FeatureMapTests(CommonTests):
-    """What convolutional models override."""
+    """The common tests, with those overridden that are not for convolutional models."""
 
     has_attentions = False
     maps: list[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""What earlier versions saved loads, with the logits that it had then."""
+"""Folders that earlier versions saved load, with the logits that the models had then."""
 
 from pathlib import Path
 

@@ -348,7 +348,8 @@ class TestOutputs:
 class TestCompilationAndExport:
     @pytest.fixture
     def classifier(self, kind, make_model, request) -> transformers.PreTrainedModel:
-        """What is traced forth and back, and written, has a layer, as each of them takes as long as the first."""
+        """A classifier with one layer where it is traced forth and back, or written: each further layer would take as
+        long as the first."""
         fewer = {"num_focusing_iterations": 2} if kind in ("bootstrapped", "patches", "v1") else {}
         layers = 2 if request.function.__name__ == "test_compile_without_graph_breaks" else 1
         return make_model("classifier", kind, num_hidden_layers=layers, **fewer)

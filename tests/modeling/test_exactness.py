@@ -410,7 +410,7 @@ def new_model(request) -> SparseFormerForImageClassification:
 
 
 class TestInitialization:
-    """What the reference implementation starts from; bootstrapping depends on it."""
+    """Fresh weights are those of the reference implementation; bootstrapping depends on them."""
 
     def test_linear_layers(self, new_model):
         special = ("sampling.offset_proj", "mixing.generator", "roi_deltas.out_proj")

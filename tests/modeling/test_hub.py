@@ -129,7 +129,7 @@ def loaded(tmp_path_factory, saved, pixel_values):
 
 @pytest.fixture(scope="module")
 def fine_tuned(tmp_path_factory, saved) -> dict[str, Path]:
-    """What three rounds of fine-tuning without frugalvit wrote, for each kind."""
+    """The folders that three rounds of fine-tuning without frugalvit wrote, one for each kind."""
     root, _ = saved
     home = tmp_path_factory.mktemp("fine-tuned")
     run_without_frugalvit(home, "fine_tune", home, *(root / folder_name(kind) for kind in KINDS))

@@ -1,4 +1,4 @@
-"""What a SparseFormer inherits, what is new in it, and what is refused."""
+"""A SparseFormer from a teacher: its inherited parts, its new parts, and the teachers that are refused."""
 
 import pytest
 import timm

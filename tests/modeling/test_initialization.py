@@ -1,4 +1,4 @@
-"""What is done to a ViT's weights in place: attention that starts with structure, positions for other sizes."""
+"""Changes of a ViT's weights in place: attention that starts with structure, positions for other sizes."""
 
 import pytest
 import timm

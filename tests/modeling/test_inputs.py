@@ -1,4 +1,4 @@
-"""What all families do with numbers of 64 bits and with images that are too small."""
+"""All families with numbers of 64 bits and with images that are too small."""
 
 import pytest
 import torch

@@ -575,7 +575,7 @@ def test_grids_of_patches_are_refused():
 @pytest.mark.parametrize("make", [make_llava, make_paligemma])
 @torch.no_grad()
 def test_channels_are_matched(make):
-    """What the first layer of the projector makes of tokens has the mean of before, each channel its old spread."""
+    """The first layer of the projector returns the mean that it had before, and each channel its old spread."""
     original = make()
     old = original.model.multi_modal_projector
     before = {name: value.clone() for name, value in original.state_dict().items()}

@@ -1,4 +1,4 @@
-"""What SparseFormers alone do: RoIs and focusing states, narrow heads, variants of both generations, token counts."""
+"""SparseFormers' own behavior: RoIs and focusing states, narrow heads, variants of both generations, token counts."""
 
 import copy
 import os

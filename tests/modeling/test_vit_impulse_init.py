@@ -1,4 +1,4 @@
-"""What the ViT of impulse initialization computes, and when its attention is initialized."""
+"""The ViT of impulse initialization: its computations, and when its attention is initialized."""
 
 import json
 

@@ -36,7 +36,7 @@ COUNTED = {}
 
 @pytest.fixture(autouse=True)
 def counted_once(request, monkeypatch):
-    """What a model costs is counted once for each architecture, but on a device that is not there each time."""
+    """Count the cost of a model once for each architecture; on a device that is not there, each time."""
 
     def count(model, image_size):
         # What `using_tokens` asks for is no part of the configuration.

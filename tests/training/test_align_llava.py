@@ -279,7 +279,8 @@ def test_a_paligemma_learns_to_read_a_sparseformer(tmp_path, capsys):
 
 @torch.no_grad()
 def test_a_paligemma_is_asked_as_its_processor_does():
-    """What is asked of it, and how far its questions look at all of themselves."""
+    """The tokens that a PaliGemma is given are its processor's, and so are the types of tokens, which say that those
+    of a question look at each other."""
     paligemma, processor = make_paligemma(), make_paligemma_processor()
     prompt = conversations.default_prompt(processor)
     asked = Answers([[("what is this ?", "cat")], [("is this cat and dog ?", "ship")]])

@@ -359,7 +359,7 @@ def test_training_prepares_images_as_every_processor_of_transformers_does(name):
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_pictures_show_what_a_model_saw(name):
-    """Whatever factor, offset, mean and order its processor has."""
+    """Every factor, offset, mean and order of channels of a processor is undone."""
     processor, _ = PROCESSORS[name]
     image = photograph(64, 64)
     expected = EvalView(ImageFormat.from_processor(processor))(image)["pixel_values"]

@@ -1,4 +1,4 @@
-"""What a map's alignment with a teacher's measures."""
+"""The alignment of a feature map with a teacher's."""
 
 import sys
 from pathlib import Path

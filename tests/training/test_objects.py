@@ -166,7 +166,7 @@ def make(teacher, images, held_back, tmp_path):
 
 
 def test_a_trainer_can_be_asked(make):
-    """What is frozen, what is weighed, how long it is."""
+    """A trainer tells which weights are frozen, the weights of its losses, and how long an epoch is."""
     own = make()
     layers = own.student.sparseformer.layers
     assert [all(weight.requires_grad for weight in layer.parameters()) for layer in layers] == [True, False]

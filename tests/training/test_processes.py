@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def fsdp() -> dict[str, str]:
-    """What `accelerate launch --config_file fsdp2.yaml` says to its processes."""
+    """The environment that `accelerate launch --config_file fsdp2.yaml` gives its processes."""
     config = yaml.safe_load(CONFIGURATIONS["fsdp2"].read_text(encoding="utf-8"))
     values = {name.upper(): value for name, value in config["fsdp_config"].items()}
     options = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
@@ -228,7 +228,7 @@ def test_a_classifier_of_four_processes(more_finished):
 
 @pytest.mark.reliability
 def test_a_run_of_two_processes_is_gone_on_with_by_one(more_finished):
-    """What nobody draws at random in the model is as it would have been."""
+    """The run goes on as it would have with two processes; the model draws nothing at random."""
     assert_same_run(more_finished / "fewer", more_finished / "one")
     assert processes_of(more_finished / "fewer") == 1
 

@@ -415,7 +415,8 @@ def in_full(name: str):
 
 @pytest.mark.parametrize("name", [*BOOTSTRAP, *SEGMENT, *TRAIN, *JOINT])
 def test_costs(name):
-    """What the comments say is counted, and, but for the head of segmentation, the paper's within a percent."""
+    """The costs in the comments are those that are counted, and, but for the head of segmentation, within a percent of
+    the paper's."""
     _, comment = read((BOOTSTRAP | SEGMENT | TRAIN | JOINT)[name])
     counted = re.search(r"Counted: ([\d,]+) parameters(?:, ([\d.]+) G multiply)?", comment)
     parameters, billions = counted.groups()

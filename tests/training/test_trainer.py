@@ -132,7 +132,7 @@ def test_the_time_that_is_left_is_foretold_after_seconds(tiny_run, monkeypatch, 
 
 
 def test_a_run_without_a_step_blocks_nothing(tiny_run, tmp_path):
-    """What was interrupted before its first checkpoint gives way to other arguments and images."""
+    """A run that was interrupted before its first checkpoint gives way to other arguments and images."""
 
     def fail():
         raise RuntimeError("interrupted")
@@ -145,7 +145,7 @@ def test_a_run_without_a_step_blocks_nothing(tiny_run, tmp_path):
 
 
 def test_a_launch_that_became_one_process_is_said(tiny_run, monkeypatch, capsys):
-    """What `accelerate launch --cpu --num_processes 2` leaves in the environment."""
+    """`accelerate launch --cpu --num_processes 2` leaves such an environment, and starts one process."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     tiny_run(steps_per_epoch=1, epochs=1)
     assert "one was started" in (said := capsys.readouterr().err)

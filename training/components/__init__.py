@@ -1,1 +1,1 @@
-"""What the training recipes share."""
+"""Components of the training recipes: arguments, data, augmentation, optimizers, checkpoints, cards."""

@@ -1,4 +1,4 @@
-"""What a LLaVA or a PaliGemma is asked about images and answers, as tokens."""
+"""Questions to a LLaVA or a PaliGemma about images, and its answers, as tokens."""
 
 import torch
 from transformers import PaliGemmaProcessor
@@ -7,12 +7,13 @@ from ...common.conversations import NO_ANSWER, encode
 
 
 class Answers:
-    """What there is to say about the images of a batch.
+    """Questions about the images of a batch, and the answers to them.
 
     Args:
-        conversations (`list`): Of each image, questions and answers; of an answer that was given, its tokens.
-        logits (`torch.Tensor`, *optional*): `(tokens of all answers, vocabulary)`, what gave them.
-        seen (`torch.Tensor`, *optional*): `(images, channels)`, the mean of what the language model read of each.
+        conversations (`list`): For each image, pairs of question and answer. An answer is a text, or, where a model
+            gave it, a list of token ids.
+        logits (`torch.Tensor`, *optional*): `(tokens of all answers, vocabulary)` float32, by which a model gave them.
+        seen (`torch.Tensor`, *optional*): `(images, channels)` float32, each image's mean projected token.
     """
 
     def __init__(self, conversations: list, logits: torch.Tensor | None = None, seen: torch.Tensor | None = None):
@@ -31,8 +32,8 @@ class Answers:
         return found
 
     def inputs(self, processor, image_tokens: int, prompt: str) -> tuple[dict, torch.Tensor]:
-        """What a model is called with besides the images, all texts ending together, and the labels, `(images,
-        length)`."""
+        """Return a model's inputs besides the images, padded at the left so that all texts end together, and the
+        labels, `(images, length)`, `NO_ANSWER` where nothing is asked."""
         rows = self.encoded(processor, image_tokens, prompt)
         labels = pad_left([labels for _, labels in rows], NO_ANSWER)
         inputs = text_inputs([ids for ids, _ in rows], processor)
@@ -43,8 +44,8 @@ class Answers:
 
 
 def text_inputs(rows: list[list[int]], processor) -> dict[str, torch.Tensor]:
-    """Token ids, padded at their left, and where they are; for a PaliGemma, whose questions look at all of themselves,
-    also that they are questions."""
+    """Return `input_ids`, padded at the left, and their `attention_mask`; for a PaliGemma also the `token_type_ids` of
+    questions, within which all tokens look at each other."""
     padding = processor.tokenizer.pad_token_id
     inputs = {
         "input_ids": pad_left(rows, 0 if padding is None else padding),
@@ -65,11 +66,11 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
     """The likeliest answers of a LLaVA or a PaliGemma, to a question about each image.
 
     Args:
-        llava (`LlavaForConditionalGeneration` or `PaliGemmaForConditionalGeneration`): Answers.
+        llava (`LlavaForConditionalGeneration` or `PaliGemmaForConditionalGeneration`): The model that answers.
         processor (`LlavaProcessor` or `PaliGemmaProcessor`): Its own.
         pixel_values (`torch.Tensor`): `(images, 3, height, width)`.
-        questions (`list[str]`): As many.
-        prompt (`str`): What questions are put into.
+        questions (`list[str]`): One for each image.
+        prompt (`str`): The text around a question, with `{image}` and `{question}`.
         length (`int`): Most tokens of an answer.
     """
     features = llava.get_image_features(pixel_values).pooler_output

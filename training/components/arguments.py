@@ -142,7 +142,7 @@ class ImageArguments:
 
 @dataclass
 class DataArguments(ImageArguments):
-    """What to train and evaluate on."""
+    """The images to train and evaluate on."""
 
     label_column: str | None = argument(None, "Name of the label column, where types do not tell.")
 
@@ -364,7 +364,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("true|True|TR
 
 
 def reason(error: BaseException) -> str | None:
-    """What the user can mend, in one line; None for a defect."""
+    """The message of an error that the user can mend, in one line; None for a defect of the program."""
     if isinstance(error, StrictDataclassError) and error.__cause__:
         # It says of itself which validator found it, what it found is its cause.
         error = ValueError(str(error.__cause__))

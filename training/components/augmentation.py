@@ -1,4 +1,4 @@
-"""What recipes make of images in training: views for little data and for bootstrapping, mixup and cutmix."""
+"""Views of images in training: for little data and for bootstrapping; mixup and CutMix."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -191,7 +191,7 @@ class BootstrapView(View):
 
 
 class PairedEvalView(View):
-    """What student and teacher see of an image in evaluation; one tensor where both take the same."""
+    """The views of an image that student and teacher get in evaluation; one tensor where both take the same."""
 
     def __init__(self, student: ImageFormat, teacher: ImageFormat | None = None):
         self.formats = {"pixel_values": student}

@@ -141,7 +141,7 @@ def say_license(run: RunArguments, base_model: str | None = None):
 
 
 def license_of(model: str | None) -> str | None:
-    """What the card of a model says that is here, in a folder or in the cache of the hub."""
+    """The license that a model's card names; None if there is no card in its folder or in the cache of the hub."""
     if model is None:
         return None
     card = Path(model) / "README.md"

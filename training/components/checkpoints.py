@@ -52,7 +52,7 @@ class TrainingState:
 
     @property
     def measured(self) -> dict:
-        """What the best epoch is said to reach, see `measured_of`."""
+        """The numbers of the best epoch that count, see `measured_of`."""
         return measured_of(self.best or {})
 
 

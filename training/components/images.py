@@ -1,4 +1,4 @@
-"""What people have as images, as recipes read it."""
+"""Images in the forms in which people have them, made into data sets for recipes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -24,7 +24,7 @@ NEW = "an architecture to train from scratch"
 
 
 def start_options(name: str, text: str) -> dict:
-    """What `--initialization-options` says, for `--initialization`.
+    """Read `--initialization-options`, the arguments of an `--initialization`, as a dict.
 
     Raises:
         ValueError: if the initialization has no such option.
@@ -148,7 +148,7 @@ def check_loading(model, info: dict, name: str):
 
 
 def parse_overrides(model_type: str, text: str) -> dict:
-    """What `--config-overrides` says, as a dict.
+    """Read `--config-overrides`, fields of a configuration, as a dict.
 
     Raises:
         ValueError: if the configuration has no such field.
@@ -184,7 +184,7 @@ def read_values(argument_name: str, text: str) -> dict:
 
 
 def write_values(values: dict) -> str:
-    """What `read_values` reads."""
+    """Write values as text that `read_values` reads."""
     return ",".join(
         f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()
     )

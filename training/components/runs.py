@@ -204,7 +204,7 @@ def recipe_arguments(kind: type[RecipeTrainingArguments], run: RunArguments, dat
 
 
 def record_of(args: RecipeTrainingArguments, trainer: str) -> dict:
-    """What `run.json` says of a run that no command began: what made it what it is."""
+    """The content of `run.json` for a run that no command began: the arguments that made it what it is."""
     kinds = type(args).__mro__
     own = set().union(*(inspect.get_annotations(kind) for kind in kinds[: kinds.index(TrainingArguments)]))
     values = {name: getattr(args, name) for name in sorted((own - RESUMABLE - NOT_FIXED) | FIXED)}
@@ -289,7 +289,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> dict | None:
-    """What a recipe noted about the run in a folder, or None if none did."""
+    """Read the `run.json` that a recipe wrote into a folder; None if there is none that can be read."""
     try:
         return read_json(folder / "run.json", {"arguments": dict, "images": dict | None})
     except PermissionError:

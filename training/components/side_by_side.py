@@ -66,8 +66,8 @@ def compare(
 
 
 def scores_of(state: TrainingState, config) -> list[dict[str, float]]:
-    """What the best epoch's evaluation said of the teacher and of the student, for each count of tokens: accuracy, or
-    else alignment."""
+    """Scores of the teacher and of the student with each count of tokens, in the best epoch: accuracy, or else
+    alignment."""
     counts = config.trained_token_counts
     measured = state.measured
     name = next((name for name in ("accuracy", "alignment") if name in measured), None)
@@ -80,7 +80,8 @@ def scores_of(state: TrainingState, config) -> list[dict[str, float]]:
 def describe(
     teacher: str, student: SparseFormerPreTrainedModel, labels: bool, state: TrainingState, images: str
 ) -> str:
-    """What came out, in a sentence, of so many `images`, and for several counts of tokens a table."""
+    """The result in a sentence, and a table of it if there are several counts of tokens; `images` says on how many
+    images it was measured."""
     config = student.config
     counts = config.trained_token_counts
     tokens = f"{', '.join(map(str, counts))} latent tokens{' and [CLS]' if config.use_cls_token else ''}"

@@ -98,8 +98,8 @@ def distance_from_largest(outputs, largest, num_prefix_tokens: int) -> torch.Ten
 
 
 def _overlaps(boxes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """What share each of the other boxes has in a box, `(batch, boxes, others)`: of all areas within it, this one.
-    Sums to 1 where any other box touches it, else to 0."""
+    """Shares of the other boxes in each box, `(batch, boxes, others)`: the area that one covers of the box, divided by
+    the sum over all. They sum to 1 where any other box touches it, else to 0."""
     boxes, others = boxes.unsqueeze(2), others.unsqueeze(1)
     low, high = torch.maximum(boxes[..., :2], others[..., :2]), torch.minimum(boxes[..., 2:], others[..., 2:])
     areas = (high - low).clamp(min=0).prod(-1)

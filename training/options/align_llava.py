@@ -58,7 +58,7 @@ class LlavaArguments:
 
 @dataclass
 class AnswerArguments:
-    """What is asked about the images, and answered."""
+    """Questions about the images, and answers to them."""
 
     questions: list[str] = argument(QUESTIONS, "Questions, one of which is asked about each view of an image.")
     prompt: str | None = argument(

@@ -157,7 +157,7 @@ class StudentArguments:
 
 @dataclass
 class AlignmentArguments:
-    """What is aligned, on which views."""
+    """The losses that align student and teacher, and the views of images."""
 
     loss: str = argument(
         "cosine", "cosine: of the final embeddings (eq. 5). kl: of the class distributions.", choices=["cosine", "kl"]

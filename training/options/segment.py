@@ -21,7 +21,7 @@ PROG = "frugalvit segment"
 
 @dataclass
 class SegmenterArguments:
-    """What to train."""
+    """The segmentation model to train."""
 
     model: str | None = argument(
         None, "Folder or hub id (@revision, too) of a bootstrapped SparseFormer or a segmentation model."

@@ -21,7 +21,7 @@ PROG = "frugalvit train"
 
 @dataclass
 class ModelArguments:
-    """What to train."""
+    """The classifier to train."""
 
     model: str | None = argument(
         None, "Folder or hub id (owner/name@revision, too) of an image classifier to go on from."
