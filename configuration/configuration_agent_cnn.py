@@ -88,7 +88,7 @@ class AgentCNNConfig(FrugalViTConfig):
 
     @property
     def stride(self) -> int:
-        """Pixels of the image for a position of the last feature map, in each direction."""
+        """Pixels of the image between neighboring positions of the last feature map, in each direction."""
         return (self.patch_size if self.stem == "patch" else 8) * 2 ** len(self.downsample_after)
 
     def validate_counts(self):
@@ -109,7 +109,7 @@ class AgentCNNConfig(FrugalViTConfig):
             )
 
     def validate_choices(self):
-        """Fields with a fixed set of values."""
+        """Fields with a fixed set of values have one of them, and rates and epsilon are in range."""
         self._check_choices(stem=("patch", "res"), norm_position=("before", "after"), initialization=INITIALIZATIONS)
         self._check_rates("dropout", "branch_dropout")
         self._check_positive("batch_norm_eps")

@@ -37,8 +37,13 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
 
     Args:
         initialization_seed (`int`, *optional*):
-            Seed of the weights of a model that `from_config` makes; without, chance goes on from where it is. Recipes
-            note theirs, so that `from_config` of what they trained draws its start again, on the CPU.
+            Seed of the weights of a model that `from_config` makes. Without it, PyTorch's random numbers go on from
+            where they are. Recipes note their seed here, so that `from_config` of a trained model's configuration
+            draws again the weights that training started from, on the CPU.
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
+            if a name looks like a misspelled field; the message says what was given and what would fit.
     """
 
     initialization_seed: int | None = None
@@ -61,11 +66,14 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
 
     @classmethod
     def from_variant(cls, name: str, **overrides):
-        """The configuration of one of the papers' models.
+        """Return the configuration of one of the papers' models.
 
         Args:
             name (`str`): One of `variants()`.
             overrides: Fields to set differently, for example `num_labels=10`.
+
+        Returns:
+            A configuration of this class.
 
         Raises:
             ValueError: if there is no variant of that name; the message lists the names.
@@ -90,7 +98,7 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
                 )
 
     def validate_preprocessing(self):
-        """Mean and standard deviation are there for every channel, where a family prepares images at all."""
+        """In families that prepare images, there is a mean and a standard deviation for every channel."""
         for name in ("image_mean", "image_std"):
             value = getattr(self, name, None)
             if isinstance(value, (list, tuple)) and len(value) != self.num_channels:
@@ -154,29 +162,30 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
 @strict
 class AttentionStartConfig(FrugalViTConfig):
     r"""
-    Base configuration of families whose attention may start with structure. How a model started travels with it.
+    Base configuration of families whose attention may start with structure. The start of a model travels with it.
 
     Args:
         initialization (`str`, *optional*, defaults to `"default"`):
             How weights of a fresh model are drawn: `"default"`, as the family has them; with `"impulse"` or
-            `"mimetic"` attention; all linear layers of the blocks `"trunc_normal"` (timm's way) or
+            `"mimetic"` attention; or all linear layers of the blocks `"trunc_normal"` (timm's way) or
             `"kaiming_uniform"` (PyTorch's).
         impulse_solver (`str`, *optional*, defaults to `"closed_form"`):
-            `"closed_form"`, ours; the paper's Algorithm 1, `"adam"` as printed or `"adam_bounded"` as in its authors'
-            code; or `"pinv"`, of their later code. See `impulse_init_`, also for the fields below.
+            How impulses are found: `"closed_form"`, ours; by the paper's Algorithm 1, `"adam"` as printed or
+            `"adam_bounded"` as in its authors' code; or by `"pinv"`, from their later code. `impulse_init_` explains
+            this and the fields below.
         impulse_kernel_size (`int`, *optional*, defaults to 3): Size of the impulse filters.
         impulse_mass (`float`, *optional*, defaults to 0.2):
-            Of the closed form: share of the initial attention at the impulse, above 0 and below 1; `None` for the maps
-            that Algorithm 1 reaches.
-        impulse_steps (`int`, *optional*, defaults to 10,000): Of Algorithm 1.
+            For the closed form, the share of the initial attention that falls on the impulse, above 0 and below 1;
+            `None` for the maps that Algorithm 1 reaches.
+        impulse_steps (`int`, *optional*, defaults to 10,000): Steps of Algorithm 1.
         impulse_renormalize_every (`int`, *optional*, defaults to 100):
-            Of `"adam_bounded"`: steps between rescalings of queries and keys.
+            For `"adam_bounded"`, steps between rescalings of queries and keys.
         impulse_pseudo_input (`str` or two of `str`, *optional*, defaults to `"pe"`):
-            What stands in for the tokens, in the first and in the following layers (table 6).
-        impulse_per_layer (`bool`, *optional*, defaults to `True`): Whether layers differ.
+            Inputs in the place of tokens, for the first and for the following layers (table 6).
+        impulse_per_layer (`bool`, *optional*, defaults to `True`): Whether layers get different impulses.
         impulse_value_init (`str`, *optional*):
-            Values and output projections: `"mimetic"`, as the default is with impulses and mimetic attention, or
-            `"default"`, as all linear layers and as the paper leaves them.
+            Start of values and output projections: `"mimetic"`, the default with impulses and with mimetic attention,
+            or `"default"`, as all linear layers start and as the paper leaves them.
     """
 
     # The field's name before it told of impulses.
@@ -198,7 +207,7 @@ class AttentionStartConfig(FrugalViTConfig):
         return "default", *INITIALIZATIONS
 
     def validate_start(self):
-        """The start exists."""
+        """The start is known, and its options are in range."""
         self._check_choices(
             initialization=self._starts(),
             impulse_solver=SOLVERS,
@@ -220,7 +229,11 @@ class AttentionStartConfig(FrugalViTConfig):
 
 @strict
 class PatchTransformerConfig(FrugalViTConfig):
-    """Base configuration of vision transformers whose tokens are the patches of an image of one size."""
+    """Base configuration of vision transformers whose tokens are the patches of an image of one size.
+
+    Subclasses have the fields `image_size`, `patch_size`, `num_channels`, `hidden_size`, `num_hidden_layers`,
+    `num_attention_heads`, `intermediate_size`, `layer_norm_eps`, `initializer_range`, `drop_path_rate`, `resize_size`.
+    """
 
     def __post_init__(self, **kwargs):
         if self.intermediate_size is None:
@@ -229,7 +242,7 @@ class PatchTransformerConfig(FrugalViTConfig):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Height and width in patches."""
+        """Rows and columns of patches."""
         (height, width), (patch_height, patch_width) = pair(self.image_size), pair(self.patch_size)
         return height // patch_height, width // patch_width
 
@@ -250,6 +263,6 @@ class PatchTransformerConfig(FrugalViTConfig):
             )
 
     def validate_numbers(self):
-        """Rates and widths of distributions make sense."""
+        """Rates are rates, and epsilons and widths of distributions are positive."""
         self._check_rates("drop_path_rate")
         self._check_positive("layer_norm_eps", "initializer_range")

@@ -1,4 +1,4 @@
-"""A vision transformer and the agent CNN that it learns from: configuration."""
+"""Configuration of a vision transformer and the agent CNN that it learns from."""
 
 from huggingface_hub.dataclasses import strict
 from transformers import ViTConfig
@@ -37,9 +37,9 @@ class BootstrappedViTConfig(AttentionStartConfig):
             Dropout after the activation of the transformer's MLPs, which Transformers' own does not have and the
             reference implementation does.
         initialization (`str`, *optional*, defaults to `"default"`):
-            How fresh weights of both are drawn: `"default"`, Transformers' and PyTorch's way, or `"reference"`, the
-            reference implementation's, which the variants have; see `reference_init_` and `AgentCNNConfig`. Or another
-            start of the transformer's attention, as in `AttentionStartConfig`, with that class's other fields.
+            How fresh weights of both are drawn: `"default"`, Transformers' and PyTorch's way; `"reference"`, the
+            reference implementation's, which the variants have, see `reference_init_` and `AgentCNNConfig`; or another
+            start of the transformer's attention, see `AttentionStartConfig`, whose other fields there are, too.
         image_mean, image_std (`float` or sequence of `float`, *optional*):
             Normalization written into the image processor, for all channels or each.
         resize_size (`int`, *optional*):
@@ -87,7 +87,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
         self.agree()
 
     def agree(self):
-        """Hand the labels to both, and to the agent how images are prepared and how it starts."""
+        """Copy the labels to both configurations, and the preprocessing and the start to the agent's."""
         for config in (self.vit_config, self.agent_config):
             config.id2label, config.label2id = self.id2label, self.label2id
         for name in ("image_size", "image_mean", "image_std", "resize_size", "resample"):
@@ -96,7 +96,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
 
     @property
     def image_size(self) -> int | list[int] | tuple[int, int]:
-        """The transformer's, in pixels."""
+        """Size of the transformer's images in pixels, one number or height and width."""
         return self.vit_config.image_size
 
     @property
@@ -109,7 +109,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
         return "default", "reference", *INITIALIZATIONS
 
     def validate_twins(self):
-        """The agent's blocks stand beside the transformer's."""
+        """The agent's blocks have the number and the sizes of the transformer's."""
         self._check_choices(sharing=SHARING)
         self._check_counts("resize_size")
         vit, agent = self.vit_config, self.agent_config
@@ -130,7 +130,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
             raise ValueError(f"`hint_layers` has {wrong[0]}, expected blocks from 0 to {vit.num_hidden_layers - 1}.")
 
     def validate_weights(self):
-        """Weights are none or positive, the temperature is positive, and dropout rates are rates."""
+        """Weights are 0 or more, the temperature is positive, and dropout rates are rates."""
         self._check_positive("temperature")
         self._check_rates("mlp_dropout", *(["embedding_dropout"] if self.embedding_dropout is not None else []))
         for name in ("classification_weight", "divergence_weight", "hint_weight"):

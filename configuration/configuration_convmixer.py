@@ -23,12 +23,12 @@ class ConvMixerConfig(FrugalViTConfig):
         num_hidden_layers (`int`, *optional*, defaults to 8): Layers.
         kernel_size (`int`, *optional*, defaults to 3): Size of the depthwise convolutions' filters; even ones, too.
         spatial_filters (`str`, *optional*, defaults to `"trained"`):
-            `"trained"`; or filters that keep their first values, their biases too: `"random"`, uniform, `"impulse"`,
-            a one at a random position, or `"box"`, all ones, each scaled to the norm of random filters. Ours is
-            `"signed_impulse"`, of which half are negative.
+            `"trained"`, or filters that keep their first values, as their biases do: `"random"`, uniform; `"impulse"`,
+            a one at a random position; or `"box"`, all ones. Each is scaled to the norm of random filters.
+            `"signed_impulse"`, of which half are negative, is ours.
         spatial_activation (`bool`, *optional*, defaults to `False`):
-            An activation after the depthwise convolutions, too, as Trockman & Kolter have it; the code of Zheng et
-            al. leaves it out.
+            Whether an activation follows the depthwise convolutions, too, as Trockman & Kolter have it; the code of
+            Zheng et al. leaves it out.
         hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation.
         batch_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the BatchNorms.
         image_mean, image_std (`float` or sequence of `float`, *optional*):
@@ -69,7 +69,7 @@ class ConvMixerConfig(FrugalViTConfig):
             raise ValueError(f"Images of `image_size`={self.image_size} hold no patch of {self.patch_size} pixels.")
 
     def validate_choices(self):
-        """Fields with a fixed set of values."""
+        """Fields with a fixed set of values have one of them, and epsilon is positive."""
         self._check_choices(spatial_filters=SPATIAL_FILTERS)
         self._check_positive("batch_norm_eps")
 

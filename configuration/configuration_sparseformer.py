@@ -15,13 +15,21 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 
 def stretch_of_cells(grid: tuple[int, int], image_size: tuple[int, int]) -> float:
-    """How far a grid's cells are from squares in an image of that height and width: the log of how many times as long
-    they are one way as the other."""
+    """Return how far the cells of a grid are from squares: the absolute log of their aspect ratio.
+
+    Args:
+        grid (pair of `int`): Rows and columns.
+        image_size (pair of `int`): Height and width in pixels.
+    """
     return abs(math.log(image_size[0] * grid[1] / (image_size[1] * grid[0])))
 
 
 def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of so many cells that are most nearly square in an image of that height and width.
+    """Return the rows and columns of the grid whose cells are most nearly square.
+
+    Args:
+        num_cells (`int`): Cells of the grid.
+        image_size (pair of `int`): Height and width in pixels.
 
     Raises:
         ValueError: if cells would be more than twice as long one way as the other; the message names counts that fit.
@@ -45,8 +53,12 @@ def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
 
 
 def coarsest_grid(image_size: tuple[int, int], most: int = 4) -> tuple[int, int]:
-    """Rows and columns of the most nearly square cells in an image of that height and width, up to `most` and at
-    least half as many."""
+    """Return the rows and columns of the grid whose cells are most nearly square, of those with few cells.
+
+    Args:
+        image_size (pair of `int`): Height and width in pixels.
+        most (`int`, *optional*, defaults to 4): Most cells of the grid, which has at least half as many.
+    """
     grids = [
         (rows, columns)
         for rows in range(1, most + 1)
@@ -80,7 +92,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
 
     A SparseFormer is a stem, a focusing stage and a cortex. The focusing stage is one layer of width
     `focusing_hidden_size`, executed `num_focusing_iterations` times, and one at full width, executed once; the cortex
-    is a plain transformer encoder. What the two generations do differently is written out in the fields below.
+    is a plain transformer encoder. The fields below say where the two generations differ.
 
     With `patch_size`, the focusing stage is inherited, too: each token embeds the pixels at a grid of points in its
     RoI as the teacher embeds a patch, so that a new student is its teacher at a lower resolution.
@@ -93,15 +105,16 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
         num_latent_tokens (`int`, *optional*, defaults to 48):
             Latent tokens, [CLS] not counted (the papers count it: 49).
         elastic_token_counts (sequence of `int`, *optional*):
-            Counts of latent tokens that the model is made for, increasing, `num_latent_tokens` the last. Every call
-            may choose one (`num_tokens`). The first tokens are those of a smaller count, and see the whole image; with
-            `patch_size`, a smaller count has a coarser grid, on which tokens are interpolated.
+            Counts of latent tokens that the model is made for, increasing, with `num_latent_tokens` as the last. Every
+            call may choose one (`num_tokens`). A smaller count takes the first tokens, which see the whole image; with
+            `patch_size`, it has a coarser grid, for which tokens are interpolated.
         num_tokens (`int`, *optional*):
             Latent tokens of a call that chooses none; all of them by default.
         calibration (`dict`, *optional*):
-            What `frugalvit calibrate` found: with `token_counts`, one look after the other, and `confidence` from
-            which on an image is done, a share of at most `disagreement` of images gets another label than from the
-            `reference`, with a `certainty`, both 0 to 1, by so many `images`.
+            The promise of `frugalvit calibrate` for `classify_adaptively`. An image is looked at with one of
+            `token_counts` after the other, until its likeliest class has a probability of `confidence`. With a
+            probability of `certainty`, a share of at most `disagreement` of images then gets another label than from
+            the `reference`, a `str`. These three numbers are 0 to 1. They were found on so many `images`.
         num_sampling_points (`int`, *optional*, defaults to 16): Points that a token samples in its RoI, at least 2.
         num_mixed_points (`int`, *optional*):
             Points after mixing; `max(num_sampling_points, 32)` if not given, as in the reference implementation.
@@ -119,22 +132,23 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             quadtree that is chosen for each image, see `frugalvit.modeling.placement`. Trees have the coarsest grid's
             cells and three more for each split; other counts are rounded down.
         placement_rule (`str`, *optional*, defaults to `"detail"`):
-            Which cells of a tree are split: those that lose most `"detail"` at the resolution of a patch, most of its
-            `"contrast"` (its square root), or with the largest `"entropy"`, all times their area but the last. By
-            `"learned"`, a few convolutions foretell how much a teacher attends to each cell, times the contrast lost.
+            Which cells of a tree are split. `"detail"`: those that lose most when they have the resolution of a patch,
+            the mean squared difference times the cell's area. `"contrast"`: the same with the root of the difference.
+            `"entropy"`: those whose gray values have the largest entropy. `"learned"`: the root of the difference
+            times the attention of a teacher to the cell, which a few convolutions predict.
         placement_grid (`int` or pair of `int`, *optional*):
             The coarsest grid of trees in images of `image_size`; up to four nearly square cells by default.
         num_placement_levels (`int`, *optional*):
-            Sizes of a tree's cells, at least two, each half of the one before; by default as many as it takes until a
-            patch's points are no fewer than the image's pixels in the finest.
+            Number of sizes of a tree's cells, at least two, each half of the one before. By default, as many as it
+            takes until the smallest cells have no more pixels than a patch has points.
         placement_random_share (`float`, *optional*, defaults to 0.0):
             Share of images that have a random tree while training.
         focusing_hidden_size (`int`, *optional*, defaults to 384): Width of the iterated focusing layer.
         num_focusing_iterations (`int`, *optional*, defaults to 4):
             Executions of the focusing layer; the one at full width comes on top ("4+1" in the paper).
         focusing_steps (sequence of `str`, *optional*):
-            What the focusing layer does in one execution, in order; of "sampling", "position_encoding", "attention",
-            "mlp" and "roi_adjustment".
+            Operations of the focusing layer in one execution, in order; of "sampling", "position_encoding",
+            "attention", "mlp" and "roi_adjustment".
         final_focusing_steps (sequence of `str`, *optional*):
             The same for the layer at full width. If it attends (v1), it is a whole transformer block and counts as
             the first of the `num_hidden_layers`.
@@ -156,17 +170,17 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             A norm before the second layer of MLPs of the cortex (EVA-02).
         query_key_norm (`bool`, *optional*, defaults to `False`): Norms of each head's queries and keys in the cortex.
         attention_norm (`bool`, *optional*, defaults to `False`):
-            A norm before the output projection of attention there.
+            A norm before the output projection of attention in the cortex.
         norm_type (`str`, *optional*, defaults to `"layer_norm"`): Norms of the cortex, or `"rms_norm"`.
         layer_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the cortex's norms, and of the others unless
             `focusing_layer_norm_eps` is given.
         focusing_layer_norm_eps (`float`, *optional*): Epsilon of every LayerNorm before the cortex.
         final_norm (`bool`, *optional*, defaults to `True`): Whether a norm follows the cortex.
         rope_theta (`float`, *optional*):
-            Base of the frequencies by which the cortex rotates queries and keys of latent tokens, each at the center
-            of its RoI; without it, it rotates none (`frugalvit.modeling.layers.rotary_table`).
+            Base of the frequencies by which the cortex rotates queries and keys of latent tokens, each according to
+            the center of its RoI (`frugalvit.modeling.layers.rotary_table`). `None` rotates none.
         rope_scale, rope_shift (pair of `float`, *optional*):
-            From centers, 0 to 1 across the image, to coordinates, those of y first. DINOv3's by default.
+            Factor and offset that take centers, 0 to 1 across the image, to coordinates, y first. DINOv3's by default.
         shared_token_embedding (`bool`, *optional*, defaults to `True`):
             All latent tokens start from one learned embedding (v1: one each).
         stage_embedding (`bool`, *optional*, defaults to `True`):
@@ -179,40 +193,43 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             Bottleneck of the generator of mixing parameters; `None` is a quarter of the token width (v1).
         num_roi_delta_layers (`int`, *optional*, defaults to 2): Linear layers that produce the RoI deltas, 1 or 2.
         sampling_padding_mode (`str`, *optional*, defaults to `"border"`):
-            What a point outside the image reads: "border" or "zeros".
+            Values that a point outside the image reads: "border" or "zeros".
         clip_sampling_gradients (`bool`, *optional*, defaults to `False`):
             Clamp the gradient on sampling points to +-1 / height of the feature map (v1's training code).
         use_cls_token (`bool`, *optional*, defaults to `True`): A learned [CLS] joins the tokens before the cortex.
-        num_class_tokens (`int`, *optional*, defaults to 1): How many of them, with `use_cls_token`.
+        num_class_tokens (`int`, *optional*, defaults to 1): Number of class tokens, with `use_cls_token`.
         num_register_tokens (`int`, *optional*, defaults to 0):
-            Learned tokens that join after them and stand for nothing.
+            Number of learned tokens that join after the class tokens and stand for nothing.
         pooling (`str`, *optional*, defaults to `"cls"`):
-            `"cls"`, class tokens, side by side if there are several; `"class_mean"`, their mean; `"mean"` over all
-            tokens or `"latent_mean"` without those in front; `"cls_and_latent_mean"`, both side by side (DINOv2's
+            `"cls"`, class tokens, side by side if there are several; `"class_mean"`, their mean; `"mean"`, that of all
+            tokens, or `"latent_mean"`, of all but those in front; `"cls_and_latent_mean"`, both side by side (DINOv2's
             classifiers); `"attention"` to all tokens or `"latent_attention"`, by a learned query (SigLIP, AIMv2).
-        pooled_class_tokens (sequence of `int`, *optional*): Which class tokens `"cls"` takes; all by default.
+        pooled_class_tokens (sequence of `int`, *optional*): Indices of the class tokens that `"cls"` takes; all by
+            default.
         pool_before_norm (`bool`, *optional*, defaults to `False`): Pool before the final norm (v1).
         pooling_num_attention_heads (`int`, *optional*): Heads of attention pooling; the cortex's by default.
-        pooling_intermediate_size (`int`, *optional*): MLP width there, or 0 for no MLP (AIMv2).
-        pooling_hidden_act (`str`, *optional*): Activation there.
+        pooling_intermediate_size (`int`, *optional*): MLP width of attention pooling; the cortex's by default, 0 for
+            no MLP (AIMv2).
+        pooling_hidden_act (`str`, *optional*): Activation of that MLP; the cortex's by default.
         projection_dim (`int`, *optional*): Width of the projected embedding of CLIP-like models.
         projection_bias (`bool`, *optional*, defaults to `False`): A bias on that projection.
         out_features (`list[str]`, *optional*):
-            Layers of which a backbone returns feature maps, in order, of `"stem"`, before the cortex's first block,
-            `"stage1"`, after it, and so on; the last by default, of several `feature_scales` as many, evenly spaced.
-        out_indices (`list[int]`, *optional*): The same by number, from 0, or from -1 for the last.
-        apply_layernorm (`bool`, *optional*, defaults to `True`): The final norm is applied to feature maps.
+            Layers whose feature maps a backbone returns, in order: `"stem"`, before the cortex's first block,
+            `"stage1"`, after it, and so on. The last by default; with several `feature_scales`, as many layers, evenly
+            spaced.
+        out_indices (`list[int]`, *optional*): The same layers by number, from 0, or from -1 for the last.
+        apply_layernorm (`bool`, *optional*, defaults to `True`): Whether the final norm is applied to feature maps.
         reshape_hidden_states (`bool`, *optional*, defaults to `True`):
-            Feature maps have rows and columns; without it, as DPT and Depth Anything take them, their cells follow
-            [CLS], or where there is none the mean token, `(batch, 1 + cells, hidden_size)`.
+            Whether feature maps have rows and columns. If not, their cells follow [CLS], or the mean token where there
+            is none, `(batch, 1 + cells, hidden_size)`, as DPT and Depth Anything take them.
         feature_stride (`int` or pair of `int`, *optional*):
             Height and width in pixels of a cell of feature maps: a patch of the teacher. By default `patch_size`, or
             16 without one.
         feature_scales (sequence of `float`, *optional*):
-            How many times as many rows and columns as that each of the maps has, for heads that want several strides:
-            `[4, 2, 1, 0.5]` as ViTDet's pyramid. All of them 1 by default.
+            Factor for the rows and columns of each map, for heads that want several strides, for example
+            `[4, 2, 1, 0.5]` as in ViTDet's pyramid. All are 1 by default.
         upsampler_hidden_size (`int`, *optional*):
-            Width of the convolutions that see the image and refine feature maps; without it, there are none.
+            Width of the convolutions that see the image and refine feature maps; `None` for no such convolutions.
         decoder_type (`str`, *optional*, defaults to `"attention"`):
             How a segmentation model makes a map of its tokens: by the head of the paper, or with a `"linear"`
             classifier of its feature maps.
@@ -223,10 +240,10 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             Context Broadcasting in every block of the cortex: `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`, see
             `insert_context_broadcast`.
         context_broadcast_position (`str` or several, *optional*, defaults to `"mlp_end"`):
-            Where: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
+            Where in a block: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
         context_broadcast_scale_init (`float`, *optional*, defaults to 0.0): Start of the scale of `"cb_s"`.
         context_broadcast_blend (`bool`, *optional*, defaults to `False`):
-            A learned way from a plain transformer to Context Broadcasting, see `ContextBroadcast`.
+            Whether a learned number leads from a plain transformer to Context Broadcasting, see `ContextBroadcast`.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
             Largest stochastic depth rate; rises linearly over all layer executions.
         initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
@@ -407,7 +424,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
         super().set_output_features_output_indices(out_features, out_indices)
 
     def to_dict(self) -> dict:
-        """As in Transformers; layers are named where they are others than by default."""
+        """As in Transformers; `out_features` and `out_indices` are left out where they are the default."""
         fields = super().to_dict()
         if not self.feature_scales and self.out_features == self.stage_names[-1:]:
             del fields["out_features"], fields["out_indices"]
@@ -422,7 +439,11 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             self.num_tokens = self.tokens_of_tree(self.num_tokens)
 
     def cell_grids(self, image_size: tuple[int, int] | None = None) -> list[tuple[int, int]]:
-        """The grids of a tree's cells in an image of that height and width, or of `image_size`, coarsest first."""
+        """Return the grids of a tree's cells, coarsest first, each as rows and columns.
+
+        Args:
+            image_size (pair of `int`, *optional*): Height and width in pixels; the configuration's if not given.
+        """
         own, (rows, columns) = pair(self.image_size), self.placement_grid
         height, width = image_size or own
         if own[0] * width != own[1] * height:
@@ -436,10 +457,14 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
         return [(rows << level, columns << level) for level in range(levels)]
 
     def tokens_of_tree(self, num_tokens: int, image_size: tuple[int, int] | None = None) -> int:
-        """The count of a tree that has so many tokens or the next that has fewer, in an image of that size.
+        """Round a count of tokens down to one that a tree can have.
+
+        Args:
+            num_tokens (`int`): Latent tokens.
+            image_size (pair of `int`, *optional*): Height and width in pixels; the configuration's if not given.
 
         Raises:
-            ValueError: if the coarsest grid has more.
+            ValueError: if the coarsest grid has more cells.
         """
         grids = self.cell_grids(image_size)
         base, most = math.prod(grids[0]), math.prod(grids[-1])
@@ -451,7 +476,8 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
         return min(base + (num_tokens - base) // 3 * 3, most)
 
     def round_tokens(self, num_tokens: int) -> int:
-        """The count that is computed with where so many tokens are asked for; errors as of `tokens_of_tree`."""
+        """Return the count of latent tokens that the model computes with when `num_tokens` are asked for: that of
+        `tokens_of_tree`, with its errors, if tokens are placed by content, else `num_tokens`."""
         return self.tokens_of_tree(num_tokens) if self.placement == "content" else num_tokens
 
     @property
@@ -466,23 +492,24 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
 
     @property
     def holding_calibration(self) -> dict | None:
-        """`calibration`, where the last look is with `default_num_tokens`, as it was when that was made."""
+        """`calibration` if it holds, else None. It holds if its last count is `default_num_tokens`, as it was when the
+        model was calibrated."""
         calibrated = self.calibration
         holds = calibrated and self.round_tokens(calibrated["token_counts"][-1]) == self.default_num_tokens
         return calibrated if holds else None
 
     @property
     def adaptive_token_counts(self) -> list[int]:
-        """Counts of latent tokens that an image is looked at with, one after the other until it is sure."""
+        """Counts of latent tokens with which an image is looked at, one after the other until its class is sure."""
         if self.holding_calibration:
             return list(self.holding_calibration["token_counts"])
         return sorted({min(self.trained_token_counts[0], self.default_num_tokens), self.default_num_tokens})
 
     def grid_of(self, num_tokens: int) -> tuple[int, int]:
-        """Rows and columns of so many tokens that embed patches.
+        """Return the rows and columns of the grid of `num_tokens` tokens that embed patches.
 
         Raises:
-            ValueError: if they make no grid.
+            ValueError: if so many tokens make no grid.
         """
         if num_tokens == self.num_latent_tokens:
             return self.token_grid
@@ -490,17 +517,17 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
 
     @property
     def latent_size(self) -> int:
-        """Channels of the tokens at the start."""
+        """Channels of the tokens that images start from."""
         return self.focusing_hidden_size if self.num_focusing_iterations else self.hidden_size
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Class and register tokens, in front of the latent ones."""
+        """Number of class and register tokens, in front of the latent ones."""
         return self.use_cls_token * self.num_class_tokens + self.num_register_tokens
 
     @property
     def pooled_size(self) -> int:
-        """Channels of the pooled token."""
+        """Channels of the pooled embedding."""
         if self.pooling == "cls":
             return len(self.pooled_class_tokens or range(self.num_class_tokens)) * self.hidden_size
         return 2 * self.hidden_size if self.pooling == "cls_and_latent_mean" else self.hidden_size
@@ -589,7 +616,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             )
 
     def validate_patches(self):
-        """Tokens fill their grid, and what only tokens that embed patches can do is left to them."""
+        """Tokens fill their grid, and fields for tokens that embed patches are given with `patch_size` alone."""
         if self.patch_size is None:
             for name in ("token_grid", "placement_grid", "num_placement_levels"):
                 if getattr(self, name) is not None:
@@ -614,7 +641,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             )
 
     def validate_feature_maps(self):
-        """There is a scale for each map."""
+        """There is a positive scale for each map."""
         scales, names = self.feature_scales, self.out_features
         if scales is not None and (len(scales) != len(names) or any(scale <= 0 for scale in scales)):
             raise ValueError(
@@ -623,7 +650,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             )
 
     def validate_token_counts(self):
-        """Counts of tokens increase up to the largest, and are such as the model can compute."""
+        """Counts of tokens increase up to the largest, and the model can compute with each."""
         counts = self.elastic_token_counts
         if counts is not None:
             ordered = all(low < high for low, high in zip([0, *counts], counts, strict=False))
@@ -642,7 +669,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
                 self.grid_of(count) if self.placement == "grid" else self.tokens_of_tree(count)
 
     def validate_calibration(self):
-        """Check that `calibration` has every field, and that its numbers fit each other and the model."""
+        """`calibration` has every field, and its numbers fit each other and the model."""
         found = self.calibration
         if found is None:
             return
@@ -680,7 +707,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             )
 
     def validate_choices(self):
-        """Fields with a fixed set of values."""
+        """Fields with a fixed set of values have one of them, and rates and epsilons are in range."""
         self._check_choices(
             pooling=(
                 *("cls", "class_mean", "mean", "latent_mean", "cls_and_latent_mean"),
@@ -797,7 +824,10 @@ VARIANTS = {
 
 
 def read_vision_config(value: SparseFormerConfig | dict) -> SparseFormerConfig:
-    """The `vision_config` of a model whose vision tower is a SparseFormer.
+    """Return the `vision_config` of a model whose vision tower is a SparseFormer.
+
+    Args:
+        value (`SparseFormerConfig` or `dict`): The configuration or its fields.
 
     Raises:
         ValueError: if it is that of another model.

@@ -55,7 +55,7 @@ class SparseFormerCLIPConfig(FrugalViTConfig):
         super().__post_init__(**kwargs)
 
     def validate_projection(self):
-        """The width that both sides are projected to is there, and the image side agrees."""
+        """The width that both sides are projected to is positive, and that of the image side is the same."""
         self._check_counts("projection_dim")
         projected = self.vision_config.projection_dim
         if projected not in (None, self.projection_dim):
@@ -100,7 +100,7 @@ class SparseFormerSiglipConfig(FrugalViTConfig):
         super().__post_init__(**kwargs)
 
     def validate_widths(self):
-        """Texts end in the width of images."""
+        """The text side ends in the width of the image side."""
         text, vision = self.text_config.projection_size, self.vision_config.hidden_size
         if text != vision:
             raise ValueError(

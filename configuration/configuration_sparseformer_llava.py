@@ -13,14 +13,20 @@ class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
     Configuration of a LLaVA with a SparseFormer as its vision tower (Gao et al., *Bootstrapping SparseFormers from
     Vision Foundation Models*, section 4.3).
 
-    `LlavaConfig` with a `vision_config` that needs no package to be known; see there for the other arguments.
+    It is `LlavaConfig` with a `vision_config` that loads without this package; the other arguments are explained
+    there.
 
     Args:
         vision_config (`SparseFormerConfig` or `dict`, *optional*):
             The vision tower; by default CLIP's large model with 64 tokens.
         image_seq_length (`int`, *optional*):
-            Tokens that an image gives the language model where a call chooses none. It follows from the vision tower
-            and `vision_feature_select_strategy`.
+            Tokens that an image gives the language model where a call chooses none. It is computed from the vision
+            tower and `vision_feature_select_strategy`, whatever is given.
+
+    Raises:
+        ValueError: if `vision_config` is that of another model.
+        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, or values contradict each other;
+            the message says what was given and what would fit.
     """
 
     model_type = "sparseformer_llava"
@@ -33,7 +39,11 @@ class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
         super().__post_init__(**kwargs)
 
     def count_image_tokens(self, num_tokens: int) -> int:
-        """Tokens that an image of so many latent tokens gives the language model."""
+        """Return the number of tokens that an image gives the language model.
+
+        Args:
+            num_tokens (`int`): Latent tokens of the vision tower.
+        """
         vision = self.vision_config
         # "default" leaves out the first token.
         dropped = self.vision_feature_select_strategy == "default" and vision.use_cls_token

@@ -37,12 +37,18 @@ class SparseFormerPaliGemmaConfig(HubConfigMixin, PaliGemmaConfig):
     Configuration of a PaliGemma or PaliGemma 2 with a SparseFormer as its vision tower. Its language model reads the
     tokens of the last layer after the final LayerNorm, each through one linear layer.
 
-    `PaliGemmaConfig` with a `vision_config` that needs no package to be known; see there for the other arguments.
+    It is `PaliGemmaConfig` with a `vision_config` that loads without this package; the other arguments are explained
+    there.
 
     Args:
         vision_config (`SparseFormerConfig` or `dict`, *optional*):
-            The vision tower; by default as large as PaliGemma's, with 64 tokens. Its `projection_dim` is that of this
-            configuration.
+            The vision tower; by default as large as PaliGemma's, with 64 tokens. Its `projection_dim` is set to that
+            of this configuration.
+
+    Raises:
+        ValueError: if `vision_config` is that of another model.
+        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, or values contradict each other;
+            the message says what was given and what would fit.
     """
 
     model_type = "sparseformer_paligemma"
@@ -62,11 +68,15 @@ class SparseFormerPaliGemmaConfig(HubConfigMixin, PaliGemmaConfig):
 
     @property
     def image_seq_length(self) -> int:
-        """Tokens that an image gives the language model."""
+        """Tokens that an image gives the language model where a call chooses none."""
         return self.count_image_tokens(self.vision_config.default_num_tokens)
 
     def count_image_tokens(self, num_tokens: int) -> int:
-        """Tokens that an image of so many latent tokens gives the language model."""
+        """Return the number of tokens that an image gives the language model.
+
+        Args:
+            num_tokens (`int`): Latent tokens of the vision tower.
+        """
         return num_tokens + self.vision_config.num_prefix_tokens
 
 

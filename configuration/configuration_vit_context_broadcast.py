@@ -26,10 +26,10 @@ class ViTContextBroadcastConfig(AttentionStartConfig, PatchTransformerConfig):
         context_broadcast (`str`, *optional*, defaults to `"cb"`):
             `"cb"`, `"cb_s"`, `"cb_gate"`, `"cb_hybrid"`, see `insert_context_broadcast`, or `None`, a plain ViT.
         context_broadcast_position (`str` or several, *optional*, defaults to `"mlp_end"`):
-            Where: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
+            Where in a block: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
         context_broadcast_scale_init (`float`, *optional*, defaults to 0.0): Start of the scale of `"cb_s"`.
         context_broadcast_blend (`bool`, *optional*, defaults to `False`):
-            A learned way from a plain transformer to Context Broadcasting, see `ContextBroadcast`.
+            Whether a learned number leads from a plain transformer to Context Broadcasting, see `ContextBroadcast`.
         use_distillation_token (`bool`, *optional*, defaults to `False`):
             A second learned token with a classifier of its own, which learns from a teacher (DeiT).
         drop_path_rate (`float`, *optional*, defaults to 0.0):

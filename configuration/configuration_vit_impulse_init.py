@@ -29,7 +29,7 @@ class ViTImpulseInitConfig(AttentionStartConfig, PatchTransformerConfig):
         position_std (`float`, *optional*, defaults to 0.36):
             Standard deviation of the start of random positions; see `impulse_init_`.
         pooling (`str`, *optional*, defaults to `"mean"`):
-            What the classifier reads: `"mean"`, the average of the tokens after the final LayerNorm, or `"cls"`, a
+            How tokens are pooled for the classifier: `"mean"`, their average after the final LayerNorm, or `"cls"`, a
             learned [CLS] (table 1).
         initialization (`str`, *optional*, defaults to `"impulse"`):
             How weights of a fresh model are drawn: `"impulse"` or `"mimetic"` attention, the rest truncated normal;
@@ -44,10 +44,10 @@ class ViTImpulseInitConfig(AttentionStartConfig, PatchTransformerConfig):
             Context Broadcasting in every block: `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`, see
             `insert_context_broadcast`.
         context_broadcast_position (`str` or several, *optional*, defaults to `"mlp_end"`):
-            Where: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
+            Where in a block: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
         context_broadcast_scale_init (`float`, *optional*, defaults to 0.0): Start of the scale of `"cb_s"`.
         context_broadcast_blend (`bool`, *optional*, defaults to `False`):
-            A learned way from a plain transformer to Context Broadcasting, see `ContextBroadcast`.
+            Whether a learned number leads from a plain transformer to Context Broadcasting, see `ContextBroadcast`.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
             Largest stochastic depth rate; rises linearly over the blocks.
         initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
@@ -103,7 +103,7 @@ class ViTImpulseInitConfig(AttentionStartConfig, PatchTransformerConfig):
         return INITIALIZATIONS
 
     def validate_choices(self):
-        """Fields with a fixed set of values."""
+        """Fields with a fixed set of values have one of them, and the width of positions is positive."""
         self._check_choices(position_embedding=("sincos", "learned", "random"), pooling=("mean", "cls"))
         self._check_positive("position_std")
 

@@ -134,7 +134,7 @@ def test_recipes_group_their_options(capsys):
     with pytest.raises(SystemExit):
         cli.main(["bootstrap", "--help"])
     help = capsys.readouterr().out
-    titles = ["Teacher and student:", "The images to train and evaluate on:", "How long, how and where to train:"]
+    titles = ["Teacher and student:", "Images to train and evaluate on:", "How long, how and where to train:"]
     assert [help.index(title) for title in titles] == sorted(help.index(title) for title in titles)
 
 

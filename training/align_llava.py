@@ -64,12 +64,13 @@ print(processor.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 @dataclass
 class AlignLlavaArguments(AnswerArguments, OptimizerArguments, RecipeTrainingArguments):
-    """Transformers' `TrainingArguments`, and what `frugalvit align-llava` has besides, by the same names; see
-    `ImageClassificationArguments`.
+    """Transformers' `TrainingArguments`, and the options of `frugalvit align-llava` by the same names.
+    `ImageClassificationArguments` says which of `TrainingArguments` are not read.
 
     Args:
-        num_tokens (`int`, *optional*): Latent tokens of the tower; its own if not given.
-        lora_rank (`int`, *optional*, defaults to 0): Rank of what is learned of the language model's matrices.
+        num_tokens (`int`, *optional*): Latent tokens of the tower; as many as it has by itself if not given.
+        lora_rank (`int`, *optional*, defaults to 0): Rank of the matrices that are learned beside the language model's
+            (LoRA); 0 leaves the language model as it is.
 
     Raises:
         ValueError: if a value does not fit.
@@ -80,7 +81,7 @@ class AlignLlavaArguments(AnswerArguments, OptimizerArguments, RecipeTrainingArg
 
     @property
     def place_model_on_device(self) -> bool:
-        """The LLaVA may be on several devices."""
+        """Whether the trainer moves the model; it does not, as the LLaVA may be on several devices."""
         return False
 
 
@@ -90,7 +91,7 @@ class AlignLlavaTrainer(RecipeTrainer):
 
     Args:
         original (`PreTrainedModel`): The LLaVA with its own tower, in the precision that it is to have.
-        tower (`SparseFormerPreTrainedModel`): Bootstrapped from that tower.
+        tower (`SparseFormerPreTrainedModel`): A SparseFormer that was bootstrapped from that tower.
         args (`AlignLlavaArguments`): How it learns.
         train_dataset: Images, see `BootstrapTrainer`, about which the LLaVA as it was is asked; or `Questions`.
         eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
@@ -98,7 +99,7 @@ class AlignLlavaTrainer(RecipeTrainer):
         callbacks (*optional*): As Transformers has them.
 
     Raises:
-        ValueError: if they do not fit each other, or with FSDP and DeepSpeed.
+        ValueError: if LLaVA, tower, images and arguments do not fit each other, or with FSDP or DeepSpeed.
     """
 
     metric = "agreement"
@@ -155,7 +156,7 @@ class AlignLlavaTrainer(RecipeTrainer):
         self.before: float | None = None
 
     def outline(self) -> str:
-        """How many tokens an image has, and what learns."""
+        """The number of tokens of an image and of parameters that learn, in a sentence."""
         learned = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
         return (
             f"{self.llava.config.image_seq_length} tokens an image instead of {self.image_tokens_before}; "
@@ -163,7 +164,7 @@ class AlignLlavaTrainer(RecipeTrainer):
         )
 
     def train(self, *arguments, **options):
-        """As `RecipeTrainer.train`; what is right before it is measured first."""
+        """As `RecipeTrainer.train`; the share of right tokens is measured before, too."""
         if self.eval_loader and self.before is None:
             self.before = self.measure(self.model, self.test_loader or self.eval_loader)["agreement"]
             self.accelerator.print(f"Before: {self.before:.2%} of the answers' tokens are right.")
@@ -282,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_trainer(groups: tuple, argv: list[str] | None) -> AlignLlavaTrainer:
-    """The trainer that `GROUPS` describe; `argv` are the command's arguments, for the card."""
+    """Return the trainer for the options of the command; `argv` are its arguments, for the card."""
     parts, asking, data, optimization, run = groups
     choose_precision(parts.dtype, run)
     start_run(run, PROG, argv, list(groups))
@@ -306,7 +307,8 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> AlignLlavaTrainer:
 
 
 def choose_precision(dtype: str, run: RunArguments):
-    """Let what learns compute in the precision of the weights that stay as they are."""
+    """Set the run's mixed precision to that of the weights that stay as they are; raise a ValueError if another one
+    was asked for."""
     if (needed := PRECISIONS[dtype]) and run.mixed_precision == "auto":
         run.mixed_precision = needed
     fits = needed in (None, run.mixed_precision)

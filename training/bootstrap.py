@@ -78,21 +78,22 @@ IN_CALL = {
 
 @dataclass
 class BootstrapArguments(AlignmentArguments, ScheduleArguments, RecipeTrainingArguments):
-    """Transformers' `TrainingArguments`, and what `frugalvit bootstrap` has besides, by the same names.
+    """Transformers' `TrainingArguments`, and the options of `frugalvit bootstrap` by the same names.
+
+    Arguments of `TrainingArguments` about optimizer and schedule, such as `optim` and `warmup_steps`, are not read.
+    The schedule has a warm-up in which inherited weights rest: see `learning_rate`, `inherited_learning_rate`,
+    `warmup_epochs`, `weight_decay` and `optimizer`.
 
     Args:
-        recipe (`str`, *optional*): What others are if they are not given: `"paper"`, `"small"` or `"inherited"`;
-            chosen by teacher and student if not given.
-        tune (`float`, *optional*): Blocks to tune, from the first inherited one: a share of the teacher's, or a count;
-            a third if not given, of a student that inherits patches all.
+        recipe (`str`, *optional*): Gives the values of arguments that are not given: `"paper"`, `"small"` or
+            `"inherited"`; chosen by teacher and student if not given.
+        tune (`float`, *optional*): Blocks to tune, from the first inherited one on: a share of the teacher's, or, from
+            1 on, a count. If not given, a third, or all of a student that inherits patches.
         tune_all (`bool`, *optional*, defaults to `False`): Tune every inherited block.
         inherit_blocks (`bool`, *optional*, defaults to `True`): Whether the student's blocks are the teacher's.
-        num_train_epochs (`float`, *optional*): 20 if not given.
-        per_device_train_batch_size (`int`, *optional*): The recipe's batch, shared out, if not given.
-
-    What `TrainingArguments` say of optimizer and schedule, such as `optim` and `warmup_steps`, is not read: the
-    schedule has a warm-up in which inherited weights rest (`learning_rate`, `inherited_learning_rate`,
-    `warmup_epochs`, `weight_decay`, `optimizer`).
+        num_train_epochs (`float`, *optional*): Epochs; 20 if not given.
+        per_device_train_batch_size (`int`, *optional*): Images of a step on a device; the recipe's batch, shared out
+            among processes and accumulation steps, if not given.
 
     Raises:
         ValueError: if a value does not fit.
@@ -217,7 +218,7 @@ class BootstrapTrainer(RecipeTrainer):
         self.known: dict[object, dict[int, torch.Tensor]] = defaultdict(dict)
 
     def complete(self, args: BootstrapArguments):
-        """Fill in what the arguments leave to a recipe."""
+        """Fill in the arguments that were not given, by the recipe."""
         args.recipe = args.recipe or recipe_of(self.student.config, self.teacher_format.size)
         values = RECIPES[args.recipe] | {"num_train_epochs": 20}
         parts = args.world_size * args.gradient_accumulation_steps
@@ -227,7 +228,7 @@ class BootstrapTrainer(RecipeTrainer):
         fill_in([args], values)
 
     def outline(self) -> str:
-        """How long the training is, and on what it is measured."""
+        """The length of the training and the images that it is measured on, in a sentence."""
         run, data = self.run, self.data
         length = f"{run.epochs} x {self.loader.steps_per_epoch:,} x {run.batch_size:,}"
         images, tested = self.evaluation_part[0], ""
@@ -346,7 +347,7 @@ def bootstrap(
     processing_class=None,
     **options,
 ) -> SparseFormerPreTrainedModel:
-    """A SparseFormer that embeds images as a vision transformer does, bootstrapped without labels.
+    """Bootstrap a SparseFormer, without labels, that embeds images as a vision transformer does.
 
     ```python
     student = bootstrap("path/to/teacher", images="path/to/images", num_tokens=[16, 36, 64], output="student")
@@ -360,16 +361,16 @@ def bootstrap(
         num_tokens (`int` or `list[int]`, *optional*): Latent tokens, or the counts that one student is to serve; a
             quarter of the teacher's if not given.
         output (`str`, *optional*, defaults to `"student"`): Folder for the best student, its card and `results.json`.
-        eval_images (*optional*): Images to choose the best epoch on. If not given, what a folder or data set has for
-            that, or else a tenth of `images`, which is held back.
+        eval_images (*optional*): Images to choose the best epoch on. If not given, those that a folder or data set has
+            for that, or else a tenth of `images`, which is held back.
         processing_class (*optional*): The teacher's image processor; needed where `teacher` is a model.
         options: Options of `frugalvit bootstrap`, with underscores, for example `epochs=5`, `focusing="inherited"`.
 
     Returns:
-        The best student, on the CPU, in float32.
+        `SparseFormerPreTrainedModel`: The best student, on the CPU, in float32.
 
     Raises:
-        TypeError: if there is no such option.
+        TypeError: if there is no option of such a name.
         ValueError: if teacher, images and options do not fit each other.
     """
     is_named = isinstance(teacher, str | Path)
@@ -403,13 +404,14 @@ def bootstrap(
 def make_trainer(
     groups: tuple, argv: list[str] | None, teacher: tuple | None = None, parts: tuple | None = None
 ) -> BootstrapTrainer:
-    """The trainer that `GROUPS` describe.
+    """Return the trainer for the options of the command.
 
     Args:
         groups (`tuple`): An instance of each of `GROUPS`.
         argv (`list[str]`, *optional*): The command's arguments, for the card; those of the process if not given.
-        teacher (pair of model and image processor, *optional*): Loaded already.
-        parts (pair of images, *optional*): To train and to evaluate on, where `DataArguments` do not tell.
+        teacher (pair of model and image processor, *optional*): The teacher, if it is loaded already.
+        parts (pair of images, *optional*): Images to train and to evaluate on, in the place of those that the options
+            name.
     """
     pair, alignment, data, schedule, run = groups
     # What is not there is said before a teacher is loaded.

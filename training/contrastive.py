@@ -34,7 +34,7 @@ from .trainer import RecipeTrainer
 
 @dataclass
 class ContrastiveArguments(OptimizerArguments, RecipeTrainingArguments):
-    """Transformers' `TrainingArguments`, with the optimizer of the other recipes.
+    """Transformers' `TrainingArguments`, and the optimizer of the other recipes (`OptimizerArguments`).
 
     Raises:
         ValueError: if a value does not fit.
@@ -45,9 +45,9 @@ class ContrastiveTrainer(RecipeTrainer):
     """Transformers' `Trainer` of a CLIP that learns from labeled images.
 
     Args:
-        model (`CLIPModel`): A CLIP.
+        model (`CLIPModel`): The CLIP.
         args (`ContrastiveArguments`): How it is trained.
-        tokens (`torch.Tensor`): Sentences about each class, `(classes, sentences, length)`.
+        tokens (`torch.Tensor`): Token ids of the sentences about each class, `(classes, sentences, length)` int64.
         processing_class (`CLIPProcessor`): Its image processor and tokenizer.
         train_dataset, eval_dataset, test_dataset: Images with labels, see `BootstrapTrainer`.
     """
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_trainer(groups: tuple, argv: list[str] | None) -> ContrastiveTrainer:
-    """The trainer that `GROUPS` describe; `argv` are the command's arguments, for the card."""
+    """Return the trainer for the options of the command; `argv` are its arguments, for the card."""
     clip, data, optimization, run = groups
     start_run(run, PROG, argv, list(groups))
     say_license(run)
@@ -133,7 +133,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> ContrastiveTrainer:
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer of whole words, those of the texts, that marks beginning and end as CLIP's does."""
+    """Return a tokenizer of the words of the texts, which marks beginning and end as CLIP's does."""
     words = sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]", text.lower())})
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", "<start>", "<end>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -151,7 +151,8 @@ def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def build_clip(arguments: ClipArguments, tokenizer: PreTrainedTokenizerFast, length: int) -> CLIPModel:
-    """A new CLIP for these words; texts may have twice as many tokens as the longest sentence."""
+    """Return a new CLIP for the tokenizer's words. Texts may have twice as many tokens as the longest sentence, of
+    `length` tokens."""
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     text = {
         "vocab_size": len(tokenizer),
@@ -167,7 +168,7 @@ def build_clip(arguments: ClipArguments, tokenizer: PreTrainedTokenizerFast, len
 
 @torch.inference_mode()
 def evaluate_zero_shot(accelerator: Accelerator, model, tokens: torch.Tensor, loader) -> dict[str, float]:
-    """Accuracy of comparing images with the mean embedding of each class's sentences."""
+    """Measure the `accuracy` of comparing images with the mean embedding of each class's sentences."""
     model.eval()
     clip, accuracy = accelerator.unwrap_model(model), TopKAccuracy()
     sentences = F.normalize(clip.get_text_features(tokens.flatten(0, 1)).pooler_output.float(), dim=-1)

@@ -44,8 +44,13 @@ PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
 
 @dataclass
 class JointArguments(RecipeArguments, JointOptimizerArguments, RecipeTrainingArguments):
-    """Transformers' `TrainingArguments`, and what `frugalvit joint` has besides, by the same names; see
-    `ImageClassificationArguments`.
+    """Transformers' `TrainingArguments`, and the options of `frugalvit joint` by the same names.
+    `ImageClassificationArguments` says which of `TrainingArguments` are not read.
+
+    Args:
+        num_train_epochs (`float`, *optional*, defaults to 240): Epochs.
+        per_device_train_batch_size (`int`, *optional*, defaults to 64): Images of a step on a device.
+        max_grad_norm (`float`, *optional*, defaults to 0.0): Norm that the ViT's gradient is clipped to; 0 clips none.
 
     Raises:
         ValueError: if a value does not fit.
@@ -63,7 +68,7 @@ class JointTrainer(RecipeTrainer):
     in the folders `vit` and `agent` of the output folder afterwards.
 
     Args:
-        model (`BootstrappedViTForImageClassification`): The pair.
+        model (`BootstrappedViTForImageClassification`): The ViT and its agent.
         args (`JointArguments`): How it is trained.
         train_dataset: Images with labels, see `BootstrapTrainer`.
         eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
@@ -151,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_trainer(groups: tuple, argv: list[str] | None) -> JointTrainer:
-    """The trainer that `GROUPS` describe; `argv` are the command's arguments, for the card."""
+    """Return the trainer for the options of the command; `argv` are its arguments, for the card."""
     twins, data, recipe, optimization, run = groups
     if run.max_grad_norm is None:
         run.max_grad_norm = CLIPPING.get(twins.variant.removesuffix("-res"), 0.0)
@@ -171,7 +176,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> JointTrainer:
 
 
 def build_twins(arguments: TwinArguments, names: list[str], seed: int = 0) -> BootstrappedViTForImageClassification:
-    """The pair for these class names, in float32."""
+    """Return a new ViT and its agent for these class names, in float32."""
     values = VARIANTS[arguments.variant]
     config = BootstrappedViTConfig(
         **{
@@ -194,7 +199,7 @@ def build_twins(arguments: TwinArguments, names: list[str], seed: int = 0) -> Bo
 
 
 def starting_twins(values: dict, config) -> BootstrappedViTForImageClassification:
-    """The pair that a run began with; as `components.classifiers.starting_model`."""
+    """Return the ViT and its agent with which a run began; arguments as of `components.classifiers.starting_model`."""
     arguments = TwinArguments(
         **{f.name: values[f.name] for f in dataclasses.fields(TwinArguments) if f.name in values}
     )
@@ -204,7 +209,8 @@ def starting_twins(values: dict, config) -> BootstrappedViTForImageClassificatio
 
 @torch.inference_mode()
 def evaluate_twins(accelerator: Accelerator, model, loader) -> dict[str, float]:
-    """Loss of both, without hints, and accuracy of each, over all processes."""
+    """Measure the `loss` of both, without hints, and the `accuracy` of the ViT and the `agent_accuracy`, over all
+    processes."""
     was_training = model.training
     model.eval()
     accuracies, loss, count = {"accuracy": TopKAccuracy(), "agent_accuracy": TopKAccuracy()}, 0.0, 0
@@ -232,7 +238,7 @@ def accuracies(data: DataArguments, run: RunArguments, measured: dict[str, float
 
 
 def save_alone(name: str, accuracy: str, processor, data: DataArguments, run: RunArguments, state: TrainingState):
-    """Write one of the two, as it was in the best epoch, to a folder of its own within the run's."""
+    """Write one of the two models, as it was in the best epoch, to a folder of its own within the run's."""
     model = getattr(BootstrappedViTForImageClassification.from_pretrained(run.output_dir), name)
     best = {"epoch": state.best["epoch"]}
     if accuracy in state.measured:

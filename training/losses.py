@@ -30,17 +30,17 @@ class Targets:
 
 
 def foretells_attention(student: nn.Module) -> bool:
-    """Whether a student learns where its teacher attends."""
+    """Whether a student learns to predict where its teacher attends."""
     config = student.config
     return config.placement == "content" and config.placement_rule == "learned"
 
 
 def forecast_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-    """Kullback-Leibler divergence of a forecast from a teacher's attention, a mean over images.
+    """Kullback-Leibler divergence of a predicted attention from a teacher's, a scalar, the mean over images.
 
     Args:
-        logits (`torch.Tensor`): `(batch, rows, columns)` float32.
-        attention (`torch.Tensor`): Shares, of any number of rows and columns.
+        logits (`torch.Tensor`): The prediction, `(batch, rows, columns)` float32.
+        attention (`torch.Tensor`): The teacher's shares, `(batch, rows, columns)`, of any number of rows and columns.
     """
     if attention.shape != logits.shape:
         attention = F.adaptive_avg_pool2d(attention, logits.shape[1:])
@@ -49,16 +49,17 @@ def forecast_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor
 
 
 class AlignmentLoss(nn.Module):
-    """How far a student's embedding is from its teacher's (Gao et al. 2024, equation 5), and what else is aligned.
+    """Loss of a student beside its teacher: the distance of their embeddings (Gao et al. 2024, equation 5), and the
+    terms that `args` adds.
 
     Args:
-        student (`SparseFormerPreTrainedModel`): Its classifier or projection is read; its base model's outputs are
-            compared.
+        student (`SparseFormerPreTrainedModel`): The student, whose classifier or projection is read. The outputs of
+            its base model are compared.
         teacher (`Anatomy`): Of the teacher.
-        args (`BootstrapArguments`): Which loss, and the weights of what is added.
+        args (`BootstrapArguments`): Names the loss and the weights of the terms.
 
     Raises:
-        ValueError: if student and teacher do not have what `args` weighs.
+        ValueError: if student and teacher lack the tokens, layers or counts that a term needs.
     """
 
     def __init__(self, student: nn.Module, teacher: Anatomy, args):
@@ -85,19 +86,19 @@ class AlignmentLoss(nn.Module):
 
     @property
     def outputs_asked_for(self) -> dict[str, bool]:
-        """Arguments that the student's base model is called with, so that it returns all that the loss reads."""
+        """Arguments with which the student's base model is called, so that it returns all that the loss reads."""
         reads_tokens = self.reads_teacher_tokens or self.args.elastic_loss_weight
         asked = TokenAlignment.arguments if reads_tokens else {"output_tokens": False}
         return {**asked, "output_attention_forecast": True} if self.foretells else asked
 
     def forward(self, outputs, targets: Targets, labels: torch.Tensor | None = None, largest=None) -> torch.Tensor:
-        """The loss of a student's base model's outputs, a scalar.
+        """Return the loss, a scalar.
 
         Args:
-            outputs (`SparseFormerModelOutput`): With what `outputs_asked_for` names.
-            targets (`Targets`): The teacher's, of the same images.
+            outputs (`SparseFormerModelOutput`): Of the student's base model, called with `outputs_asked_for`.
+            targets (`Targets`): The teacher's, for the same images.
             labels (`torch.Tensor`, *optional*): `(batch,)` int64, for `args.label_loss_weight`.
-            largest (`SparseFormerModelOutput`, *optional*): Of the largest count of tokens, for
+            largest (`SparseFormerModelOutput`, *optional*): Outputs with the largest count of tokens, for
                 `args.elastic_loss_weight`.
         """
         args, (classify, classify_teacher) = self.args, self.heads
@@ -122,11 +123,11 @@ class AlignmentLoss(nn.Module):
 
 
 class MapAlignmentLoss(nn.Module):
-    """How far feature maps are from a teacher's, averaged over cells and layers: 1 minus the cosine, and the squared
-    log of how many times as long the student's vectors are, as heads that read the teacher see lengths, too.
+    """Distance of feature maps from a teacher's, averaged over cells and layers: 1 minus the cosine of two vectors,
+    and the squared log of the ratio of their lengths, as heads that read the teacher's maps see lengths, too.
 
     Args:
-        scale_weight (`float`, *optional*, defaults to 0.1): Of the lengths.
+        scale_weight (`float`, *optional*, defaults to 0.1): Weight of the term about lengths.
     """
 
     def __init__(self, scale_weight: float = 0.1):
@@ -134,16 +135,17 @@ class MapAlignmentLoss(nn.Module):
         self.scale_weight = scale_weight
 
     def forward(self, maps: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The loss, a scalar in float32.
+        """Return the loss, a scalar in float32.
 
         Args:
-            maps (sequence of `torch.Tensor`): Of a `SparseFormerBackbone`, `(batch, channels, rows, columns)` a layer.
+            maps (sequence of `torch.Tensor`):
+                Feature maps of a `SparseFormerBackbone`, one for each layer, `(batch, channels, rows, columns)`.
             targets (sequence of `torch.Tensor`):
-                The teacher's of the same layers and images, see `Anatomy.feature_maps`. Of larger images they have
-                more cells; the student's are interpolated between.
+                The teacher's, of the same layers and images, see `Anatomy.feature_maps`. If they have more cells, as
+                those of larger images do, the student's are interpolated.
 
         Raises:
-            ValueError: if they are not as many, or differ in batch or channels.
+            ValueError: if there are no maps, or maps and targets differ in number, batch or channels.
         """
         shapes = [[tuple(each.shape[:2]) for each in several] for several in (maps, targets)]
         if not maps or shapes[0] != shapes[1]:
@@ -163,13 +165,13 @@ class MapAlignmentLoss(nn.Module):
 
 
 class MapsOfTokens(nn.Module):
-    """How far a student's feature maps are from its teacher's, see `MapAlignmentLoss`. A student's map is that of
-    `SparseFormerBackbone` without an upsampler: what a token holds, in each cell that its RoI covers.
+    """Distance of a student's feature maps from its teacher's, see `MapAlignmentLoss`. A student's map is that of
+    `SparseFormerBackbone` without an upsampler: each cell has the state of the tokens whose RoIs cover it.
 
     Args:
-        student (`SparseFormerPreTrainedModel`): Its final norm is read.
+        student (`SparseFormerPreTrainedModel`): The student, whose final norm is read.
         teacher (`Anatomy`): Of the teacher, read for the images that it sees.
-        layers (`list[int]`, *optional*): From the last, -1, backwards; -1 alone by default.
+        layers (`list[int]`, *optional*): Layers, numbered from the last, -1, backwards; -1 alone by default.
 
     Raises:
         ValueError: if the student or its teacher has no such layer.

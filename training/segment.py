@@ -46,13 +46,16 @@ KIND = "a model to go on from"
 
 @dataclass
 class SegmentationArguments(AugmentationArguments, SegmentOptimizerArguments, RecipeTrainingArguments):
-    """Transformers' `TrainingArguments`, and what `frugalvit segment` has besides, by the same names; see
-    `ImageClassificationArguments`, but that `warmup_steps` is read, where `warmup_epochs` is 0.
+    """Transformers' `TrainingArguments`, and the options of `frugalvit segment` by the same names.
+    `ImageClassificationArguments` says which of `TrainingArguments` are not read; `warmup_steps` is read here, if
+    `warmup_epochs` is 0.
 
     Args:
-        num_train_epochs (`float`, *optional*): As many as make 80,000 steps if not given.
+        num_train_epochs (`float`, *optional*): Epochs; as many as make 80,000 steps if not given.
+        per_device_train_batch_size (`int`, *optional*, defaults to 32): Images of a step on a device.
         ignored_labels (`list[int]`, *optional*): Numbers in the masks that do not count, besides 255.
-        reduce_labels (`bool`, *optional*, defaults to `False`): 0 in the masks does not count, 1 is the first class.
+        reduce_labels (`bool`, *optional*, defaults to `False`): Whether 0 in the masks does not count, and 1 is the
+            first class.
 
     Raises:
         ValueError: if a value does not fit.
@@ -68,7 +71,7 @@ class SegmentationTrainer(RecipeTrainer):
     """Transformers' `Trainer` of semantic segmentation, with ViT-Adapter's recipe.
 
     Args:
-        model (`PreTrainedModel`): A `SparseFormerForSemanticSegmentation`, or another of Transformers' segmenters.
+        model (`PreTrainedModel`): A `SparseFormerForSemanticSegmentation` or a model of Transformers for segmentation.
         args (`SegmentationArguments`): How it is trained.
         train_dataset (`datasets.Dataset`): Images, in `image`, with masks, in `mask`, not decoded.
         eval_dataset, test_dataset (`datasets.Dataset`, *optional*): The same, to choose the best epoch on and to
@@ -152,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_trainer(groups: tuple, argv: list[str] | None) -> SegmentationTrainer:
-    """The trainer that `GROUPS` describe; `argv` are the command's arguments, for the card."""
+    """Return the trainer for the options of the command; `argv` are its arguments, for the card."""
     segmenter, data, augmentation, optimization, run = groups
     start_run(run, PROG, argv, list(groups))
     say_license(run, segmenter.model)
@@ -167,7 +170,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> SegmentationTrainer:
 
 
 def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
-    """The model for the classes, in float32, and its image processor."""
+    """Return the model for the data's classes, in float32, and its image processor."""
     labels = {"num_labels": data.num_labels} if data.num_labels else {}
     if data.class_names:
         names = dict(enumerate(data.class_names))

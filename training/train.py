@@ -40,15 +40,18 @@ MOST_ENLARGED = 3
 
 @dataclass
 class ImageClassificationArguments(RecipeArguments, OptimizerArguments, RecipeTrainingArguments):
-    """Transformers' `TrainingArguments`, and what `frugalvit train` has besides, by the same names.
+    """Transformers' `TrainingArguments`, and the options of `frugalvit train` by the same names.
 
-    What `TrainingArguments` say of optimizer and schedule besides the learning rate, the weight decay and Adam's
-    numbers, such as `optim` and `warmup_steps`, is not read: see `optimizer`, `lr_scheduler` and `warmup_epochs`.
+    Arguments of `TrainingArguments` about optimizer and schedule, such as `optim` and `warmup_steps`, are not read,
+    but for the learning rate, the weight decay and Adam's numbers: see `optimizer`, `lr_scheduler` and
+    `warmup_epochs`.
 
     Args:
-        train_image_size (`int`, *optional*): Pixels of training images where they are fewer than the model's, which
-            then interpolates its positions.
+        train_image_size (`int`, *optional*): Height and width in pixels of training images, if they are to be smaller
+            than the model's; the model then interpolates its positions.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the teacher.
+        num_train_epochs (`float`, *optional*, defaults to 100): Epochs.
+        per_device_train_batch_size (`int`, *optional*, defaults to 128): Images of a step on a device.
 
     Raises:
         ValueError: if a value does not fit.
@@ -183,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_trainer(groups: tuple, argv: list[str] | None) -> ImageClassificationTrainer:
-    """The trainer that `GROUPS` describe; `argv` are the command's arguments, for the card."""
+    """Return the trainer for the options of the command; `argv` are its arguments, for the card."""
     arguments, data, recipe, optimization, run = groups
     start_run(run, PROG, argv, list(groups))
     say_license(run, arguments.model)

@@ -1,8 +1,8 @@
 """`Trainer` of images, which recipes share.
 
-What it adds to Transformers' own: an image's view is a function of (seed, epoch, image), so that batches depend
-neither on workers nor on processes, and a run that was killed goes on to the same weights; checkpoints are whole; the
-best model lies in the output folder, a complete repository; what is not finite ends the run, in one line.
+It adds to Transformers' own: An image's view is a function of (seed, epoch, image), so that batches depend neither on
+workers nor on processes, and a run that was killed goes on to the same weights. Checkpoints are whole. The best model
+lies in the output folder, as a complete repository. A number that is not finite ends the run, in one line.
 """
 
 import copy
@@ -61,7 +61,8 @@ FORETELLING_SECONDS = 5.0
 
 
 def names_arguments(method):
-    """Lets messages that name options of a command name the arguments, too, where no command made the trainer."""
+    """Decorate a method of a trainer so that errors that name options of a command name the arguments of Python, too,
+    unless a command made the trainer."""
 
     @functools.wraps(method)
     def call(self, *given, **options):
@@ -78,19 +79,21 @@ def names_arguments(method):
 
 
 class RecipeTrainer(Trainer):
-    """Transformers' `Trainer` of what recipes have in common; subclasses say what is learned and measured.
+    """Transformers' `Trainer` with all that recipes have in common. A subclass defines the loss (`compute_loss`),
+    `make_optimizer`, `measure` and `summary`.
 
     Args:
-        model (`PreTrainedModel`): What learns.
+        model (`PreTrainedModel`): The model that learns.
         args (`RecipeTrainingArguments`): How it learns.
-        run (`RunArguments`), data (`ImageArguments`, *optional*): The same of a command, for its record and its card.
-        train, evaluation (pairs of images and `View`): What is shown of which images; `None` for no images.
-        test (`datasets.Dataset`, *optional*): Images that are shown as those of `evaluation`, on which an epoch that
-            is the best so far is measured besides.
-        base_model (`str`, *optional*): What the model came from, for its card.
-        classes (sequence of `int`, *optional*): What the model calls each class, see `match_classes`.
-        loader_options (`dict`, *optional*): Of the `TrainingLoader`, besides those that `run` and `data` tell.
-        processing_class, callbacks: As Transformers has them.
+        run (`RunArguments`, *optional*), data (`ImageArguments`, *optional*):
+            The arguments of a command that made the trainer, for its record and its card.
+        train, evaluation (pairs of images and `View`): The images, `None` for none, and the view of each.
+        test (`datasets.Dataset`, *optional*): Images in the view of `evaluation`. Each epoch that is the best so far
+            is measured on them, too.
+        base_model (`str`, *optional*): The model from which training starts, for the card.
+        classes (sequence of `int`, *optional*): The model's number of each class, see `match_classes`.
+        loader_options (`dict`, *optional*): Arguments of the `TrainingLoader` besides those from `args` and `data`.
+        processing_class, callbacks (*optional*): As Transformers has them.
     """
 
     # The number of `measure` that is to be high.
@@ -164,19 +167,33 @@ class RecipeTrainer(Trainer):
     # What a recipe says.
 
     def measure(self, model: nn.Module, loader: DeviceLoader) -> dict[str, float]:
-        """Measure a model on a loader's images, over all processes; `metric` is one of the numbers."""
+        """Measure a model.
+
+        Args:
+            model (`nn.Module`): The model, as it is wrapped for training.
+            loader (`DeviceLoader`): Batches of images, shared out among processes.
+
+        Returns:
+            `dict[str, float]`: Numbers by name, over all processes; that of `metric` chooses the best epoch.
+        """
         raise NotImplementedError
 
     def make_optimizer(self) -> tuple:
-        """An optimizer of the model's parameters, and its schedule, of `total_steps`."""
+        """Return an optimizer of the model's parameters and its schedule, over `total_steps`."""
         raise NotImplementedError
 
     def summary(self, state: TrainingState) -> str:
-        """The model and its measured numbers in a sentence or two, for its card."""
+        """Describe the model in a sentence or two, for its card, with the numbers in `state.measured`."""
         raise NotImplementedError
 
     def write_repository(self, folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
-        """Write the model with these weights, its processor and its card."""
+        """Write the best model as a complete repository: model, processor and card.
+
+        Args:
+            folder (`Path`): An empty folder.
+            state (`TrainingState`): With the record of the best epoch.
+            weights (`dict[str, torch.Tensor]`): The best weights, by their names in `saved`.
+        """
         trained = self.accelerator.unwrap_model(self.model_wrapped)
         trained.save_pretrained(folder, state_dict=weights)
         self.processing_class.save_pretrained(folder)
@@ -188,14 +205,14 @@ class RecipeTrainer(Trainer):
         return self.model_wrapped
 
     def take_images(self, images):
-        """Images to evaluate on, as the trainer reads them."""
+        """Return images to evaluate on, of any form that the trainer takes, in the one that it reads."""
         return as_images(images)
 
     def before_epoch(self, epoch: int):
-        """Called with the epoch, from 0, before it begins and when the run goes on within it."""
+        """Prepare for an epoch, numbered from 0; called before it begins, and when a run goes on within it."""
 
     def clipped(self, model: nn.Module) -> nn.Module:
-        """The part of the model whose gradient is clipped."""
+        """Return the part of the model whose gradient is clipped to `args.max_grad_norm`."""
         return model
 
     # What Transformers' `Trainer` asks for.
@@ -239,7 +256,7 @@ class RecipeTrainer(Trainer):
         return self.make_evaluation_loader(images)
 
     def predict(self, test_dataset, *_, **__):
-        """Not offered: `evaluate` measures, and a pipeline predicts.
+        """Not offered: `evaluate` measures, and Transformers' pipelines predict.
 
         Raises:
             NotImplementedError: always.
@@ -306,20 +323,25 @@ class RecipeTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **options):
         """Train to the last epoch, from the newest whole checkpoint in the output folder on if there is one.
 
-        The folder has the best model, `metrics.jsonl`, `results.json` and `checkpoints/` afterwards. `metrics.jsonl`
-        grows as the run goes: every `logging_steps` a record of the mean loss since the last one, the speed since
-        then, the highest learning rate and the norm of the step's gradient, before it was clipped.
+        Afterwards the folder has the best model, `metrics.jsonl`, `results.json` and `checkpoints/`. `metrics.jsonl`
+        grows as the run goes on. Every `logging_steps` it gets a record of the mean loss and of the speed since the
+        last record, in images a second, of the highest learning rate, and of the norm of the step's gradient before it
+        was clipped.
 
-        Ctrl-C and SIGTERM end it after the step, with a checkpoint; a second one at once.
+        Ctrl-C or SIGTERM ends the run after the step, with a checkpoint; a second one ends it at once.
 
         Args:
-            resume_from_checkpoint (*optional*): A checkpoint to go on from instead of the newest; later ones go.
+            resume_from_checkpoint (`str`, *optional*): A checkpoint to go on from instead of the newest; later ones
+                are removed.
             options: As Transformers has them.
 
+        Returns:
+            `TrainOutput`: As Transformers has it.
+
         Raises:
-            ValueError: if the loss, what is measured, or the gradient or the weights before a checkpoint are not
-                finite; the last checkpoint stays. If another process works in the folder, or it holds a run on other
-                images. Or if the optimizer cannot do what the arguments ask for.
+            ValueError: if the loss, a measured number, or the gradient or the weights before a checkpoint are not
+                finite (the last checkpoint stays); if another process works in the folder, or the folder holds a run
+                on other images; or if the optimizer cannot do what the arguments ask for.
         """
         if not self.is_command:
             self.run.record |= record_of(self.args, type(self).__name__)
@@ -366,8 +388,8 @@ class RecipeTrainer(Trainer):
         """Write the model as it is now to a folder, a complete repository with its card.
 
         Args:
-            output_dir (`str`, *optional*): The folder. That of the run, which is meant if it is not given, keeps the
-                best model.
+            output_dir (`str`, *optional*): The folder; that of the run if not given, in which the best model stays
+                where there is one.
         """
         if _internal_call:
             super().save_model(output_dir, _internal_call=True)
@@ -381,7 +403,7 @@ class RecipeTrainer(Trainer):
             replace_files(folder, lambda aside: self.write_repository(aside, state, weights))
 
     def save_metrics(self, *arguments, **options):
-        """As Transformers has it, also before the training, when there is no folder."""
+        """As in Transformers; also before the training, when there is no folder."""
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         super().save_metrics(*arguments, **options)
 
@@ -391,7 +413,7 @@ class RecipeTrainer(Trainer):
         super().save_state()
 
     def say_result(self, *names: str):
-        """Print what the best epoch reached, and where it is."""
+        """Print the best epoch's numbers of these names, and the folder of the model."""
         state = self.progress.now
         measured = [f"{name.replace('_', ' ')} {state.measured[name]:.2%}" for name in names if name in state.measured]
         text = ", ".join(measured) or "not evaluated"
@@ -408,10 +430,10 @@ class RecipeTrainer(Trainer):
         """Upload the best model, with its card, to the hub, as `args.hub_model_id`, or else the output folder's name.
 
         Args:
-            commit_message (`str`, *optional*, defaults to `"End of training"`): Of the commit.
-            blocking: Not used: it returns when all is there.
-            token (`str`, *optional*): `args.hub_token` if not given.
-            revision (`str`, *optional*): The branch.
+            commit_message (`str`, *optional*, defaults to `"End of training"`): Message of the commit.
+            blocking: Not used: the call returns when all files are there.
+            token (`str`, *optional*): The user's token; `args.hub_token` if not given.
+            revision (`str`, *optional*): The branch; the repository's main one if not given.
 
         Returns:
             `str`: The repository's id.
@@ -427,7 +449,7 @@ class RecipeTrainer(Trainer):
         return repo_id
 
     def create_model_card(self, *_, **__):
-        """Nothing: the card is the recipe's, and is there."""
+        """Does nothing: the recipe has written its own card."""
 
     # Checkpoints: Transformers writes the files, aside.
 
@@ -480,7 +502,7 @@ class RecipeTrainer(Trainer):
 
 
 class EpochLoader:
-    """The batches of a trainer's epochs: each begins at the step that the run has come to."""
+    """The batches of a trainer's epochs, each from the step on that the run has come to."""
 
     def __init__(self, trainer: RecipeTrainer):
         self.trainer, self.epoch = trainer, 0
@@ -499,7 +521,7 @@ class EpochLoader:
 
 
 class Progress(TrainerCallback):
-    """Where a run is: its losses, its records, its checkpoints, its best epoch, and what is shown of it meanwhile."""
+    """The progress of a run: its losses, records, checkpoints and best epoch, and the bar that shows it."""
 
     def __init__(self, trainer: RecipeTrainer):
         self.trainer, self.accelerator, self.loader = trainer, trainer.accelerator, trainer.loader
@@ -530,7 +552,7 @@ class Progress(TrainerCallback):
 
     @property
     def ended_within_an_epoch(self) -> bool:
-        """Whether there is nothing left to do, though the last epoch has more images."""
+        """Whether the run is at its end although its last epoch has more images."""
         steps, now = self.loader.steps_per_epoch, self.now
         return now.step == self.trainer.total_steps and now.step < now.epoch * steps
 
@@ -540,7 +562,7 @@ class Progress(TrainerCallback):
             self.bar.close()
 
     def reads(self, step: int) -> bool:
-        """Whether numbers are read off the device after this step; reading makes an accelerator wait."""
+        """Whether numbers are read off the device after this step. Reading makes an accelerator wait."""
         args = self.trainer.args
         every = (args.logging_steps, args.save_steps, self.loader.steps_per_epoch)
         return self.accelerator.device.type == "cpu" or not all(step % number for number in every)
@@ -590,8 +612,8 @@ class Progress(TrainerCallback):
         self.foretell(state, logs)
 
     def asked(self) -> tuple[int, bool]:
-        """The signal that a process received, 0 for none, and whether it is time for a checkpoint; in all processes
-        the same."""
+        """Return the signal that a process received, 0 for none, and whether it is time for a checkpoint. Both are the
+        same in all processes."""
         waited = time.perf_counter() - self.saved_at
         is_time = waited > max(CHECKPOINT_SECONDS, self.writing / SHARE_OF_WRITING)
         if self.accelerator.num_processes == 1:
@@ -622,7 +644,8 @@ class Progress(TrainerCallback):
                 file.write(json.dumps(record) + "\n")
 
     def guess(self, seconds: float, state):
-        """Foretell the time by the first pass where that takes long, as measuring needs two steps."""
+        """Print an estimate of the time that is left after the first pass, if that takes long: measuring needs two
+        steps."""
         if not self.guessed and self.accelerator.is_main_process and seconds > FORETELLING_SECONDS:
             step = seconds * self.trainer.args.gradient_accumulation_steps
             left = datetime.timedelta(seconds=round((state.max_steps - state.global_step) * step))
@@ -631,7 +654,7 @@ class Progress(TrainerCallback):
         self.guessed = True
 
     def foretell(self, state, logs: bool):
-        """Say once how long the run will take."""
+        """Print once how long the run will take."""
         self.warm = self.warm or (state.global_step, time.perf_counter())
         taken = time.perf_counter() - self.warm[1]
         if self.foretold or state.global_step == self.warm[0] or not (logs or taken > FORETELLING_SECONDS):
@@ -668,12 +691,12 @@ class Progress(TrainerCallback):
             self.finish_epoch({})
 
     def finish_awaited(self, metrics: dict[str, float]):
-        """Finish the epoch that its evaluation ends, if there is one."""
+        """Finish the epoch with the numbers of its evaluation, if one waits for them."""
         if self.awaits_evaluation:
             self.finish_epoch({name.removeprefix("eval_"): value for name, value in metrics.items()})
 
     def finish_epoch(self, measured: dict[str, float]):
-        """Note an epoch, with what was measured, and keep the model if it is the best so far."""
+        """Record an epoch with the numbers of its evaluation, and keep the model if it is the best so far."""
         self.awaits_evaluation = False
         trainer, now, metric = self.trainer, self.now, self.trainer.metric
         record = {
@@ -739,7 +762,7 @@ def check_weights(accelerator: Accelerator, model: nn.Module, step: int, checkpo
 
 @contextmanager
 def foreign_files(checkpoint: str | Path):
-    """One line for what cannot be read of a checkpoint."""
+    """Within, an error in reading a checkpoint becomes a ValueError of one line."""
     try:
         yield
     # Files of others fail in as many ways as there are formats.

@@ -51,7 +51,7 @@ _IN_PYTHON = " In Python: "
 
 
 def argument(default=dataclasses.MISSING, help: str = "", **metadata):
-    """A dataclass field with a help text."""
+    """Return a dataclass field with a help text and, for a list, a copy of the default."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help, **metadata})
     return field(default=default, metadata={"help": help, **metadata})
@@ -65,11 +65,11 @@ def check(value, fits: bool, name: str, expected: str):
 
 @contextmanager
 def arguments_named(known: Collection[str], names: Mapping[str, str]) -> Iterator[None]:
-    """Lets messages that name options of a command name the arguments, too, that these are in Python.
+    """Add to a ValueError that names options of a command the names that they have in Python.
 
     Args:
-        known (collection of `str`): Arguments that there are.
-        names (mapping): Those that are called otherwise, by the option.
+        known (collection of `str`): Names of the arguments that there are in Python.
+        names (mapping of `str` to `str`): Names in Python of options that are called otherwise there.
     """
     try:
         yield
@@ -82,7 +82,7 @@ def arguments_named(known: Collection[str], names: Mapping[str, str]) -> Iterato
 
 
 def check_at_least(arguments, low, *names: str):
-    """Those that are not given, None, fit."""
+    """Raise a ValueError unless numbers are `low` or more, or None (not given)."""
     for name in names:
         value = getattr(arguments, name)
         check(value, value is None or low <= value < math.inf, name, f"{low} or more")
@@ -94,7 +94,7 @@ def check_share(arguments, *names: str):
 
 
 def check_range(arguments, *names: str):
-    """Those that are not given, None, fit."""
+    """Raise a ValueError unless arguments are two positive numbers, the lower first, or None (not given)."""
     for name in names:
         value = getattr(arguments, name)
         fits = value is None or (len(value) == 2 and 0 < value[0] <= value[1])
@@ -142,7 +142,7 @@ class ImageArguments:
 
 @dataclass
 class DataArguments(ImageArguments):
-    """The images to train and evaluate on."""
+    """Images to train and evaluate on."""
 
     label_column: str | None = argument(None, "Name of the label column, where types do not tell.")
 
@@ -210,7 +210,7 @@ class OptimizerArguments:
 
 @functools.cache
 def schedules() -> list[str]:
-    """Schedules of Transformers that need to know no more than how long warm-up and training are."""
+    """Names of the schedules of Transformers that need the lengths of warm-up and training and nothing else."""
     # Not for every command line.
     import torch
     import transformers
@@ -228,10 +228,10 @@ def schedules() -> list[str]:
 
 
 class ArgumentParser(OneSpelling, HfArgumentParser):
-    """`HfArgumentParser` with a group for each dataclass.
+    """`HfArgumentParser` with a group for each dataclass, whose title is the first line of its docstring.
 
     `--config` reads arguments from YAML or JSON, for example the `results.json` of an earlier run, or from one of
-    `recipes_of` the command, by its name; those on the command line go before.
+    `recipes_of` the command, by its name. Arguments on the command line replace those of the file.
     """
 
     def __init__(self, dataclass_types: list[type], prog: str, description: str):
@@ -253,7 +253,7 @@ class ArgumentParser(OneSpelling, HfArgumentParser):
         self.usage = " ".join(["%(prog)s", *named, "[OPTION ...]"])
 
     def parse(self, argv: list[str] | None = None) -> tuple:
-        """One instance of each dataclass; ends the process with code 2 and one line on errors."""
+        """Return an instance of each dataclass; an error ends the process with code 2 and one line."""
         argv = list(sys.argv[1:] if argv is None else argv)
         try:
             if given := _value_of("--config", argv):
@@ -268,7 +268,7 @@ class ArgumentParser(OneSpelling, HfArgumentParser):
             self.error(printable(" ".join(str(error).split())))
 
     def _read(self, given: str) -> list[str]:
-        """A file's arguments, or a recipe's of this name, as on a command line."""
+        """The arguments of a file, or of the recipe of this name, as on a command line."""
         command, content = read_recipe(_find_file(given, recipes_of(self.prog)))
         if command is not None and f"frugalvit {command}" != self.prog:
             raise ValueError(f"--config {given} is for frugalvit {command}")
@@ -282,10 +282,10 @@ class ArgumentParser(OneSpelling, HfArgumentParser):
 
 
 def fill_groups(types: list[type], options: dict) -> tuple:
-    """An instance of each dataclass, of options by their names.
+    """Return an instance of each dataclass in `types`, with options by their names.
 
     Raises:
-        TypeError: if none of them has such an option.
+        TypeError: if no dataclass has such an option.
     """
     known = {each.name for kind in types for each in dataclasses.fields(kind) if each.init}
     if unknown := sorted(options.keys() - known):
@@ -295,7 +295,7 @@ def fill_groups(types: list[type], options: dict) -> tuple:
 
 
 def as_words(name: str, value) -> list[str]:
-    """An option as on a command line."""
+    """An option and its value as on a command line."""
     if isinstance(value, bool):
         return [spelled(f"--{name}" if value else f"--no_{name}")]
     return [spelled(f"--{name}"), *map(str, value if isinstance(value, list) else [value])]
@@ -309,7 +309,7 @@ def recipes_of(prog: str) -> dict[str, Path]:
 
 
 def read_recipe(file: Path) -> tuple[str | None, dict]:
-    """The command that a file of arguments is for, if it says so, and the arguments.
+    """Read the command that a file of arguments is for, None if it names none, and the arguments.
 
     Raises:
         ValueError: if it is neither YAML nor JSON, or holds no names and values.
@@ -344,8 +344,8 @@ def _value_of(option: str, argv: list[str]) -> str | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """As YAML 1.2 has it, `no` is a word: the precision of that name, for example. Aliases stand for single values:
-    those of lists of lists of them unfold without end."""
+    """A YAML loader that takes `no` for a word, as YAML 1.2 does: it is the name of a precision. Aliases stand for
+    single values alone: aliases of lists of aliases would unfold without end."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
@@ -381,7 +381,7 @@ def reason(error: BaseException) -> str | None:
 
 
 def run_as_program(main: Callable, prog: str):
-    """Run `main()` as a process of its own: what the user can mend is one line, not a traceback."""
+    """Run `main()` as a process of its own: an error that the user can mend is one line, not a traceback."""
     received = []
     try:
         with ended_by_signals() as received:

@@ -1,4 +1,4 @@
-"""Where a teacher looks: what a student that chooses cells is to foretell."""
+"""A teacher's attention to patches, which a student that chooses cells learns to predict."""
 
 import torch
 
@@ -10,9 +10,8 @@ SHARE = 1 / 3
 
 
 def attended_cells(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor:
-    """A teacher's attention to patches, the mean over the last third of its blocks.
-
-    Class tokens attend, or, where there are none, all tokens of patches.
+    """A teacher's attention to patches: that of its class tokens or, where there are none, of all patches, averaged
+    over heads and over the last third of its blocks.
 
     Args:
         teacher (`Anatomy`): Of the teacher, read for the images that it sees.
@@ -27,7 +26,7 @@ def attended_cells(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor
 
 
 def attention_to_patches(teacher: Anatomy, block, tokens: torch.Tensor) -> torch.Tensor:
-    """How much a block attends to each patch, `(batch, patches)` float32; sums to 1."""
+    """A block's attention to each patch, `(batch, patches)` float32; sums to 1."""
     attention, tokens = block.attention, block.attention_norm(tokens)
     asking = slice(0, teacher.num_class_tokens) if teacher.num_class_tokens else slice(teacher.num_prefix_tokens, None)
     queries, keys = attention.queries_and_keys(tokens, rotate=teacher.rotation(tokens.dtype))

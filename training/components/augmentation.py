@@ -15,18 +15,19 @@ from ...common.views import MIX, EvalView, ImageFormat, View, random_seed, seede
 
 
 class SmallDataView(View):
-    """Training from little data: crop, flip, RandAugment, random erasing.
+    """Views for training from little data: crop, flip, RandAugment, random erasing.
 
     Args:
-        image_format (`ImageFormat`): What the model takes.
+        image_format (`ImageFormat`): The images that the model takes.
         crop (`str`): `"padded"`, a crop of the image's size from the padded image, or `"resized"`, a random part of
             the image resized.
         padding (`int`): Pixels on every side for `crop="padded"`.
-        padding_mode (`str`): What they show: `"reflect"`, the image, or `"constant"`, black.
+        padding_mode (`str`): Content of these pixels: `"reflect"`, the image, or `"constant"`, black.
         crop_size (`int`, *optional*):
             Pixels of the image, height and width, when it is padded and cropped; it is resized for the model after
             that. The model's size if not given.
-        scale, ratio (`tuple[float, float]`): Area and aspect ratio of the part for `crop="resized"`.
+        scale, ratio (`tuple[float, float]`): Lowest and highest area, as a share of the image's, and aspect ratio of
+            the part for `crop="resized"`.
         flip (`float`): Probability of a horizontal flip.
         randaugment_layers, randaugment_magnitude (`int`):
             Operations for an image, and their strength of 0 to 30, or, of timm's, 0 to 10.
@@ -106,8 +107,8 @@ class SmallDataView(View):
             return {"pixel_values": self.erase(pixels) if self.erasing else pixels}
 
     def erase(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Show something else in a rectangle of `(channels, height, width)`; timm's noise is standard normal once
-        pixels are normalized."""
+        """Erase a rectangle of an image, `(channels, height, width)`; timm's noise is standard normal once pixels are
+        normalized."""
         if not self.of_timm:
             return self.erasing(pixels)
         erased = self.erasing(self.image_format.normalize(pixels[None])[0])
@@ -129,18 +130,19 @@ class SmallDataView(View):
 
 
 class BootstrapView(View):
-    """Bootstrapping (Gao et al. 2024): one random part of the image, flipped or not, for student and teacher alike.
+    """Views for bootstrapping (Gao et al. 2024): a random part of the image, flipped or not, for student and teacher.
 
     Crop and flip are drawn once; each model gets the part at its own size and normalization. The teacher's pixels are
     called `teacher_pixel_values`, and left out where both models take the same.
 
     Args:
-        student, teacher (`ImageFormat`): What the models take.
-        scale, ratio (`tuple[float, float]`): Area and aspect ratio of the part.
+        student, teacher (`ImageFormat`): The images that the models take.
+        scale, ratio (`tuple[float, float]`): Lowest and highest area, as a share of the image's, and aspect ratio of
+            the part.
         flip (`float`): Probability of a horizontal flip.
-        zoom_out (`float`): Half of the images are put on a canvas before that, at a random place; its sides are up to
-            so many times theirs.
-        canvas_images (`float`): Share of these canvases that show another image.
+        zoom_out (`float`): Largest ratio of the sides of a canvas to the image's. Half of the images are put on such a
+            canvas first, at a random place; 1 puts none.
+        canvas_images (`float`): Share of the canvases that show another image.
         draw_image (`Callable`, *optional*): Returns another image, chosen by torch's random numbers.
     """
 
@@ -208,9 +210,9 @@ class PairedEvalView(View):
 class Mix:
     """Mixup (Zhang et al. 2018), CutMix (Yun et al. 2019) and label smoothing: adds `targets`, `(batch, labels)`.
 
-    An image mixes with its neighbor in the epoch's order, by a weight that is a function of (seed, epoch, index); timm
-    draws one weight and one box for a whole batch, from the same distributions, and mixes with the reversed batch.
-    Both are in the same process, as shares of a batch are even. `draw` is for the workers, the call for the device.
+    An image mixes with its neighbor in the epoch's order, by a weight that is a function of (seed, epoch, index). Both
+    are in the same process, as shares of a batch are even. timm draws one weight and one box for a whole batch, from
+    the same distributions, and mixes with the reversed batch. Workers call `draw`; the call itself runs on the device.
 
     Args:
         num_labels (`int`): Number of classes.
@@ -232,8 +234,8 @@ class Mix:
         return bool(self.mixup or self.cutmix)
 
     def draw(self, batch: dict[str, torch.Tensor]):
-        """Note in a batch how its images mix: the share `kept`, `(batch,)`, that each keeps of itself, and the `box`,
-        `(batch, 4)` as top, bottom, left, right, that it takes from its neighbor; all zeros if it blends."""
+        """Add to a batch how its images mix: `kept`, `(batch,)`, the share that each keeps of itself, and `box`,
+        `(batch, 4)` as top, bottom, left, right, the part that it takes from its neighbor, all zeros if it blends."""
         if self.pairs:
             keys = zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True)
             size = batch["pixel_values"].shape[-2:]
@@ -241,7 +243,7 @@ class Mix:
             batch["kept"], batch["box"] = torch.tensor(kept), torch.tensor(boxes)
 
     def __call__(self, batch: dict[str, torch.Tensor]):
-        """Mix normalized images; takes what `draw` has noted, or draws."""
+        """Mix normalized images as `draw` has noted in the batch, or else draw first."""
         targets = F.one_hot(batch["labels"], self.num_labels).float()
         targets = targets * (1 - self.label_smoothing) + self.label_smoothing / self.num_labels
         if self.pairs:
@@ -274,7 +276,7 @@ class Mix:
 
 
 def _inside(box: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Which pixels lie in each box, `(batch, 1, height, width)`."""
+    """Whether each pixel lies in the box of its image, `(batch, 1, height, width)`."""
     top, bottom, left, right = box[:, :, None].unbind(1)
     rows, columns = (torch.arange(length, device=box.device) for length in (height, width))
     rows, columns = (rows >= top) & (rows < bottom), (columns >= left) & (columns < right)

@@ -5,10 +5,11 @@ from transformers import TrainerCallback
 
 
 class HintDecayCallback(TrainerCallback):
-    """Lets the hints of a `BootstrappedViTForImageClassification` fade as `frugalvit joint` does: their weight falls
-    linearly to 0, step by step (Zhang et al.; the reference implementation's falls with every epoch).
+    """Lets the hints of a `BootstrappedViTForImageClassification` fade as `frugalvit joint` does.
 
-    The model's `hint_share` is set while it trains, also for evaluations between, and is 1 again afterwards.
+    Their weight falls linearly to 0 (Zhang et al., arXiv 2112.03552), step by step; in the reference implementation it
+    falls with every epoch. The callback sets the model's `hint_share`, from 1 to 0, while the model trains, also for
+    evaluations in between. Afterwards it is 1 again.
 
     Example:
         `Trainer(model, arguments, train_dataset=images, callbacks=[HintDecayCallback()])`

@@ -49,14 +49,14 @@ def write_card(
     """Write the card of a trained model.
 
     Args:
-        folder (`Path`): Where it goes, as `README.md`.
-        model: The model.
-        summary (`str`): What it is and what was measured, a sentence or two.
-        data, run, state: The recipe's data, arguments and the state it is in.
-        base_model (`str`, *optional*): The model that it came from.
-        metric (`str`, *optional*, defaults to `"accuracy"`): What the hub is to list, if it was measured.
-        use (`str`, *optional*): Code that uses `model` and `processor`, where those of the task do not fit.
-        num_parameters (`int`, *optional*): Where those in memory are others than those that are saved.
+        folder (`Path`): Folder in which the card is written, as `README.md`.
+        model (`PreTrainedModel`): The model.
+        summary (`str`): The model and its measured numbers in a sentence or two.
+        data (`ImageArguments`), run (`RunArguments`), state (`TrainingState`): Of the recipe.
+        base_model (`str`, *optional*): The model from which training started.
+        metric (`str`, *optional*, defaults to `"accuracy"`): The number that the hub lists, if it was measured.
+        use (`str`, *optional*): Code that uses `model` and `processor`, where that of the task does not fit.
+        num_parameters (`int`, *optional*): Number of saved parameters, if it is not that of the parameters in memory.
     """
     name = Path(run.output_dir).name
     # Projections of embeddings have no pipeline of their own.
@@ -95,7 +95,7 @@ def write_card(
 
 
 def choice_of_epoch(data: ImageArguments, run: RunArguments, state: TrainingState) -> str:
-    """Which epoch a run kept, on which images it was chosen, and on which it was measured."""
+    """The epoch that a run kept, the images on which it was chosen, and those on which it was measured, in words."""
     images = run.record.get("images", {})
 
     def part(split: str, which: str) -> str:
@@ -114,7 +114,7 @@ def choice_of_epoch(data: ImageArguments, run: RunArguments, state: TrainingStat
 
 
 def count_measured(run: RunArguments) -> str:
-    """Of how many images what is measured is, behind a share."""
+    """The number of images that were measured, as words behind a share: " of 1,000 images", or nothing."""
     images = run.record.get("images", {})
     count = images.get("test images", images.get("evaluation images"))
     return "" if count is None else f" of {count:,} images"
@@ -132,7 +132,7 @@ def name_images(datasets: list[str]) -> str:
 
 
 def say_license(run: RunArguments, base_model: str | None = None):
-    """Say before a training that its card will name no license, which `frugalvit publish` asks for."""
+    """Print before a training that its card will name no license, if so: `frugalvit publish` asks for one."""
     if not (run.license or license_of(base_model and split_revision(base_model)[0])):
         PartialState().print(
             "The card will name no license, without which nothing is published: --license, for example apache-2.0, "

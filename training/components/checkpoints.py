@@ -1,4 +1,4 @@
-"""Where a training is, and checkpoints from which it goes on bit-exactly."""
+"""The state of a training, and checkpoints from which it goes on bit-exactly."""
 
 import dataclasses
 import math
@@ -25,15 +25,15 @@ CHECKSUMS = "checksums.json"
 
 @dataclass
 class TrainingState:
-    """Where a run is; saved with every checkpoint.
+    """The state of a run, saved with every checkpoint.
 
     Args:
         epoch (`int`): Epochs that are done.
         step (`int`): Optimizer steps that are done.
         best (`dict`, *optional*): Record of the best epoch.
-        log (`list[dict]`): What `metrics.jsonl` holds: a record every so many steps and one an epoch.
+        log (`list[dict]`): The records of `metrics.jsonl`: one every `logging_steps` steps and one an epoch.
         losses (`list[float]`): Loss of each step since the epoch began.
-        seconds (`float`): Time in training steps since the epoch began.
+        seconds (`float`): Time in training steps since the epoch began, in seconds.
         skipped (`int`): Images skipped since the epoch began.
     """
 
@@ -57,13 +57,14 @@ class TrainingState:
 
 
 def measured_of(record: dict) -> dict:
-    """An epoch's numbers: on the images to test on, where it was chosen on others."""
+    """An epoch's record, in which numbers on the images to test on, if there are any, replace those on the images on
+    which the epoch was chosen."""
     return record | {name.removeprefix(TEST): value for name, value in record.items() if name.startswith(TEST)}
 
 
 class Checkpoints:
-    """Complete states under `folder/step-…`: written aside, with checksums, renamed when complete, the newest two
-    kept."""
+    """Checkpoints in `folder/step-…`. Each is written aside, with checksums, and renamed when it is complete. The
+    newest `limit` are kept."""
 
     def __init__(self, accelerator: Accelerator, folder: Path, limit: int = 2):
         self.accelerator, self.folder, self.limit = accelerator, folder, limit
@@ -71,12 +72,13 @@ class Checkpoints:
         self.aside = folder / ".aside"
 
     def all(self) -> list[Path]:
-        """Its checkpoints, the newest last. What else is there is the user's, for example a copy."""
+        """The checkpoints in the folder, the newest last. Other files there are the user's, for example a copy."""
         found = {path: re.fullmatch(r"step-(\d+)", path.name, re.ASCII) for path in self.folder.glob("step-*")}
         return sorted((path for path, match in found.items() if match), key=lambda path: int(found[path][1]))
 
     def save(self, state: TrainingState, write: Callable[[], None]):
-        """Let `write` fill `aside` with one folder, note its files and `state` there, and put it among the others."""
+        """Make a checkpoint of the folder that `write` leaves in `aside`: add checksums and `state`, and move it to
+        the others."""
         target = self.folder / f"step-{state.step:08d}"
         if self.accelerator.is_main_process:
             shutil.rmtree(self.aside, ignore_errors=True)
@@ -97,7 +99,7 @@ class Checkpoints:
                 self.remove(old)
 
     def update(self, state: TrainingState):
-        """Let the checkpoint of this step, whose weights are the same, say more."""
+        """Replace the state in the checkpoint of this step, whose weights are the same."""
         if self.accelerator.is_main_process:
             write_json(self.folder / f"step-{state.step:08d}" / "state.json", dataclasses.asdict(state))
 
@@ -117,10 +119,10 @@ class Checkpoints:
         return broadcast_object_list([self.newest_whole() if self.accelerator.is_main_process else None])[0]
 
     def go_back_to(self, checkpoint: Path) -> Path:
-        """Let a checkpoint be the newest: later ones are removed.
+        """Remove the checkpoints that are later than this one, and return it.
 
         Raises:
-            ValueError: if it is none that a recipe wrote.
+            ValueError: if it is no checkpoint that a recipe wrote.
         """
         if not re.fullmatch(r"step-\d+", checkpoint.name, re.ASCII) or not checkpoint.is_dir():
             raise ValueError(f"{checkpoint} is no checkpoint of a recipe; expected a folder called step-….")
@@ -132,7 +134,7 @@ class Checkpoints:
         return checkpoint
 
     def state_of(self, checkpoint: Path | None) -> TrainingState:
-        """Where a checkpoint leaves the run, which is said, or the beginning without one."""
+        """Read a checkpoint's state, and print it; without a checkpoint, return the state at the beginning."""
         if checkpoint is None:
             return TrainingState()
         state = read_state(checkpoint)
@@ -179,7 +181,7 @@ def checksums(folder: Path) -> dict[str, int]:
 
 
 def read_state(checkpoint: Path) -> TrainingState:
-    """Where the run was when it wrote a checkpoint.
+    """Read the state of the run when it wrote a checkpoint.
 
     Raises:
         ValueError: if `state.json` is not what was written with this checkpoint.
@@ -202,7 +204,8 @@ def read_state(checkpoint: Path) -> TrainingState:
 
 
 def damaged_files(checkpoint: Path) -> list[str]:
-    """Files of a checkpoint that are not what was written; without checksums (earlier versions), empty ones."""
+    """Names of a checkpoint's files that have changed since they were written; of a checkpoint without checksums (of
+    earlier versions), of those that are empty."""
     try:
         read_state(checkpoint)
     except ValueError:

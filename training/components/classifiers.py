@@ -60,8 +60,11 @@ def typical_pixels(images) -> int:
 
 
 def choose_variant(arguments: ModelArguments, pixels: int) -> str:
-    """Fill in a ViT-T for images of so many pixels, of 256 tokens, or 196 of large ones: that of Zheng et al. if its
-    attention is to be initialized, otherwise Transformers' ViT of its sizes. Returns the variant's name."""
+    """Choose a ViT-T for images of so many pixels, with 256 tokens, or 196 for large images, and return its name.
+
+    It is written into `arguments`: the model of Zheng et al. if its attention is to be initialized, otherwise
+    Transformers' ViT of the same sizes.
+    """
     small = pixels <= LARGEST_SMALL
     variant = SMALL_VARIANT if small else LARGE_VARIANT
     config = ViTImpulseInitConfig.from_variant(variant)
@@ -80,11 +83,11 @@ def choose_variant(arguments: ModelArguments, pixels: int) -> str:
 
 
 def starting_model(values: dict, config):
-    """The model that a run began with.
+    """Return the model that a run began with, before training.
 
     Args:
-        values (`dict`): The run's arguments, of its `run.json`.
-        config (`PreTrainedConfig`): Of the trained model.
+        values (`dict`): The run's arguments, from its `run.json`.
+        config (`PreTrainedConfig`): The trained model's configuration.
     """
     arguments, recipe = (
         group(**{f.name: values[f.name] for f in fields(group) if f.name in values})
@@ -98,8 +101,11 @@ def starting_model(values: dict, config):
 
 
 def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[str], seed: int = 0):
-    """The classifier for these class names, in float32, and its image processor. The seed is that of fresh weights of
-    our families; others' are drawn by chance as it is."""
+    """Return the classifier for these class names, in float32, and its image processor.
+
+    `seed` is that of fresh weights of this package's families; the weights of other models are drawn by PyTorch's
+    random numbers as they are.
+    """
     model, processor = load_or_create(arguments, recipe, names, seed)
     if arguments.context_broadcast:
         report = insert_context_broadcast(
@@ -118,7 +124,7 @@ def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[
 
 
 def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: list[str], seed: int = 0):
-    """A pretrained or a new model, its image processor with it, before Context Broadcasting is inserted."""
+    """Return a pretrained or a new model, before Context Broadcasting is inserted, and its image processor."""
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     if arguments.model:
         # Configurations of timm's models keep their own count of classes, unless it is given.
@@ -170,18 +176,18 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
 
 
 def prepare_timm_config(config):
-    """Let a configuration of a timm model forget the classes that timm noted in it besides its number of labels."""
+    """Remove from a timm model's configuration the classes that timm notes besides the number of labels."""
     for name in ("label_names", "label_descriptions"):
         vars(config).pop(name, None)
     config.model_args = {name: value for name, value in (config.model_args or {}).items() if name != "num_classes"}
 
 
 def finish_timm_model(model, processor, arguments: ModelArguments):
-    """Give a timm model that was loaded for other classes what else it needs: a pooling, and the positions for images
-    of `--image-size`. Returns its image processor.
+    """Complete a timm model that was loaded for other classes: give it a pooling if it has none, and positions for
+    images of `--image-size`. Return its image processor.
 
     Raises:
-        ValueError: if it cannot have that.
+        ValueError: if the model cannot have a pooling, or images of that size.
     """
     config, host = model.config, model.timm_model
     if getattr(host, "global_pool", None) == "":
@@ -205,7 +211,7 @@ def finish_timm_model(model, processor, arguments: ModelArguments):
 
 
 def set_image_size(processor, pixels: int):
-    """Let an image processor make square images of so many pixels; a center crop shows as much as it did."""
+    """Let an image processor make square images of `pixels` x `pixels`; a center crop shows as much as it did."""
     size = {"height": pixels, "width": pixels}
     if getattr(processor, "do_center_crop", False):
         factor = pixels / min(dict(processor.crop_size).values())
@@ -216,7 +222,7 @@ def set_image_size(processor, pixels: int):
 
 
 def image_size(config, arguments: ModelArguments) -> tuple[int, int]:
-    """Height and width of the images that a configuration wants."""
+    """Height and width in pixels of the images that a configuration, or else `--image-size`, asks for."""
     size = getattr(config, "image_size", None) or arguments.image_size
     if size is None:
         raise ValueError(f"{config.model_type} models take images of any size; say which with --image-size.")
@@ -224,7 +230,7 @@ def image_size(config, arguments: ModelArguments) -> tuple[int, int]:
 
 
 def format_in_training(model, image_format: ImageFormat, pixels: int | None) -> tuple[ImageFormat, dict]:
-    """The images of `--train-image-size`, and what the model's forward pass takes besides for them.
+    """Return the format of images of `--train-image-size`, and the arguments of the model's forward pass for them.
 
     Raises:
         ValueError: if the model takes no images of that size.

@@ -15,11 +15,11 @@ from ...common.splits import hold_back
 
 
 class PlainImages:
-    """A PyTorch dataset, or a list of PIL images, with the records and the features of a data set.
+    """A PyTorch dataset or a list of PIL images, with records and features as a `datasets.Dataset` has them.
 
     Args:
-        source: Has a length and gives images, pairs of image and label, or dictionaries with `image` and perhaps
-            `label`. Its attribute `classes`, as torchvision's data sets have it, names the labels.
+        source: Has a length, and items that are images, pairs of image and label, or dictionaries with `image` and
+            perhaps `label`. Its attribute `classes`, as torchvision's data sets have it, names the labels.
     """
 
     def __init__(self, source):
@@ -44,7 +44,7 @@ class PlainImages:
         return record | {"label": int(item[1])} if "label" in self.features else record
 
     def select(self, indices) -> "PlainImages":
-        """Some of them."""
+        """The images of these indices."""
         images = PlainImages(Subset(self.source, list(indices)))
         images.features = self.features
         return images
@@ -55,7 +55,7 @@ class PlainImages:
         return self.select(train["place"]), self.select(evaluation["place"])
 
     def remove_columns(self, name: str) -> "PlainImages":
-        """Without its labels."""
+        """The same images without a column, in practice the labels."""
         images = PlainImages(self.source)
         images.features = datasets.Features({key: kind for key, kind in self.features.items() if key != name})
         return images
@@ -72,10 +72,11 @@ def is_selected(features: datasets.Features | None) -> bool:
 
 
 def labeled_images(train, evaluation=None, test=None) -> tuple:
-    """Images to train on, to evaluate on and to test on, of a recipe that learns from labels, see `as_images`.
+    """Images to train on, to evaluate on and to test on, each as `as_images` returns them, for a recipe that learns
+    from labels.
 
     Raises:
-        ValueError: if those to train or to evaluate on have no labels.
+        ValueError: if images to train or to evaluate on have no labels, or parts have different classes.
     """
     train, evaluation, test = (None if images is None else as_images(images) for images in (train, evaluation, test))
     if class_names(train) is None:
@@ -97,7 +98,7 @@ def draw_image(images: datasets.Dataset | PlainImages) -> Image.Image:
 
 
 def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:
-    """Images as `load_images` returns them.
+    """Return images of any form in the one that `load_images` returns, or as `PlainImages`.
 
     Args:
         images: A `datasets.Dataset` or `IterableDataset` with a column of images, and perhaps one of labels; a dataset

@@ -37,8 +37,8 @@ def start_options(name: str, text: str) -> dict:
 
 
 def configure_start(config, name: str, text: str, seed: int) -> bool:
-    """Write into the configuration how a fresh model starts, as far as its family has fields for that; returns whether
-    that is all that was asked for.
+    """Write the start of a fresh model into its configuration, as far as the family has fields for that. Return
+    whether the configuration holds all that was asked for, so that nothing is left for `initialize`.
 
     Raises:
         ValueError: if an option has no field.
@@ -67,7 +67,7 @@ def configure_start(config, name: str, text: str, seed: int) -> bool:
 
 
 def initialize(model, name: str, text: str):
-    """Initialize a fresh model or its attention, with what `--initialization-options` says."""
+    """Initialize a fresh model or its attention, with the options of `--initialization-options`."""
     options = start_options(name, text)
     if name == REFERENCE:
         reference_init_(model)
@@ -76,15 +76,21 @@ def initialize(model, name: str, text: str):
 
 
 def choose_attention(model, wanted: str | None, device: torch.device):
-    """Set the attention that a model trains with: the one wanted, or eager on CPUs, whose fused attention goes back
-    slowly (in bf16 a ViT with 65 tokens trains at half the speed)."""
+    """Set the attention that a model trains with: the one wanted, or else eager attention on CPUs. Their fused
+    attention has a slow backward pass: in bf16, a ViT with 65 tokens trains at half the speed."""
     if attention := wanted or ("eager" if device.type == "cpu" else None):
         model.set_attn_implementation(attention)
 
 
 def read_config(given: str, kind: str, trust_remote_code: bool = False, **values):
-    """The configuration of a checkpoint to go on from, a folder or hub id of what is to be that `kind`, with other
-    values in it."""
+    """Load the configuration of a checkpoint to go on from.
+
+    Args:
+        given (`str`): Folder or hub id.
+        kind (`str`): Kind of model that is expected, for messages.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
+        values: Fields to set differently.
+    """
     name, revision = split_revision(given)
     check_folder(Path(name).expanduser(), kind)
     with one_error(given, kind):
@@ -92,7 +98,7 @@ def read_config(given: str, kind: str, trust_remote_code: bool = False, **values
 
 
 def load_checkpoint(auto_class, given: str, config, kind: str, **options):
-    """A checkpoint to go on from, in float32, with a new classifier where its own does not fit."""
+    """Load a checkpoint to go on from, in float32, with a new classifier where its own does not fit."""
     name, revision = split_revision(given)
     as_it_is = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with one_error(given, kind):
@@ -102,7 +108,7 @@ def load_checkpoint(auto_class, given: str, config, kind: str, **options):
 
 
 def new_config(model_type: str, text: str, drop_path: float, **labels):
-    """The configuration of a new model for these labels, with what `--config-overrides` says."""
+    """Return the configuration of a new model for these labels, with the fields of `--config-overrides`."""
     check_numbers(overrides := parse_overrides(model_type, text))
     # PVT's configuration keeps its own count of classes, unless it is given.
     counted = {"num_labels": len(labels["id2label"])} if "id2label" in labels else {}
@@ -119,7 +125,7 @@ def new_model(auto_class, config):
 
 
 def set_drop_path(config, rate: float):
-    """Let blocks' branches be left out in training, where the model has that."""
+    """Set the rate at which branches of blocks are left out in training; raise a ValueError if the model has none."""
     if rate and config.model_type == TIMM:
         config.model_args["drop_path_rate"] = rate
     elif rate and not hasattr(config, "drop_path_rate"):
@@ -129,7 +135,7 @@ def set_drop_path(config, rate: float):
 
 
 def check_loading(model, info: dict, name: str):
-    """Refuse a checkpoint whose backbone does not fit; a classifier or a pooler of its own may go or come."""
+    """Raise a ValueError if a checkpoint's backbone does not fit; its classifier or pooler may be lost or new."""
     backbone, prefix, heads = model.base_model, f"{model.base_model_prefix}.", classifiers_inside(model.base_model)
     parts = set() if backbone is model else {name.partition(".")[0] for name, _ in backbone.named_parameters()}
 
@@ -161,7 +167,7 @@ def parse_overrides(model_type: str, text: str) -> dict:
 
 
 def check_numbers(overrides: dict):
-    """Refuse sizes of a new model that no machine could train."""
+    """Raise a ValueError for sizes of a new model that no machine could train."""
     for name, value in overrides.items():
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not abs(number) <= LARGEST_SIZE:
@@ -171,7 +177,8 @@ def check_numbers(overrides: dict):
 
 
 def read_values(argument_name: str, text: str) -> dict:
-    """`"image_size=32,hidden_act=gelu"` as a dict; values are JSON where they can be, text otherwise."""
+    """Read a text such as `"image_size=32,hidden_act=gelu"` as a dict; values are JSON where they can be, else text.
+    """
     values = {}
     for part in filter(None, re.split(r",(?=\w+=)", text)):
         name, equals, value = part.partition("=")

@@ -16,7 +16,7 @@ COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """`(…, rows, columns)` float32 with all singular values brought near 1, by Newton-Schulz iterations."""
+    """Bring all singular values of matrices, `(…, rows, columns)` float32, near 1, by Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     wide = matrices.size(-2) <= matrices.size(-1)
     x = matrices if wide else matrices.mT
@@ -32,9 +32,10 @@ class Muon(torch.optim.AdamW):
 
     Args:
         groups (`Iterable[dict]`): Parameter groups; those with `"matrices": True` hold matrices alone and get Muon.
-        lr (`float`): Learning rate.
-        betas (`tuple[float, float]`): AdamW's decays.
-        momentum (`float`): Muon's decay.
+        lr (`float`, *optional*, defaults to 1e-3): Learning rate.
+        betas (pair of `float`, *optional*, defaults to `(0.9, 0.999)`): AdamW's decays.
+        eps (`float`, *optional*, defaults to 1e-8): AdamW's epsilon.
+        momentum (`float`, *optional*, defaults to 0.95): Muon's decay.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Muon(torch.optim.AdamW):
 
 
 def split_matrices(model: nn.Module, decayed: dict, kept: dict) -> list[dict]:
-    """Parameter groups for `Muon` from those of `parameter_groups`: the matrices of the model's body stand apart.
+    """Split the groups of `parameter_groups` for `Muon`: the matrices of the model's body are a group of their own.
 
     A classifier's weights, filters and embeddings stay with AdamW.
     """

@@ -9,9 +9,14 @@ from .muon import Muon, split_matrices
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float, optimizer: str = "adamw") -> list[dict]:
-    """Parameters for an optimizer: matrices and filters decay; biases, norms, positions, [CLS] and the like do not.
+    """Return the groups of a model's trainable parameters for an optimizer. Matrices and filters decay; biases, norms,
+    positions, [CLS] and the like do not, nor do the parameters that a model names by a method `no_weight_decay()`.
 
-    A model adds names to the latter by a method `no_weight_decay()`. For Muon, the matrices of its body stand apart.
+    Args:
+        model (`nn.Module`): The model.
+        weight_decay (`float`): Weight decay of the first group.
+        optimizer (`str`, *optional*, defaults to `"adamw"`): One of `OPTIMIZERS`; for `"muon"`, the matrices of the
+            model's body are a group of their own.
     """
     spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
     words = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
@@ -27,9 +32,16 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float, optimizer: str
 def learning_rate_factors(
     model: torch.nn.Module, head_multiplier: float, layer_decay: float
 ) -> dict[torch.nn.Parameter, float]:
-    """Factor of the learning rate of each parameter: 1 for the last block of the longest list of blocks and what
-    follows it, `layer_decay` times that of the next for each block before, once more for what comes before the blocks,
-    and `head_multiplier` outside the base model and for the classifier that timm's models have inside.
+    """Return the factor of each parameter's learning rate.
+
+    It is 1 for the last block, of the longest list of blocks, and for the parameters behind it. Each block before has
+    `layer_decay` times the factor of the next, and so do the parameters before the first block. The head, outside of
+    the base model or, in timm's models, the classifier within, has `head_multiplier`.
+
+    Args:
+        model (`nn.Module`): The model.
+        head_multiplier (`float`): Factor of the head.
+        layer_decay (`float`): Factor from a block to the one before it.
 
     Raises:
         ValueError: if there is nothing outside the base model.
@@ -70,7 +82,13 @@ def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
 
 
 def make_optimizer(name: str, groups: list[dict], sam_rho: float = 0.05, **options) -> torch.optim.Optimizer:
-    """One of `OPTIMIZERS` on what `parameter_groups` returns, with options of AdamW; `sam_rho` is how far SAM looks.
+    """Return an optimizer.
+
+    Args:
+        name (`str`): One of `OPTIMIZERS`.
+        groups (`list[dict]`): The groups of `parameter_groups`.
+        sam_rho (`float`, *optional*, defaults to 0.05): Radius within which SAM looks for the worst weights.
+        options: Options of AdamW.
 
     Raises:
         ValueError: if its library is not installed.
@@ -102,8 +120,16 @@ def optimizer_with_schedule(
     rates: dict[torch.nn.Parameter, float] | None = None,
     **options,
 ):
-    """One of `OPTIMIZERS` for all parameters of a model that learn, and the schedule of its rate; `rates` are factors
-    of the learning rate for each parameter, `options` those of `make_optimizer`."""
+    """Return an optimizer of all parameters of a model that learn, and its schedule.
+
+    Args:
+        model (`nn.Module`): The model.
+        optimization (`OptimizerArguments`): Learning rate, weight decay, warm-up and schedule.
+        epochs (`float`), steps_per_epoch (`int`): Length of the training.
+        name (`str`, *optional*, defaults to `"adamw"`): One of `OPTIMIZERS`.
+        rates (`dict`, *optional*): Factor of the learning rate of each parameter, see `learning_rate_factors`.
+        options: Passed to `make_optimizer`.
+    """
     groups = parameter_groups(model, optimization.weight_decay, name)
     if rates:
         groups = [

@@ -104,13 +104,17 @@ def start_run(run: RunArguments, prog: str, argv: list[str] | None, arguments: l
 
 @dataclass
 class RecipeTrainingArguments(TrainingArguments):
-    """Transformers' `TrainingArguments` with what recipes have besides.
+    """Transformers' `TrainingArguments`, and arguments that all recipes have besides.
 
     Args:
+        seed (`int`, *optional*, defaults to 0): Seed of initialization, order and augmentation.
+        logging_steps (`int`, *optional*, defaults to 50): Optimizer steps between lines of `metrics.jsonl`.
+        per_device_eval_batch_size (`int`, *optional*, defaults to 256): Images of an evaluation step on a device.
         steps_per_epoch (`int`, *optional*): Optimizer steps of an epoch; all images once if not given.
         shuffle_buffer (`int`, *optional*, defaults to 1000): Images among which a stream is shuffled.
-        skip_corrupt (`bool`, *optional*, defaults to `False`): Replace images that cannot be read by the next one.
-        license (`str`, *optional*): Of the trained model, for its card; that of the model it is from if not given.
+        skip_corrupt (`bool`, *optional*, defaults to `False`): Replace an image that cannot be read by the next one.
+        license (`str`, *optional*):
+            License of the trained model, for its card; that of the model it is from if not given.
         overwrite (`bool`, *optional*, defaults to `False`): Start anew in an output folder that holds another run.
 
     Raises:
@@ -158,11 +162,11 @@ class RecipeTrainingArguments(TrainingArguments):
 
     @property
     def parts(self) -> int:
-        """How many parts of a batch are computed apart, over all processes."""
+        """Number of parts of a batch that are computed apart, over all processes."""
         return self.world_size * self.gradient_accumulation_steps
 
     def as_run(self) -> tuple[RunArguments, DataArguments]:
-        """The same as a recipe's command has it."""
+        """The same arguments in the groups of a recipe's command."""
 
         def group(kind: type, **values):
             names = {each.name: IN_PYTHON.get(each.name, each.name) for each in dataclasses.fields(kind) if each.init}
@@ -181,7 +185,11 @@ class RecipeTrainingArguments(TrainingArguments):
 
 
 def recipe_arguments(kind: type[RecipeTrainingArguments], run: RunArguments, data: ImageArguments, *groups):
-    """The arguments of a trainer that a command's groups of options describe.
+    """Return the arguments of a trainer for the options of a command.
+
+    Args:
+        kind (`type`): The class of arguments to return.
+        run, data, groups: The command's groups of options; those that `kind` has no name for are left out.
 
     Raises:
         ValueError: if a tracker is not installed.
@@ -218,10 +226,10 @@ def record_of(args: RecipeTrainingArguments, trainer: str) -> dict:
 
 
 def trackers(names: list[str]) -> list[str]:
-    """The trackers that `--report-to` names; `none` is none.
+    """The trackers that `--report-to` names, without `none`.
 
     Raises:
-        ValueError: if one is unknown or not installed, of which Accelerate says nothing.
+        ValueError: if one is unknown or not installed; Accelerate would say nothing.
     """
     names = [name for name in names if name != "none"]
     installed = [tracker.value for tracker in get_available_trackers()]
@@ -235,8 +243,8 @@ def trackers(names: list[str]) -> list[str]:
 
 
 def automatic_precision(run: RunArguments) -> str:
-    """The precision that the run in the output folder began with, or the one that the main process' device is fast
-    at."""
+    """The precision that the run in the output folder began with, or, of a new run, the one that the main process'
+    device is fast at."""
     there = None if run.overwrite else read_run(Path(run.output_dir))
     if there and there["arguments"].get("mixed_precision") in ("no", "bf16", "fp16"):
         return there["arguments"]["mixed_precision"]
@@ -247,7 +255,7 @@ def automatic_precision(run: RunArguments) -> str:
 
 
 def check_output_folder(folder: Path, run: RunArguments, arguments: list):
-    """Refuse a folder that is not free, unless the same run can go on there or is to be overwritten."""
+    """Raise a ValueError if a folder is not free, unless the same run can go on there or is to be overwritten."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is a file; expected a folder, or a name that is free.")
     if not folder.is_dir() or all(any(path.match(kind) for kind in BESIDES) for path in folder.iterdir()):
@@ -284,7 +292,7 @@ def check_output_folder(folder: Path, run: RunArguments, arguments: list):
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether the run in a folder has left anything to go on with, or a model."""
+    """Whether the run in a folder has left a checkpoint or a model."""
     return any((folder / "checkpoints").glob("step-*")) or (folder / "config.json").exists()
 
 
@@ -315,7 +323,7 @@ def _default(argument: dataclasses.Field):
 
 
 def replace_files(folder: Path, write: Callable[[Path], None]):
-    """Let `write` fill a folder aside, then move its files over, the weights last."""
+    """Replace files of a folder: `write` fills a folder aside, and its files are moved over, the weights last."""
     aside = folder / BEST_ASIDE
     aside.mkdir()
     try:
@@ -329,10 +337,10 @@ def replace_files(folder: Path, write: Callable[[Path], None]):
 
 
 def claim(folder: Path, run: RunArguments):
-    """Begin or go on with a run in its folder, which is locked.
+    """Begin a run in its folder, which is locked, or go on with it.
 
     Raises:
-        ValueError: if another process began one there since this one looked, or the run has seen other images.
+        ValueError: if another process began a run there since this one looked, or the run has seen other images.
     """
     found = read_run(folder)
     if found != run.found:
@@ -356,7 +364,7 @@ def claim(folder: Path, run: RunArguments):
 
 @contextmanager
 def own_folder(accelerator: Accelerator, run: RunArguments) -> Iterator[None]:
-    """The folder of a run, in which no other process works meanwhile."""
+    """Within, no other process works in the folder of the run."""
     folder = Path(run.output_dir)
     with ExitStack() as stack:
         if accelerator.is_main_process:

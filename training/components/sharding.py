@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType
 
 
 def prepare_sharing(accelerator: Accelerator, model: torch.nn.Module, optimizer):
-    """Let FSDP shard, of the layers that a model keeps together, those that do not hold its input embedding, which
+    """Let FSDP shard the layers that a model keeps together, but for the one that holds its input embedding, which
     Accelerate shards by itself.
 
     Raises:
@@ -40,7 +40,8 @@ def prepare_sharing(accelerator: Accelerator, model: torch.nn.Module, optimizer)
 
 @contextmanager
 def ordinary_class(model: torch.nn.Module) -> Iterator[None]:
-    """FSDP makes a class of its own of a model's, which neither the hub nor model cards know."""
+    """Within, a model that FSDP shards has its ordinary class again. FSDP gives it a class of its own, which neither
+    the hub nor model cards know."""
     if not torch.distributed.is_available():
         yield
         return

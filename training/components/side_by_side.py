@@ -1,4 +1,4 @@
-"""A student beside its teacher: what they cost, how fast they are, what was measured, in words and as a table."""
+"""A student beside its teacher: costs, speeds and scores, in words and as a table."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ from .checkpoints import TrainingState
 
 
 def introduce(costs: list[dict], sizes: Sequence[tuple[int, int]], names: Sequence[str]) -> list[str]:
-    """Teacher and student, a line each, of what `describe_pair` counted; `sizes` of images and `names` of both."""
+    """A line about each row of costs of `describe_pair`; `sizes` are those of the teacher's and the student's images,
+    `names` those of their classes."""
     lines = []
     for cost in costs:
         role = cost["model"]
@@ -31,7 +32,7 @@ def introduce(costs: list[dict], sizes: Sequence[tuple[int, int]], names: Sequen
 
 
 def tokens_of(cost: dict) -> str:
-    """The tokens of a row of `describe_pair`, as they are asked for, and those that always are among them."""
+    """The tokens of a row of `describe_pair` in words: patches or latent tokens, and [CLS] and registers."""
     kind = "patches" if cost["model"] == "teacher" else "latent tokens"
     others = cost["tokens"] - cost["num_tokens"]
     return f"{cost['num_tokens']:,} {kind}" + {0: "", 1: " and [CLS]"}.get(
@@ -47,8 +48,8 @@ def compare(
     folder: Path,
     state: TrainingState,
 ):
-    """Measure the speeds of the teacher and of the student in a folder, print both side by side with what the best
-    epoch's evaluation said and what they cost, and add that to `results.json`."""
+    """Measure the speeds of the teacher and of the student in a folder. Print them in a table with the costs and the
+    best epoch's scores, and add the table to `results.json` and to the card."""
     weight = next(teacher.model.parameters())
     dtype = weight.dtype
     teacher.source.to(dtype)

@@ -1,4 +1,4 @@
-"""Students of a vision transformer: made, frozen in parts, with the schedule that this needs."""
+"""Students of a vision transformer: how they are made, which parts are frozen, and their optimizer."""
 
 import math
 import random
@@ -23,14 +23,14 @@ from .optimizers import make_optimizer, parameter_groups
 
 
 def recipe_of(config, size: tuple[int, int]) -> str:
-    """The recipe for a student that is configured so, of a teacher with images of that size."""
+    """The recipe for a student with this configuration, whose teacher has images of that height and width."""
     if config.patch_size is not None:
         return "inherited"
     return "paper" if max(size) > LARGEST_SMALL else "small"
 
 
 def fill_in(groups: Sequence, values: dict):
-    """Set the arguments that were not given."""
+    """Set the arguments that were not given, None, to `values`."""
     for group in groups:
         for name, value in values.items():
             if getattr(group, name, value) is None:
@@ -38,11 +38,11 @@ def fill_in(groups: Sequence, values: dict):
 
 
 def apply_recipe(arguments: Sequence, size: tuple[int, int]):
-    """Fill in what the command line leaves open: by `--recipe` or else the teacher's image size, and by what else was
-    given.
+    """Fill in the arguments that were not given, by the recipe: that of `--recipe`, or else the one for the teacher's
+    image size. With `--student`, learning is shorter and starts with smaller steps.
 
     Args:
-        arguments (sequence): Dataclasses of arguments, `StudentArguments` first.
+        arguments (sequence): Dataclasses of arguments, `StudentArguments` first; they are changed.
         size (pair of `int`): Height and width of the teacher's images in pixels.
     """
     pair = arguments[0]
@@ -78,7 +78,8 @@ def check_teacher(teacher: Anatomy, name: str):
 def build_student(
     pair: StudentArguments, teacher: Anatomy, teacher_format: ImageFormat
 ) -> SparseFormerPreTrainedModel:
-    """A new student with the teacher's blocks, or `--student` with the tokens and pixels that are wanted."""
+    """Return a new student with the teacher's blocks, or that of `--student` with the tokens and pixels that are asked
+    for."""
     if pair.student:
         student, _ = load_vision_model(pair.student, "cpu")
         if not isinstance(student, SparseFormerPreTrainedModel):
@@ -138,9 +139,9 @@ def build_student(
 
 
 def token_counts_to_train(config, seed: str) -> list[int]:
-    """The largest count of tokens, the smallest, and two of the others, chosen by the seed.
+    """The counts of tokens to train in a step: the largest, two of the others, chosen by the seed, and the smallest.
 
-    The sandwich rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*.
+    It is the sandwich rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*.
     """
     smallest, *between = config.trained_token_counts
     if not between:
@@ -150,25 +151,35 @@ def token_counts_to_train(config, seed: str) -> list[int]:
 
 
 def set_image_size(config, image_size: int):
-    """Other pixels for the preprocessing; the model takes any."""
+    """Change the size of images in the preprocessing; the model takes any."""
     if config.resize_size is not None:
         config.resize_size = round(config.resize_size * image_size / min(pair_of(config.image_size)))
     config.image_size = image_size
 
 
 def format_of(config) -> ImageFormat:
-    """The images that a SparseFormer's configuration wants."""
+    """The format of images that a SparseFormer's configuration asks for."""
     return ImageFormat(
         pair_of(config.image_size), config.image_mean, config.image_std, config.resample, config.resize_size
     )
 
 
 def freeze(student: SparseFormerPreTrainedModel, pair, num_blocks: int) -> set[nn.Parameter]:
-    """Leave the focusing stage and the blocks to tune trainable, of a teacher with so many blocks, as `pair`
-    (`StudentArguments` or `BootstrapArguments`) says; returns the parameters of the latter.
+    """Freeze a student but for its focusing stage and the blocks to tune.
 
-    Without inherited blocks the whole transformer is trained, and only what follows it is frozen: the inherited
-    classifier, projection or pooling head.
+    Without inherited blocks, the whole transformer stays trainable, and only the inherited classifier, projection or
+    pooling head is frozen.
+
+    Args:
+        student (`SparseFormerPreTrainedModel`): Changed in place.
+        pair (`StudentArguments` or `BootstrapArguments`): Names the blocks to tune.
+        num_blocks (`int`): Blocks of the teacher, of which `pair.tune` may be a share.
+
+    Returns:
+        `set[nn.Parameter]`: The inherited parameters that are tuned.
+
+    Raises:
+        ValueError: if more blocks are to be tuned than the student has.
     """
     for name in ("classifier", "visual_projection", "pooling_head"):
         for owner in (student, student.base_model):
@@ -197,8 +208,8 @@ def freeze(student: SparseFormerPreTrainedModel, pair, num_blocks: int) -> set[n
 def build_optimizer(
     student, tuned: set[nn.Parameter], schedule: ScheduleArguments, steps_per_epoch: int, epochs: float
 ):
-    """Optimizer and schedule: a rise over the warm-up, at 0 for inherited weights beside new ones, then a fall as half
-    a cosine."""
+    """Return an optimizer and a schedule: the learning rate rises over the warm-up, then falls as half a cosine.
+    Inherited weights, `tuned`, rest during the warm-up if the focusing stage is new."""
     warmup, total = round(schedule.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch
 
     def rate(step: int) -> float:

@@ -1,8 +1,8 @@
 """A teacher's embeddings on disk, so that no view of an image is embedded twice.
 
-As in TinyViT (Wu et al. 2022), what is stored with an embedding is not the view but what the view is made from: it is
-a function of (seed, epoch, image), see `augmentation.py`. A second run that shows the same views, with another student
-or another learning rate, finds the embeddings and trains with the very same targets.
+As in TinyViT (Wu et al. 2022), views are not stored: a view is a function of (seed, epoch, image), see
+`augmentation.py`. A second run that shows the same views, with another student or another learning rate, finds the
+embeddings and trains with the very same targets.
 """
 
 import hashlib
@@ -27,16 +27,16 @@ from .augmentation import BootstrapView
 class TeacherCache:
     """Embeddings `(image, width)` in float32, a file for each epoch of views, which all processes share.
 
-    Beside each embedding stands its checksum: one that was never written, or in part by a run that was killed, is
-    computed again.
+    Beside each embedding stands its checksum, so that one that was never written, or only in part by a run that was
+    killed, is computed again.
 
     Args:
-        folder (`str` or `Path`): Where the cache is, or is to be.
+        folder (`str` or `Path`): Folder of the cache; made if it is not there.
         accelerator (`Accelerator`): Processes and precision.
-        teacher (`nn.Module`): What embeds.
-        width (`int`): Of its embedding.
-        view (`BootstrapView`), images (`datasets.Dataset`), seed (`int`): What it embeds.
-        attention (`bool`): Whether its attention to patches stands beside the embeddings.
+        teacher (`nn.Module`): The model that embeds.
+        width (`int`): Numbers that are kept for a view.
+        view (`BootstrapView`), images (`datasets.Dataset`), seed (`int`): The views that are embedded.
+        attention (`bool`): Whether the teacher's attention to patches stands beside the embeddings.
 
     Raises:
         ValueError: if the folder holds something else, or the images are streamed.
@@ -105,7 +105,7 @@ class TeacherCache:
 
         Args:
             index (`torch.Tensor`): The images' numbers, `(batch,)`, on the CPU.
-            embed: Computes the embeddings; called if any of them is not known.
+            embed (`Callable`): Computes the embeddings, `(batch, width)`; called if any of them is not known.
         """
         rows = index.numpy()
         found = self.embeddings[rows]
@@ -130,7 +130,7 @@ def reserve(path: Path):
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash of a model's weights, and of what it makes of them."""
+    """A hash of a model's weights, layers and configuration."""
     config = model.config.to_dict() if isinstance(model, PreTrainedModel) else {}
     what = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
     digest = hashlib.sha256(f"{model!r}{json.dumps(what, sort_keys=True, default=str)}".encode())

@@ -1,4 +1,5 @@
-"""Align a student's tokens with what its teacher, or the student with more tokens, holds where they look."""
+"""Align a student's tokens with those of its teacher, or of the student with more tokens, at the places where they
+look."""
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +16,18 @@ POINTS = 4
 class TokenAlignment:
     """Hints (Romero et al. 2015) for the tokens of a SparseFormer, not part of the paper's recipe.
 
-    A token should hold what the teacher's tokens within its RoI hold on average, before the first inherited block and
-    after each, or at some of these depths. The distance is the mean squared one, averaged over depths, between
+    A token is compared with the mean of the teacher's tokens within its RoI, before the first inherited block and
+    after each, or at some of these depths. The distance is the mean squared one, averaged over depths. It is taken between
     LayerNorm-ed tokens, or between tokens as they are, relative to the variance of the teacher's patches. [CLS] and
-    registers take no part. RoIs get no gradient from it.
+    registers take no part, and RoIs get no gradient.
 
     Args:
         student (`SparseFormerForImageClassification`): Has the teacher's blocks but the leading ones.
         teacher (`Anatomy`): Of the teacher, read for the images that it sees.
-        layers (`list[int]`, *optional*): Depths as places among the student's hidden states, -1 for the last; all by
+        layers (`list[int]`, *optional*): Depths, as indices of the student's hidden states, -1 for the last; all by
             default. A LLaVA reads -2.
-        distance (`str`, *optional*, defaults to `"normalized"`): Or `"raw"`, which a projector behind it needs.
+        distance (`str`, *optional*, defaults to `"normalized"`): `"normalized"`, between LayerNorm-ed tokens, or
+            `"raw"`, which a projector behind the student needs.
 
     Raises:
         ValueError: if the student has more blocks than the teacher, or not such a layer.
@@ -66,7 +68,7 @@ class TokenAlignment:
         return torch.stack(losses).mean()
 
     def _shares(self, rois: torch.Tensor) -> torch.Tensor:
-        """How much of each of the teacher's patches a token holds, `(batch, tokens, patches)`: the mean over a grid of
+        """The share of each of the teacher's patches in a token, `(batch, tokens, patches)`: the mean over a grid of
         points in its RoI, within the image, at which patches are interpolated bilinearly."""
         steps = (torch.arange(POINTS, device=rois.device) + 0.5) / POINTS
         y, x = torch.meshgrid(steps, steps, indexing="ij")
@@ -79,12 +81,13 @@ class TokenAlignment:
 
 
 def distance_from_largest(outputs, largest, num_prefix_tokens: int) -> torch.Tensor:
-    """How far a student's tokens are from its own where it is asked for more of them: the mean squared difference
-    between LayerNorm-ed tokens, averaged over all depths, of each token from the mean of those in its RoI.
+    """Distance between a student with few tokens and the same student with many: the mean squared difference of each
+    token from the mean of those in its RoI, LayerNorm-ed, averaged over all depths.
 
     Args:
-        outputs, largest: The student's, with hidden states and RoIs, with few and with many tokens.
-        num_prefix_tokens (`int`): [CLS] and registers, which take no part.
+        outputs, largest (`SparseFormerModelOutput`): The student's outputs with few and with many tokens, with hidden
+            states and RoIs.
+        num_prefix_tokens (`int`): Number of [CLS] and registers, which take no part.
 
     Returns:
         `torch.Tensor`: A scalar; `largest` and the RoIs get no gradient from it.
