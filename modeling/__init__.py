@@ -1,1 +1,1 @@
-"""Models, one file a family, and what is done to models."""
+"""Models, one file a family, and the methods that work on models."""

@@ -83,7 +83,7 @@ class ContextBroadcast(nn.Module):
         self.mask: torch.Tensor | None = None
 
     def reset_parameters(self):
-        """Back to the start; loaded weights stay."""
+        """Set the parameters to their start, but for those that were loaded."""
         if self.scale is not None:
             init.constant_(self.scale, self.scale_init)
         if self.blend is not None:
@@ -157,10 +157,10 @@ def check_choice(name: str, value, known):
 
 @dataclass(frozen=True)
 class Place:
-    """Where Context Broadcasting goes.
+    """A place for Context Broadcasting.
 
     Args:
-        module (`nn.Module`): What it is put before or after.
+        module (`nn.Module`): The module before or after which it is put.
         side (`str`): `"input"` or `"output"` of the module.
         width (`int`, *optional*): Channels there.
         block (`nn.Module`): The block that the module is a part of, whose attention mask counts.
@@ -179,8 +179,8 @@ def places_in_block(
     end_of_attention: tuple[nn.Module, str],
     positions: Iterable[str],
 ) -> list[Place]:
-    """The places of `positions` in a block, given its MLP, the second linear layer of that, and the module and side
-    that hold what attention adds to the tokens."""
+    """The places of `positions` in a block, given its MLP, the MLP's second linear layer, and the module and side
+    where the output of attention is that is added to the tokens."""
     width, inner = second_linear.out_features, second_linear.in_features
     known = {
         "mlp_front": Place(mlp, "input", width, block),
@@ -214,7 +214,7 @@ def broadcast_layers(layers: Iterable[nn.Module], config, has_class_token: bool)
 
 
 def check_positions(position: str | Sequence[str]) -> list[str]:
-    """Positions as a list.
+    """Return positions as a list.
 
     Raises:
         ValueError: if one is not known or comes twice, or there are none.
@@ -296,7 +296,7 @@ def _note_mask(block: nn.Module, args, kwargs, name: str, place: int):
 
 
 def _note_masks_of(block: nn.Module):
-    """Let what stands in a block know the attention mask that the block is given, if it is given one."""
+    """Let the `ContextBroadcast`s in a block know the attention mask that the block is given, if there is one."""
     names = list(inspect.signature(block.forward).parameters)
     if (name := next((each for each in _MASKS if each in names), None)) is not None:
         note = functools.partial(_note_mask, name=name, place=names.index(name))

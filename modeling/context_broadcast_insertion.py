@@ -18,12 +18,12 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ContextBroadcastReport:
-    """Where Context Broadcasting went.
+    """Report of an insertion of Context Broadcasting.
 
     Args:
-        kind (`str`): Which.
-        places (`list[str]`): Modules, by name, each with `.input` or `.output`.
-        num_parameters (`int`): That were added, all in all.
+        kind (`str`): Its kind.
+        places (`list[str]`): The modules, by name, each with `.input` or `.output`.
+        num_parameters (`int`): Number of parameters that were added.
         changes_outputs (`bool`): Whether a trained model computes something else from now on, until it is fine-tuned.
         is_saved (`bool`): Whether `save_pretrained` keeps it.
     """
@@ -117,8 +117,8 @@ def remove_context_broadcast(model: nn.Module) -> None:
 
 
 def _remember(model: nn.Module, fields: dict) -> bool:
-    """Note in the configuration what was inserted, where the model's class would build it again. Returns whether it
-    will."""
+    """Note in the configuration what was inserted, if the model's class builds it again from there. Return whether it
+    does."""
     config = _config_of_own_tower(model)
     if config is not None and fields["context_broadcast_pattern"] is None:
         for name, value in fields.items():

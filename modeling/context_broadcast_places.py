@@ -1,4 +1,4 @@
-"""Where Context Broadcasting goes in models of other libraries, whose parts `hosts` knows."""
+"""Places for Context Broadcasting in models of other libraries, whose parts `hosts` knows."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .hub import import_from_package
 def find_places(
     model: nn.Module, kind: str, positions: Sequence[str], pattern: str | None, data_format: str
 ) -> list[Place]:
-    """Where it goes in a model, which stays as it is."""
+    """Find the places for Context Broadcasting in a model, which stays as it is."""
     check_choice("kind", kind, CONTEXT_BROADCASTS)
     check_choice("data_format", data_format, DATA_FORMATS)
     if has_context_broadcast(model):

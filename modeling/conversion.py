@@ -147,10 +147,10 @@ def config_from_showlab(
     image_size: int | tuple[int, int] | None = None,
     **overrides,
 ) -> SparseFormerConfig:
-    """The configuration of a checkpoint of the reference implementation.
+    """Return the configuration of a checkpoint of the reference implementation.
 
     Args:
-        state_dict (`dict`): What `load_showlab_checkpoint` returns.
+        state_dict (`dict`): A checkpoint, as `load_showlab_checkpoint` returns it.
         variant (`str`, *optional*):
             "v1", "bootstrapped" or "bootstrapped-clip" (with a projection and QuickGELU); by default the one whose
             names the checkpoint has.
@@ -228,18 +228,18 @@ def config_from_showlab(
 
 
 def showlab_model_class(config: SparseFormerConfig) -> type[SparseFormerPreTrainedModel]:
-    """The class of a converted model: with a projection if the configuration has one, else with a classifier."""
+    """The class for a converted model: with a projection if the configuration has one, else with a classifier."""
     if config.projection_dim is not None:
         return SparseFormerVisionModelWithProjection
     return SparseFormerForImageClassification
 
 
 def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerConfig) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint of the reference implementation under our names, in float32.
+    """Return the weights of a checkpoint of the reference implementation under our names, in float32.
 
     Args:
-        state_dict (`dict`): What `load_showlab_checkpoint` returns.
-        config (`SparseFormerConfig`): What `config_from_showlab` returns for it.
+        state_dict (`dict`): A checkpoint, as `load_showlab_checkpoint` returns it.
+        config (`SparseFormerConfig`): Its configuration, as `config_from_showlab` returns it.
 
     Returns:
         `dict`: State dict of the model that `showlab_model_class(config)` builds.
@@ -292,7 +292,8 @@ def _has_transition(state_dict: dict[str, torch.Tensor]) -> bool:
 
 
 def _fields_from_names(state_dict: dict[str, torch.Tensor], variant: str) -> dict:
-    """Fields that the names show, if the checkpoint is of that variant; a part of a set of names stands for all."""
+    """Fields of the configuration that the names show, if the checkpoint is of that variant. One name of a part stands
+    for the whole part."""
     separate = variant != "v1"
     num_layers = max(_layer_indices(state_dict), default=0) - _has_transition(state_dict) - separate
     return {
@@ -304,7 +305,7 @@ def _fields_from_names(state_dict: dict[str, torch.Tensor], variant: str) -> dic
 
 
 def _names(config: SparseFormerConfig, transition: bool) -> dict[str, str]:
-    """Their name of every tensor -> our name, with `qkv_proj` for the three projections in one."""
+    """A dict from the authors' name of every tensor to ours, with `qkv_proj` for three projections in one."""
     names = dict(OUTER_NAMES)
     if config.use_cls_token:
         names["cls_embedding.weight"] = "sparseformer.latents.cls_token"

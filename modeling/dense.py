@@ -1,5 +1,5 @@
-"""Feature maps from a SparseFormer's tokens: what a token holds goes to the cells that its RoI covers, and a few
-convolutions that see the image add what differs from cell to cell."""
+"""Feature maps from a SparseFormer's tokens: a token's state goes to the cells that its RoI covers, and a few
+convolutions that see the image add the differences from cell to cell."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ MOST_POINTS = 8
 
 
 def shares_of_tokens(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """How much of each cell of a map belongs to each token.
+    """The share of each token in each cell of a map.
 
     A token has one vote, spread evenly over its RoI: of two that cover a cell, the smaller one says more. Where RoIs
     tile the image and no edge runs through a cell, each cell belongs to one token. Cells that no RoI covers belong to
@@ -46,21 +46,21 @@ def shares_of_tokens(rois: torch.Tensor, height: int, width: int) -> torch.Tenso
 
 
 def spread(states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """States of tokens, `(batch, tokens, channels)`, in the cells where they have a share, `(batch, tokens, height,
-    width)`: `(batch, channels, height, width)`."""
+    """Spread states of tokens, `(batch, tokens, channels)`, over the cells where they have a share, `(batch, tokens,
+    height, width)`: to `(batch, channels, height, width)`."""
     return (states.mT @ shares.flatten(2).to(states.dtype)).unflatten(-1, shares.shape[-2:])
 
 
 def place_in_token(rois: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Where cells lie in the tokens to which they belong.
+    """The place of each cell in the tokens to which it belongs.
 
     Args:
         rois (`torch.Tensor`): `(batch, tokens, 4)`.
         shares (`torch.Tensor`): `(batch, tokens, height, width)`, see `shares_of_tokens`.
 
     Returns:
-        `torch.Tensor`: `(batch, 4, height, width)`: how far the cell's center is from the token's, x and y, in units
-        of the token's size; and the log of that size in cells. Of several tokens, of their mean.
+        `torch.Tensor`: `(batch, 4, height, width)`: the offset of the cell's center from the token's, x and y, in
+        units of the token's size, and the log of that size in cells, x and y. Of several tokens, their mean counts.
     """
     rows, columns = shares.shape[-2:]
     left, top, right, bottom = spread(in_float32(rois).detach(), shares).unbind(1)
@@ -73,7 +73,7 @@ def place_in_token(rois: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
 
 class MapUpsampler(nn.Module):
-    """Adds to a map what its cells show and their tokens do not tell.
+    """Adds to a map the details that its cells show and their tokens do not hold.
 
     Residual convolutions of the map, the pixels of each cell and the cell's place in its token; nothing is added
     before training. docs/dense_features.md says which ideas are whose.

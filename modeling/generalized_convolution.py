@@ -13,7 +13,8 @@ from transformers import initialization as init
 
 
 def window_size(num_positions: int) -> int:
-    """Side of the smallest square window with a center that holds so many positions: the root, rounded up to odd."""
+    """The side of the smallest square window with a center that holds so many positions: their root, rounded up to an
+    odd number."""
     side = math.isqrt(num_positions - 1) + 1
     return side + 1 - side % 2
 
@@ -21,8 +22,8 @@ def window_size(num_positions: int) -> int:
 def generalized_conv2d(
     feature_map: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each output position is a sum over the first positions of the window around it, row by row, each through its own
-    matrix (eq. 1); outside of the map there are zeros.
+    """Generalized convolution of a feature map (eq. 1): an output position is a sum over the first positions of the
+    window around it, row by row, each through its own matrix. Outside of the map there are zeros.
 
     Rows of the window that hold no position are left out, so that 6 positions cost two thirds of 9.
 
@@ -65,8 +66,8 @@ def generalized_convolution_in_matrix_form(
     bias: torch.Tensor | None = None,
     matrices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`generalized_conv2d` as eq. 5 has it, Y = Σ Φ_i X W_i, for teaching and testing: time and memory grow with the
-    square of the map's positions. `matrices` are the `shift_matrices` if they are there already."""
+    """`generalized_conv2d` in the form of eq. 5, Y = Σ Φ_i X W_i, for teaching and testing: time and memory grow with
+    the square of the map's positions. `matrices` are the `shift_matrices`, if they are known already."""
     height, width = feature_map.shape[-2:]
     if matrices is None:
         matrices = shift_matrices(height, width, weight.shape[-1]).to(feature_map)
@@ -102,7 +103,7 @@ class GeneralizedConv2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """As PyTorch's convolutions: uniform in +-1 / sqrt(inputs of an output)."""
+        """Draw weights as PyTorch's convolutions do, uniform in +-1 / sqrt(inputs of an output)."""
         bound = self.weight[0].numel() ** -0.5
         init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:

@@ -46,10 +46,10 @@ def source_files(model_class: type) -> dict[str, str]:
 
 
 def image_processor_config(config) -> dict:
-    """The existing Transformers image processor, as the content of `preprocessor_config.json`, that a model wants.
+    """Return the content of `preprocessor_config.json` for a model: the image processor of Transformers that it needs.
 
-    A resize of the shorter side and a center crop where `config.resize_size` is set (CLIPImageProcessor), otherwise a
-    resize to `config.image_size` (ViTImageProcessor).
+    With `config.resize_size`, that resizes the shorter side and crops the center (CLIPImageProcessor); otherwise it
+    resizes to `config.image_size` (ViTImageProcessor).
     """
     height, width = pair(config.image_size)
     shared = {
@@ -110,7 +110,7 @@ def auto_class(model: PreTrainedModel) -> str | None:
 
 
 def pipeline_tag(model: PreTrainedModel) -> str | None:
-    """The hub's name of what a model, or an image classifier or CLIP of Transformers, does."""
+    """The hub's name for the task of a model, which may be an image classifier or a CLIP of Transformers."""
     # `AutoModel` reads the base model out of a backbone's folder.
     backbone = type(model).__name__.endswith("Backbone")
     return _PIPELINES.get("AutoModel" if backbone else auto_class(model))
@@ -136,13 +136,13 @@ def loading_example(model: PreTrainedModel) -> str:
 
 
 def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) -> ModelCard:
-    """A card of a model: what the hub reads of it, a title and paragraphs.
+    """Return a card of a model: metadata for the hub, a title and paragraphs.
 
     Args:
         model (`PreTrainedModel`): The model, or an image classifier or CLIP of Transformers.
-        title (`str`): Its title.
+        title (`str`): Title of the card.
         paragraphs (`str`): Markdown; empty ones are left out.
-        metadata: Of `ModelCardData`, besides library, task and tags or in their place.
+        metadata: Fields of `ModelCardData`, besides library, task and tags or in their place.
     """
     data = {"library_name": "transformers", "pipeline_tag": pipeline_tag(model)} | metadata
     data["tags"] = ["frugalvit", model.config.model_type, *data.get("tags", ())]
@@ -162,11 +162,11 @@ def model_card(model: PreTrainedModel) -> ModelCard:
 
 
 def import_from_package(module: str, purpose: str):
-    """A module that saved models do not carry, of the installed frugalvit.
+    """Import a module that saved models do not carry, from the installed frugalvit.
 
     Args:
         module (`str`): Its name within `frugalvit.modeling`.
-        purpose (`str`): What it is for, for the message.
+        purpose (`str`): The action that needs it, for the message.
 
     Raises:
         ImportError: if frugalvit is not installed.

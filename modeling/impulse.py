@@ -50,7 +50,7 @@ def kernel_offsets(kernel_size: int) -> list[tuple[int, int]]:
 
 
 def draw_offsets(kernel_size: int, num_heads: int, generator: torch.Generator | None = None) -> list[tuple[int, int]]:
-    """An impulse for every head: random positions of the kernel, none twice before all have been taken."""
+    """Draw an impulse for every head: a random position of the kernel, none twice before all have been drawn."""
     offsets, drawn = kernel_offsets(kernel_size), []
     while len(drawn) < num_heads:
         drawn += [offsets[i] for i in torch.randperm(len(offsets), generator=generator).tolist()]
@@ -74,12 +74,12 @@ def attention_map(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) 
 
 
 def attention_logits(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The logits of which `attention_map` takes the softmax, `(tokens, tokens)`; arguments as there."""
+    """The logits of which `attention_map` takes the softmax, `(…, positions, positions)`."""
     return (inputs @ query) @ (inputs @ key).mT / query.shape[-1] ** 0.5
 
 
 def interior_mass(attention: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Attention that goes where it should, 0 to 1, averaged over the positions whose target lies on the grid."""
+    """The attention of a position to its target, 0 to 1, averaged over the positions whose target lies on the grid."""
     return (attention * target).sum((-2, -1)) / target.sum((-2, -1)).clamp(min=1)
 
 
@@ -106,8 +106,8 @@ def solve_closed_form(
         target (`torch.Tensor`): `(positions, positions)` of zeros and ones, see `impulse_matrix`.
         head_dim (`int`): Width of the head.
         mass (`float`, *optional*, defaults to 0.2): Share of the attention at the target, averaged over the interior,
-            above 0 and below 1; where no temperature gives that much, 95 % of what any gives. `None` for maps as those
-            of Algorithm 1. `impulse_init_` says where the default comes from.
+            above 0 and below 1; where no temperature gives that much, 95 % of the most that one gives. `None` for maps
+            as those of Algorithm 1. `impulse_init_` says where the default comes from.
 
     Returns:
         Two tensors `(hidden_size, head_dim)`.
@@ -134,7 +134,7 @@ def solve_closed_form(
 
 def _sharpness(logits: torch.Tensor, target: torch.Tensor, mass: float) -> float:
     """The smallest factor on the logits that brings this much attention to the target, or, where none does, 95 % of
-    what any factor brings."""
+    the most that any factor brings."""
     low, high = -2.0, 3.0
     scaled, wanted = logits / logits.std(), None
     for _ in range(3):

@@ -31,7 +31,7 @@ def inherit(
     break_ties: bool = True,
     **fields,
 ) -> nn.Module:
-    """`SparseFormerPreTrainedModel.from_teacher`, whose documentation holds, of that class."""
+    """`from_teacher` of a model's class; `SparseFormerPreTrainedModel.from_teacher` documents it."""
     anatomy = read_anatomy(teacher)
     anatomy.require_plain("bootstrap from", embeds=True)
     if focusing not in FOCUSINGS:
@@ -139,8 +139,8 @@ def inherit_patches(anatomy: Anatomy, base: nn.Module, truncated: int):
 
 
 def spread_weight(weight: torch.Tensor, patch_size: tuple[int, int], anatomy: Anatomy) -> torch.Tensor:
-    """A patch embedding's weights `(hidden_size, channels, rows, columns)` for more points: it embeds the means of
-    what several of them show, until it is trained.
+    """Spread a patch embedding's weights, `(hidden_size, channels, rows, columns)`, over patches of more points. Until
+    it is trained, the embedding is that of the means over several points.
 
     Raises:
         ValueError: unless there are a whole number of times as many points.
@@ -164,8 +164,9 @@ def _set_positions(part: nn.Module, anatomy: Anatomy):
 def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:
     """A quarter of the teacher's image tokens, [CLS] counted as the paper does (table 2), unless they fill a grid.
 
-    From 384 pixels on, of those that the teacher would have at 224: the paper's default is 49 tokens for ViT-L/16-384,
-    too (144 and 196 are continued bootstrapping); a CLIP ViT-L/14-336 has 144 in table 6.
+    For a teacher of 384 or more pixels, it is a quarter of the tokens that it would have at 224: the paper's default
+    is 49 tokens for ViT-L/16-384, too (144 and 196 are continued bootstrapping). A CLIP ViT-L/14-336 has 144 in table
+    6.
     """
     patches = anatomy.num_patches
     if min(anatomy.image_size) >= 384:
@@ -324,8 +325,9 @@ def _load(module: nn.Module, source: nn.Module):
 
 @torch.no_grad()
 def student_discrepancies(anatomy: Anatomy, student: nn.Module) -> dict[str, torch.Tensor]:
-    """How far a student's cortex is from its teacher, given the teacher's own tokens after the blocks that were left
-    out, at RoIs that are its patches, each as the largest difference relative to the largest value."""
+    """The differences that `check_student` looks at, each the largest relative to the largest value. Student and
+    teacher are compared from the first inherited block on: the student's cortex is given the teacher's tokens there,
+    at RoIs that are the teacher's patches."""
     base = student.base_model
     device, dtype = base.latents.initial_rois.device, base.latents.token_embedding.dtype
     with evaluating(anatomy.model):

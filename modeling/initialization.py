@@ -37,9 +37,9 @@ class HeadReport:
     """How a head attends on its layer's pseudo input after initialization.
 
     Args:
-        layer, head (`int`): Which.
-        offset (pair of `int`): Where it should attend, as (dy, dx); (0, 0), the position itself, for initializations
-            without impulses.
+        layer, head (`int`): Numbers of layer and head.
+        offset (pair of `int`): The target relative to a position, as (dy, dx); (0, 0), the position itself, for
+            initializations without impulses.
         error (`float`): Mean squared error of the attention map (eq. 8).
         peak_rate (`float`): Share of the interior positions that attend most to their target, 0 to 1.
         mass (`float`): Attention at the target, averaged over the interior positions, 0 to 1.
@@ -173,8 +173,8 @@ def parts_of_layers(model: nn.Module) -> VisionTransformer:
 
 
 def is_drawn(model: nn.Module) -> bool:
-    """Whether the attention of a base model of ours, or of Transformers' ViT, is fresh: loaded weights are marked, and
-    nothing is solved for them or without memory."""
+    """Whether the attention of a base model of this package, or of Transformers' ViT, is fresh: its weights are
+    neither loaded, which marks them, nor on the meta device."""
     weights = [layer.attention.q_proj.weight for layer in model.layers]
     return not any(weight.is_meta or getattr(weight, "_is_hf_initialized", False) for weight in weights)
 
@@ -216,7 +216,7 @@ def impulse_init_(
             of Algorithm 1 take seconds to minutes a layer. With a generator of one seed, those that draw offsets draw
             the same.
         pseudo_input (`str` or pair of `str`, *optional*, defaults to `"pe"`):
-            What stands in for the tokens, in the first and in the following layers (table 6): `"pe"`, the positions;
+            Inputs in the place of tokens, for the first and for the following layers (table 6): `"pe"`, the positions;
             `"uniform"` in -1..1; `"gaussian"`; or `"pe+uniform"`.
         per_layer (`bool`, *optional*, defaults to `True`):
             Whether layers differ in offsets and weights; otherwise all get the same.
@@ -229,7 +229,7 @@ def impulse_init_(
         positions (`str`, *optional*, defaults to `"sincos"`):
             Learned positions are set to the sinusoidal encoding, those of [CLS] to zero; with `"random"` to normal
             ones, which `solver="pinv"` is made for; `"keep"` solves against the given ones.
-        steps (`int`, *optional*, defaults to 10,000): Of both solvers by Algorithm 1.
+        steps (`int`, *optional*, defaults to 10,000): Steps of Algorithm 1, for both solvers by it.
         generator (`torch.Generator`, *optional*): Source of chance, on CPU.
         position_std (`float`, *optional*, defaults to 0.36):
             Standard deviation of random positions. The NeurIPS 2025 code has 0.02, in one set-up times 18.
@@ -238,7 +238,7 @@ def impulse_init_(
             `solve_adam`. The authors ran their code with 100.
 
     Returns:
-        `InitializationReport`: What came out, head by head.
+        `InitializationReport`: The attention that came out, head by head.
 
     Raises:
         ValueError: if the model is none of those, attends otherwise than by the products of its queries and keys
@@ -392,7 +392,7 @@ INITIALIZATIONS = {
 
 
 def initialize_attention_(model: nn.Module, initialization: str = "impulse", **options) -> InitializationReport:
-    """One of `INITIALIZATIONS` by name, with its options; for example `initialize_attention_(vit, "mimetic")`.
+    """Apply one of `INITIALIZATIONS` by name, with its options; for example `initialize_attention_(vit, "mimetic")`.
 
     Raises:
         ValueError: if there is none of that name, and what the initialization raises.
@@ -430,7 +430,7 @@ def start_attention_(model: nn.Module | VisionTransformer, config, **options) ->
 
 
 class _Solver:
-    """Solves for the heads of a layer; equal problems once."""
+    """Solves for the queries and keys of a layer's heads; equal problems are solved once."""
 
     def __init__(
         self,

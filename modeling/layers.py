@@ -18,7 +18,7 @@ from ..configuration.configuration_base import pair
 
 
 def in_float32(values: torch.Tensor) -> torch.Tensor:
-    """Values in float32, or in float64 if they are."""
+    """Return values in float32, or in float64 if they have that already."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -35,7 +35,7 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 def rotary_table(
     centers: torch.Tensor, theta: float, scale: tuple[float, float], shift: tuple[float, float], head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the angles by which a token's queries and keys are rotated, in float32.
+    """Return the cosines and sines of the angles by which a token's queries and keys are rotated, in float32.
 
     Rotary positions (Su et al. 2021, arXiv 2104.09864) of two axes, each with a quarter of the channels' frequencies:
     a token at `(y, x)` has the angles (scale * center + shift) * theta^(-i / n), i = 0, …, n - 1, n = head_dim / 4.
@@ -64,7 +64,7 @@ def rotate_half(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
     Args:
         states (`torch.Tensor`): `(batch, heads, tokens, head_dim)`.
-        cos, sin (`torch.Tensor`): What broadcasts with `(batch, heads, tokens, head_dim / 2)`.
+        cos, sin (`torch.Tensor`): `(batch, heads, tokens, head_dim / 2)`, or shapes that broadcast with it.
     """
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -114,13 +114,14 @@ class SelfAttention(nn.Module):
         """
         Args:
             hidden_states (`torch.Tensor`): `(batch, tokens, hidden_size)`, which are attended to.
-            queries (`torch.Tensor`, *optional*): `(batch, queries, hidden_size)`, which attend; by default all tokens,
-                and if there are fewer, the first of them.
+            queries (`torch.Tensor`, *optional*): `(batch, queries, hidden_size)`, which attend; all tokens by default.
+                If there are fewer than tokens, they are the first ones.
             position_embeddings (pair of `torch.Tensor`, *optional*): Cosines and sines, `(batch, rotated tokens,
                 head_dim / 2)`, of the last tokens.
 
         Returns:
-            `tuple`: What the queries get, of their shape, and the attention weights if the implementation has them.
+            `tuple`: The output for each query, of their shape, and the attention weights if the implementation has
+            them.
         """
         queries = hidden_states if queries is None else queries
 
@@ -152,7 +153,7 @@ class SelfAttention(nn.Module):
 
 
 def activation(name: str) -> nn.Module:
-    """One of Transformers' activations.
+    """Return one of Transformers' activations, by name.
 
     Raises:
         ValueError: if there is none of that name; the message lists the names.
@@ -163,7 +164,7 @@ def activation(name: str) -> nn.Module:
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between; with a gate, that is activated and multiplied with the first.
+    """Two linear layers with an activation between. With a gate, the activated gate multiplies the first layer.
 
     Args:
         hidden_size, intermediate_size (`int`): Widths.
@@ -218,7 +219,7 @@ class PatchEmbeddings(nn.Module):
         )
 
     def grid_of(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Height and width in patches of an image of that many pixels."""
+        """Rows and columns of patches of an image, given its height and width in pixels."""
         return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
 
     def forward(self, pixel_values: torch.Tensor, any_size: bool = False) -> torch.Tensor:
@@ -237,8 +238,8 @@ class PatchEmbeddings(nn.Module):
 
 
 def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
-    """Positions `(1, leading + height * width, hidden_size)` of a grid for one of another size, bicubically; leading
-    ones, of [CLS] and the like, stay."""
+    """Interpolate the positions of a grid, `(1, leading + rows * columns, hidden_size)`, for one of another size,
+    bicubically. Leading positions, of [CLS] and the like, stay."""
     leading = positions.shape[1] - grid[0] * grid[1]
     patches = positions[:, leading:].unflatten(1, grid).permute(0, 3, 1, 2)
     patches = F.interpolate(in_float32(patches), size, mode="bicubic", align_corners=False).flatten(2).mT
@@ -280,7 +281,7 @@ def pre_norm_layers(config) -> nn.ModuleList:
 def check_pixel_values(
     pixel_values: torch.Tensor | None, num_channels: int, min_size: int | tuple[int, int]
 ) -> torch.Tensor:
-    """`pixel_values` as they are.
+    """Return `pixel_values` as they are, after a check.
 
     Raises:
         ValueError: if they are missing, no `(batch, num_channels, height, width)` floats, smaller than `min_size`, the
@@ -412,7 +413,8 @@ class GenericForImageClassification:
             kwargs: Passed to the base model's `forward`.
 
         Returns:
-            `output_class`: `loss`, `(batch, num_labels)` `logits`, and what the base model gives of its other fields.
+            `output_class`: `loss`, `(batch, num_labels)` `logits`, and of its other fields those that the base model
+        returns.
         """
         outputs = self.base_model(pixel_values, **(self.base_model_arguments | kwargs))
         logits = self.classifier(outputs.pooler_output)
@@ -423,7 +425,7 @@ class GenericForImageClassification:
 
 
 def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Kullback-Leibler divergence of a student from a teacher, which gets no gradient, times temperature^2; mean over
-    the batch. Logits are `(batch, classes)`."""
+    """Kullback-Leibler divergence of a student from a teacher, times temperature^2, the mean over the batch. Logits
+    are `(batch, classes)`; those of the teacher get no gradient."""
     student, teacher = (F.log_softmax(in_float32(x) / temperature, dim=1) for x in (logits, teacher_logits.detach()))
     return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")

@@ -66,7 +66,7 @@ class AgentCNNMLP(nn.Module):
 
 
 class AgentCNNLayer(nn.Module):
-    """Positions, then channels, each beside a residual connection."""
+    """A block that mixes positions, then channels, each beside a residual connection."""
 
     def __init__(self, config: AgentCNNConfig):
         super().__init__()
@@ -121,7 +121,8 @@ class AgentCNNPreTrainedModel(HubModel):
             self._init_as_reference(module)
 
     def _init_as_reference(self, module: nn.Module):
-        """A module comes after those within, which it draws once more; classifiers are PyTorch's."""
+        """Draw a module's weights as the reference implementation does. A module comes after those within it, whose
+        weights it draws once more; classifiers have PyTorch's."""
         if isinstance(module, GeneralizedConv2d):
             init_xavier_(module)
         elif isinstance(module, AgentCNNMLP):

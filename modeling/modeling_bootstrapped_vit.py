@@ -86,8 +86,8 @@ class SharedMLP(nn.Module):
 
 
 def hint(tokens: torch.Tensor, feature_map: torch.Tensor) -> torch.Tensor:
-    """Mean squared difference of normalized features; the map gets no gradient. Where the two have different lengths,
-    the longer is averaged along its tokens.
+    """Mean squared difference of a transformer's and an agent's normalized features. The agent's map gets no gradient.
+    If the two have different lengths, the longer one is averaged along its tokens.
 
     Args:
         tokens (`torch.Tensor`): `(batch, patches, hidden_size)`.
@@ -144,7 +144,7 @@ class BootstrappedViTForImageClassification(HubModel):
         self.post_init()
 
     def _place_dropout(self, config: BootstrappedViTConfig):
-        """Dropout where the reference implementation has it and Transformers' ViT does not, and the reverse."""
+        """Move dropout to where the reference implementation has it, other than Transformers' ViT."""
         if config.embedding_dropout is not None:
             self.vit.base_model.embeddings.dropout = nn.Dropout(config.embedding_dropout)
         if config.mlp_dropout:
@@ -153,7 +153,7 @@ class BootstrappedViTForImageClassification(HubModel):
                 block.mlp.activation_fn.register_forward_hook(drop)
 
     def blocks(self) -> list[tuple[nn.Module, AgentCNNLayer]]:
-        """Blocks of the transformer and the agent's beside them."""
+        """Pairs of a block of the transformer and the agent's beside it."""
         return list(zip(self.vit.base_model.layers, self.twin.base_model.layers, strict=True))
 
     @property
@@ -182,7 +182,7 @@ class BootstrappedViTForImageClassification(HubModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """The two initialize themselves, before this is called with the pair."""
+        """Does nothing: the two models draw their weights themselves, before this is called with the pair."""
         if module is not self or not is_drawn(self.vit.base_model):
             return
         if self.config.initialization == REFERENCE:

@@ -58,7 +58,7 @@ class ConvMixerSpatialMixing(nn.Conv2d):
 
 
 class ConvMixerLayer(nn.Module):
-    """Positions, beside a residual connection, then channels."""
+    """A layer that mixes positions, beside a residual connection, then channels."""
 
     def __init__(self, config: ConvMixerConfig):
         super().__init__()

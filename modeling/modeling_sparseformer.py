@@ -152,8 +152,8 @@ def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
 
     The first root**2 tokens, root = floor(sqrt(num_tokens)), get boxes of side 0.5 on a grid, x in the outer loop; the
     remaining ones see the whole image, and so do all tokens if there are fewer than 4 (the reference implementation
-    divides by zero there). With smaller `counts`, that holds for the first tokens of each, and for those that the next
-    adds.
+    divides by zero there). With `counts`, smaller numbers of tokens, the tokens of the first count are laid out so,
+    and then those that each next count adds.
     """
     if counts:
         added = [high - low for low, high in zip([0, *counts], [*counts, num_tokens], strict=False)]
@@ -275,13 +275,13 @@ def focusing_eps(config: SparseFormerConfig) -> float:
 
 
 def cortex_norm(config: SparseFormerConfig) -> Callable[[int], nn.Module]:
-    """Makes norms of the cortex, given their width."""
+    """Return a function that makes a norm of the cortex, given its width."""
     norm_class = nn.LayerNorm if config.norm_type == "layer_norm" else nn.RMSNorm
     return functools.partial(norm_class, eps=config.layer_norm_eps)
 
 
 def resize_table(values: torch.Tensor, grid: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:
-    """Values of a grid's cells, `(cells, channels)`, interpolated for those of another."""
+    """Interpolate values of the cells of a grid, `(cells, channels)`, for the cells of another one."""
     if grid == new:
         return values
     image = in_float32(values).unflatten(0, grid).permute(2, 0, 1).unsqueeze(0)
@@ -290,8 +290,8 @@ def resize_table(values: torch.Tensor, grid: tuple[int, int], new: tuple[int, in
 
 
 class SparseFormerLatents(nn.Module):
-    """The learned tokens and RoIs that every image starts from, and what joins them before the cortex: [CLS] and
-    registers."""
+    """The learned tokens and RoIs that every image starts from, and [CLS] and registers, which join them before the
+    cortex."""
 
     def __init__(self, config: SparseFormerConfig):
         super().__init__()
@@ -324,13 +324,9 @@ class SparseFormerLatents(nn.Module):
         cells: torch.Tensor | None = None,
         grids: list[tuple[int, int]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the tokens and RoIs that images start from: the first `num_tokens`, those of `grid` if that is
-        another one than the model's, or, with `cells`, those of each image's cells (`at_cells`).
-
-        Returns:
-            Tokens `(1, num_tokens, latent_size)` and RoIs `(1, num_tokens, 4)` in float32, alike for all images (of
-            cells, a batch of them), and [CLS] and registers, `(batch, prefix tokens, hidden_size)`, or None.
-        """
+        """The first tokens, those of a grid, or those of each image's cells (`at_cells`): tokens
+        `(1, num_tokens, latent_size)` and RoIs `(1, num_tokens, 4)`, in float32, of any image, and [CLS] and
+        registers, `(batch, prefix tokens, hidden_size)`."""
         if cells is not None:
             return *self.at_cells(cells, grids), self.prefix(batch_size)
         tokens, rois = self.token_embedding.expand(self.num_latent_tokens, -1), in_float32(self.initial_rois)
@@ -344,12 +340,8 @@ class SparseFormerLatents(nn.Module):
         return torch.cat(prefix).repeat(batch_size, 1, 1) if prefix else None
 
     def at_cells(self, cells: torch.Tensor, grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens, `(batch, tokens, latent_size)`, and the RoIs, `(batch, tokens, 4)`, of cells.
-
-        Args:
-            cells (`torch.Tensor`): `(batch, tokens)` int64, numbers of cells in the order of `cells_of(grids)`.
-            grids (list of pairs of `int`): Rows and columns, coarsest first.
-        """
+        """Tokens `(batch, tokens, latent_size)` and RoIs `(batch, tokens, 4)` of cells of these grids, by number,
+        `(batch, tokens)`."""
         tokens, rois = self.token_embedding, in_float32(self.initial_rois)
         if grids != self.grids:
             # Other grids have the positions of ours, finer ones than ours those of the finest.
@@ -537,7 +529,7 @@ class SparseFormerLayer(GradientCheckpointingLayer):
     Args:
         config (`SparseFormerConfig`): The configuration.
         steps (sequence of `str`): Operations, in order.
-        focusing (`bool`): Of the focusing width (iterated), or of full width.
+        focusing (`bool`): Whether the layer has the focusing width, and is iterated, or the full width.
         drop_path_rates (sequence of `float`): One for each execution of the layer.
     """
 
@@ -620,7 +612,7 @@ class SparseFormerLayer(GradientCheckpointingLayer):
 
 
 def join(prefix: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Class and register tokens, if there are any, in front of others."""
+    """Put class and register tokens, if there are any, in front of others."""
     return hidden_states if prefix is None else torch.cat([prefix.to(hidden_states.dtype), hidden_states], dim=1)
 
 
@@ -818,8 +810,10 @@ class SparseFormerPreTrainedModel(HubModel):
         config.num_latent_tokens, config.num_tokens, config.calibration = num_latent_tokens, None, None
 
     def set_num_tokens(self, num_tokens: int | None):
-        """Choose the latent tokens of all calls that choose none; what is saved, exported or given to a pipeline keeps
-        the choice. All weights stay, other than with `resize_tokens`.
+        """Choose the number of latent tokens for all calls that choose none.
+
+        The model keeps the choice when it is saved, exported or given to a pipeline. Unlike `resize_tokens`, this
+        changes no weights.
 
         Args:
             num_tokens (`int`, *optional*): Count, [CLS] not counted; `None` for all tokens.
@@ -830,7 +824,8 @@ class SparseFormerPreTrainedModel(HubModel):
         self.config.num_tokens = None if num_tokens is None else self.check_num_tokens(num_tokens)
 
     def check_num_tokens(self, num_tokens: int) -> int:
-        """The count, if the model has so many latent tokens; warns once if it was not made for it.
+        """Return the count that the model computes with when `num_tokens` latent tokens are asked for. Warn once if
+        the model was not made for it.
 
         Raises:
             ValueError: as `set_num_tokens`.
@@ -852,15 +847,15 @@ class SparseFormerPreTrainedModel(HubModel):
 
     @torch.no_grad()
     def place_by_content(self, rule: str = "detail", num_levels: int | None = None):
-        """Let tokens that embed the patches of a grid look at the cells of a quadtree, in place, see
-        `frugalvit.modeling.placement`. Weights stay; positions are interpolated.
+        """Place tokens by content, in place: those that embed the patches of a grid embed the cells of a quadtree
+        from then on, see `frugalvit.modeling.placement`. Weights stay; positions are interpolated.
 
         Args:
             rule (`str`, *optional*, defaults to `"detail"`): `placement_rule` of the configuration.
             num_levels (`int`, *optional*): `num_placement_levels` of the configuration.
 
         Raises:
-            ValueError: if tokens embed no patches.
+            ValueError: if tokens embed no patches, or are placed by content already.
         """
         base, config = self.base_model, self.config
         if config.placement == "content":
@@ -895,11 +890,11 @@ class SparseFormerPreTrainedModel(HubModel):
         break_ties: bool = True,
         **fields,
     ):
-        """A SparseFormer with a teacher's blocks, final LayerNorm and classifier or projection inherited.
+        """Return a SparseFormer that inherits a teacher's blocks, final LayerNorm and classifier or projection.
 
-        The paper's (section 3.2) leaves out leading blocks and has a new focusing stage that waits for bootstrapping.
-        With `focusing="inherited"` it is the teacher at a lower resolution before any training: it inherits the patch
-        embedding and all blocks, and its tokens' RoIs are the cells of a grid.
+        The paper's student (section 3.2) leaves out leading blocks and has a new focusing stage, which has to be
+        bootstrapped. With `focusing="inherited"`, the student is the teacher at a lower resolution before any
+        training: it inherits the patch embedding and all blocks, and its tokens' RoIs are the cells of a grid.
 
         Args:
             teacher (`nn.Module`):
@@ -907,8 +902,9 @@ class SparseFormerPreTrainedModel(HubModel):
                 `read_anatomy` read of it. The student pools as it does, and has its registers, gates, norms and rotary
                 positions.
             num_latent_tokens (`int`, *optional*):
-                Latent tokens. By default, [CLS] counted, a quarter of the teacher's image tokens, of a teacher of 384
-                or more pixels of those that it would have at 224: 49 for ViT-L/16-384 as in the paper.
+                Latent tokens. By default, as many as are a quarter of the teacher's image tokens when [CLS] is
+                counted. For a teacher of 384 or more pixels, it is a quarter of the tokens that it would have at 224:
+                49 for ViT-L/16-384, as in the paper.
             truncate (`float` or `int`, *optional*):
                 Leading blocks left out: below 1 a fraction, from 1 on a count (1.0 is one block); 1/3 if the focusing
                 stage is new, else none.
@@ -917,12 +913,12 @@ class SparseFormerPreTrainedModel(HubModel):
             focusing (`str`, *optional*, defaults to `"paper"`):
                 `"paper"`, a stage that is learned from random weights, or `"inherited"`.
             check (`bool`, *optional*, defaults to `True`):
-                Run the teacher on two images of noise, and raise unless the inherited blocks, given its tokens at RoIs
-                that are its patches, compute what it does.
+                Whether to compare the two on two images of noise: the inherited blocks, given the teacher's tokens at
+                RoIs that are its patches, have to compute what the teacher does.
             break_ties (`bool`, *optional*, defaults to `True`):
-                With a new focusing stage, move initial RoIs apart that are equal, by N(0, 0.05) of the image: 12 of
-                the paper's 48 tokens start alike, and what starts alike stays alike. Neither paper nor reference does
-                so (`results/bootstrap_choices.json` has what it brings).
+                With a new focusing stage, whether equal initial RoIs are moved apart, by N(0, 0.05) of the image: 12
+                of the paper's 48 tokens start alike, and would stay alike. Neither paper nor reference does so
+                (`results/bootstrap_choices.json` has the gain).
             fields: Fields of `SparseFormerConfig` to set differently, for example `stem_channels=32`.
 
         Returns:
@@ -941,11 +937,11 @@ class SparseFormerPreTrainedModel(HubModel):
 
 
 class SparseFormerModel(SparseFormerPreTrainedModel):
-    """The bare SparseFormer, from pixels to tokens; what `AutoModel` loads, and the vision tower of LLaVA."""
+    """The bare SparseFormer, from pixels to tokens. `AutoModel` loads it, and it is the vision tower of LLaVA."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
-        """As in Transformers; with a `config` that names `SparseFormerVisionModelWithProjection`, that class."""
+        """As in Transformers. Loads a `SparseFormerVisionModelWithProjection` if `config` names that class."""
         # `AutoModel` has one class for all SparseFormers and gives it the folder's configuration.
         architectures = getattr(config, "architectures", None) or ()
         chosen = super()
@@ -1139,7 +1135,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         return self.config.pooling == "cls" and plain and not recorded
 
     def pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Tokens before the final LayerNorm, `(batch, tokens, hidden_size)`, to `(batch, hidden_size)`."""
+        """Pool tokens before the final LayerNorm, `(batch, tokens, hidden_size)`, to `(batch, pooled_size)`."""
         config, pooling = self.config, self.config.pooling
         if pooling == "cls":
             chosen = config.pooled_class_tokens or range(config.num_class_tokens)
@@ -1182,10 +1178,10 @@ class SparseFormerForImageClassification(GenericForImageClassification, SparseFo
         confidence: float | None = None,
         token_counts: Sequence[int] | None = None,
     ) -> SparseFormerAdaptiveOutput:
-        """Classify with few tokens, and images whose class is not sure enough again with more.
+        """Classify images with few tokens, and those whose class is not sure enough again with more.
 
-        Stem features are computed once. By default, an image is looked at twice at most: what counts between the
-        fewest and the most save is less than what it costs to look once more (`docs/elastic.md`).
+        Stem features are computed once. By default, an image is looked at twice at most: counts between the fewest and
+        the most would save less than another look costs (`docs/elastic.md`).
 
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.

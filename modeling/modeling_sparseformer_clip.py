@@ -21,7 +21,7 @@ from .modeling_sparseformer import SparseFormerModel, SparseFormerModelOutput
 class SparseFormerCLIPPreTrainedModel(HubModel):
     """Base class of a CLIP and a SigLIP with a SparseFormer: two sides, and a comparison of what they pool.
 
-    Subclasses have `text_model` and `vision_model`, `text_projection` and `visual_projection` of what these pool,
+    Subclasses have `text_model` and `vision_model`, `text_projection` and `visual_projection` of their pooled outputs,
     `logits` of the cosines between the two, and the `contrastive_loss` of logits.
     """
 
@@ -51,8 +51,8 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         position_ids: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
-        """Token ids `(batch, tokens)` to the text model's output with its `pooler_output` projected, `(batch,
-        width)`."""
+        """Return the text model's output for token ids, `(batch, tokens)`, with its `pooler_output` projected,
+        `(batch, width)`."""
         outputs = self.text_model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, return_dict=True, **kwargs
         )
@@ -63,8 +63,8 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
     def get_image_features(
         self, pixel_values: torch.Tensor, num_tokens: int | None = None, **kwargs: Unpack[TransformersKwargs]
     ) -> SparseFormerModelOutput:
-        """Images `(batch, num_channels, height, width)` of any size to the SparseFormer's output with its
-        `pooler_output` projected, `(batch, width)`. `num_tokens` are the latent tokens to compute with, as of
+        """Return the SparseFormer's output for images, `(batch, num_channels, height, width)` of any size, with its
+        `pooler_output` projected, `(batch, width)`. `num_tokens` are the latent tokens to compute with, as in
         `SparseFormerModel`."""
         outputs = self.vision_model(pixel_values, num_tokens=num_tokens, return_dict=True, **kwargs)
         outputs.pooler_output = self.visual_projection(outputs.pooler_output)
@@ -162,7 +162,7 @@ class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
 
         Args:
             clip (`CLIPModel`, `SiglipModel` or `Siglip2Model`):
-                Has the text side, a CLIP both projections, and what makes logits of cosines.
+                The model with the text side, both projections of a CLIP, and the scale (and bias) of logits.
             vision_model (`SparseFormerVisionModelWithProjection`, of a SigLIP `SparseFormerVisionModel`):
                 Bootstrapped from the image side of `clip`.
 
@@ -245,8 +245,8 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         return cosines * self.logit_scale.exp() + self.logit_bias
 
     def contrastive_loss(self, logits_per_text: torch.Tensor) -> torch.Tensor:
-        """Every text of logits `(pairs, pairs)` says of every image whether it is its own (Zhai et al., *Sigmoid Loss
-        for Language Image Pre-Training*, algorithm 1): a sum over images, a mean over texts."""
+        """The binary loss of logits, `(pairs, pairs)`, about whether an image is a text's own (Zhai et al., *Sigmoid
+        Loss for Language Image Pre-Training*, algorithm 1): a sum over images, a mean over texts."""
         signs = 2 * torch.eye(len(logits_per_text), device=logits_per_text.device) - 1
         return -F.logsigmoid(signs * logits_per_text).sum(dim=-1).mean()
 

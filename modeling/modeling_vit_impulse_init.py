@@ -137,7 +137,7 @@ class ViTImpulseInitPreTrainedModel(HubModel):
 
 
 def has_structure(config: ViTImpulseInitConfig) -> bool:
-    """Whether there is more to draw than linear layers by themselves."""
+    """Whether attention starts with structure, so that weights are not drawn layer by layer alone."""
     return config.initialization in ("impulse", "mimetic") or config.impulse_value_init == "mimetic"
 
 

@@ -111,7 +111,8 @@ class OpenClipVisual(nn.Module):
 
 
 def open_clip_image_processor(model: nn.Module) -> CLIPImageProcessor | ViTImageProcessor:
-    """The Transformers image processor that prepares images as an open_clip model, or its visual tower, wants them.
+    """Return the image processor of Transformers that prepares images as an open_clip model, or its visual tower,
+    takes them.
 
     Raises:
         ValueError: if the model resizes images to fit inside a padded square.
@@ -137,7 +138,7 @@ def open_clip_image_processor(model: nn.Module) -> CLIPImageProcessor | ViTImage
 
 @torch.no_grad()
 def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSiglipModel:
-    """An open_clip model whose visual tower is an `OpenClipVisual`, as a model of Transformers.
+    """Convert an open_clip model whose visual tower is an `OpenClipVisual` into a model of Transformers.
 
     Args:
         clip (`nn.Module`):
@@ -277,10 +278,10 @@ def _to_clip(name: str) -> str:
 
 @torch.no_grad()
 def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.Module:
-    """A CLIP or SigLIP of Transformers with a SparseFormer as a model of open_clip, which needs to be installed.
+    """Convert a CLIP or SigLIP of Transformers with a SparseFormer into a model of open_clip, which must be installed.
 
     Args:
-        model (`SparseFormerCLIPModel` or `SparseFormerSiglipModel`): What to convert.
+        model (`SparseFormerCLIPModel` or `SparseFormerSiglipModel`): The model to convert.
 
     Returns:
         open_clip's `CLIP`, of a SigLIP its `CustomTextCLIP`, in evaluation mode, with copies of the weights; its

@@ -23,7 +23,7 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
         features (`torch.Tensor`): `(batch, channels, height, width)`.
         points (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y, 0 to 1 across the image; or a batch of 1 for
             all images.
-        padding_mode (`str`): What points outside the image read, "border" or "zeros".
+        padding_mode (`str`): Values that points outside the image read, "border" or "zeros".
 
     Returns:
         `torch.Tensor`: `(batch, tokens, points, channels)`; NaN at points that are NaN.
@@ -39,7 +39,7 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
 
 
 def points_in(rois: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
-    """The centers of a RoI's cells if it is divided into so many rows and columns, in row order.
+    """The centers of the cells into which rows and columns divide a RoI, in row order.
 
     Args:
         rois (`torch.Tensor`): `(batch, tokens, 4)`.
@@ -55,7 +55,7 @@ def points_in(rois: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
 
 
 class GridImage(nn.Module):
-    """An image at the size where the points of a grid's cells are its pixels.
+    """Resizes an image for a grid, so that a point of a cell is a pixel.
 
     Args:
         patch_size (pair of `int`): Rows and columns of points in a cell.
@@ -99,9 +99,10 @@ class PatchSampling(nn.Module):
     def forward(
         self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RoIs `(batch, tokens, 4)`, or a batch of 1 for all images, and the image `(batch, channels, height, width)`,
-        or the patches where these were cut already, `(batch, tokens, channels * rows * columns)`, to what joins the
-        tokens, `(batch, tokens, hidden_size)`, and the points `(batch, tokens, rows * columns, 2)`."""
+        """Embed the patches of RoIs, `(batch, tokens, 4)` or a batch of 1 for all images. `features` are the image,
+        `(batch, channels, height, width)`, or patches that were cut already, `(batch, tokens, channels * rows *
+        columns)`. Return the embeddings, which are added to the tokens, `(batch, tokens, hidden_size)`, and the
+        points, `(batch, tokens, rows * columns, 2)`."""
         points, patches = points_in(rois, self.patch_size), features
         if features.dim() == 4:
             sampled = sample_features(features, points, self.padding_mode)

@@ -1,7 +1,8 @@
-"""How the reference implementation of *Bootstrapping ViTs* (Zhang et al., CVPR 2022) draws a ViT's fresh weights.
+"""Fresh weights of a ViT as the reference implementation of *Bootstrapping ViTs* (Zhang et al., CVPR 2022) draws them.
 
-It decides what the hints do. They compare features that a LayerNorm has brought to one length. Tokens that start short
-(those of patch projections drawn at 0.02 do) are brought there by a large factor, which multiplies their gradient.
+The effect of the hints depends on it. They compare features that a LayerNorm has brought to one length. Tokens that
+start short, as those of patch projections drawn at 0.02 do, are brought there by a large factor, which multiplies
+their gradient.
 """
 
 import torch
@@ -21,8 +22,8 @@ def reference_init_(model: nn.Module):
     as one matrix, biases zero, those of MLPs standard normal. Positions and [CLS] are normal of 0.02, classifiers
     PyTorch's default. An agent CNN's `initialization` says how it starts.
 
-    The biases are meant to be small: the code calls `normal_(bias, 1e-6)`, which sets their mean and leaves the
-    standard deviation at 1. Here is what it draws.
+    The biases were meant to be small: the code calls `normal_(bias, 1e-6)`, which sets their mean and leaves the
+    standard deviation at 1. Here they are drawn as that code draws them.
 
     Args:
         model: A `ViTForImageClassification`, or an `AgentCNNForImageClassification`.

@@ -321,8 +321,7 @@ def test_images_without_labels(tmp_path):
 
 
 def test_memory_is_of_a_process_of_its_own():
-    """Memory that this process or the one before held does not count; the model's does: 86 MB of 22 million weights.
-    """
+    """Memory of this process or of the one before does not count; the model's does: 86 MB of 22 million weights."""
     held = torch.ones(400, 2**18)
     folders = (str(checkpoint_path("caltech101-sparseformer")), STUDENT)
     large, small = (peak_memory(functools.partial(load_student, name, device="cpu"), batch_size=2) for name in folders)

@@ -417,8 +417,7 @@ def published(source: Path, folder: Path):
 @pytest.mark.parametrize("card", sorted(CARDS.glob("cifar10-*.md")), ids=lambda card: card.stem)
 class TestSmallShippedModels:
     def test_can_be_published(self, card, tmp_path):
-        """A shipped model can be published. Classifiers without frugalvit are compared in test_hub.py, in one process.
-        """
+        """A shipped model can be published. test_hub.py compares classifiers without frugalvit, in one process."""
         source, folder = frugalvit.checkpoint_path(card.stem), tmp_path / card.stem
         with published(source, folder):
             pass

@@ -317,8 +317,7 @@ def choose_precision(dtype: str, run: RunArguments):
 
 @dataclass
 class Questions:
-    """Images to ask about, None for none, and the conversations about each; None where the LLaVA as it was is asked.
-    """
+    """Images to ask about, None for none, and conversations about each, None where the LLaVA as it was is asked."""
 
     images: object
     conversations: list[list[tuple[str, str]]] | None = None

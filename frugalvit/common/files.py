@@ -185,8 +185,7 @@ def read_json(path: str | os.PathLike, expected: type | dict = dict):
 
 
 def read_json_lines(path: str | os.PathLike, expected: type | dict = dict) -> list:
-    """Read a file with JSON in each line, empty lines aside, as a list; arguments and errors are those of `read_json`.
-    """
+    """Read a file with JSON in each line, empty lines aside, as a list; arguments and errors as of `read_json`."""
     records = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if line.strip():

@@ -87,8 +87,8 @@ def tower_of(model: nn.Module) -> nn.Module:
 
 
 def read(model: nn.Module) -> Anatomy:
-    """The anatomy of a model, or of its tower for images. `run` gives what its classifier reads; of a model without,
-    its pooled token, projected where it has a projection.
+    """Read a model, or its tower for images, into an `Anatomy`. `run` returns the embedding that the classifier reads;
+    of a model without a classifier the pooled token, projected if there is a projection.
 
     Raises:
         ValueError: if the model reads text alone.
@@ -304,7 +304,7 @@ def _is_radio(tower: nn.Module) -> bool:
 
 
 def _patches_of_linear(linear: nn.Linear, size: tuple[int, int], channels_last: bool) -> PatchEmbedding:
-    """Of patches whose pixels are in a row, their channels last or first."""
+    """The embedding of patches by a linear layer that takes their pixels in a row, with channels last or first."""
     if channels_last:
         return PatchEmbedding(linear.weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2), linear.bias)
     return PatchEmbedding(linear.weight.unflatten(1, (-1, *size)), linear.bias)
@@ -368,7 +368,7 @@ def _read_pooling_head(head: nn.Module) -> AttentionPooling:
 
 
 def _set_runs(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
-    """How images become the model's own embedding and logits."""
+    """Set the functions by which images become the model's own embedding and logits."""
     call, family = _caller(tower), _family(tower)
     project = anatomy.projection or (lambda pooled: pooled)
 
@@ -391,7 +391,7 @@ def _set_runs(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
 
 
 def _caller(model: nn.Module, tower: nn.Module | None = None):
-    """Calls a model, whose `tower` may be a part of it, with images."""
+    """Return a function that calls a model, of which `tower` may be a part, with images."""
     tower = model if tower is None else tower
     if _family(tower) == "vit_mae":
         return lambda images: _call_unmasked(model, images)
@@ -401,7 +401,8 @@ def _caller(model: nn.Module, tower: nn.Module | None = None):
 
 
 def _call_unmasked(model: nn.Module, images: torch.Tensor):
-    """ViTMAE masks most patches and shuffles the rest at random, by noise that it sorts: here none, in their order."""
+    """Call a ViTMAE without a mask. It masks most patches and shuffles the rest by noise that it sorts; with noise in
+    ascending order, it keeps all of them in their order."""
     config, size = model.config, model.config.patch_size
     ratio, patches = config.mask_ratio, (images.shape[2] // size) * (images.shape[3] // size)
     config.mask_ratio = 0.0

@@ -177,8 +177,7 @@ def check_numbers(overrides: dict):
 
 
 def read_values(argument_name: str, text: str) -> dict:
-    """Read a text such as `"image_size=32,hidden_act=gelu"` as a dict; values are JSON where they can be, else text.
-    """
+    """Read `"image_size=32,hidden_act=gelu"` and the like as a dict; values are JSON where they can be, else text."""
     values = {}
     for part in filter(None, re.split(r",(?=\w+=)", text)):
         name, equals, value = part.partition("=")

@@ -17,9 +17,9 @@ class TokenAlignment:
     """Hints (Romero et al. 2015) for the tokens of a SparseFormer, not part of the paper's recipe.
 
     A token is compared with the mean of the teacher's tokens within its RoI, before the first inherited block and
-    after each, or at some of these depths. The distance is the mean squared one, averaged over depths. It is taken between
-    LayerNorm-ed tokens, or between tokens as they are, relative to the variance of the teacher's patches. [CLS] and
-    registers take no part, and RoIs get no gradient.
+    after each, or at some of these depths. The distance is the mean squared one, averaged over depths. It is taken
+    between LayerNorm-ed tokens, or between tokens as they are, relative to the variance of the teacher's patches.
+    [CLS] and registers take no part, and RoIs get no gradient.
 
     Args:
         student (`SparseFormerForImageClassification`): Has the teacher's blocks but the leading ones.
