@@ -17,8 +17,8 @@ from .tables import first_line, shortened
 
 
 def parts_of_archives(archives: list[Path]) -> dict[str, list[str]]:
-    """The folders in zip files by split. A zip file is a folder of its name, which may name a part or a class; but
-    several with folders of classes are together what one of them is."""
+    """The folders in zip files, by split. A zip file counts as a folder of its name, which may name a part or a class.
+    Several zip files with folders of classes count as one."""
     root = _unpack(archives)
     inside = subfolders(root)
     if any(part_called(folder.name) for folder in inside) or (len(inside) > 1 and any(map(has_images, inside))):
@@ -31,8 +31,8 @@ def parts_of_archives(archives: list[Path]) -> dict[str, list[str]]:
 
 
 def _unpack(archives: list[Path]) -> Path:
-    """A folder with what is in zip files, each in a folder of its name, beside the copies of `datasets`, where it
-    stays for the next time.
+    """Unpack zip files, each into a folder of its name, and return the folder around these. It is beside the copies of
+    `datasets`, and stays there for the next time.
 
     Raises:
         ValueError: if one cannot be read, or there is no room.

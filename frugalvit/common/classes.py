@@ -14,11 +14,11 @@ _NO_NAME = re.compile(r"(LABEL_)?\d+", re.IGNORECASE)
 
 
 def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
-    """The model's index of each class of a data set.
+    """Return the model's index of each class of a data set.
 
-    Classes are matched by name, if not exactly then whatever the case, the marks between words and how Unicode writes
-    accents; those of ImageNet by WordNet's numbers ("n01440764"), too. Names that are numbers of the model's classes
-    mean these. Where the model's classes have no names, the data set's mean the first of them.
+    Classes are matched by name: exactly, or else without regard to case, to marks between words and to the way in
+    which Unicode writes accents. Those of ImageNet are matched by WordNet's numbers ("n01440764"), too. Names that are
+    numbers of the model's classes mean these. If the model's classes have no names, the data set's are the first ones.
 
     Raises:
         ValueError: if the data set has classes that the model does not know, or one that could be several of its, as
@@ -65,7 +65,7 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
 
 
 def compose(text: str) -> str:
-    """Letters and their accents in one character each: macOS writes them apart in names of files."""
+    """Write letters and their accents in one character each: macOS writes them apart in names of files."""
     return unicodedata.normalize("NFC", text)
 
 

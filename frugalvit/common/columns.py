@@ -15,7 +15,7 @@ PATH_COLUMNS = re.compile(r"((image|img)_)?(file|path)|file_?(name|path)", re.IG
 
 def image_columns(features: Mapping, sure: bool = False) -> list[str]:
     """The columns of images: those of that type; or else of bytes, if possible with a name that says so; or else of
-    texts that are called as paths of images are. With `sure`, only where type or name say that these are images."""
+    texts that are named as paths of images. With `sure`, only those whose type or name says that they are images."""
     binary = [name for name, feature in features.items() if holds(feature, "binary")]
     texts = [name for name, feature in features.items() if holds(feature, "string")]
     signs = [
@@ -29,7 +29,7 @@ def image_columns(features: Mapping, sure: bool = False) -> list[str]:
 
 
 def find_image_column(features: Mapping, given: str | None, dataset) -> str:
-    """The one column of images, or the given one.
+    """The only column of images, or the one that is given.
 
     Raises:
         ValueError: if there is none or several, or no column is called so.

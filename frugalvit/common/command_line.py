@@ -1,5 +1,5 @@
-"""One spelling of options for all commands: hyphens, `--output` for what is written, `--json` as a switch. Underscores
-and earlier spellings are taken, too."""
+"""One spelling of options for all commands: hyphens, `--output` for the file or folder to write, `--json` as a switch.
+Underscores and earlier spellings are taken, too."""
 
 import argparse
 import difflib
@@ -49,8 +49,8 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class OneSpelling:
-    """Mixed into an `argparse.ArgumentParser`: options are listed in one spelling and taken in all, and of those that
-    there are not the nearest is named."""
+    """Mixin of an `argparse.ArgumentParser`. Options are listed in one spelling and taken in all; an error about an
+    unknown option names the nearest one."""
 
     def add_argument(self, *names, **kwargs):
         names, kwargs = _one_spelling(names, kwargs)
@@ -140,7 +140,7 @@ def add_exact_argument(parser: argparse.ArgumentParser):
 
 
 def _one_spelling(names: tuple[str, ...], kwargs: dict) -> tuple[tuple[str, ...], dict]:
-    """Names of an argument in one spelling, and where it is kept whatever it is called."""
+    """Names of an argument in one spelling, and its attribute's name, which does not depend on the spelling."""
     if names and names[0].startswith("--"):
         kwargs.setdefault("dest", names[0].lstrip("-").replace("-", "_"))
         names = tuple(dict.fromkeys(spelled(name) for name in names))

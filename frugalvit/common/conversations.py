@@ -32,19 +32,19 @@ def is_conversations(dataset: Sequence[str]) -> bool:
 def read_conversations(
     file: str | Path, image_folder: str | Path | None = None
 ) -> tuple[datasets.Dataset, list[list[tuple[str, str]]]]:
-    """Conversations about an image each, in LLaVA's format: a list (or lines) of records with `image`, a path, and
-    `conversations`, whose `value`s are `from` "human" and "gpt" in turns.
+    """Read conversations about an image each, in LLaVA's format: a list (or lines) of records with `image`, a path,
+    and `conversations`, whose `value`s are `from` "human" and "gpt" in turns.
 
     Args:
         file (`str` or `Path`): JSON or JSON lines.
-        image_folder (`str` or `Path`, *optional*): What paths of images start from; the file's folder if not given.
+        image_folder (`str` or `Path`, *optional*): Folder that paths of images start from; the file's if not given.
 
     Returns:
         `tuple`: A `datasets.Dataset` with the column `image`, not decoded, and for each image the questions and
         answers in their order. Records without an image are left out.
 
     Raises:
-        ValueError: if the file is none, a record is no such conversation, or an image is not there.
+        ValueError: if there is no such file, a record is no such conversation, or an image is not there.
     """
     file = Path(file).expanduser()
     folder = file.parent if image_folder is None else Path(image_folder).expanduser()
@@ -102,17 +102,17 @@ def hold_back(images: datasets.Dataset, conversations: list, seed: int) -> tuple
 def encode(
     processor, image_tokens: int, turns: Sequence[tuple[str, str | None]], prompt: str = PROMPT
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, and as labels those of its answers, which end with the end of a text.
+    """Return the token ids of a conversation and its labels, the ids of its answers, which end with the end of a text.
 
     Args:
-        processor: Of a LLaVA or a PaliGemma; its tokenizer is asked.
-        image_tokens (`int`): Places of the image, before the first question.
-        turns (sequence of pairs of `str`): Questions and answers; the last answer may be None, which is still to be
+        processor: Of a LLaVA or a PaliGemma; its tokenizer is used.
+        image_tokens (`int`): Number of the image's tokens, before the first question.
+        turns (sequence of pairs of `str`): Questions and answers; the last answer may be None if it is still to be
             given.
-        prompt (`str`, *optional*): Of each turn, with `{image}` and `{question}`.
+        prompt (`str`, *optional*): The text around each question, with `{image}` and `{question}`.
 
     Returns:
-        `tuple`: Two lists of as many `int`, in labels `NO_ANSWER` (-100) where no answer is.
+        `tuple`: Two lists of `int`, equally long. Labels are `NO_ANSWER` (-100) outside of answers.
     """
     tokenizer = processor.tokenizer
     # A PaliGemma's text starts after its image, and its answers on a line of their own.

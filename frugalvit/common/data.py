@@ -1,4 +1,4 @@
-"""Images to train and evaluate on, whatever they come from, in one form."""
+"""Images to train and evaluate on, from any source, in one form."""
 
 import glob
 from contextlib import contextmanager
@@ -30,19 +30,20 @@ def load_images(
     default_names: list[str] | None = None,
     streaming: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Images and, where there are any, labels.
+    """Load images and, where there are any, labels.
 
     Args:
         dataset (`str` or `list[str]`):
             A hub id (owner/name@revision, too), a folder of images, see `find_parts`, or of parquet files, parquet
             files (several, or with wildcards), or `"cifar10-subset"`, which ships with frugalvit.
-        split (`str`): Which part, slices such as `"train[:1000]"` included. Files given directly are "train".
+        split (`str`): Name of the part; slices such as `"train[:1000]"`, too. Files that are given directly are
+            "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
         image_column, label_column (`str`, *optional*): Their names, where the types do not tell.
         class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, where the data set has none, or the texts
             that are its labels, in their order.
         default_names (`list[str]`, *optional*): The same where neither `class_names` nor the data set say.
-        streaming (`bool`): Read as training goes, without a copy on disk.
+        streaming (`bool`): Whether images are read as training goes on, without a copy on disk.
 
     Returns:
         A `datasets.Dataset` (`IterableDataset` when streaming) with the columns `image`, not decoded, and `label`, a
@@ -63,8 +64,8 @@ def select_images(
     class_names: list[str] | None = None,
     default_names: list[str] | None = None,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """The columns of a table, of the name `dataset` in messages, that `load_images` returns; arguments and errors are
-    its own."""
+    """Return the columns of a table that `load_images` returns; `dataset` is the table's name in messages. Arguments
+    and errors are those of `load_images`."""
     loaded = table._resolve_features() if table.features is None else table
     features, streaming = loaded.features, isinstance(loaded, datasets.IterableDataset)
     image = find_image_column(features, image_column, dataset)
@@ -173,7 +174,7 @@ def names_in(split: str) -> list[str]:
 
 @contextmanager
 def _one_error(dataset, split: str | None = None):
-    """One clear error for what `datasets` raises when it loads a data set."""
+    """Within, an error that `datasets` raises when it loads a data set becomes a clear one of one line."""
     given = dataset if isinstance(dataset, str) else dataset[0]
     part = f"the split {split!r} of " if split else ""
     try:

@@ -1,4 +1,4 @@
-"""Image files to RGB, the same way wherever this package reads one."""
+"""Reading image files as RGB, in one way for the whole package."""
 
 import contextlib
 import io
@@ -59,7 +59,7 @@ ORIENTATION = ExifTags.Base.Orientation
 
 
 class ImageError(ValueError):
-    """Something wrong with an image of a data set, said in one line also where a worker found it."""
+    """An error about an image of a data set; its message is one line, also where a worker raised it."""
 
     def __init__(self, message: str):
         # DataLoader raises again what a worker raised, with the worker's whole traceback as the message.
@@ -72,28 +72,28 @@ class CorruptImageError(ImageError):
 
 
 def is_image_file(path: Path) -> bool:
-    """Whether a file looks like an image by its name; `._x.jpg`, which macOS leaves on foreign disks, does not."""
+    """Whether a file is an image by its name; `._x.jpg` and the like, which macOS leaves on disks, are not."""
     return path.suffix.lower() in IMAGE_ENDINGS and not path.name.startswith(".")
 
 
 def is_unread_picture(path: Path) -> bool:
-    """Whether a file looks by its name like a picture that is not read."""
+    """Whether a file is by its name a picture of a format that is not read."""
     return path.suffix.lower() in UNREAD_ENDINGS and not path.name.startswith(".")
 
 
 def made_by_machines(folder: str) -> bool:
-    """Whether a folder is called as those that machines make, whose images are not people's own."""
+    """Whether a folder has a name that machines give, so that its images are not people's own."""
     return folder.startswith(".") or folder.lower() in _MADE_BY_MACHINES or folder.lower().endswith(".lrdata")
 
 
 def open_image(file: str | Path | io.BytesIO) -> Image.Image:
-    """`PIL.Image.open` for the formats that are read, whatever a file is called."""
+    """`PIL.Image.open` for the formats that are read, whatever the file's name."""
     return Image.open(file, formats=FORMATS)
 
 
 def open_record(record: Mapping | Image.Image) -> Image.Image:
-    """The image, not yet decoded, of an undecoded `datasets` record: in its bytes, or at its path or address; of an
-    image, a copy."""
+    """Open the image of an undecoded `datasets` record, in its bytes or at its path or address, without decoding it.
+    Of a PIL image, return a copy."""
     if isinstance(record, Image.Image):
         return record.copy()
     path, encoded = record.get("path"), record.get("bytes")
@@ -110,7 +110,7 @@ def open_record(record: Mapping | Image.Image) -> Image.Image:
 def read_image(
     file: str | Path | io.BytesIO, max_pixels: int | None = None, at_least: tuple[int, int] | None = None
 ) -> Image.Image:
-    """The RGB image in a file, see `to_rgb`, upright.
+    """Read the RGB image in a file, upright, see `to_rgb`.
 
     Args:
         file (`str`, `Path` or `io.BytesIO`): The file.
@@ -138,9 +138,9 @@ def read_record(record: Mapping | Image.Image, at_least: tuple[int, int] | None 
 
 
 def _upright_rgb(image: Image.Image, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """RGB, turned as EXIF says, which `info["orientation"]` keeps: a mask may lie as the file does. Of an image that
-    is decoded at a lower resolution, `info["extent"]` is its width and height there, where not all of the last pixels
-    belong to it."""
+    """Decode an image to RGB and turn it as EXIF says. `info["orientation"]` keeps EXIF's number, as a mask may lie as
+    the file does. Of an image that is decoded at a lower resolution, `info["extent"]` is its width and height there;
+    its last row and column may belong to it in part."""
     orientation, extent = orientation_of(image), None
     if at_least:
         # From 5 on, what is wide in the file is high.
@@ -153,8 +153,8 @@ def _upright_rgb(image: Image.Image, at_least: tuple[int, int] | None = None) ->
 
 
 def _decode_smaller(image: Image.Image, at_least: tuple[int, int], parts: bool) -> tuple[float, float] | None:
-    """Let a JPEG that is not yet decoded be so at 1/8, 1/4 or 1/2, whatever first has so many pixels each way; with
-    `parts`, also where sides are no multiples of that, and their fractions are returned."""
+    """Let a JPEG be decoded at 1/8, 1/4 or 1/2, the first that has so many pixels each way. With `parts`, sides need
+    not be multiples of that, and their fractions are returned."""
     width, height = image.size
     for scale in (8, 4, 2):
         even = width % scale == 0 and height % scale == 0
@@ -165,23 +165,24 @@ def _decode_smaller(image: Image.Image, at_least: tuple[int, int], parts: bool) 
 
 
 def orientation_of(image: Image.Image) -> int:
-    """How EXIF says that an image lies: 1, as it is to be seen, to 8."""
+    """EXIF's number for the way in which an image lies, 1 (upright) to 8."""
     orientation = image.getexif().get(ORIENTATION)
     return orientation if orientation in range(2, 9) else 1
 
 
 def turned(image: Image.Image, orientation: int) -> Image.Image:
-    """An image that lies so, upright."""
+    """Turn an image of this EXIF orientation upright."""
     image = image.copy()
     image.getexif()[ORIENTATION] = orientation
     return ImageOps.exif_transpose(image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """An image of any mode as it is meant to be seen: transparency on white, and what is no 8-bit number scaled to 8.
+    """Convert an image of any mode to 8-bit RGB as it is meant to be seen, with transparent parts on white.
 
-    16-bit numbers have a range. That of 32-bit integers and of floats is not said in a file: it is the smallest of 0
-    to 1 (floats alone), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1 that holds all values.
+    Other numbers are scaled to 8 bits. 16-bit numbers have a known range. That of 32-bit integers and of floats is not
+    noted in a file: the smallest of 0 to 1 (floats alone), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1 that holds all
+    values is taken.
 
     Raises:
         ValueError: if values are negative or no numbers.

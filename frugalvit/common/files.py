@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, whenever the process dies, and take the place of nothing else."""
+"""Files and folders that appear whole or not at all, whenever the process dies, and replace nothing else."""
 
 import errno
 import glob
@@ -84,15 +84,15 @@ def check_file_path(path: str | os.PathLike) -> Path:
 
 
 def is_stream(path: str | os.PathLike) -> bool:
-    """Whether a path is a device, a pipe, a socket, or a file that the process has open (`/dev/stdout`): what is
-    written there goes through it, and nothing takes its place."""
+    """Whether a path is a device, a pipe, a socket, or a file that the process has open (`/dev/stdout`): it is written
+    to, and not replaced."""
     path = Path(path)
     opened = str(path.parent) in ("/dev", "/dev/fd") or Path("/proc") in path.parents
     return path.exists() and (opened or not path.is_file())
 
 
 def resolved(path: Path) -> Path:
-    """Where a path leads to, through symbolic links.
+    """The path that a path leads to, through symbolic links.
 
     Raises:
         OSError: if a link leads to itself.
@@ -111,8 +111,8 @@ def _beside(path: Path) -> tuple[Path, Path]:
 
 
 def permit_as_usual(*files: Path):
-    """Give files the permissions that new ones get where they lie: safetensors 0.8 leaves its own to the owner alone,
-    whatever the umask says."""
+    """Give files the permissions that new files get in their folder: safetensors 0.8 leaves its files to the owner
+    alone, whatever the umask."""
     usual = {}
     for folder in {file.parent for file in files}:
         probe = folder / f".{secrets.token_hex(4)}"
@@ -127,10 +127,10 @@ def permit_as_usual(*files: Path):
 
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
-    """A path to write to, with the ending of `path`; what is there takes its name if the block succeeds.
+    """A path to write to, with the ending of `path`. The file there takes the name `path` if the block succeeds.
 
-    A symbolic link stays and leads to the new file, whose permissions are those of the old one. Into what is no
-    regular file (`/dev/stdout`, a pipe) it is written.
+    A symbolic link stays and leads to the new file, whose permissions are those of the old one. A `path` that is no
+    regular file (`/dev/stdout`, a pipe) is written to.
     """
     path = Path(path)
     if is_stream(path):
@@ -204,7 +204,7 @@ def _parse(text: str, where: str):
 
 
 def misshapen(content, expected: type | dict) -> str | None:
-    """Why the content of a JSON file has not the shape that is expected, see `read_json`, if so."""
+    """The reason why the content of a JSON file has another shape than expected, see `read_json`, or None."""
     fields = expected if isinstance(expected, dict) else {}
     if fields and not isinstance(content, dict):
         return f"it is a {type(content).__name__}, not an object of names and values"
@@ -243,8 +243,8 @@ def write_json(path: str | os.PathLike, content):
 
 
 def forget_code(folder: Path):
-    """Let the configuration of a model folder, and of its processor, point at no source files (`auto_map`): none lie
-    beside it."""
+    """Remove `auto_map`, which points at source files, from the configurations of a model folder and its processor: no
+    source files lie beside them."""
     for name in ("config.json", "processor_config.json"):
         if not (folder / name).exists():
             continue
@@ -256,7 +256,7 @@ def forget_code(folder: Path):
 
 @contextmanager
 def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
-    """Says of what a disk does not take why, and how much room there is: libraries hide that.
+    """Within, an error in writing to a disk says why, and how much room there is: libraries hide that.
 
     Raises:
         OSError: in place of what was raised.
@@ -282,7 +282,8 @@ def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: str | os.PathLike, lock: Path | None = None) -> Iterator[bool]:
-    """Keeps others that ask for the same out of a folder, until this one leaves it or its process ends, killed or not.
+    """Within, other processes that ask for the same are kept out of a folder. The lock ends with the process at the
+    latest, also if that is killed.
 
     Args:
         folder (`str` or `os.PathLike`): The folder.
@@ -292,7 +293,7 @@ def locked(folder: str | os.PathLike, lock: Path | None = None) -> Iterator[bool
         `bool`: Whether others are kept out; some disks cannot.
 
     Raises:
-        ValueError: if another is in there, it says which; or if the file's name leads elsewhere.
+        ValueError: if another process is in there, which the message names; or if the file's name leads elsewhere.
         OSError: if the file cannot be made.
     """
     path = lock or Path(folder) / LOCK
@@ -419,7 +420,7 @@ def _check_free(output: Path, overwrite: bool):
 
 
 def strangers(folder: Path) -> list[str]:
-    """Names of what is in a folder and is no part of a model: notes, checkpoints, results, other folders."""
+    """Names of files and folders in a folder that are no part of a model: notes, checkpoints, results, others."""
     card = folder / "README.md"
     card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     rooms = (files(f"frugalvit.{room}") for room in ("configuration", "modeling"))
@@ -435,6 +436,6 @@ def strangers(folder: Path) -> list[str]:
 
 
 def _give_back(replaced: Path, output: Path):
-    """Its name to a folder that was to be replaced and was not."""
+    """Give its name back to a folder that was to be replaced and was not."""
     if replaced.exists() and not output.exists():
         replaced.rename(output)

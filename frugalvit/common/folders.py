@@ -1,4 +1,4 @@
-"""Folders of images: what lies in them, and which part of a data set each is."""
+"""Folders of images: their files, and the part of a data set that each is."""
 
 import functools
 import os
@@ -67,7 +67,7 @@ def find_parts(folder: str | Path) -> dict[str, list[str]]:
 
 
 def _parts_among(children: list[Path]) -> tuple[dict[Path, str], list[Path]]:
-    """Which folders beside each other are parts, by their names, and the others that hold images."""
+    """Folders that are parts of a data set by their names, with their splits, and the other folders with images."""
     named = {child: split for child in children if (split := part_called(child.name))}
     worded = {child: split for child in children if (split := part_called(child.name, _WORDS)) and child not in named}
     others = [child for child in children if child not in named | worded and next(image_files(child), None)]
@@ -80,7 +80,7 @@ def _parts_among(children: list[Path]) -> tuple[dict[Path, str], list[Path]]:
 
 
 def part_called(name: str, suffix: re.Pattern = _NUMBERS) -> str | None:
-    """The split that the name of a folder names, with numbers after it or without, or with what matches `suffix`."""
+    """The split that a folder's name stands for, with numbers after it or without, or with a match of `suffix`."""
     for split, pattern in PART_FOLDERS.items():
         if (found := pattern.match(name)) and suffix.fullmatch(name, found.end()):
             return split
@@ -96,8 +96,8 @@ def has_images(folder: Path) -> bool:
 
 
 def files_within(folder: str | Path, fits: Callable[[Path], bool]) -> Iterator[Path]:
-    """Files that are people's own in a folder and those within it, through symbolic links, too, which may not lead
-    round in circles; those whose names fit.
+    """Files whose names fit in a folder and in those within it, but for folders that machines make. Symbolic links are
+    followed, though not in circles.
 
     Raises:
         PermissionError: if a folder may not be looked into: its images would be missing without a word.
@@ -126,13 +126,13 @@ def image_files(folder: str | Path) -> Iterator[Path]:
 
 
 def parquet_files(folder: Path) -> list[Path]:
-    """The parquet files in a folder and those within it but for metadata of images."""
+    """The parquet files in a folder and those within it, but for metadata of images."""
     return list(files_within(folder, lambda path: path.suffix == ".parquet" and path.name not in METADATA_FILES))
 
 
 def images_within(folders: list[str]) -> list[tuple[str, str]]:
-    """Images in folders, in order: their paths in there, and their paths. Pictures that are not read are counted and
-    said."""
+    """Images in folders, in order, as pairs of the path within the folder and the whole path. Print how many pictures
+    are not read."""
     found, unread = [], []
     for folder in folders:
         for path in files_within(folder, lambda path: is_image_file(path) or is_unread_picture(path)):

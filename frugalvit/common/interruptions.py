@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that closes: what was begun is put away, and what was trained is saved."""
+"""Ctrl-C, SIGTERM and a terminal that closes: half-written files are removed, and trained weights are saved."""
 
 import os
 import signal
@@ -19,9 +19,8 @@ NOTED = "\nThe step under way is finished and saved first. Once more ends it at 
 
 @contextmanager
 def ended_by_signals() -> Iterator[list[int]]:
-    """A context in which each of `SIGNALS` ends what runs by an exception, `KeyboardInterrupt` or `SystemExit` with
-    128 and the signal's number, so that files that are half written are removed. Those that the process ignores
-    (`nohup`) stay ignored.
+    """Within, each of `SIGNALS` raises an exception, `KeyboardInterrupt` or `SystemExit` with 128 and the signal's
+    number, so that files that are half written are removed. Signals that the process ignores (`nohup`) stay ignored.
 
     Yields:
         `list[int]`: The signals that were received: some libraries turn an interruption into an error of their own.
@@ -45,7 +44,7 @@ def ended_by_signals() -> Iterator[list[int]]:
 
 
 def ending_of(error: BaseException, received: list[int]) -> int | None:
-    """The signal that ended what raised an error, if one did; `received` is what `ended_by_signals` yields."""
+    """The signal behind an error, None if there was none; `received` is the list that `ended_by_signals` yields."""
     if isinstance(error, KeyboardInterrupt):
         return signal.SIGINT
     if isinstance(error, SystemExit):
@@ -54,7 +53,7 @@ def ending_of(error: BaseException, received: list[int]) -> int | None:
 
 
 def leave_terminal(number: int):
-    """Write to nowhere where the terminal was closed: writing there would be an error."""
+    """If the terminal was closed, write to nowhere from now on: writing to it would be an error."""
     if number == getattr(signal, "SIGHUP", None):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.__stdout__, sys.__stderr__):
@@ -64,8 +63,8 @@ def leave_terminal(number: int):
 
 
 class Interruption:
-    """A context of a training in which the first of `SIGNALS` is noted. A second one ends the process as it did
-    before.
+    """Within, the first of `SIGNALS` is noted, for a training to end after its step. A second one ends the process as
+    ever.
 
     Outside the main thread, where Python allows no handlers, signals do what they always do.
     """
@@ -100,6 +99,7 @@ class Interruption:
 
 
 def leave_interruptions_to_the_main_process(_: int = 0):
-    """For a process that decodes images: Ctrl-C reaches it, too, and the main one still needs its images."""
+    """Ignore Ctrl-C in a process that decodes images: it reaches that, too, and the main process still needs its
+    images."""
     for number in SIGNALS.keys() - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)

@@ -30,7 +30,7 @@ def label_numbers(images: datasets.Dataset) -> np.ndarray:
 
 
 def name_labels(loaded, names: list[str] | None, default_names: list[str] | None):
-    """The labels as a `ClassLabel`."""
+    """Return a data set with its labels as a `ClassLabel`."""
     feature, streams = loaded.features["label"], isinstance(loaded, datasets.IterableDataset)
     names, default_names = (given and [compose(name) for name in given] for given in (names, default_names))
     if names is None and isinstance(feature, datasets.ClassLabel):
@@ -64,7 +64,7 @@ def name_labels(loaded, names: list[str] | None, default_names: list[str] | None
 
 
 def _compose_labels(images: datasets.Dataset) -> datasets.Dataset:
-    """Texts that are labels, with letters and accents in one, as names of classes are."""
+    """Compose letters and accents in texts that are labels, as in names of classes."""
     if all(label is None or label == compose(label) for label in images.unique("label")):
         return images
     labels = images.select_columns("label").with_format("arrow")[:]["label"]
@@ -81,8 +81,8 @@ def check_labels(images: datasets.Dataset, split: str):
 
 
 def say_if_few_classes(images: datasets.Dataset, part: str):
-    """Say that images are the first of a data set that is sorted by class, so that what is measured on them is of
-    those classes alone."""
+    """Print a note if images are the first of a data set that is sorted by class: numbers on them are about few
+    classes alone."""
     if "label" not in images.features or not len(images):
         return
     labels, names = label_numbers(images), class_names(images)
@@ -96,8 +96,8 @@ def say_if_few_classes(images: datasets.Dataset, part: str):
 
 
 def check_same_classes(names: list[str] | None, images):
-    """Raise a ValueError if images that are not trained on have labels of other classes than those, or in another
-    order."""
+    """Raise a ValueError if images to evaluate or test on have other classes than `names`, those of the training
+    images, or in another order."""
     others = None if images is None else class_names(images)
     if names and others and names != others:
         raise ValueError(

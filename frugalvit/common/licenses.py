@@ -24,7 +24,7 @@ LICENSES = frozenset(
 
 
 def license_problem(license) -> str | None:
-    """Why the hub does not take a license, if it does not: an identifier, or a list of several."""
+    """The reason why the hub does not take a license, an identifier or a list of several; None if it does."""
     for each in license if isinstance(license, list) else [license]:
         if isinstance(each, str) and each in LICENSES:
             continue

@@ -49,7 +49,7 @@ _UNREAD = frozenset({"pooler", "decoder", "mask_token"})
 
 
 def choose_device(name: str | None = None) -> torch.device:
-    """The device of that name, or an accelerator if there is one and the CPU otherwise.
+    """Return the device of that name, or without a name an accelerator if there is one, else the CPU.
 
     Raises:
         ValueError: if this machine has no such device.
@@ -68,7 +68,8 @@ def choose_device(name: str | None = None) -> torch.device:
 
 
 def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """A folder or hub id and what `from_pretrained` takes besides: `owner/name@revision` pins a branch, tag or commit.
+    """Split a folder or hub id from its revision, as arguments of `from_pretrained`: `owner/name@revision` pins a
+    branch, tag or commit.
 
     Raises:
         ValueError: if nothing follows the `@`.
@@ -124,14 +125,14 @@ def load_exported(
     outputs: list[str],
     part: str | None = None,
 ) -> ExportedModule:
-    """A program that `frugalvit export` wrote.
+    """Load a program that `frugalvit export` wrote.
 
     Args:
         name (`str` or `os.PathLike`): Its folder.
         device (`str` or `torch.device`, *optional*): The CPU, where it runs here.
         trust_remote_code (`bool`): Load programs that can run any code, those of torch.
-        kind (`str`): What it is loaded as, for messages.
-        outputs (`list[str]`): Some of what it is to compute.
+        kind (`str`): Kind of model that is expected, for messages.
+        outputs (`list[str]`): Outputs of which the program has to compute one at least.
         part (`str`, *optional*): The program, of several; the one that sees images if not given.
 
     Raises:
@@ -151,8 +152,8 @@ def load_vision_model(
     """Load a vision transformer to bootstrap from or a SparseFormer to go on with, for inference, in float32, and its
     image processor.
 
-    What pretraining alone needs (a decoder, a mask token) and a pooler after [CLS] are left out: weights of these may
-    be missing or left over.
+    Parts that pretraining alone needs (a decoder, a mask token) and a pooler after [CLS] are left out: their weights
+    may be missing or left over.
 
     Args:
         name (`str` or `os.PathLike`): A folder that `save_pretrained` or timm wrote or a hub id, of a vision
@@ -261,7 +262,7 @@ def load_image_processor(name: str | os.PathLike, trust_remote_code: bool, kind:
 
 
 def problem_with(image_processor) -> str | None:
-    """Why an image processor cannot prepare images, if it cannot; one is tried."""
+    """The reason why an image processor cannot prepare images, found by trying one; None if it can."""
     for attribute in ("size", "crop_size", "pad_size"):
         numbers = getattr(image_processor, attribute, None)
         try:
@@ -283,11 +284,11 @@ def problem_with(image_processor) -> str | None:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in a folder's safetensors files, of which headers alone are read.
+    """Names and shapes of the tensors in a folder's safetensors files, of which only the headers are read.
 
     Raises:
-        ValueError: if a file is none.
-        PermissionError: if it may not be read.
+        ValueError: if a file is no safetensors file.
+        PermissionError: if a file may not be read.
     """
     shapes = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -304,12 +305,13 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_folder(folder: Path, kind: str):
-    """Refuse a folder without a model in it, or whose configuration is none, or speaks of more than its weights can
-    hold, before a model of such a size is made: no layer is without weights, and no width or number of tokens beyond
-    all of them. What is no folder is the hub's.
+    """Check that a folder holds a model whose configuration fits its weights, before a model of such a size is made.
+
+    Each layer needs weights, and no width or number of tokens can be larger than all of them together. A path that is
+    no folder is left to the hub.
 
     Raises:
-        ValueError: if it does.
+        ValueError: if there is no model in the folder, its configuration cannot be read, or does not fit the weights.
     """
     if not folder.is_dir():
         return
@@ -371,7 +373,7 @@ def load_pretrained(
         name (`str` or `os.PathLike`): A folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
         device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
         trust_remote_code (`bool`): Run code that comes with the model.
-        kind (`str`): What it should be, with its article, for messages.
+        kind (`str`): Kind of model that is expected, with an article, for messages.
         choose_class (`Callable`): The class to load it with, given its configuration.
         unread (`frozenset[str]`, *optional*): Parts, by name, that are not used: their weights may be missing or left
             over, and a pooler is left out where it can be.
@@ -436,8 +438,8 @@ def check_complete(
     kind: str,
     unread: frozenset[str] = frozenset(),
 ):
-    """Raise a ValueError if what `from_pretrained` reports says that weights lack, are left over or have other shapes;
-    arguments as in `load_pretrained`."""
+    """Raise a ValueError if weights are missing, left over or of other shapes, as the `report` of `from_pretrained`
+    says; other arguments as in `load_pretrained`."""
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     for problem, keys in (
         ("lacks", report["missing_keys"]),
@@ -456,7 +458,8 @@ def check_complete(
 
 @contextmanager
 def one_error(name: str | os.PathLike, kind: str):
-    """One clear error for what loading a model, or a part of it, raises, and nothing from Transformers besides."""
+    """Within, an error in loading a model, or a part of it, becomes a clear one of one line, and Transformers prints
+    nothing besides."""
     try:
         with _quiet_transformers():
             yield
@@ -493,7 +496,7 @@ def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
 
 @contextmanager
 def _quiet_transformers():
-    """Without Transformers' progress bar and report: errors say what matters."""
+    """Within, Transformers shows no progress bar and no report: errors say what matters."""
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

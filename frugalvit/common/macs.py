@@ -1,4 +1,4 @@
-"""How many multiply-accumulates a model needs for one image."""
+"""Multiply-accumulates of a model for one image."""
 
 from itertools import chain
 from typing import NamedTuple
@@ -29,9 +29,9 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
         num_channels (`int`, *optional*, defaults to 3): Channels of the image.
 
     Returns:
-        `Macs`: Of all tokens through all blocks, as the papers count; a classifier that reads [CLS] alone may compute
-        less (`output_tokens` of `SparseFormerModel`). `macs` leaves out attention's two products (queries with keys,
-        weights with values), as many counters do; `macs_with_attention` counts everything. SparseFormer's mixing
+        `Macs`: The count for all tokens through all blocks, as in the papers; a classifier that reads [CLS] alone may
+        compute less (`output_tokens` of `SparseFormerModel`). `macs` leaves out attention's two products (queries with
+        keys, weights with values), as many counters do; `macs_with_attention` counts everything. SparseFormer's mixing
         products are in both.
     """
     with FlopCounterMode(display=False) as counter:

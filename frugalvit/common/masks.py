@@ -1,4 +1,4 @@
-"""Images with masks: pairs found and read, and the views that training for segmentation shows of them.
+"""Images with masks: finding and reading pairs, and views of them for segmentation.
 
 A mask is a `(height, width)` uint8 tensor of class numbers; 255 does not count.
 """
@@ -59,18 +59,19 @@ def load_masked_images(
     mask_column: str | None = None,
     streaming: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Images and their masks.
+    """Load images and their masks.
 
     Args:
         dataset (`str` or `list[str]`):
             A hub id, parquet files or a folder of them, with a column of images and one of masks; or a folder with
             `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` as ADE20K has it (`masks` or `labels` too, and
             without SPLIT where there is one part).
-        split (`str`): Which part; of files, slices such as `"train[:100]"` too.
+        split (`str`): Name of the part; of files, slices such as `"train[:100]"`, too.
         name (`str`, *optional*): Configuration of a hub data set that has several.
         image_column, mask_column (`str`, *optional*): Their names, where there are more than two columns of images or
             no column is called "image".
-        streaming (`bool`): Read as training goes, without a copy on disk; not of folders of pairs.
+        streaming (`bool`): Whether images are read as training goes on, without a copy on disk; not of folders of
+            pairs.
 
     Returns:
         `datasets.Dataset` (`IterableDataset` when streaming) with the columns `image` and `mask`, not decoded.
@@ -111,8 +112,8 @@ def load_masked_images(
 
 
 def _pair_splits(images: Path) -> dict[str, list[str]]:
-    """Folders of a folder of images by split: those called like a part (`train`, `training`, `train2017`, …) by that
-    one's name, others by their own; without folders, all is "train"."""
+    """The folders in a folder of images, by split. A folder that is called like a part (`train`, `training`,
+    `train2017`, …) has the part's name, another one its own. Without folders, all images are "train"."""
     folders = [folder.name for folder in subfolders(images) if next(image_files(folder), None)]
     splits = {}
     for folder in folders:
@@ -125,7 +126,7 @@ def _images_in(folder: Path) -> list[Path]:
 
 
 def _by_loss(files: list[Path]) -> list[Path]:
-    """Pictures that a mask cannot be, as they do not keep numbers, before those that it can be."""
+    """Sort pictures so that those of lossy formats, which cannot be masks, come first."""
     return sorted(files, key=lambda path: path.suffix.lower() not in LOSSY)
 
 
@@ -189,14 +190,14 @@ class MaskReader:
         self.table = table.astype(np.uint8)
 
     def __call__(self, record: dict, index: int, size: tuple[int, int], orientation: int = 1) -> torch.Tensor:
-        """The mask of an undecoded `datasets` record, for an upright image of this width and height.
+        """Read the mask of an undecoded `datasets` record, for an upright image of this width and height.
 
         Args:
             record (`dict`): Bytes or path of the mask.
-            index (`int`): The image's, for errors.
+            index (`int`): The image's index, for errors.
             size (pair of `int`): Width and height of the image, upright.
-            orientation (`int`, *optional*, defaults to 1): How the image lies in its file, see `orientation_of`. A
-                mask that says nothing of its own lies as the image does if its size tells so.
+            orientation (`int`, *optional*, defaults to 1): The image's orientation in its file, see `orientation_of`.
+                A mask without one of its own has the image's, if its size tells so.
 
         Raises:
             CorruptImageError: if it cannot be read.
@@ -248,8 +249,8 @@ class MaskReader:
 def resize_pair(
     image: Image.Image, mask: torch.Tensor, size: list[int], interpolation: InterpolationMode
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An image as a tensor and its mask, resized as torchvision does, the mask to the nearest *centers*: its other
-    mode, and what it does to `tv_tensors.Mask`, is half a pixel off the image."""
+    """Resize an image, to a tensor, and its mask as torchvision does. The mask takes the nearest *centers*:
+    torchvision's other mode, which it uses for `tv_tensors.Mask`, is half a pixel off the image."""
     pixels = v2.functional.resize(v2.functional.pil_to_tensor(image), size, interpolation, antialias=True)
     return pixels, v2.functional.resize(mask[None], size, InterpolationMode.NEAREST_EXACT)[0]
 
@@ -266,14 +267,15 @@ def part_of_strip(image: Image.Image, mask: torch.Tensor) -> tuple[Image.Image, 
 
 
 class SegmentationView(View):
-    """Training for segmentation: random resize, crop, flip and photometric distortion, the same for image and mask.
+    """Views for training segmentation: random resize, crop, flip and photometric distortion, alike for image and mask.
 
     Args:
-        image_format (`ImageFormat`): What the model takes; its size is that of the crop.
+        image_format (`ImageFormat`): The images that the model takes; their size is that of the crop.
         read_mask (`MaskReader`): Reads the masks.
-        scale (`tuple[float, float]`): Shorter side of the resized image, in shorter sides of the crop.
-        max_share (`float`): Crops in which one class has a larger share of what counts are drawn anew, up to 10 times;
-            with 1, none are.
+        scale (`tuple[float, float]`): Lowest and highest shorter side of the resized image, in shorter sides of the
+            crop.
+        max_share (`float`): Largest share that one class may have of the pixels that count. Other crops are drawn
+            anew, up to 10 times; with 1, none are.
         flip (`float`): Probability of a horizontal flip.
         distort (`float`): Probability of each change of brightness, contrast, saturation and hue.
     """
@@ -321,7 +323,7 @@ class SegmentationView(View):
 
 
 class SegmentationEvalView(View):
-    """Image and mask resized to the model's size, without chance."""
+    """Views for evaluating segmentation: image and mask, resized to the model's size."""
 
     def __init__(self, image_format: ImageFormat, read_mask: MaskReader):
         self.formats, self.read_mask = {"pixel_values": image_format}, read_mask

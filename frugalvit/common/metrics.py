@@ -8,8 +8,8 @@ from accelerate import Accelerator
 
 
 def negative_log_likelihood(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed over images: minus the logarithm of the probability of all right classes together, which is the
-    cross-entropy where one is right.
+    """Return the sum over images of minus the logarithm of the probability of all right classes together. If one class
+    is right, that is the cross-entropy.
 
     Args:
         logits (`torch.Tensor`): `(batch, classes)`.

@@ -1,4 +1,4 @@
-"""Models and data sets as others may read of them: by their ids on the hub, and never by where they lie here."""
+"""Names of models and data sets that others may read: ids on the hub, and never places on this machine."""
 
 import os
 import re
@@ -26,22 +26,23 @@ def is_hub_id(name: str) -> bool:
 
 
 def is_place(name: str) -> bool:
-    """Whether a model or a data set is named by where it lies on this machine."""
+    """Whether the name of a model or a data set is a place on this machine."""
     return name.startswith(("/", "~", "./", "../")) or os.path.exists(name)
 
 
 def without_place(name: str) -> str:
-    """A name whose path, all of it or what follows a colon (`open_clip:local-dir:FOLDER`), is its last part alone."""
+    """A name with its path shortened to the last part; the path is all of it, or follows a colon
+    (`open_clip:local-dir:FOLDER`)."""
     head, colon, path = name.rpartition(":")
     return f"{head}{colon}{Path(path).name}" if is_place(path) else name
 
 
 def portable_command(command: str, data_sets: Iterable[str]) -> str:
-    """A command line as others can give it: without the places of files and folders on this machine.
+    """A command line that others can give: without the places of files and folders on this machine.
 
     Args:
         command (`str`): The command line, quoted as for a shell.
-        data_sets (iterable of `str`): Which of its arguments name images.
+        data_sets (iterable of `str`): Those of its arguments that name images.
     """
     own = {name for name in data_sets if is_place(name)}
 

@@ -1,4 +1,4 @@
-"""Which arithmetic the machine is fast at."""
+"""Arithmetic that the machine is fast at."""
 
 import functools
 import time
@@ -28,15 +28,16 @@ def choose_mixed_precision(device: torch.device) -> str:
 def bfloat16_is_fast() -> bool:
     """Whether the CPUs multiply bfloat16 matrices `WORTHWHILE` times as fast as float32 ones.
 
-    It is measured, for some 50 ms: of CPUs that say they can, one was 8 times as fast, another 100 times slower.
+    It is measured, in some 50 ms: of two CPUs with such instructions, one was 8 times as fast, the other 100 times
+    slower.
     """
     # Where bfloat16 is emulated, a large product takes seconds; a small one shows it.
     return _speed_of_bfloat16(128) > 0.5 and _speed_of_bfloat16(512) > WORTHWHILE
 
 
 def _speed_of_bfloat16(size: int, rounds: int = 6) -> float:
-    """How many times as fast as in float32 a product of two square matrices is, in the time of its own thread: others
-    may use the machine, too."""
+    """The speed of a product of two square bfloat16 matrices relative to float32. It is measured in the time of the
+    thread itself, as others may use the machine, too."""
     seconds = {torch.float32: [], torch.bfloat16: []}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

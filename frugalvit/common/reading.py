@@ -1,4 +1,4 @@
-"""Image files to pixel values, by threads, and no larger than a model looks: what commands and applications share."""
+"""Reading image files as pixel values, by threads, at no higher resolution than a model reads."""
 
 import math
 import os
@@ -24,19 +24,18 @@ MOST_THREADS = 8
 class Reader:
     """Prepares images for a model as its image processor does, from images that may be decoded at a lower resolution.
 
-    Where bootstrapping can follow an image processor (`ImageFormat.from_processor`), images are resized and cropped as
-    bootstrapping does it, as 8-bit numbers, and normalized as a batch. Others, and all with `exact`, go through the
-    image processor, one by one.
+    If bootstrapping can follow the image processor (`ImageFormat.from_processor`), images are resized and cropped as
+    in bootstrapping, as 8-bit numbers, and normalized as a batch. Otherwise, and always with `exact`, they go through
+    the image processor, one by one.
 
     Args:
-        image_processor: A Transformers image processor, or what is called like one.
+        image_processor: A Transformers image processor, or a function that is called like one.
         share (`float`, *optional*, defaults to 1.0): The part of the resized image's pixels, each way, that the model
             reads, see `share_read`.
         exact (`bool`, *optional*, defaults to `False`): Decode images whole, and ask the image processor.
 
     Attributes:
-        at_least (pair of `int`, *optional*): What `read_image` and others are to be given: width and height that
-            suffice.
+        at_least (pair of `int`, *optional*): Width and height that suffice, for `read_image` and others.
     """
 
     def __init__(self, image_processor, share: float = 1.0, exact: bool = False):
@@ -52,20 +51,21 @@ class Reader:
         self.at_least = tuple(math.ceil(share * length) for length in self.view.at_least)
 
     def pixels(self, image: Image.Image) -> torch.Tensor:
-        """An RGB image to what `batch` stacks, of a size that is the same for all."""
+        """Prepare an RGB image for `batch`; all have the same size afterwards."""
         if self.format is None:
             return prepare_images(self.image_processor, [image])[0]
         return self.view(image)["pixel_values"]
 
     def batch(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Pixel values `(batch, channels, height, width)`, float32, of what `pixels` returned."""
+        """Make pixel values, `(batch, channels, height, width)` float32, of images that `pixels` returned."""
         pixels = torch.stack(list(pixels))
         return pixels if self.format is None else self.format.normalize(pixels)
 
 
 def share_read(model: nn.Module, num_tokens: int | None = None) -> float:
-    """The part of an image's rows and columns that a model reads, up to 1: of a SparseFormer whose tokens embed the
-    patches of a grid, the pixels that their points are, `grid * patch_size`, of `image_size`; of other models all.
+    """The part of an image's rows and columns that a model reads, up to 1. For a SparseFormer whose tokens embed the
+    patches of a grid, it is `grid * patch_size`, the pixels of their points, divided by `image_size`; for other
+    models, it is 1.
 
     Args:
         model (`nn.Module`): Any model.
@@ -83,7 +83,8 @@ def share_read(model: nn.Module, num_tokens: int | None = None) -> float:
 
 
 def count_threads(num_workers: int = 0) -> int:
-    """Threads that decode: so many, or, of 0, one for each CPU that the process may use, up to `MOST_THREADS`."""
+    """Number of threads that decode: `num_workers`, or, if that is 0, one for each CPU that the process may use, up to
+    `MOST_THREADS`."""
     if num_workers > 0:
         return num_workers
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -93,7 +94,7 @@ def count_threads(num_workers: int = 0) -> int:
 def read_ahead(
     read: Callable[[Item], Result], items: Iterable[Item], ahead: int, num_workers: int = 0
 ) -> Iterator[tuple[Item, Future]]:
-    """Items in order, each with the future of what `read` makes of it in a thread: its `result()`, or what it raised.
+    """Yield items in order, each with the future of `read(item)`, which runs in a thread.
 
     Args:
         read (`Callable`): Takes an item; several threads call it.

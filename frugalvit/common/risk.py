@@ -1,4 +1,4 @@
-"""Promises about images that were not seen, from images that were: Learn then Test.
+"""Promises about images that were not seen, made from images that were: Learn then Test.
 
 Angelopoulos, Bates, Candès, Jordan and Lei, *Learn then Test: Calibrating Predictive Algorithms to Achieve Risk
 Control* (2021). Conformal risk control (Angelopoulos et al. 2022) bounds the risk on average over calibrations, so
@@ -17,9 +17,10 @@ CONFIDENCES = [1 - index / 1_000 for index in range(1_001)]
 
 
 def most_wrong(images: int, risk: float, certainty: float) -> int:
-    """The largest number of wrong answers in so many images with which the risk is at most `risk` with that certainty:
-    if it were larger, so few wrong ones would be found with a probability of 1 - certainty at most (the exact binomial
-    tail, section 2.2 of the paper). -1 if even none is not enough."""
+    """The largest number of wrong answers among `images` with which the risk is at most `risk`, with that certainty.
+
+    If the risk were larger, so few wrong answers would be found with a probability of 1 - certainty at most (the exact
+    binomial tail, section 2.2 of the paper). -1 if even no wrong answer is not enough."""
     wrong, tail = -1, 0.0
     while wrong < images:
         count = wrong + 1
@@ -32,7 +33,8 @@ def most_wrong(images: int, risk: float, certainty: float) -> int:
 
 
 def stop_when_sure(logits: Mapping[int, torch.Tensor], confidence: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels and looks, `(images,)` int64 each, of what `classify_adaptively` does, from the logits of all looks.
+    """Labels and numbers of looks, `(images,)` int64 each, with which `classify_adaptively` ends, from the logits of
+    all looks.
 
     Args:
         logits (mapping of `int` to `torch.Tensor`): By number of tokens, in the order of the looks, `(images,
@@ -56,14 +58,15 @@ def choose_confidence(
     certainty: float,
     confidences: Sequence[float] = CONFIDENCES,
 ) -> float | None:
-    """The least confidence at which labels differ from the reference for at most a share `risk` of images, with a
-    certainty, of images that are drawn as these were; `None` if there is none.
+    """The least confidence at which, with that certainty, labels differ from the reference for at most a share `risk`
+    of images that are drawn as these were; `None` if there is none.
 
     Args:
         logits: As in `stop_when_sure`.
         reference (`torch.Tensor`): `(images,)`, the labels that count.
         risk, certainty (`float`): Above 0 and below 1.
-        confidences (sequence of `float`, *optional*): Falling; chosen before images were looked at.
+        confidences (sequence of `float`, *optional*): Confidences to try, falling; they have to be chosen before
+            images are looked at.
     """
     wrong = torch.stack([stop_when_sure(logits, confidence)[0] != reference for confidence in confidences])
     last = last_safe(wrong, risk, certainty)
@@ -71,8 +74,8 @@ def choose_confidence(
 
 
 def last_safe(wrong: torch.Tensor, risk: float, certainty: float) -> int | None:
-    """The last choice before one fails (fixed sequence testing, section 2.3 of the paper), so that trying many costs
-    nothing; `None` if the first does.
+    """The last choice before the first that fails, `None` if that is the first one (fixed sequence testing, section
+    2.3 of the paper). Trying many choices in this order costs no certainty.
 
     Args:
         wrong (`torch.Tensor`): `(choices, images)` bool, the safest choice first.

@@ -65,7 +65,7 @@ def _find_in_folder(folder: Path) -> dict:
 
 
 def _rows_with_images(table: Path) -> int:
-    """Rows of a parquet file with a column of images, else 0."""
+    """Number of rows of a parquet file that has a column of images; 0 for others."""
     try:
         with pq.ParquetFile(table) as file:
             return file.metadata.num_rows if image_columns(features_of(file.schema_arrow), sure=True) else 0
@@ -75,9 +75,9 @@ def _rows_with_images(table: Path) -> int:
 
 
 def _parts_of_tables(folder: Path, tables: Sequence[Path]) -> dict[str, list[str]]:
-    """The parquet files of a folder by split, which names of files and folders in there tell (`train-00000.parquet`);
-    without any such name, all of them are "train". Other words may stand beside such a name (`cifar10-train`) where
-    every file has one."""
+    """The parquet files of a folder, by split. Names of files and folders in there tell it (`train-00000.parquet`);
+    other words may stand beside it (`cifar10-train`) if every file has one. Without any such name, all files are
+    "train"."""
     names = {path: path.relative_to(folder).with_suffix("").parts for path in tables}
     named = {path: next(filter(None, map(part_called, parts)), None) for path, parts in names.items()}
     words = {path: [word for part in parts for word in re.split(r"[-._ ]", part)] for path, parts in names.items()}

@@ -1,4 +1,4 @@
-"""How fast models are, side by side."""
+"""Speeds of models, side by side."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def images_per_second(
     models: Mapping[str, nn.Module], pixel_values: torch.Tensor, rounds: int = 20, limit: float = math.inf
 ) -> dict[str, float]:
-    """Images per second of models on one batch, the median of interleaved rounds.
+    """Measure the images per second of models on one batch, the median of interleaved rounds.
 
     The models take turns, so that a machine whose speed drifts treats them alike and ratios hold.
 
@@ -23,7 +23,8 @@ def images_per_second(
         models (mapping of `str` to `nn.Module`): Models in evaluation mode, on the batch's device.
         pixel_values (`torch.Tensor`): `(batch, channels, height, width)`.
         rounds (`int`, *optional*, defaults to 20): Timed passes of each model, after 2 that are not counted.
-        limit (`float`, *optional*): Seconds after which no further round begins; of 2 the second one counts.
+        limit (`float`, *optional*): Seconds after which no further round begins; if there were 2 rounds, the second
+            one counts.
 
     Returns:
         `dict[str, float]`: Images per second under the models' names.
@@ -45,15 +46,15 @@ def images_per_second(
 
 
 def duration(seconds: float) -> str:
-    """How long something takes, roughly, as a person says it."""
+    """A duration in words, rounded as a person rounds it."""
     if seconds < 10:
         return "a few seconds"
     return f"{5 * round(seconds / 5)} seconds" if seconds < 90 else f"{round(seconds / 60)} minutes"
 
 
 class MatrixProduct(nn.Module):
-    """Multiplies two square matrices, whatever it is given: among the models of `images_per_second`, what the machine
-    can do in that run.
+    """Multiplies two square matrices, whatever its input. Among the models of `images_per_second`, it shows the speed
+    that the machine has in that run.
 
     Args:
         size (`int`): Rows and columns; a multiplication has `macs`, `size` to the third.
@@ -70,8 +71,8 @@ class MatrixProduct(nn.Module):
 
 
 class OwnProducts(nn.Module):
-    """A model's own products of matrices on a batch, convolutions as such products, and nothing else: what is left of
-    a model that spends no time between them. Matrices are random, each product has its own weights.
+    """A model's own products of matrices on a batch, convolutions as such products, and nothing else: a model that
+    spends no time between them. Matrices are random, and each product has its own weights.
 
     Args:
         model (`nn.Module`): In evaluation mode.
@@ -96,7 +97,7 @@ class OwnProducts(nn.Module):
 
 
 class _ProductShapes(TorchDispatchMode):
-    """Notes (batch, rows, inner, columns) of the products of matrices that run under it."""
+    """A mode that notes the shapes (batch, rows, inner, columns) of the products of matrices that run within it."""
 
     def __init__(self):
         super().__init__()
@@ -132,10 +133,10 @@ def measure(
         macs (mapping of `str` to `int`): Multiply-accumulates of each model for one image, `None` if not known.
 
     Returns:
-        `list[dict]`: For each model `row`, its name, `batch_size`, `images_per_second`, `times_first`, the ratio to
-        the first model, `of_matrix_rate`, its multiply-accumulates a second as a share of those of a large product of
-        matrices in the same dtype, and `of_own_products`, the same as a share of its own products run alone, most of
-        which are smaller; `None` where they are not known.
+        `list[dict]`: For each model `row`, its name; `batch_size`; `images_per_second`; `times_first`, the ratio to
+        the first model; `of_matrix_rate`, its multiply-accumulates a second as a share of those of a large product of
+        matrices in the same dtype; and `of_own_products`, the same as a share of its own products run alone, most of
+        which are smaller. `None` stands for numbers that are not known.
     """
     device = pixel_values.device
     # Large enough to take long beside what starting a product on an accelerator takes.

@@ -24,19 +24,20 @@ HELD_BACK_SHARE, MOST_HELD_BACK = 0.1, 5_000
 def load_splits(
     data, learns_labels: bool = False
 ) -> tuple[datasets.Dataset | datasets.IterableDataset, datasets.Dataset | None, datasets.Dataset | None]:
-    """The images to train on, to evaluate on and to test on that `DataArguments` tell, see `load_parts`.
+    """Load the images to train on, to evaluate on and to test on that `DataArguments` name, see `load_parts`.
 
-    Labels of -1, as in ImageNet's test split, or none at all are no labels: images to evaluate on of which some lack
-    theirs (of a recipe that learns from labels, all) count as unlabeled, which is printed.
+    A label of -1, as in ImageNet's test split, is no label. Images to evaluate on count as unlabeled if some lack
+    their label (if all do, for a recipe that learns from labels), which is printed.
 
     Args:
-        data (`DataArguments`): What the command line says; `data.evaluated` and `data.tested` are filled.
-        learns_labels (`bool`, *optional*, defaults to `False`): Whether the recipe learns from the labels, which then
-            have to be there, and of all classes that are evaluated. Of a stream that is not known.
+        data (`DataArguments`): The command's options; `data.evaluated` and `data.tested` are filled in.
+        learns_labels (`bool`, *optional*, defaults to `False`): Whether the recipe learns from the labels. Then all
+            training images need one, and all classes that are evaluated need training images; of a stream that is not
+            known.
 
     Raises:
-        ValueError: as `load_images` and `load_parts`; if the two have different classes; or, of a recipe that learns
-            from labels, if some lack.
+        ValueError: as `load_images` and `load_parts`; if parts have different classes; or, for a recipe that learns
+            from labels, if some are missing.
     """
     options = {
         "name": data.dataset_config,
@@ -95,20 +96,21 @@ def load_splits(
 
 
 def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
-    """The images to train on, those to evaluate on and those to test on, which are never streamed, or `None`.
+    """Load the images to train on, those to evaluate on and those to test on. The latter two are never streamed, and
+    `None` if there are none.
 
-    Without `--eval-split`, images to evaluate on are the first of `EVALUATION_SPLITS` that is there, if possible one
-    with labels; the images of an `--eval-dataset` without such a split; or else a part of the training images that is
-    held back, see `hold_back`, which is printed. Where there is a split for validation beside "test", the best epoch
-    is chosen on that, and "test" is what it is tested on.
+    Without `--eval-split`, images to evaluate on are those of the first of `EVALUATION_SPLITS` that is there, if
+    possible one with labels; or all images of an `--eval-dataset` without such a split; or else a part of the training
+    images that is held back, see `hold_back`, which is printed. If there is a split for validation beside "test", the
+    best epoch is chosen on the former and tested on the latter.
 
     Args:
-        data (`ImageArguments`): What the command line says; `data.evaluated` and `data.tested` are filled.
-        load: Takes data set, split, and `streaming` as a keyword, to images.
-        names_of_splits: Takes a data set to the names of its splits.
+        data (`ImageArguments`): The command's options; `data.evaluated` and `data.tested` are filled in.
+        load (`Callable`): Returns images, given a data set, a split, and `streaming` as a keyword.
+        names_of_splits (`Callable`): Returns the names of the splits of a data set.
 
     Raises:
-        ValueError: as what is called, and if nothing can be held back.
+        ValueError: as these functions, and if nothing can be held back.
     """
     train = load(data.dataset, data.train_split, streaming=data.streaming)
     source, data.evaluated, data.tested = data.eval_dataset or data.dataset, data.eval_split, None
@@ -147,11 +149,11 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
 
 
 def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Images to train on and images to evaluate on: a tenth, at most 5,000, of each class its share, chosen at random
-    but always the same. The only image of a class stays with training.
+    """Split images into those to train on and those to evaluate on: a tenth, at most 5,000, with each class's share.
+    They are chosen at random, but always the same. The only image of a class stays with training.
 
     Raises:
-        ValueError: if there are too few.
+        ValueError: if there are too few images.
     """
     generator = torch.Generator().manual_seed(random_seed(len(images), ORDER))
     order = torch.randperm(len(images), generator=generator).numpy()
@@ -171,7 +173,8 @@ def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Data
 
 
 def load_first_labeled(splits: list[str], load: Callable) -> tuple[datasets.Dataset, str]:
-    """The images of the first split that has labels or masks, or if none has them of the first, and which it is."""
+    """Load the images of the first split that has labels or masks, or of the first split if none has, and return them
+    and the split's name."""
     first = None
     for split in splits:
         images = load(split)
@@ -186,28 +189,32 @@ def _is_labeled(images: datasets.Dataset) -> bool:
 
 
 def default_split(dataset: str | list[str], name: str | None = None) -> str:
-    """The split to evaluate on where none is named: the first of `EVALUATION_SPLITS` that the data set has, or else
-    "train", all of it."""
+    """The split to evaluate on if none is named: the first of `EVALUATION_SPLITS` that the data set has, or else all
+    of "train"."""
     return next(iter(evaluation_splits(split_names(dataset, name))), "train")
 
 
 def evaluation_splits(splits: list[str]) -> list[str]:
-    """Which of a data set's splits are there to evaluate on, the first choice first."""
+    """The splits of a data set that are for evaluation, the first choice first."""
     return [split for split in EVALUATION_SPLITS if split in splits]
 
 
 def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
-    """The images to train on, to evaluate on and to test on, and what a trained classifier calls each of their
-    classes, `None` where there are no labels: they are left out where nothing learns from them and the classifier does
-    not know them, which is printed.
+    """Match the labels of images to a classifier's classes.
+
+    If the classifier does not know the labels, and the recipe does not learn from them, they are left out, which is
+    printed.
 
     Args:
-        parts: What `load_splits` returns.
-        id2label (`Mapping[int, str]`, *optional*): The classifier's classes; `None` where there is no classifier.
+        parts (`tuple`): Images to train on, to evaluate on and to test on, as `load_splits` returns them.
+        id2label (`Mapping[int, str]`, *optional*): The classifier's classes; `None` if there is no classifier.
         learns_labels (`bool`): Whether the recipe learns from the labels.
 
+    Returns:
+        `tuple`: The three parts, and the classifier's number of each class, `None` if there are no labels.
+
     Raises:
-        ValueError: if it does, and the classifier does not know all of them.
+        ValueError: if the recipe learns from the labels, and the classifier does not know all of them.
     """
     names = next(filter(None, (class_names(part) for part in parts if part is not None)), None)
     if id2label is None or names is None:

@@ -9,8 +9,8 @@ _REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 def printable(text: str) -> str:
-    """A text of others, such as a label or a file's name, in one line that says nothing else to a terminal: control
-    characters, line breaks and bytes that are no text become escapes."""
+    """Escape control characters, line breaks and bytes that are no text in a text of others, such as a label or a
+    file's name: it is then one line, and cannot command the terminal."""
     return "".join(
         character.encode("unicode_escape").decode()
         if character in _REORDERING or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
@@ -20,7 +20,7 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line: the first of its message, or its name."""
+    """An error in one line: the first line of its message, or its type's name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -30,9 +30,9 @@ def shortened(names: list[str]) -> str:
 
 
 def format_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows under the keys of all; texts to the left, numbers to the right, `None` and what a row lacks as a dash.
+    """Format rows as a table under the keys of all rows. Texts stand at the left, numbers at the right.
 
-    Integers get thousands separators, floats four significant digits.
+    Integers have thousands separators, floats four significant digits. `None` and missing values are a dash.
     """
     texts = _columns(rows)
     cells = [[_format(row.get(column)) for column in texts] for row in rows]

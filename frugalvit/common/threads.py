@@ -1,4 +1,4 @@
-"""How threads that compute wait for each other."""
+"""Waiting of threads that compute for each other."""
 
 import os
 

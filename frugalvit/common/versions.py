@@ -19,7 +19,7 @@ def origin() -> dict[str, dict]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter, and the commit of frugalvit where it runs from a clone."""
+    """Versions of Python and of the packages that matter, and frugalvit's commit if it runs from a clone."""
     packages = ("frugalvit", "torch", "torchvision", "transformers", "accelerate", "datasets")
     found = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
     return found | ({"commit": commit()} if commit() else {})

@@ -1,8 +1,8 @@
-"""Views of images: what a recipe shows a model of an image, as a function of (seed, epoch, image index) alone.
+"""Views of images. The view of an image in training is a function of (seed, epoch, image index) alone.
 
-Workers, processes and the batch that an image lands in change nothing, so a run resumes exactly and a later run can
-regenerate the very same views. Geometry and color are torchvision v2 transforms under a random state that is set for
-the sample and put back after it; pixels stay uint8 until a whole batch is normalized at once, on the device.
+It depends neither on workers and processes nor on the batch, so that a run resumes exactly and a later run can make
+the very same views again. Geometry and color are torchvision's v2 transforms, under a random state that is set for the
+sample and restored after it. Pixels stay uint8 until a whole batch is normalized at once, on the device.
 """
 
 import functools
@@ -31,8 +31,7 @@ VIEW, MIX, ORDER, SHUFFLE, CAPTION = range(5)
 
 
 def vision_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part of a configuration that says which images a model takes: of a CLIP or a LLaVA that of its tower, of
-    others all."""
+    """The part of a configuration that is about images: that of the tower of a CLIP or a LLaVA, else all of it."""
     vision = getattr(config, "vision_config", None)
     return vision if isinstance(vision, PreTrainedConfig) else config
 
@@ -160,10 +159,11 @@ class ImageFormat:
         )
 
     def _as_done(self, processor) -> "ImageFormat":
-        """This format with the normalization, order of channels and shorter side that a processor turns out to have.
+        """This format, corrected by the normalization, order of channels and shorter side that a processor turns out
+        to have.
 
         Raises:
-            ValueError: if its pixels are others all the same.
+            ValueError: if the processor's pixels still differ.
         """
         name, size = type(processor).__name__, PICTURE
         square = (min(PICTURE), min(PICTURE))
@@ -199,7 +199,8 @@ class ImageFormat:
         )
 
     def _normalized_as(self, name: str, flat: Sequence[torch.Tensor]) -> "ImageFormat":
-        """This format, normalized as a processor did with black, white and red; as it says where that is the same."""
+        """This format with the normalization that a processor has applied to black, white and red, unless it is the
+        one that it names."""
         mean, std, reverse = _normalization(name, flat)
         values = torch.tensor([mean, std], dtype=torch.float64)
         if not reverse and torch.allclose(values, values.new_tensor([self.mean, self.std]), rtol=1e-4, atol=1e-4):
@@ -238,18 +239,18 @@ class ImageFormat:
         return [min(max(round(255 * value), 0), 255) for value in self.mean]
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
-        """`(batch, channels, height, width)` uint8 to normalized float32, where the pixels are."""
+        """Normalize pixels, `(batch, channels, height, width)` uint8, to float32, on their device."""
         mean, std = (_channels(tuple(values), pixels.device) for values in (self.mean, self.std))
         pixels = pixels.float().mul_(1 / 255).sub_(mean).div_(std)
         return pixels.flip(-3) if self.reverse_channels else pixels
 
     def denormalize(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Normalized images to red, green and blue, 0..1."""
+        """Turn normalized images back into red, green and blue, 0..1."""
         mean, std = (_channels(tuple(values), pixel_values.device) for values in (self.mean, self.std))
         return (pixel_values.flip(-3) if self.reverse_channels else pixel_values) * std + mean
 
     def convert(self, pixel_values: torch.Tensor, source: "ImageFormat") -> torch.Tensor:
-        """Normalized images of another format in this one."""
+        """Convert normalized images of the format `source` to this one."""
         if source.size != self.size:
             pixel_values = v2.functional.resize(pixel_values, list(self.size), self.interpolation, antialias=True)
         if source.reverse_channels:
@@ -264,7 +265,7 @@ class ImageFormat:
 
 
 def _number_of_filter(resample: int | str) -> int:
-    """PIL's number of an interpolation, which timm names."""
+    """PIL's number of an interpolation, given timm's name."""
     names = {"nearest": 0, "bilinear": 2, "bicubic": 3}
     if (number := names.get(resample, resample)) not in names.values():
         raise ValueError(f"The model's images are resized by {resample!r}; expected PIL's {names}, by name or number.")
@@ -272,11 +273,11 @@ def _number_of_filter(resample: int | str) -> int:
 
 
 def _normalization(name: str, flat: Sequence[torch.Tensor]) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
-    """Mean and standard deviation of red, green and blue, of values in 0..1, and whether channels are reversed, of
-    what an image processor made of `_flat_pictures`.
+    """Mean and standard deviation of red, green and blue, of values in 0..1, and whether channels are reversed, from
+    the pixel values that an image processor made of `_flat_pictures`.
 
     Raises:
-        ValueError: if it made the same of black and of white.
+        ValueError: if those of black and of white are the same.
     """
     low, high, red = (pixels[:, pixels.shape[-2] // 2, pixels.shape[-1] // 2].double() for pixels in flat)
     scale = high - low
@@ -298,13 +299,13 @@ PICTURE = (360, 240)
 
 
 def _flat_pictures(size: tuple[int, int]) -> list[Image.Image]:
-    """Black, white and red ones, which tell how pixels are normalized."""
+    """Black, white and red pictures, which show how pixels are normalized."""
     return [Image.new("RGB", size, color) for color in ("black", "white", "red")]
 
 
 @functools.cache
 def _test_picture(size: tuple[int, int]) -> Image.Image:
-    """Waves and tiles in three colors, each its own."""
+    """A picture of waves and tiles, other ones in each color."""
     y, x = np.mgrid[0 : size[1], 0 : size[0]] * (240 / min(size))
     waves = [128 + 60 * np.sin(x / 17 + y / 31), 128 + 80 * np.cos(x / 23 - y / 13), 90 + 70 * np.sin((x + y) / 9)]
     tiles = ((x // 14 + y // 11) % 2) * 40
