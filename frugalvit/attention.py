@@ -1,4 +1,4 @@
-"""`frugalvit attention`: how the heads of vision transformers attend, before and after training."""
+"""`frugalvit attention`: the attention of vision transformers' heads, before and after training."""
 
 import argparse
 import copy
@@ -48,11 +48,11 @@ class LayerStatistics:
 
     Args:
         layer (`int`): Its number, from 1.
-        stable_rank (`float`): Of the layer's output, see `stable_rank`.
-        entropy (`list[float]`): Of each head's attention, averaged over queries, in nats; at most log(tokens).
+        stable_rank (`float`): Stable rank of the layer's output, see `stable_rank`.
+        entropy (`list[float]`): Entropy of each head's attention, averaged over queries, in nats; at most log(tokens).
         offset (list of pairs of `int`): The relative position (dy, dx), at most two away, to which each head attends
             most; empty where tokens lie on no grid.
-        mass (`list[float]`): Attention there, averaged over the positions that have it within the grid.
+        mass (`list[float]`): Attention to that position, averaged over the tokens that have it within the grid.
         maps (`torch.Tensor`): `(heads, tokens, tokens)` attention of queries (rows) to keys, [CLS] and the like first;
             `None` for convolutional layers.
     """
@@ -133,11 +133,11 @@ def _models(arguments: argparse.Namespace, names: Sequence[str]):
 
 
 def own_start(folder: str, model: PreTrainedModel, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A model of `frugalvit train` or `frugalvit joint` as its training began: drawn again with the run's seed and
-    options, so that the two differ by training alone.
+    """Return a model of `frugalvit train` or `frugalvit joint` as it was before training. It is drawn again with the
+    run's seed and options, so that the two differ by training alone.
 
     Args:
-        folder (`str`): The run's, or that of one of the two within a run of `frugalvit joint`.
+        folder (`str`): The run's folder, or that of one of the two models of a run of `frugalvit joint`.
         model (`PreTrainedModel`): The trained model.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Run code that comes with the model that the run went on from, whatever the run was told.
@@ -186,19 +186,19 @@ def _rows(measured: dict[str, list[LayerStatistics]], layers: Sequence[int]) -> 
 
 
 def stable_rank(matrices: torch.Tensor) -> torch.Tensor:
-    """The sum of the squared singular values over the largest one (Remark 1 of Zheng et al.), `(…, rows, columns)` to
-    `(…)`; 1 to the rank."""
+    """Stable rank of matrices, `(…, rows, columns)` to `(…)`, from 1 to the rank: the sum of the squared singular
+    values divided by the largest one (Remark 1 of Zheng et al.)."""
     values = torch.linalg.svdvals(matrices.float()).square()
     return values.sum(-1) / values.amax(-1)
 
 
 @torch.no_grad()
 def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -> list[LayerStatistics]:
-    """How a model's layers attend to images, and the stable rank of what they hand on.
+    """Measure the attention of a model's layers to images, and the stable rank of their outputs.
 
     Args:
         model (`PreTrainedModel`): A vision transformer of Transformers or of this package; of convolutional models,
-            the stable rank is measured alone.
+            only the stable rank is measured.
         batches (iterable of `torch.Tensor`): Pixel values `(batch, channels, height, width)`.
 
     Returns:
@@ -251,7 +251,7 @@ def _add(sums: dict, key, value: torch.Tensor):
 
 
 def patch_grid(config) -> tuple[int, int] | None:
-    """Height and width in patches, where tokens are patches."""
+    """Rows and columns of patches, if tokens are patches, else None."""
     patch = getattr(config, "patch_size", None)
     if patch is None:
         return None
@@ -279,12 +279,12 @@ def _statistics(layer: int, means: dict, grid: tuple[int, int] | None) -> LayerS
 def draw_attention(
     measured: dict[str, list[LayerStatistics]], layers: Sequence[int], heads: Sequence[int] | None = (1,)
 ) -> Figure:
-    """Attention maps, a row for a layer; for each model and head the whole map and its upper left corner, 48 queries
-    and keys, enlarged (figures 3 to 6 of Zheng et al.). The colors of each map reach up to its largest values, but at
-    least ten times what uniform attention gives.
+    """Draw attention maps, a row for each layer. For each model and head there are the whole map and its upper left
+    corner, 48 queries and keys, enlarged (figures 3 to 6 of Zheng et al.). The colors of a map reach up to its largest
+    values, but at least up to ten times uniform attention.
 
     Args:
-        measured (`dict`): What `measure_attention` returns, by the name of the model.
+        measured (`dict`): The statistics of `measure_attention`, by the name of the model.
         layers (sequence of `int`): Layers to draw, from 1.
         heads (sequence of `int`, *optional*, defaults to `(1,)`): Heads to draw, from 1; `None` draws their average.
 
@@ -358,11 +358,11 @@ def draw_attention(
 
 
 def draw_entropy(measured: dict[str, list[LayerStatistics]]) -> Figure:
-    """Entropy of attention by layer: a dot for every head, a line through the layers' means, and what uniform
-    attention has. High entropy is dense attention (section 3 of Hyeon-Woo et al.).
+    """Draw the entropy of attention by layer: a dot for every head, a line through the layers' means, and that of
+    uniform attention. High entropy is dense attention (section 3 of Hyeon-Woo et al.).
 
     Args:
-        measured (`dict`): What `measure_attention` returns, by the name of the model.
+        measured (`dict`): The statistics of `measure_attention`, by the name of the model.
 
     Returns:
         `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`.

@@ -1,4 +1,4 @@
-"""`frugalvit benchmark`: images a second of models, side by side, and how near that is to what the machine can do."""
+"""`frugalvit benchmark`: images a second of models, side by side, and beside the speed that the machine can have."""
 
 import json
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def build_model(name: str, trust_remote_code: bool = False) -> nn.Module:
-    """A model by name, with random weights, or an exported one; of a CLIP or a LLaVA, the image side.
+    """Make a model by name, with random weights, or load an exported one; of a CLIP or a LLaVA, the image side.
 
     Raises:
         ValueError: if there is no such model.
@@ -86,7 +86,7 @@ def build_model(name: str, trust_remote_code: bool = False) -> nn.Module:
 
 
 def image_size_of(model: nn.Module) -> tuple[int, int, int]:
-    """Channels, height and width of what a model takes."""
+    """Channels, height and width of the images that a model takes."""
     if hasattr(model, "default_cfg"):
         return tuple(model.default_cfg["input_size"])
     config = vision_config_of(model.config)
@@ -107,9 +107,9 @@ def measure_all(
     Args:
         models (`dict[str, nn.Module]`): Models in evaluation mode; they are moved and cast.
         image_size (`tuple[int, int, int]`): Channels, height and width.
-        batch_sizes (`list[int]`), dtypes (`list[torch.dtype]`), device (`str`): What is measured, where.
-        rounds (`int`): Timed passes of each model; of smaller batches than the largest in proportion more.
-        compiled (`bool`): Each model compiled, too, as another row.
+        batch_sizes (`list[int]`), dtypes (`list[torch.dtype]`), device (`str`): Each combination is measured.
+        rounds (`int`): Timed passes of each model; in proportion more for batches that are smaller than the largest.
+        compiled (`bool`): Whether each model is also measured compiled, as another row.
     """
     macs = {
         name: model.report.get("macs")

@@ -1,4 +1,4 @@
-"""`frugalvit budget`: how many tokens a model can afford on this machine."""
+"""`frugalvit budget`: the number of tokens that a model can afford on this machine."""
 
 import argparse
 import functools
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def budget_of(arguments: argparse.Namespace) -> Budget | None:
-    """The one that the arguments set, if they do."""
+    """The budget that the arguments set, None if they set none."""
     if arguments.latency is not None:
         milliseconds = 1000 * arguments.latency
         return Budget("latency (ms)", milliseconds, f"{milliseconds:.4g} ms a batch of {arguments.batch_size}")
@@ -121,7 +121,7 @@ def budget_of(arguments: argparse.Namespace) -> Budget | None:
 
 
 def source_folder(name: str) -> Path:
-    """Where the files of a model lie that was loaded."""
+    """The folder with the files of a model that was loaded."""
     if (folder := Path(name).expanduser()).is_dir():
         return folder
     hub_id, revision = split_revision(name)
@@ -129,11 +129,11 @@ def source_folder(name: str) -> Path:
 
 
 def find_teacher(given: str | None, source: Path, device: str) -> Anatomy | None:
-    """The teacher that is given, or else the one that the training or the card in a folder names, if it is on this
-    machine.
+    """Load the teacher that is given, or else the one that the training or the card in a folder names, if it is on
+    this machine.
 
     Raises:
-        ValueError: if the one that is given is no vision transformer.
+        ValueError: if the given teacher is no vision transformer.
     """
     if given:
         return load_teacher(str(checkpoint_path(given)) if given in shipped_checkpoints() else given, device)[0]
@@ -229,7 +229,7 @@ def scores_of(source: Path, rows: list[dict[str, object]]) -> list[dict[str, flo
 
 
 def scored_on(source: Path) -> str | None:
-    """Of which images the scores are, as the training or the card in a folder says."""
+    """The images that scores were measured on, in words, from the training or the card in a folder."""
     results = read_results(source)
     images, arguments = results.get("images") or {}, results.get("arguments") or {}
     for part in PARTS:
@@ -243,7 +243,7 @@ def scored_on(source: Path) -> str | None:
 
 
 def read_table(text: str, name: str) -> dict[int, float]:
-    """A card's table with a column `num_tokens` and one of that name, whose numbers may be percentages."""
+    """Read a card's table with a column `num_tokens` and one of that name, whose numbers may be percentages."""
     scores = {}
     for table in re.findall(r"(?:^\|.*\|\n?)+", text, re.MULTILINE):
         header, *rows = ([cell.strip("` ") for cell in line.split("|")[1:-1]] for line in table.splitlines())
@@ -261,7 +261,7 @@ def choose(rows: list[dict[str, object]], budget: Budget) -> dict[str, object]:
     """The row with most tokens that is within the budget.
 
     Raises:
-        ValueError: if none is; the message says how near the nearest is.
+        ValueError: if no row is within the budget; the message says how near the nearest one is.
     """
     students = [row for row in rows if row["model"] != "teacher"]
     for row in reversed(students):
@@ -287,7 +287,7 @@ def measured(row: dict[str, object], budget: Budget) -> str:
 
 
 def describe(settings: dict[str, object]) -> str:
-    """How the rows were measured, in a sentence."""
+    """The circumstances under which rows were measured, in a sentence."""
     count = settings["threads"]
     threads = f", {count} thread{'' if count == 1 else 's'}" if settings["device"] == "cpu" else ""
     scores = f" Accuracy or alignment is what the training noted, on {settings['scored_on']}."
@@ -298,8 +298,8 @@ def describe(settings: dict[str, object]) -> str:
 
 
 def save(model: PreTrainedModel, num_tokens: int, source: Path, folder: Path):
-    """Fill a folder with a model's files, weights to the bit, that computes with so many tokens where a call chooses
-    none."""
+    """Fill a folder with the files of a model that computes with so many tokens in calls that choose none; weights
+    stay the same to the bit."""
     model.set_num_tokens(num_tokens)
     copy_with_configuration(model, source, folder)
     if model.config.model_type in ("sparseformer_llava", "sparseformer_paligemma"):
@@ -308,7 +308,7 @@ def save(model: PreTrainedModel, num_tokens: int, source: Path, folder: Path):
 
 
 def copy_with_configuration(model: PreTrainedModel, source: Path, folder: Path):
-    """Fill a folder with a model's files, weights to the bit, and its configuration as it is now."""
+    """Fill a folder with a model's files and its present configuration; weights stay the same to the bit."""
     names = {path.name for path in source.iterdir() if path.is_file()}
     for name in names - NOT_IN_REPOSITORY(source, names):
         shutil.copyfile(source / name, folder / name)

@@ -1,4 +1,4 @@
-"""`frugalvit calibrate`: how sure a model must be with few tokens, so that more would seldom say something else."""
+"""`frugalvit calibrate`: the confidence that few tokens need, so that more tokens would seldom give another label."""
 
 import json
 import re
@@ -87,12 +87,12 @@ def images_without_labels(arguments) -> datasets.Dataset:
 def look(
     model: PreTrainedModel, reader: Reader, images: datasets.Dataset, counts: list[int], **reading
 ) -> dict[int, torch.Tensor]:
-    """Logits of images with each number of tokens, `(images, labels)` float32 on the CPU.
+    """Compute the logits of images with each number of tokens, `(images, labels)` float32 on the CPU.
 
     Args:
         model (`SparseFormerForImageClassification`): The classifier.
-        reader (`Reader`): What turns `PIL.Image` into pixel values.
-        images (`datasets.Dataset`): What `load_images` returns.
+        reader (`Reader`): Turns `PIL.Image` into pixel values.
+        images (`datasets.Dataset`): Images, as `load_images` returns them.
         counts (list of `int`): Numbers of tokens.
         reading: `batch_size` and others of `image_batches`.
     """
@@ -132,18 +132,18 @@ def calibrate(
     certainty: float,
     reference: str,
 ) -> dict[str, object]:
-    """The confidence that few tokens need, and what that saves on the images it was found on.
+    """Find the confidence that few tokens need, and the savings on the images that it is found on.
 
     Args:
         model (`SparseFormerForImageClassification`): The classifier.
-        logits (mapping of `int` to `torch.Tensor`): What `look` returns.
-        labels (`torch.Tensor`): `(images,)`, those that count.
-        disagreement, certainty (`float`): See `choose_confidence`.
-        reference (`str`): Whose labels these are.
+        logits (mapping of `int` to `torch.Tensor`): The logits of `look`, by number of tokens.
+        labels (`torch.Tensor`): The labels that count, `(images,)`.
+        disagreement, certainty (`float`): `risk` and `certainty` of `choose_confidence`.
+        reference (`str`): Source of the labels, in words.
 
     Returns:
-        `dict`: `calibration`, for the configuration; `shares`, of images by their last look; `macs` of an image on
-        average, and `saved`, how many times as many the last look alone needs.
+        `dict`: `calibration`, for the configuration; `shares` of images, by their last number of tokens; `macs` of an
+        image on average; and `saved`, the ratio of the last look's alone to them.
 
     Raises:
         ValueError: if there is no such confidence.

@@ -1,7 +1,7 @@
 """The `frugalvit` command: finds the module that a command names and turns user errors into one clear line.
 
-Every command's module has `main(argv)` and is imported only when it runs, after its options were read: what these are
-is in a module of `options/` beside it, which imports little.
+Every command's module has `main(argv)`. It is imported only when it runs, after its options were read: they are in a
+module of `options/` beside it, which imports little.
 """
 
 import argparse
@@ -52,7 +52,7 @@ COMMANDS = {
 
 
 def options_of(command: str) -> ModuleType:
-    """The module of a command's options: `make_parser()`, and `parse(argv)`, which ends the process where they are
+    """The module of a command's options, with `make_parser()` and `parse(argv)`, which ends the process if options are
     wrong."""
     package, _, name = COMMANDS[command][0].rpartition(".")
     return importlib.import_module(f"{package}.options.{name}")

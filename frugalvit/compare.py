@@ -1,4 +1,5 @@
-"""`frugalvit compare`: students beside their teacher and what that can do with less, in accuracy, speed and memory."""
+"""`frugalvit compare`: students beside their teacher, and beside the teacher with less to compute, in accuracy, speed
+and memory."""
 
 import argparse
 import functools
@@ -123,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def split_name(text: str) -> tuple[str, str]:
-    """NAME and FOLDER of `NAME=FOLDER`.
+    """Split `NAME=FOLDER` into NAME and FOLDER.
 
     Raises:
         ValueError: if one is missing.
@@ -136,7 +137,7 @@ def split_name(text: str) -> tuple[str, str]:
 
 @dataclass
 class Images:
-    """Images to judge by, `names` of their classes, if they have labels, and images to learn from, if they are
+    """Images to judge by, the `names` of their classes, if they have labels, and images to learn from, if they are
     needed."""
 
     test: datasets.Dataset
@@ -146,7 +147,7 @@ class Images:
 
 
 def choose_images(arguments: argparse.Namespace, has_backbones: bool) -> Images:
-    """The images that the arguments name. Those to learn from are read where embeddings are to be judged."""
+    """Load the images that the arguments name. Those to learn from are loaded if embeddings are to be judged."""
     test, split = read_evaluated(arguments)
     labeled = "label" in test.features and bool((label_numbers(test) >= 0).any())
     if labeled and (arguments.features or has_backbones):
@@ -166,7 +167,7 @@ def choose_images(arguments: argparse.Namespace, has_backbones: bool) -> Images:
 
 
 def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
-    """So many images, chosen at random, in their order; all where there are fewer or no limit is given."""
+    """Choose `limit` images at random, in their order; all if there are fewer or no limit is given."""
     if limit is None or limit >= len(images):
         return images
     generator = torch.Generator().manual_seed(seed)
@@ -191,22 +192,22 @@ def compare(
 
     Args:
         contenders (sequence of `Contender`): The teacher first, all on one device and in float32.
-        test (`datasets.Dataset`): Images to judge by, what `load_images` returns.
+        test (`datasets.Dataset`): Images to judge by, as `load_images` returns them.
         train (`datasets.Dataset`, *optional*): Images with labels of the same classes, from which neighbors and linear
             probes learn. Without it, these are not measured.
         features (`bool`): Leave out classifiers.
         batch_size, num_workers, skip_corrupt: As in `image_batches`.
-        seed (`int`): Of what is held back for linear probes.
-        precisions (sequence of `str`): Of `PRECISIONS`; models are left in the last of them.
+        seed (`int`): Chooses the images that are held back for linear probes.
+        precisions (sequence of `str`): Some of `PRECISIONS`; models are left in the last of them.
         rounds (`int`): Timed passes of each model in batches; of single images `MORE_ROUNDS` times as many.
-        memory (`bool`): Measure memory, too.
+        memory (`bool`): Whether memory is measured, too.
 
     Returns:
-        `list[dict]`: For each contender `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`; of
-        each measure among `accuracy` (the classifier's), `linear_accuracy` and `neighbor_accuracy` itself, `…_error`,
-        its standard error, `…_difference` from the teacher and `…_difference_error`, that of the paired difference;
-        `cosine`, the mean with the teacher's embedding; `images_per_second` by precision and batch size; and
-        `memory`, what `peak_memory` says.
+        `list[dict]`: For each contender `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`.
+        Of the measures `accuracy` (the classifier's), `linear_accuracy` and `neighbor_accuracy`, those that there are,
+        each with `…_error`, its standard error, `…_difference` from the teacher and `…_difference_error`, that of the
+        paired difference. `cosine`, the mean with the teacher's embedding; `images_per_second` by precision and batch
+        size; and `memory`, see `peak_memory`.
 
     Raises:
         ValueError: if a classifier's classes are not the data set's, or no image can be read.
@@ -255,15 +256,15 @@ def compare(
 def foretell(
     contenders: Sequence[Contender], costs: Sequence[int], images: int, rounds: int, memory: bool
 ) -> dict[str, float]:
-    """Seconds that each part of a comparison takes, from how long the largest contender needs for a few images: what
-    does not fit into memory fails with these.
+    """Estimate the seconds of each part of a comparison, from the time that the largest contender takes for a few
+    images. A model that does not fit into memory fails here.
 
     Args:
-        contenders (sequence of `Contender`): All.
+        contenders (sequence of `Contender`): All contenders.
         costs (sequence of `int`): Their multiply-accumulates for an image.
-        images (`int`): That all look at.
+        images (`int`): Number of images.
         rounds (`int`): Timed passes in batches, of all precisions.
-        memory (`bool`): Whether that is measured, too.
+        memory (`bool`): Whether memory is measured, too.
     """
     largest = contenders[max(range(len(costs)), key=costs.__getitem__)]
     pixels = torch.zeros(FIRST_IMAGES, 3, *largest.image_size, device=largest.device)
@@ -321,8 +322,8 @@ class _Readers:
 def embed_all(
     contenders: Sequence[Contender], images: datasets.Dataset, **reading
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Embeddings by each contender, `(draws, images, embedding_size)`, float32, on the CPU, and the indices of the
-    images that could be read. An image is decoded once."""
+    """Embed images by each contender, `(draws, images, embedding_size)` float32 on the CPU, and return the embeddings
+    and the indices of the images that could be read. An image is decoded once."""
     readers, embeddings, indices = _Readers(contenders), [[] for _ in contenders], []
     for pixel_values, batch in image_batches(readers, images, **reading):
         for contender, chosen, found in zip(contenders, readers.of, embeddings, strict=True):
@@ -345,9 +346,10 @@ def learns(
     """Whether a linear probe and 20 nearest neighbors are right, `(images,)` each, the mean over draws.
 
     Args:
-        embeddings, known (`torch.Tensor`): `(draws, images, embedding_size)` to judge by and to learn from.
-        labels, known_labels (`torch.Tensor`): `(images,)` of both.
-        seed (`int`, *optional*, defaults to 0): Of what is held back for the probe.
+        embeddings, known (`torch.Tensor`): Embeddings to judge by and to learn from, `(draws, images,
+            embedding_size)`.
+        labels, known_labels (`torch.Tensor`): Labels of both, `(images,)`.
+        seed (`int`, *optional*, defaults to 0): Chooses the images that are held back for the probe.
     """
     classes = known_labels.unique()
     right = {"linear_accuracy": [], "neighbor_accuracy": []}
@@ -359,7 +361,7 @@ def learns(
 
 
 def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None) -> dict[str, float | None]:
-    """The mean and its standard error, and those of the difference from the teacher on the same images."""
+    """The mean of a score and its standard error, and those of the difference from the teacher on the same images."""
     difference = None if teacher is None else right - teacher
     return {
         name: right.mean().item(),
@@ -370,12 +372,12 @@ def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None)
 
 
 def standard_error(values: torch.Tensor) -> float | None:
-    """Of the mean; none of a single value."""
+    """Standard error of the mean; None for a single value."""
     return values.std().item() / len(values) ** 0.5 if len(values) > 1 else None
 
 
 def mean_cosine(embeddings: torch.Tensor, teacher: torch.Tensor) -> float | None:
-    """Mean cosine of embeddings `(draws, images, embedding_size)` with the teacher's; none where sizes differ."""
+    """Mean cosine of embeddings, `(draws, images, embedding_size)`, with the teacher's; None if sizes differ."""
     if embeddings.shape[-1] != teacher.shape[-1]:
         return None
     return F.cosine_similarity(embeddings, teacher.mean(0), dim=-1).mean().item()
@@ -396,7 +398,7 @@ def macs_of(contender: Contender) -> int:
 def measure_speeds(
     contenders: Sequence[Contender], precisions: Sequence[str], rounds: int = 10
 ) -> list[dict[str, dict[str, float]]]:
-    """Images a second of each contender, by precision and batch size; their passes take turns."""
+    """Measure images a second of each contender, by precision and batch size; their passes take turns."""
     found = [{precision: {} for precision in precisions} for _ in contenders]
     times = {size: rounds * (MORE_ROUNDS if size == 1 else 1) for size in BATCH_SIZES}
     # Two passes of each model are not counted.
@@ -417,17 +419,17 @@ def measure_speeds(
 
 
 def _call(model, own_images: torch.Tensor, progress: tqdm, _):
-    """Each model has images of its own size."""
+    """Run a model on images of its own size, in the place of those that are timed, and show progress."""
     progress.update()
     return model(own_images)
 
 
 def peak_memory(load: Callable[[], Contender], batch_size: int = BATCH_SIZES[-1]) -> int:
-    """Bytes that a contender and a pass with a batch take at their most, measured in a process of its own: on CUDA
-    what PyTorch allocates, otherwise by how much the process grows.
+    """Measure the most bytes that a contender and a pass with a batch take, in a process of its own: on CUDA the bytes
+    that PyTorch allocates, otherwise the growth of the process.
 
     Args:
-        load (`Callable`): Makes the contender; picklable.
+        load (`Callable`): Makes the contender; it has to be picklable.
         batch_size (`int`, *optional*, defaults to 32): Images of the pass.
     """
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -449,7 +451,7 @@ def _peak_memory(load: Callable[[], Contender], batch_size: int) -> int:
 
 
 def _largest_resident() -> int:
-    """Bytes of memory that this process has held at its most."""
+    """The most bytes of memory that this process has held."""
     status = Path("/proc/self/status")
     if status.is_file():
         # Linux's getrusage begins with what the process held that started this one.
@@ -501,10 +503,10 @@ def describe(settings: Mapping[str, object]) -> str:
 
 
 def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, float] = (6.0, 4.0)) -> Figure:
-    """How good contenders are over how fast, a line for each method, with standard errors.
+    """Draw the scores of contenders over their speeds, a line for each method, with standard errors.
 
     Args:
-        rows (sequence of `Mapping`): What `compare` returns, the teacher first.
+        rows (sequence of `Mapping`): The rows of `compare`, the teacher first.
         size (pair of `float`, *optional*, defaults to `(6.0, 4.0)`): Width and height in inches.
 
     Returns:
@@ -577,10 +579,10 @@ _PLACES = (
 
 
 def _label_directly(axes: Axes, labels: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]):
-    """Write a text of a color beside one of its points each, where it covers no line and no other text.
+    """Write each text in its color beside one of its points, where it covers no line and no other text.
 
     Args:
-        axes (`Axes`): With its lines drawn.
+        axes (`Axes`): Axes in which the lines are drawn already.
         labels (sequence): Text, color and points, the first choice first.
     """
     axes.figure.draw_without_rendering()

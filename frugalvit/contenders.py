@@ -33,18 +33,20 @@ class Contender:
     """A model that is compared with others.
 
     Args:
-        name (`str`): What its row is called.
-        method (`str`): What it was made by; those of one method are a line of the picture.
-        model (`nn.Module`): Called with pixel values `(batch, 3, height, width)`; what is timed and counted.
-        embed (`Callable`): Pixel values to the embedding `(batch, embedding_size)`, comparable with the teacher's.
-        image_processor: What turns `PIL.Image` into pixel values.
-        image_size (pair of `int`): Height and width that the model takes. Where the image processor's are others, they
-            are resized by antialiased bilinear interpolation.
-        classifier (`Callable`, *optional*): The embedding to logits `(batch, classes)`.
+        name (`str`): Name of its row.
+        method (`str`): Name of the method that made it; contenders of one method are a line of the picture.
+        model (`nn.Module`): The module that is timed and counted, called with pixel values `(batch, 3, height,
+            width)`.
+        embed (`Callable`): Takes pixel values to the embedding `(batch, embedding_size)`, comparable with the
+            teacher's.
+        image_processor: Turns `PIL.Image` into pixel values.
+        image_size (pair of `int`): Height and width in pixels that the model takes. If the image processor makes
+            others, images are resized by antialiased bilinear interpolation.
+        classifier (`Callable`, *optional*): Takes the embedding to logits `(batch, classes)`.
         id2label (`dict`): Names of the classes.
-        tokens (`int`, *optional*): In its blocks, [CLS] and registers counted.
-        parameters (`int`, *optional*): Of what sees images; those of `model` if not given.
-        draws (`int`): How often an image is embedded where chance has a part; results are averaged.
+        tokens (`int`, *optional*): Tokens in its blocks, [CLS] and registers counted.
+        parameters (`int`, *optional*): Number of parameters of the image side; those of `model` if not given.
+        draws (`int`): Number of times that an image is embedded, if chance has a part; results are averaged.
         load (`Callable`, *optional*): Makes the contender again, in another process; it has to be picklable. Without
             it, memory is not measured.
     """
@@ -81,7 +83,7 @@ class Vision(nn.Module):
     """An embedding and the classifier that reads it, if there is one, as one module.
 
     Args:
-        source (`nn.Module`): Whose weights they are.
+        source (`nn.Module`): The model that has the weights.
         embed (`Callable`), classifier (`Callable`, *optional*): As of a `Contender`.
     """
 
@@ -96,7 +98,7 @@ class Vision(nn.Module):
 
 
 def load_teacher(folder: str, device: str | None = None, trust_remote_code: bool = False) -> tuple[Anatomy, object]:
-    """A vision transformer, read, and its image processor.
+    """Load a vision transformer, as an `Anatomy`, and its image processor.
 
     Raises:
         ValueError: if there is no such model, or it is no plain vision transformer.
@@ -128,10 +130,10 @@ def teacher_itself(anatomy: Anatomy, image_processor, name: str, load: Callable 
 def at_lower_resolution(
     anatomy: Anatomy, image_processor, image_size: tuple[int, int], load: Callable | None = None
 ) -> Contender:
-    """The teacher with smaller images, its positions resampled: what costs nothing.
+    """The teacher with smaller images, its positions resampled, which takes no training.
 
     Args:
-        anatomy (`Anatomy`), image_processor: What `load_teacher` returns.
+        anatomy (`Anatomy`), image_processor: The teacher, as `load_teacher` returns it.
         image_size (pair of `int`): Height and width in pixels, multiples of the patches'.
         load (`Callable`, *optional*): As of a `Contender`.
     """
@@ -155,12 +157,12 @@ def at_lower_resolution(
 def with_random_patches(
     anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3, load: Callable | None = None
 ) -> Contender:
-    """The teacher that sees a few of its patches, others for each image: what a choice of patches has to surpass.
+    """The teacher with few of its patches, chosen at random for each image: a choice of patches has to surpass it.
 
     Args:
-        anatomy (`Anatomy`), image_processor: What `load_teacher` returns.
-        patches (`int`): That are kept, behind the embedding.
-        seed (`int`): Of the choice.
+        anatomy (`Anatomy`), image_processor: The teacher, as `load_teacher` returns it.
+        patches (`int`): Number of patches that are kept, after the embedding.
+        seed (`int`): Seed of the choice.
         draws (`int`), load (`Callable`, *optional*): As of a `Contender`.
     """
     embed = RandomPatches(anatomy, patches, seed)
@@ -185,8 +187,8 @@ class RandomPatches:
 
     Args:
         anatomy (`Anatomy`): A plain vision transformer's.
-        patches (`int`): That are kept, from 1 to all.
-        seed (`int`): Of the choice, which goes on from call to call.
+        patches (`int`): Number of patches that are kept, from 1 to all.
+        seed (`int`): Seed of the choice, which goes on from call to call.
     """
 
     def __init__(self, anatomy: Anatomy, patches: int, seed: int):
@@ -248,14 +250,14 @@ def load_student(
     trust_remote_code: bool = False,
     num_tokens: int | None = None,
 ) -> Contender:
-    """A SparseFormer, or any other model with an embedding.
+    """Load a SparseFormer, or any other model with an embedding.
 
     Args:
-        folder (`str`): Or a hub id, see `load_vision_model`.
-        method (`str`, *optional*): Otherwise "SparseFormer", or of others the name.
-        name (`str`, *optional*): Otherwise the folder's.
+        folder (`str`): Folder or hub id, see `load_vision_model`.
+        method (`str`, *optional*): Name of the method; "SparseFormer" if not given, or the name of another model.
+        name (`str`, *optional*): Name of the row; the folder's if not given.
         device (`str`, *optional*), trust_remote_code (`bool`): As in `load_vision_model`.
-        num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; otherwise what its configuration says.
+        num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; the configuration's if not given.
 
     Raises:
         ValueError: if there is no such model, or it has no embedding.
@@ -303,15 +305,15 @@ def load_teachers(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[Contender]:
-    """A teacher, and what it can do with smaller images and with as few patches chosen at random, of the same weights.
+    """Load a teacher, and the same weights with smaller images and with as few patches chosen at random.
 
     Args:
-        folder (`str`): Or a hub id, see `load_vision_model`.
-        name (`str`, *optional*): Otherwise the folder's.
-        baselines (sequence of `str`): Of `BASELINES`.
-        resolutions (sequence of `int`, *optional*): Pixels of the shorter side; otherwise those with about `SHARES` of
-            the patches.
-        seed (`int`): Of the choice of patches.
+        folder (`str`): Folder or hub id, see `load_vision_model`.
+        name (`str`, *optional*): Name of the row; the folder's if not given.
+        baselines (sequence of `str`): Some of `BASELINES`.
+        resolutions (sequence of `int`, *optional*): Shorter sides of the smaller images in pixels; those with about
+            `SHARES` of the patches if not given.
+        seed (`int`): Seed of the choice of patches.
         device (`str`, *optional*), trust_remote_code (`bool`): As in `load_vision_model`.
 
     Raises:
@@ -346,7 +348,7 @@ def _baseline(anatomy: Anatomy, image_processor, baseline: str, size: tuple[int,
 def _load_one(
     folder: str, name: str | None, baseline: str | None = None, image_size=None, seed: int = 0, **options
 ) -> Contender:
-    """One of what `load_teachers` makes."""
+    """Load one of the contenders of `load_teachers`."""
     anatomy, image_processor = load_teacher(folder, **options)
     if baseline is None:
         return teacher_itself(anatomy, image_processor, name or Path(folder).name)
@@ -368,7 +370,7 @@ def size_of(anatomy: Anatomy, pixels: int) -> tuple[int, int]:
     """Height and width of images whose shorter side has so many pixels, in the shape of the teacher's.
 
     Raises:
-        ValueError: if the patches do not divide it, or it is not smaller than the teacher's.
+        ValueError: if patches do not divide that size, or it is not smaller than the teacher's.
     """
     shorter = min(anatomy.image_size)
     sides = zip(anatomy.image_size, anatomy.patch_size, strict=True)

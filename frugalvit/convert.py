@@ -39,7 +39,7 @@ def convert_checkpoint(
     """Convert a checkpoint of the SparseFormer authors to a hub repository, and check that it loads.
 
     Args:
-        checkpoint (`str` or `Path`): What `load_showlab_checkpoint` reads.
+        checkpoint (`str` or `Path`): A file that `load_showlab_checkpoint` reads.
         output (`str` or `Path`): Folder to write, whole or not at all.
         variant, iterations, image_size: As for `config_from_showlab`.
         overwrite (`bool`, *optional*, defaults to `False`): Replace `output` if it is a model folder.
@@ -75,7 +75,7 @@ def convert_checkpoint(
 
 
 def imagenet_labels() -> tuple[dict[int, str], dict[str, int]]:
-    """Names of the 1,000 classes of ImageNet, as timm knows them, by index; and the reverse."""
+    """`id2label` and `label2id` of ImageNet's 1,000 classes, with timm's names."""
     from timm.data import ImageNetInfo
 
     info = ImageNetInfo()

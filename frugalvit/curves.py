@@ -1,4 +1,4 @@
-"""`frugalvit curves`: how trainings went, beside each other."""
+"""`frugalvit curves`: the course of trainings, beside each other."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,14 +76,15 @@ def curves_of(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[str]:
 
 
 def best_epoch(epochs: Sequence[Mapping[str, float]]) -> int | None:
-    """The epoch of the highest score that training chooses by, the first of equal ones; None without such a score."""
+    """The epoch with the highest score of those that training chooses by, the first of equal ones; None without such a
+    score."""
     score = next((name for name in CHOOSING if name in epochs[-1]), None)
     scored = [record for record in epochs if score in record]
     return max(scored, key=lambda record: record[score])["epoch"] if scored else None
 
 
 def draw_curves(runs: Mapping[str, Sequence[Mapping[str, float]]], panel_size: float = 2.6) -> Figure:
-    """Losses and scores over epochs, a panel each and a line for every run (figure S1 of Hyeon-Woo et al.).
+    """Draw losses and scores over epochs, a panel each and a line for every run (figure S1 of Hyeon-Woo et al.).
 
     A dot marks the best epoch.
 

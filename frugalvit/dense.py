@@ -83,7 +83,7 @@ def _choose_backbone(config: PreTrainedConfig) -> type:
 
 
 def prepare_at_size(image_processor, images: Sequence[Image.Image], size: Sequence[int] | None = None) -> torch.Tensor:
-    """Pixel values of images, stretched to a height and width where one is given."""
+    """Pixel values of images, stretched to a height and width if that is given."""
     if size is None:
         return prepare_images(image_processor, images)
     height, width = size
@@ -95,12 +95,12 @@ def prepare_at_size(image_processor, images: Sequence[Image.Image], size: Sequen
 def dense_features(
     model: SparseFormerBackbone, pixel_values: torch.Tensor, num_tokens: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """A backbone's feature maps.
+    """Compute a backbone's feature maps.
 
     Args:
-        model (`SparseFormerBackbone`): With the layers that it is to return.
+        model (`SparseFormerBackbone`): The backbone, which names the layers.
         pixel_values (`torch.Tensor`): `(images, channels, height, width)`.
-        num_tokens (`int`, *optional*): As in its call.
+        num_tokens (`int`, *optional*): Latent tokens, as in the backbone's call.
 
     Returns:
         `dict[str, torch.Tensor]`: `(images, hidden_size, rows, columns)` float32 on the CPU by the layer's name.
@@ -116,11 +116,11 @@ def dense_features(
 def teacher_features(
     teacher: torch.nn.Module, pixel_values: torch.Tensor, student: SparseFormerBackbone
 ) -> dict[str, torch.Tensor]:
-    """A teacher's maps after the blocks of which a student has feature maps, counted from the last one; as of
-    `dense_features`.
+    """Compute a teacher's maps after the blocks of which the student has feature maps, counted from the last block.
+    Shapes are those of `dense_features`.
 
     Raises:
-        ValueError: if it is no plain vision transformer, of another width, or has fewer blocks.
+        ValueError: if the teacher is no plain vision transformer, has another width, or fewer blocks.
     """
     anatomy = read_anatomy(teacher)
     anatomy.require_plain("compare feature maps with")
@@ -143,17 +143,17 @@ def teacher_features(
 
 
 def at_size_of(features: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Maps with as many rows and columns as others."""
+    """Resize maps to the rows and columns of others."""
     size = others.shape[-2:]
     return features if features.shape[-2:] == size else F.interpolate(features, size, mode="bilinear")
 
 
 def principal_colors(reference: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
-    """Maps in the colors of the first three principal components of the first of them, as DINOv2's are drawn: from 0
-    to 1 what lies between its 1st and its 99th percentile.
+    """Color maps by the first three principal components of the first map, as DINOv2's are drawn. Colors from 0 to 1
+    are the values between its 1st and its 99th percentile.
 
     Args:
-        reference, others (`torch.Tensor`): `(images, channels, rows, columns)`, as many channels.
+        reference, others (`torch.Tensor`): `(images, channels, rows, columns)`, all with as many channels.
 
     Returns:
         `list[torch.Tensor]`: `(images, 3, rows, columns)` each.
@@ -173,12 +173,12 @@ def principal_colors(reference: torch.Tensor, *others: torch.Tensor) -> list[tor
 
 
 def draw_dense(images: torch.Tensor, maps: Mapping[str, Mapping[str, torch.Tensor]]) -> Figure:
-    """Images and the colors of feature maps beside them, a row each.
+    """Draw images and the colors of feature maps beside them, a row for each image.
 
     Args:
         images (`torch.Tensor`): `(images, channels, height, width)`, 0 to 1.
-        maps (`Mapping`): By the name of a model those of its layers, `(images, channels, rows, columns)`. Each layer
-            has the components of the first model.
+        maps (`Mapping`): Maps of layers, `(images, channels, rows, columns)`, by the names of model and layer. A layer
+            is colored by the components of the first model's.
 
     Returns:
         `matplotlib.figure.Figure`: As of `draw_maps`.

@@ -1,4 +1,4 @@
-"""`frugalvit evaluate`: how good a model is on a task."""
+"""`frugalvit evaluate`: the scores of a model on a task."""
 
 import importlib
 import json

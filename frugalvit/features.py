@@ -1,4 +1,4 @@
-"""`frugalvit features`: what the layers of models make of images, beside each other, or a backbone's feature maps."""
+"""`frugalvit features`: features in the layers of models, beside each other, or a backbone's feature maps."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parts(name: str, model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """A model by its name, or a ViT and its agent by theirs."""
+    """A dict of a model by its name, or of a ViT and its agent by theirs."""
     if model.config.model_type != "bootstrapped_vit":
         return {name: model}
     return {f"{name}, ViT": model.vit, f"{name}, agent": model.agent}
@@ -52,7 +52,7 @@ def parts(name: str, model: PreTrainedModel) -> dict[str, PreTrainedModel]:
 
 @torch.no_grad()
 def feature_maps(model: PreTrainedModel, pixel_values: torch.Tensor) -> list[torch.Tensor]:
-    """How long a model's feature vectors are at every position, after each layer.
+    """Compute the lengths of a model's feature vectors at every position, after each layer.
 
     Args:
         model (`PreTrainedModel`): Returns hidden states, tokens of patches or feature maps.
@@ -80,12 +80,12 @@ def _lengths(features: torch.Tensor, grid: tuple[int, int] | None, name: str) ->
 def draw_features(
     images: torch.Tensor, maps: Mapping[str, Sequence[torch.Tensor]], layers: Sequence[int] | None = None
 ) -> Figure:
-    """Images and features of layers (tables 5 and 6 of Zhang et al.), each panel in the colors from its smallest to
-    its largest value.
+    """Draw images and features of layers (tables 5 and 6 of Zhang et al.). The colors of a panel go from its smallest
+    to its largest value.
 
     Args:
         images (`torch.Tensor`): `(batch, channels, height, width)`, 0 to 1.
-        maps (`Mapping`): What `feature_maps` returns, by the name of the model.
+        maps (`Mapping`): The maps of `feature_maps`, by the name of the model.
         layers (sequence of `int`, *optional*): Layers to draw, from 1; all if not given.
 
     Returns:

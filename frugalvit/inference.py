@@ -1,4 +1,4 @@
-"""Photographs in, numbers out: `Embedder` and `Classifier`, which an application calls."""
+"""`Embedder` and `Classifier`, from photographs to numbers, for applications."""
 
 import io
 import os
@@ -50,7 +50,7 @@ class _Application:
         Args:
             model (`str`, `os.PathLike` or `nn.Module`): Name of a model that ships, folder, hub id, or a loaded model,
                 which is put into evaluation mode and used where and as it is.
-            image_processor (*optional*): Of a loaded model.
+            image_processor (*optional*): The image processor of a loaded model.
             num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own choice if not given.
             batch_size (`int`, *optional*, defaults to 32): Images that the model is given at once.
             num_workers (`int`, *optional*, defaults to 0): Threads that decode, by default one for each CPU.
@@ -92,7 +92,7 @@ class _Application:
         self.dtype = torch.float32 if parameter is None else parameter.dtype
 
     def __call__(self, images: Iterable) -> Iterator[np.ndarray | CorruptImageError]:
-        """An array for each image, in order, as they are asked for.
+        """Yield an array for each image, in order.
 
         Threads decode up to two batches ahead, so memory does not grow with the number of images. A batch is computed
         once it is full or the images end: for single answers, give a list of one.
@@ -102,7 +102,7 @@ class _Application:
                 also mixed. It may have no end.
 
         Raises:
-            ValueError: if it is one image; while iterating, if something in it is none.
+            ValueError: if `images` is a single image; while iterating, if an item is no image.
             CorruptImageError: while iterating, for an image that cannot be read, without `return_errors`.
         """
         if isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
@@ -201,8 +201,9 @@ class Classifier(_Application):
         print(path, classify.labels[scores.argmax()])
     ```
 
-    With `confidence`, a number from 0 to 1 or "calibrated", what `frugalvit calibrate` found, images have few tokens
-    first, and more where their likeliest class has less (`SparseFormerForImageClassification.classify_adaptively`).
+    With `confidence`, a number from 0 to 1, or "calibrated" for the one that `frugalvit calibrate` found, an image has
+    few tokens first, and more if the probability of its likeliest class is lower than that
+    (`SparseFormerForImageClassification.classify_adaptively`).
 
     Attributes:
         labels (`list[str]`): Names of the classes, in the order of the scores.

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def variants() -> dict[str, type[PreTrainedConfig]]:
-    """The papers' models of all families by name, and what configures them."""
+    """The papers' models of all families, by name, each with the class of its configuration."""
     families = [config_class for config_class in configuration_classes() if hasattr(config_class, "variants")]
     return {name: config_class for config_class in families for name in config_class.variants()}
 
@@ -77,8 +77,8 @@ def describe(name: str) -> dict[str, object]:
 
 
 def _image_size(folder: Path, vision: PreTrainedModel) -> tuple[int, int]:
-    """Height and width of a model's images. DINOv2's configurations say what its positions are of, whatever it is
-    used with; there, the image processor beside it tells."""
+    """Height and width of a model's images. For a DINOv2, the image processor beside it tells: its configuration names
+    the size that its positions are for, whatever size it is used with."""
     if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
         return size_made_by(load_image_processor(folder, False, KIND))
     return pair(vision.config.image_size)
@@ -124,14 +124,14 @@ def _saved_architecture(config: PreTrainedConfig, name: str) -> type[PreTrainedM
 
 
 def image_side(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of a CLIP or a LLaVA that sees images; of other models, all."""
+    """The image side of a CLIP or a LLaVA; other models as they are."""
     if vision_config_of(model.config) is not model.config:
         return model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
     return model
 
 
 def _count_tokens(model: PreTrainedModel, height: int, width: int) -> int | None:
-    """Tokens after the last block, [CLS] among them; `None` for a model that keeps a feature map."""
+    """Number of tokens after the last block, with [CLS]; `None` for a model that keeps a feature map."""
     config = model.config
     if config.model_type == "sparseformer":
         return config.default_num_tokens + config.num_prefix_tokens

@@ -1,4 +1,4 @@
-"""Pictures of where the tokens look, and of what a segmentation model makes of it."""
+"""Pictures of the places where tokens look, and of segmentations."""
 
 import itertools
 import os
@@ -114,8 +114,8 @@ def draw_segmentation(
     ignore_index: int = 255,
     panel_size: float = 2.1,
 ) -> Figure:
-    """Draw what a segmentation model makes of images, one row each: the image, the true classes, the predicted ones
-    and, of a SparseFormer, the token RoIs and the token that speaks most for each pixel.
+    """Draw the segmentation of images, one row each: the image, the true classes, the predicted ones and, for a
+    SparseFormer, the token RoIs and the token with the largest share of each pixel.
 
     Args:
         images (`torch.Tensor` of shape `(batch, channels, height, width)`, or a sequence of images):
@@ -131,7 +131,7 @@ def draw_segmentation(
         `matplotlib.figure.Figure`: As of `draw_rois`.
 
     Raises:
-        ValueError: if images, masks and what else is given do not fit each other.
+        ValueError: if images, masks and other arguments do not fit each other.
     """
     images = [_to_array(image) for image in images]
     if not images:
@@ -322,7 +322,7 @@ def _to_array(image: torch.Tensor) -> np.ndarray:
 
 
 def _drawn_tokens(steps: Sequence[np.ndarray], count: int) -> list[int]:
-    """Which tokens are drawn: all, or, where many overlap, some that are evenly spread."""
+    """The indices of the tokens to draw: all, or, if many overlap, some that are evenly spread."""
     areas = (np.prod(step[..., 2:] - step[..., :2], axis=-1).sum(axis=1).mean() for step in steps)
     covered = max(areas, default=0)
     shown = count if covered < 1.5 else min(count, MOST_BOXES)

@@ -1,4 +1,4 @@
-"""`frugalvit predict`: labels of images, and pictures of where the tokens look."""
+"""`frugalvit predict`: labels of images, and pictures of the places where tokens look."""
 
 import glob
 import json
@@ -119,7 +119,7 @@ def predict(
     output_rois: bool = False,
     confidence: float | None = None,
 ) -> list[Prediction]:
-    """Label images in one batch, `predict_pixels` of what the image processor makes of RGB images."""
+    """Label RGB images in one batch: prepare them by the image processor, and call `predict_pixels`."""
     return predict_pixels(
         model, image_processor, prepare_images(image_processor, images), top, output_rois, confidence
     )
@@ -138,11 +138,11 @@ def predict_pixels(
 
     Args:
         model (`PreTrainedModel`): An image classifier of this project or of Transformers.
-        image_processor: Its image processor, which says how `Prediction.view` is to be seen.
+        image_processor: Its image processor, whose normalization is undone for `Prediction.view`.
         pixel_values (`torch.Tensor`): `(batch, channels, height, width)`, normalized.
         top (`int`, *optional*, defaults to 5): Labels for each image.
         output_rois (`bool`, *optional*, defaults to `False`): Return RoIs too; the model must have them.
-        confidence (`float`, *optional*): Without RoIs, spend few tokens on images that are so sure, see
+        confidence (`float`, *optional*): Without RoIs, spend few tokens on images whose class is so sure, see
             `SparseFormerForImageClassification.classify_adaptively`.
 
     Returns:
@@ -211,11 +211,11 @@ def format_prediction(name: str, prediction: Prediction) -> str:
 
 
 def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path]:
-    """Image and parquet files that arguments stand for: files, folders with all that is in them, patterns. Of more
-    images than `limit` in several folders, for example of classes, so many that are evenly spread.
+    """Find the image and parquet files that arguments stand for: files, folders with all files in them, or patterns.
+    If several folders, for example of classes, have more images than `limit`, so many are taken, evenly spread.
 
     Raises:
-        FileNotFoundError: if an argument stands for nothing.
+        FileNotFoundError: if an argument stands for no file.
     """
     found = []
     for argument in arguments:
@@ -245,12 +245,12 @@ def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path
 def read_images(
     paths: Sequence[Path], skip_corrupt: bool = False, image_column: str | None = None
 ) -> Iterator[tuple[str, Image.Image]]:
-    """Names and RGB images, see `to_rgb`, of image files and of parquet files with an image column.
+    """Yield names and RGB images, see `to_rgb`, of image files and of parquet files with an image column.
 
     Args:
         paths (sequence of `Path`): The files.
-        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read, and say so.
-        image_column (`str`, *optional*): Of parquet files, where names and types do not tell.
+        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read, and print so.
+        image_column (`str`, *optional*): Column of parquet files, if names and types do not tell.
 
     Raises:
         ValueError: if a file is no image or is corrupt, or a parquet file has no column of images, or several.
@@ -260,8 +260,8 @@ def read_images(
 
 
 def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
-    """Names of image files, and of the images in parquet files, and what `decode_file` takes; arguments and errors as
-    of `read_images`."""
+    """Yield names of image files, and of the images in parquet files, each with the argument of `decode_file`;
+    arguments and errors as of `read_images`."""
     for path in paths:
         if path.suffix.lower() == ".parquet":
             for index, record in enumerate(_read_parquet(path, image_column)):
@@ -271,7 +271,7 @@ def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterat
 
 
 def _readable(files: Iterator[tuple[tuple, Future]], skip_corrupt: bool) -> Iterator[tuple[str, object]]:
-    """Names, and what was read of each file of `read_ahead`; with `skip_corrupt`, of those that could be."""
+    """Yield the name and the image of each file of `read_ahead`; with `skip_corrupt`, of those that can be read."""
     for (name, _), future in files:
         try:
             yield name, future.result()
@@ -282,7 +282,7 @@ def _readable(files: Iterator[tuple[tuple, Future]], skip_corrupt: bool) -> Iter
 
 
 def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
-    """Undecoded images of the column that training takes, too."""
+    """Yield undecoded images of a parquet file, of the column that training takes, too."""
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
@@ -300,7 +300,7 @@ def decode_file(
     hint: str = " To go on without such images: --skip-corrupt.",
     at_least: tuple[int, int] | None = None,
 ) -> Image.Image:
-    """The RGB image in a file, or of an undecoded `datasets` record; `at_least` as in `read_image`.
+    """Read the RGB image in a file, or of an undecoded `datasets` record; `at_least` as in `read_image`.
 
     Raises:
         ValueError: if it is no image or is corrupt, with a hint what to do.

@@ -1,4 +1,4 @@
-"""`frugalvit publish`: a trained model to the hub, in half the bytes, after everything about it has been looked at."""
+"""`frugalvit publish`: uploads a trained model, in half the bytes, after everything about it was checked."""
 
 import argparse
 import shutil
@@ -81,8 +81,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_repo_id(repo_id: str):
-    """Raise a ValueError if the hub takes no repository of that name, or it lacks its owner, with whom the card's code
-    loads it."""
+    """Raise a ValueError if the hub takes no repository of that name, or if the name lacks the owner, which the card's
+    code needs."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -143,18 +143,19 @@ def prepared(arguments: argparse.Namespace):
 
 
 def remove_code(folder: Path):
-    """Leave what is loaded by the registered classes: neither source files nor the `auto_map` that points at them."""
+    """Remove source files and the `auto_map` that points at them, so that registered classes load the folder."""
     for path in folder.glob("*.py"):
         path.unlink()
     forget_code(folder)
 
 
 def render_card(template: str | Path, results: str | Path) -> str:
-    """A model card with its numbers.
+    """Render a model card with its numbers.
 
     Args:
-        template (`str` or `Path`): In Jinja. `results("name")` is the content of `name.json`, `row("name", "row")` a
-            row of the table in it, and the filter `percent` writes 0.5 as 50.00 %. The card's own name is `name`.
+        template (`str` or `Path`): A Jinja template. `results("name")` is the content of `name.json`, `row("name",
+            "row")` a row of the table in it, and the filter `percent` writes 0.5 as 50.00 %. The card's own name is
+            `name`.
         results (`str` or `Path`): The folder with the JSON files.
 
     Raises:
@@ -193,8 +194,8 @@ def render_card(template: str | Path, results: str | Path) -> str:
 def save_compact(model: PreTrainedModel, folder: Path):
     """Save a float32 model with half-precision tensors that load as float32.
 
-    Half-precision weights that also compute in half precision would be several times slower on CPUs. What the model
-    wants kept in float32 is kept.
+    Half-precision weights that also compute in half precision would be several times slower on CPUs. Tensors that the
+    model keeps in float32 stay float32.
     """
     strict = tuple(model._keep_in_fp32_modules_strict or ())
     weights = {

@@ -1,4 +1,4 @@
-"""`frugalvit quickstart`: from a ViT to a SparseFormer that is several times faster, on photographs, in minutes."""
+"""`frugalvit quickstart`: makes a SparseFormer of a ViT that is several times faster, on photographs, in minutes."""
 
 import time
 from importlib.resources import files
@@ -119,7 +119,7 @@ def shipped_files() -> tuple[Path, Path]:
 
 
 def shorten(rows: list[dict], precision: str) -> list[dict]:
-    """The rows of `compare`, with what matters here, and how many times as fast as the teacher each is."""
+    """The rows of `compare`, with the columns that matter here, and the ratio of each speed to the teacher's."""
     speeds = [row["images_per_second"][precision][str(BATCH_SIZES[-1])] for row in rows]
     return [
         {**{name: cells[name] for name in COLUMNS}, "images/s": speed, "times": speed / speeds[0]}
@@ -128,7 +128,7 @@ def shorten(rows: list[dict], precision: str) -> list[dict]:
 
 
 def claim(folder: Path):
-    """Refuse a folder with something else in it; a quickstart that was interrupted there goes on."""
+    """Raise a ValueError if a folder has something else in it; a quickstart that was interrupted there goes on."""
     if (folder / "results.json").exists():
         raise ValueError(f"--output {folder} holds a finished quickstart. Give another folder, or remove it.")
     interrupted = (folder / "student" / "run.json").exists()

@@ -1,4 +1,4 @@
-"""The model families, one line each, and what follows from them: public names and Auto classes."""
+"""The model families, one line each, and the public names and Auto classes that follow from them."""
 
 import functools
 import importlib
@@ -121,7 +121,7 @@ _LOCK = threading.RLock()
 
 
 def _once(register: Callable) -> Callable:
-    """A registration that runs once for each argument, and not again within itself: what registers looks things up."""
+    """Let a registration run once for each argument, and not again within itself: registering looks names up."""
     done = set()
 
     @functools.wraps(register)
@@ -151,7 +151,7 @@ def register() -> None:
 
 @_once
 def register_configurations() -> None:
-    """The configurations of all families, and of Transformers' models with Context Broadcasting."""
+    """Register the configurations of all families, and of Transformers' models with Context Broadcasting."""
     import transformers
     from transformers.utils import is_torch_available
 
@@ -165,7 +165,7 @@ def register_configurations() -> None:
 
 @_once
 def register_processors(family: str) -> None:
-    """Image processors for a family's configurations."""
+    """Register image processors for a family's configurations."""
     import transformers
 
     processors = {"torchvision": transformers.ViTImageProcessor, "pil": transformers.ViTImageProcessorPil}
@@ -176,7 +176,7 @@ def register_processors(family: str) -> None:
 
 @_once
 def register_models(family: str) -> None:
-    """A family's models. Which Auto class loads a model stands in the model's own `auto_classes`."""
+    """Register a family's models, each with the Auto classes that its `auto_classes` names."""
     import transformers
 
     module = importlib.import_module(f"frugalvit.modeling.modeling_{family}")
@@ -252,7 +252,7 @@ _AUTO_MODULES = {
 
 
 def _prepare(module: ModuleType) -> None:
-    """Let the mappings of a module of Auto classes register what they are asked for."""
+    """Let the mappings of a module of Auto classes register families when they are asked for them."""
     make = _AUTO_MODULES[module.__name__.rpartition(".")[2]]
     for mapping in list(vars(module).values()):
         registered = vars(mapping).get("_extra_content") if hasattr(mapping, "_extra_content") else None

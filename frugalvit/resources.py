@@ -1,4 +1,4 @@
-"""Where the files that ship with the package are."""
+"""Places of the files that ship with the package."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How many tokens a command's model computes with: a count, or for each image as many as it needs."""
+"""The number of tokens that a command's model computes with: a count, or for each image as many as it needs."""
 
 import torch
 from torch import nn
@@ -16,14 +16,15 @@ def choose_tokens(model: PreTrainedModel, num_tokens: int | None, confidence: fl
     Args:
         model (`PreTrainedModel`): The model.
         num_tokens (`int`, *optional*): Latent tokens.
-        confidence (`float` or `str`, *optional*): From which on an image needs no more tokens, or `CALIBRATED`.
+        confidence (`float` or `str`, *optional*): Confidence from which on an image needs no more tokens, or
+            `CALIBRATED`.
 
     Returns:
-        `float`, *optional*: The confidence, of `CALIBRATED` the one that was found.
+        `float`, *optional*: The confidence; for `CALIBRATED`, the one that was found.
 
     Raises:
-        ValueError: if it has not so many, is no SparseFormer, or for `confidence`, is made for one count alone or was
-            not calibrated.
+        ValueError: if the model is no SparseFormer or has not so many tokens; with `confidence`, if it is made for one
+            count alone or was not calibrated.
     """
     if isinstance(model, ExportedModule) and (num_tokens, confidence) != (None, None):
         raise ValueError(
@@ -60,11 +61,11 @@ def check_elastic(model: PreTrainedModel, purpose: str):
 
 
 class Adaptive(nn.Module):
-    """A classifier that spends few tokens on images that are sure, and keeps account of them.
+    """A classifier that spends few tokens on images whose class is sure, and keeps account of them.
 
     Args:
         model (`SparseFormerForImageClassification`): The classifier.
-        confidence (`float`): Score from which on an image is sure.
+        confidence (`float`): Probability of the likeliest class from which on it is sure.
     """
 
     def __init__(self, model: PreTrainedModel, confidence: float):
@@ -80,7 +81,7 @@ class Adaptive(nn.Module):
         return outputs
 
     def account(self) -> dict[str, float]:
-        """Tokens of the last look at an image, and multiply-accumulates of all looks, on average."""
+        """Averages over images: the tokens of the last look at an image, and the multiply-accumulates of all looks."""
         images, left, tokens, macs = sum(self.images_by_count.values()), 0, 0, 0
         # The last count sees the images that are left, the one before it those and its own, and so on.
         for count in reversed(self.model.config.adaptive_token_counts):

@@ -1,4 +1,4 @@
-"""Whether a folder is a repository to share: everything is looked at before a byte leaves this machine."""
+"""Checks of a repository before it is shared: everything is looked at before a byte leaves this machine."""
 
 import os
 import subprocess
@@ -53,7 +53,8 @@ def model_class(config) -> type[PreTrainedModel]:
 
 
 def load_model(folder: str | os.PathLike) -> PreTrainedModel:
-    """A folder's model, of the class that it was saved from, on the CPU; whole or not at all (ValueError)."""
+    """Load a folder's model, of the class that it was saved from, on the CPU; raise a ValueError if it is not
+    whole."""
     return load_pretrained(folder, "cpu", False, "a model of frugalvit or Transformers", model_class)
 
 
@@ -61,10 +62,10 @@ def validate_repository(folder: str | os.PathLike) -> list[str]:
     """Look at everything in a repository that can be looked at without the hub.
 
     Args:
-        folder (`str` or `os.PathLike`): With weights, configuration, code, card.
+        folder (`str` or `os.PathLike`): Folder with weights, configuration, code and card.
 
     Returns:
-        `list[str]`: What was found right, a line each.
+        `list[str]`: A line about each check that was passed.
 
     Raises:
         ValueError: if something is wrong; the message lists it.
@@ -81,8 +82,8 @@ def validate_repository(folder: str | os.PathLike) -> list[str]:
 
 
 def validate_exported(folder: str | os.PathLike, trust_remote_code: bool = False) -> list[str]:
-    """As `validate_repository`, of what `frugalvit export` wrote: its card has measured what it is to be beside the
-    original, and its programs run; those of torch if they are trusted."""
+    """As `validate_repository`, for a folder of `frugalvit export`: its card is complete, and its programs run; those
+    of torch only if they are trusted."""
     folder = Path(folder)
     return _ready({check_card: check_card(folder), check_programs: check_programs(folder, trust_remote_code)})
 

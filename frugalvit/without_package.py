@@ -1,6 +1,7 @@
-"""Run as text by `validation.py`, in a process in which frugalvit cannot be imported: loads a folder by its own code.
+"""Loads a folder by its own code. `validation.py` runs this text in a process in which frugalvit cannot be imported.
 
-Arguments: folder, what loads it (an Auto class, or `module.Class` in the folder), file of inputs, file for outputs.
+Arguments: folder, the class that loads it (an Auto class, or `module.Class` in the folder), file of inputs, file for
+outputs.
 """
 
 import importlib.abc
@@ -8,7 +9,7 @@ import sys
 
 
 class Blocker(importlib.abc.MetaPathFinder):
-    """As if frugalvit were not installed."""
+    """A finder that makes imports fail as if frugalvit were not installed."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "frugalvit":

@@ -67,12 +67,12 @@ def classification_accuracy(
 
     Args:
         model (`PreTrainedModel`): The classifier, on its device.
-        image_processor: What turns `PIL.Image` into pixel values.
-        images (`datasets.Dataset`): What `load_images` returns.
+        image_processor: Turns `PIL.Image` into pixel values.
+        images (`datasets.Dataset`): Images, as `load_images` returns them.
         protocol (`str`, *optional*, defaults to `"labels"`): See `right_answers`.
         fgsm_eps (`float`, *optional*): Attack the images by that step, see `fgsm`; after occlusion if there is both.
         occluded_share (`float`, *optional*): Hide that share in the middle, see `occlude_center`.
-        confidence (`float`, *optional*): Spend few tokens on images that are so sure, see `Adaptive`.
+        confidence (`float`, *optional*): Spend few tokens on images whose class is so sure, see `Adaptive`.
         batch_size (`int`, *optional*, defaults to 64): Images at a time.
         num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
@@ -80,7 +80,7 @@ def classification_accuracy(
 
     Returns:
         `dict`: `images`, `skipped` (not readable or without a right answer), `accuracy`, `top5_accuracy`, `loss` and
-        `images_per_second` (with decoding); with `confidence`, what `Adaptive` keeps account of.
+        `images_per_second` (with decoding); with `confidence`, the averages of `Adaptive`.
 
     Raises:
         ValueError: if there are no labels or no readable images, or the model does not know a label.

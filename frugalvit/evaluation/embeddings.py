@@ -49,10 +49,10 @@ class LabeledParts:
     """Images to learn from and images to judge by, of the same classes.
 
     Args:
-        train, test (`datasets.Dataset`): What `load_images` returns, with labels.
-        names (`list[str]`): Of the classes.
-        chosen (`torch.Tensor`): `(len(names),)`, their labels, ascending.
-        split (`str`): What `test` is.
+        train, test (`datasets.Dataset`): Images with labels, as `load_images` returns them.
+        names (`list[str]`): Names of the classes.
+        chosen (`torch.Tensor`): The data set's labels of these classes, `(len(names),)`, ascending.
+        split (`str`): Name of the split of `test`.
     """
 
     train: datasets.Dataset
@@ -76,7 +76,7 @@ def image_embedder(
     a CLIP or a SparseFormer in its place projected, not normalized; of a convolutional network the pooled feature map.
 
     Args:
-        model (`nn.Module`): What `load_vision_model` or `load_exported` returns.
+        model (`nn.Module`): A model of `load_vision_model` or `load_exported`.
         image_size (pair of `int`, *optional*): Height and width of the images, see `read_anatomy`.
 
     Raises:
@@ -139,7 +139,7 @@ class SquareImages:
 def extract_features(
     model: nn.Module, image_processor, images: Sequence[Image.Image], batch_size: int = 64
 ) -> torch.Tensor:
-    """A vector for each image, as `image_embedder` takes it from a model: to search, to cluster, to classify.
+    """Compute a vector for each image, the embedding of `image_embedder`: to search, to cluster, to classify.
 
     Args:
         model (`nn.Module`): A SparseFormer, a vision transformer of Transformers, timm or open_clip with or without
@@ -178,10 +178,10 @@ def embed_images(
     """Embeddings of a data set, with a progress bar.
 
     Args:
-        embed (`Callable`): What `image_embedder` returns.
-        reader (`Reader`): What turns `PIL.Image` into pixel values.
-        images (`datasets.Dataset`): What `load_images` returns, with labels.
-        device (`torch.device`): The model's.
+        embed (`Callable`): A function of `image_embedder`.
+        reader (`Reader`): Turns `PIL.Image` into pixel values.
+        images (`datasets.Dataset`): Images with labels, as `load_images` returns them.
+        device (`torch.device`): The model's device.
         batch_size, num_workers, skip_corrupt: As in `image_batches`.
     """
     features, read = [], []

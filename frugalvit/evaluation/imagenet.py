@@ -34,7 +34,7 @@ def right_answers(protocol: str, images: datasets.Dataset, id2label: Mapping[int
 
     Args:
         protocol (`str`): One of `PROTOCOLS`.
-        images (`datasets.Dataset`): What `load_images` returns.
+        images (`datasets.Dataset`): Images, as `load_images` returns them.
         id2label (`Mapping[int, str]`): The model's classes; 1,000 in ImageNet's order for all but `"labels"`.
 
     Raises:

@@ -19,7 +19,7 @@ from ..common.splits import evaluation_splits, load_first_labeled
 def images_to_evaluate(
     arguments: argparse.Namespace, default_names: list[str] | None = None
 ) -> tuple[datasets.Dataset, str]:
-    """The images that the arguments name, and their split; `default_names` as in `load_images`."""
+    """Load the images that the arguments name, and their split; `default_names` as in `load_images`."""
     options = {
         "name": arguments.dataset_config,
         "image_column": arguments.image_column,
@@ -47,11 +47,11 @@ def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
 def image_batches(
     reader: Reader, images: datasets.Dataset, batch_size: int, num_workers: int = 0, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, list[int]]]:
-    """Pixel values of the images that can be read and their indices, with a progress bar.
+    """Yield batches of pixel values of the images that can be read, with their indices, and show a progress bar.
 
     Args:
-        reader (`Reader`): What turns `PIL.Image` into pixel values.
-        images (`datasets.Dataset`): What `load_images` returns.
+        reader (`Reader`): Turns `PIL.Image` into pixel values.
+        images (`datasets.Dataset`): Images, as `load_images` returns them.
         batch_size (`int`): Images at a time.
         num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
@@ -78,5 +78,5 @@ def image_batches(
 
 
 def _corrupt(future: Future) -> bool:
-    """Whether reading an image raised that it cannot be read."""
+    """Whether reading an image has raised a `CorruptImageError`."""
     return isinstance(future.exception(), CorruptImageError)

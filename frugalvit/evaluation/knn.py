@@ -1,4 +1,4 @@
-"""How good a model's features are as they are: accuracy of the nearest neighbors, without any training."""
+"""Accuracy of the nearest neighbors: how good a model's features are without any training."""
 
 import argparse
 import functools
@@ -32,12 +32,12 @@ def neighbor_accuracy(train: LabeledFeatures, test: LabeledFeatures, neighbors: 
 
 @torch.inference_mode()
 def neighbor_scores(train: LabeledFeatures, features: torch.Tensor, neighbors: int = 20) -> torch.Tensor:
-    """How much the nearest labeled images speak for each class.
+    """Scores of each class from the votes of the nearest labeled images.
 
     Args:
-        train (`LabeledFeatures`): What votes.
+        train (`LabeledFeatures`): The labeled images that vote.
         features (`torch.Tensor`): `(images, embedding_size)`, float32.
-        neighbors (`int`, *optional*, defaults to 20): That vote.
+        neighbors (`int`, *optional*, defaults to 20): Number of nearest images that vote.
 
     Returns:
         `torch.Tensor`: `(images, classes)`, each row sums to 1.

@@ -1,4 +1,4 @@
-"""How good a model's features are for a linear classifier, the model itself frozen."""
+"""Linear probes: how good a frozen model's features are for a linear classifier."""
 
 import argparse
 
@@ -39,10 +39,10 @@ class LinearProbe(nn.Module):
     Minimizes the mean cross-entropy and `penalty / 2` times the squared norm of the weights, by L-BFGS.
 
     Args:
-        train (`LabeledFeatures`): What it learns from.
-        classes (`int`): Labels are below that.
+        train (`LabeledFeatures`): The images that it learns from.
+        classes (`int`): Number of classes.
         penalty (`float`): Weight of the penalty.
-        start (`LinearProbe`, *optional*): Whose solution to start from, of the same features.
+        start (`LinearProbe`, *optional*): A probe of the same features, from whose solution this one starts.
     """
 
     def __init__(self, train: LabeledFeatures, classes: int, penalty: float, start: "LinearProbe | None" = None):
@@ -84,12 +84,12 @@ class LinearProbe(nn.Module):
 
 
 def fit_probe(train: LabeledFeatures, seed: int = 0) -> LinearProbe:
-    """A linear probe with the penalty of `PENALTIES` that classifies images best that are held back; where several are
-    equal, the strongest. It is then fitted to all images.
+    """Fit a linear probe. Its penalty is the one of `PENALTIES` that classifies held-back images best, the strongest
+    of equal ones. It is then fitted to all images.
 
     Args:
-        train (`LabeledFeatures`): What it learns from.
-        seed (`int`, *optional*, defaults to 0): Of what is held back.
+        train (`LabeledFeatures`): The images that it learns from.
+        seed (`int`, *optional*, defaults to 0): Chooses the images that are held back.
 
     Raises:
         ValueError: if all images are of one class.
@@ -109,8 +109,8 @@ def fit_probe(train: LabeledFeatures, seed: int = 0) -> LinearProbe:
 
 
 def hold_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
-    """Which images are held back, `(images,)` of `bool`: of each class one in `HELD_BACK`, of smaller ones one, but
-    never the only one."""
+    """Whether each image is held back, `(images,)` bool: one in `HELD_BACK` of each class, one of a smaller class, but
+    never its only one."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     order = order[labels[order].argsort(stable=True)]
     chosen = [

@@ -42,10 +42,10 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def read_karpathy(path: str, folder: Path | None, split: str) -> tuple[datasets.Dataset, list[list[str]]]:
-    """Images and their captions, of a file in the layout of Karpathy's splits of COCO and Flickr30k.
+    """Read images and their captions from a file in the layout of Karpathy's splits of COCO and Flickr30k.
 
     Raises:
-        ValueError: if the file is none, or an image is not there.
+        ValueError: if the file is no such file, or an image is not there.
     """
     if folder is None or not folder.is_dir():
         raise ValueError(f"--image-folder is {folder}, expected the folder with the images that {path} names.")
@@ -70,7 +70,7 @@ def read_karpathy(path: str, folder: Path | None, split: str) -> tuple[datasets.
 
 
 def read_parquet(paths: list[str], column: str) -> tuple[datasets.Dataset, list[list[str]]]:
-    """Images and their captions, of parquet files with a column of lists of texts, or of texts.
+    """Read images and their captions from parquet files with a column of lists of texts, or of texts.
 
     Raises:
         ValueError: if there is no such column.

@@ -15,8 +15,8 @@ def fgsm(
     std: tuple[float, ...],
     classes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Images after one step of the fast gradient sign method (Goodfellow et al. 2015): every value moves by `eps` to
-    where the loss rises, and stays a color.
+    """Attack images by one step of the fast gradient sign method (Goodfellow et al. 2015): every value moves by `eps`
+    in the direction in which the loss rises, and stays a color.
 
     Args:
         model (`nn.Module`): Returns an output with `logits`.
@@ -40,8 +40,8 @@ def fgsm(
 
 
 def occlude_center(pixel_values: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Images `(batch, channels, height, width)` with a rectangle in the middle, of the image's shape and `ratio` of
-    its area, in the mean color (0 after normalization)."""
+    """Hide the middle of images, `(batch, channels, height, width)`: a rectangle of the image's shape, with `ratio` of
+    its area, has the mean color (0 after normalization)."""
     height, width = pixel_values.shape[-2:]
     rows, columns = (round(side * ratio**0.5) for side in (height, width))
     top, left = (height - rows) // 2, (width - columns) // 2

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def read_questions(dataset: list[str], split: str | None) -> tuple[datasets.Dataset, str]:
-    """The questions, images not decoded, and their split.
+    """Load the questions, with images that are not decoded, and their split.
 
     Raises:
         ValueError: if there is no such data set, or it lacks a column.
@@ -86,7 +86,8 @@ def format_question(question: str, choices: Sequence[str], hint: str | None = No
 
 
 def read_answer(text: str, num_choices: int) -> int | None:
-    """Which option a text names: its letter alone or before a mark, or "the answer is" and a letter."""
+    """The number of the option that a text names, None for none: its letter alone or before a mark, or "the answer is"
+    and a letter."""
     letters = LETTERS[:num_choices]
     # "A dog" names no option.
     match = re.match(rf"\s*\(?([{letters}])\s*(?:[).:,]|$)", text, re.MULTILINE) or re.search(
@@ -109,8 +110,8 @@ def scienceqa_accuracy(
     Args:
         model (`PreTrainedModel`): Generates text from text and images.
         processor: Its processor.
-        questions (`datasets.Dataset`): What `read_questions` returns.
-        prompt (`str`, *optional*): With `{image}` and `{question}`.
+        questions (`datasets.Dataset`): Questions, as `read_questions` returns them.
+        prompt (`str`, *optional*): The text around a question, with `{image}` and `{question}`.
         batch_size (`int`, *optional*, defaults to 8): Questions at a time.
         max_new_tokens (`int`, *optional*, defaults to 8): Tokens of an answer.
 

@@ -86,19 +86,21 @@ def segmentation_scores(
     """Evaluate a semantic segmentation model, with a progress bar.
 
     Args:
-        model (`PreTrainedModel`): Gives `logits` `(batch, classes, …)` at any resolution.
-        image_format (`ImageFormat`): What it takes.
-        images (`datasets.Dataset`): What `load_masked_images` returns.
+        model (`PreTrainedModel`): Returns `logits`, `(batch, classes, …)`, at any resolution.
+        image_format (`ImageFormat`): The images that it takes.
+        images (`datasets.Dataset`): Images with masks, as `load_masked_images` returns them.
         read_mask (`MaskReader`): Reads the masks.
         batch_size (`int`, *optional*, defaults to 16): Images, or windows of an image, at a time.
         window (pair of `int`, *optional*): Height and width of a window; without one, the image is resized whole.
-        stride (`int`, *optional*): Pixels from window to window, at least 1; two thirds of its shorter side.
-        shorter_side (`int`, *optional*): Of the resized image under the window; the window's.
+        stride (`int`, *optional*): Pixels from window to window, at least 1; two thirds of the window's shorter side
+            if not given.
+        shorter_side (`int`, *optional*): Shorter side of the resized image under the window, in pixels; the window's
+            if not given.
         flip (`bool`, *optional*, defaults to `False`): Average logits with those of the mirrored image.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
 
     Returns:
-        `dict`: `images`, `skipped` and what `SegmentationScores` computes.
+        `dict`: `images`, `skipped` and the scores of `SegmentationScores`.
 
     Raises:
         CorruptImageError: for the first image that cannot be read, if they are not to be left out.
@@ -183,7 +185,7 @@ def _logits(model: PreTrainedModel, pixel_values: torch.Tensor, flip: bool) -> t
 
 
 def window_starts(length: int, window: int, stride: int) -> list[int]:
-    """Where windows begin so that they cover a length; the last ends with it."""
+    """The starts of windows that cover a length; the last window ends with it."""
     return sorted({*range(0, max(length - window, 0), stride), max(length - window, 0)})
 
 

@@ -31,9 +31,9 @@ class TwoTowers:
 
     Args:
         image_processor: The Transformers image processor that makes pixel values of images.
-        embed_images (`Callable`): Pixel values to embeddings `(batch, width)` of norm 1, float32.
-        embed_texts (`Callable`): Texts to embeddings `(batch, width)` of norm 1, float32.
-        device (`torch.device`): Where it computes.
+        embed_images (`Callable`): Takes pixel values to embeddings `(batch, width)` of norm 1, float32.
+        embed_texts (`Callable`): Takes texts to embeddings `(batch, width)` of norm 1, float32.
+        device (`torch.device`): The device on which it computes.
         share_read (`float`): The part of an image that it reads, see `share_read`.
     """
 
@@ -96,11 +96,11 @@ def load_two_towers(
 
 
 def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
-    """A CLIP's tokenizer; where its files are missing, Transformers may make one that knows no words, and every text
-    would be the same.
+    """Load a CLIP's tokenizer. If its files are missing, Transformers may make one that knows no words, for which
+    every text is the same; that is refused.
 
     Raises:
-        ValueError: if there is none for so many words.
+        ValueError: if there is no tokenizer for so many words.
     """
     hub_id, revision = split_revision(name)
     with one_error(name, "a CLIP with a tokenizer"):

@@ -40,10 +40,10 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
-    """Names of the classes: ImageNet's, those in a file, or the data set's.
+    """Read the names of the classes: ImageNet's, those in a file, or the data set's.
 
     Raises:
-        ValueError: if there are none, or fewer than labels.
+        ValueError: if there are no names, or fewer than labels.
     """
     known = class_names(images)
     if known is None:
@@ -62,7 +62,7 @@ def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
 
 
 def read_templates(source: str) -> list[str]:
-    """Sentences with `{}` where the name of a class goes.
+    """Read sentences with `{}` in the place of a class's name.
 
     Raises:
         ValueError: if a line has no such place, or more than one.
@@ -92,11 +92,11 @@ def _lines(path: str, argument: str) -> list[str]:
 def zero_shot_classifier(
     towers: TwoTowers, names: Sequence[str], templates: Sequence[str], batch_size: int = 64
 ) -> torch.Tensor:
-    """One embedding a class, `(width, classes)`: the mean of its sentences' embeddings, of norm 1.
+    """Compute an embedding for each class, `(width, classes)`: the mean of its sentences' embeddings, of norm 1.
 
     Args:
-        towers (`TwoTowers`): What embeds the sentences.
-        names (sequence of `str`): Classes.
+        towers (`TwoTowers`): The model that embeds the sentences.
+        names (sequence of `str`): Names of the classes.
         templates (sequence of `str`): Sentences with `{}` where the name goes.
         batch_size (`int`, *optional*, defaults to 64): Sentences at a time.
     """
@@ -119,9 +119,9 @@ def zero_shot_accuracy(
     """Accuracy of a zero-shot classifier, with a progress bar.
 
     Args:
-        towers (`TwoTowers`): What embeds the images.
-        classifier (`torch.Tensor`): `(width, classes)`, what `zero_shot_classifier` returns.
-        images (`datasets.Dataset`): What `load_images` returns, with labels.
+        towers (`TwoTowers`): The model that embeds the images.
+        classifier (`torch.Tensor`): The embeddings of `zero_shot_classifier`, `(width, classes)`.
+        images (`datasets.Dataset`): Images with labels, as `load_images` returns them.
         batch_size (`int`, *optional*, defaults to 64): Images at a time.
         num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.

@@ -1,1 +1,1 @@
-"""The options of each command, a file each: read before what the command needs is imported."""
+"""The options of each command, a file each. They are read before the command's own imports."""

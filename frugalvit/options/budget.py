@@ -15,12 +15,12 @@ MULTIPLES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def quantity(text: str, units: dict[str, float], example: str) -> float:
-    """A number with its unit, in the unit of 1.
+    """Read a number with its unit, as a multiple of the unit that counts 1.
 
     Args:
         text (`str`): For example `"20ms"`.
-        units (`dict[str, float]`): How much each unit is, `""` if none is needed.
-        example (`str`): What was expected, for the message.
+        units (`dict[str, float]`): Factor of each unit; that of `""` is for numbers without one.
+        example (`str`): Text that was expected, for the message.
 
     Raises:
         argparse.ArgumentTypeError: if it is no positive number with one of the units.

@@ -15,16 +15,17 @@ from ..common.command_line import (
 
 
 def add_model_argument(parser: argparse.ArgumentParser, help: str, metavar: str = "MODEL"):
-    """The one model of a command, `--model`; `require_model` sees that it is there.
+    """Add the one model of a command, `--model`; `require_model` checks that it is there.
 
-    It is taken by its place, too, as it once was.
+    As in earlier versions, it may be given by its place, too.
     """
     parser.add_argument("--model", metavar=metavar, help=help)
     parser.add_argument("by_place", nargs="?", metavar=metavar, help=argparse.SUPPRESS)
 
 
 def require_model(parser: CommandParser, arguments: argparse.Namespace):
-    """`model` of the arguments, wherever it was given; ends the process with an error if it was not, or twice."""
+    """Set `model` of the arguments, by name or by place; end the process with an error if it is missing or given
+    twice."""
     by_place = vars(arguments).pop("by_place")
     if arguments.model is None and by_place is None:
         parser.error("the following arguments are required: --model")
@@ -65,7 +66,7 @@ def probability(text: str) -> float:
 
 
 def add_image_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments for `images_to_evaluate`, and how to go through the images."""
+    """Add options for `images_to_evaluate`, and for reading the images."""
     add_dataset_arguments(parser)
     add_limit_argument(parser)
     add_reading_arguments(parser)
@@ -74,7 +75,7 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that name the images."""
+    """Add options that name the images."""
     parser.add_argument(
         "--dataset",
         nargs="+",
@@ -86,7 +87,7 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_part_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that name a part of a data set and the images in it."""
+    """Add options that name a part of a data set and the images in it."""
     parser.add_argument("--dataset-config", help="configuration of a hub data set with several")
     parser.add_argument("--split", help="default: test, else validation, else train")
     parser.add_argument("--image-column", help="where names and types do not tell")
@@ -97,13 +98,13 @@ def add_limit_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of how to go through the images."""
+    """Add options for reading the images."""
     add_skip_argument(parser)
     add_worker_argument(parser)
 
 
 def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) -> None:
-    """Arguments of every task: how, where, and what to write."""
+    """Add the options of every task: device, batches and output."""
     parser.add_argument("--batch-size", type=positive, default=batch_size, help="default: %(default)s")
     parser.add_argument("--output", metavar="FILE", help="write the results into this .json, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -112,7 +113,7 @@ def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) ->
 
 
 def add_feature_arguments(parser: argparse.ArgumentParser):
-    """The model, the images to learn from and those to judge by."""
+    """Add options for the model, the images to learn from and those to judge by."""
     parser.add_argument(
         "--model",
         required=True,
@@ -136,7 +137,7 @@ def add_training_images_arguments(parser: argparse.ArgumentParser):
 
 
 def add_two_towers_arguments(parser: argparse.ArgumentParser) -> None:
-    """A CLIP, and what may take the place of its image side."""
+    """Add options for a CLIP and for the model that may take the place of its image side."""
     parser.add_argument(
         "--model",
         required=True,
