@@ -151,7 +151,7 @@ def register() -> None:
 
 @_once
 def register_configurations() -> None:
-    """Register the configurations of all families, and of Transformers' models with Context Broadcasting."""
+    """The configurations of all families, and of Transformers' models with Context Broadcasting."""
     import transformers
     from transformers.utils import is_torch_available
 
