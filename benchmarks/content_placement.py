@@ -315,6 +315,8 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
         *("--learning-rate", str(arguments.learning_rate), "--batch-size", str(arguments.batch_size)),
         *("--inherited-learning-rate", str(arguments.inherited_learning_rate), "--seed", str(seed)),
         *("--mixed-precision", arguments.mixed_precision, "--num-workers", str(arguments.num_workers)),
+        # All students of a seed see the same views.
+        *("--teacher-cache", str(arguments.runs_dir / f"{arguments.name}-teacher-seed{seed}")),
         *(("--config-overrides", f"placement_random_share={arguments.random_share}") if content else ()),
     ]
     run_recipe(bootstrap, folder, argv)
