@@ -4,7 +4,7 @@
     python benchmarks/agent_tables.py hints   # joint, with the hint removed at a relative depth (figure 1)
     python benchmarks/agent_tables.py agents  # a res-like agent, Agent-B, and SAM instead of an agent
     python benchmarks/agent_tables.py longer  # ViT alone, the control, joint with and without hints, 40 epochs
-    python benchmarks/agent_tables.py gradients   # how far each term pulls the joint ViT, and whether together
+    python benchmarks/agent_tables.py gradients   # lengths of each term's gradient for the joint ViT, and their angles
     python benchmarks/agent_tables.py gradients --rows fresh   # without training; seconds
 
 Every row has the same architectures (64 tokens and [CLS], width 72, 4 blocks, 9 heads or positions) and budget (4,000

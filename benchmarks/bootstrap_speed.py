@@ -1,4 +1,4 @@
-"""How fast bootstrapping trains: the recipe, beside a plain loop over the reference implementation and timm.
+"""Speed of bootstrapping: the recipe, beside a plain loop over the reference implementation and timm.
 
     python benchmarks/bootstrap_speed.py --sparseformer CHECKOUT --dataset IMAGES
 
@@ -100,7 +100,7 @@ def with_peak(function, *arguments) -> tuple[float, float]:
 
 
 def recipe(arguments, folder: Path, cache: str) -> float:
-    """`frugalvit bootstrap`; what it says of its second epoch."""
+    """Run `frugalvit bootstrap`, and return the images a second of its second epoch."""
     output = Path(tempfile.mkdtemp(dir=folder))
     bootstrap(
         str(folder / "teacher"),
@@ -160,7 +160,7 @@ def plain_loop(arguments) -> float:
 
 
 def data_loader(arguments) -> float:
-    """Decoding, augmentation and normalization in one process, as the recipe does them."""
+    """Time decoding, augmentation and normalization in one process, as the recipe does them."""
     view = BootstrapView(ImageFormat((224, 224)))
     images = load_images(arguments.dataset)
     loader = TrainingLoader(Accelerator(cpu=True), images, view, batch_size=arguments.batch_size)

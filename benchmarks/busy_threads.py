@@ -1,4 +1,4 @@
-"""How threads that wait for each other should wait: on a machine that is idle, and on one with other work.
+"""Settings for threads that wait for each other: on a machine that is idle, and on one with other work.
 
     python benchmarks/busy_threads.py
 

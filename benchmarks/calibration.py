@@ -1,12 +1,12 @@
-"""How often what `frugalvit calibrate` promises is broken, and what it saves.
+"""Promises of `frugalvit calibrate`: how often they are broken, and how much they save.
 
     python benchmarks/calibration.py --test TEST --other OTHER
 
 The shipped student of Caltech-101 looks once at all test images of Caltech-101 (TEST) and at photographs of clothes
 (OTHER), with each number of tokens. Then, for each of --splits random splits, the confidence is found on some of the
-images, without their labels, and looked at on the others. A promise is broken on `rest` if more of these others get
-another label than from the most tokens than was promised, which chance among them does, too, and `in_all` if more of
-all images do, whose share is no estimate. `other kind` are photographs of clothes with the confidence found on
+images, without their labels, and tried on the others. A promise is broken on `rest` if more of these others than
+promised get another label than from the most tokens; chance may do that, too. It is broken `in_all` if more of all
+images do, whose share is no estimate. `other kind` are photographs of clothes with the confidence found on
 Caltech-101. Logits are kept under --runs-dir and found again. Writes calibration.json.
 """
 
@@ -71,7 +71,7 @@ def main():
 
 
 def logits_of(arguments, name: str, model, processor, counts: list[int]) -> dict[int, torch.Tensor]:
-    """With each number of tokens, now or before."""
+    """Logits of a model's images with each number of tokens, computed now or before."""
     file = arguments.runs_dir / f"{name}.pt"
     if not file.is_file():
         images = load_images([getattr(arguments, name)], "train")
@@ -105,7 +105,7 @@ class Table:
 
 
 def of_splits(table: Table, disagreement: float, images: int, arguments, others: Table | None) -> dict | None:
-    """Means over the splits; `None` where so few images promise nothing."""
+    """Means over the splits; `None` if so few images allow no promise."""
     generator = torch.Generator().manual_seed(arguments.seed)
     rows = []
     for _ in range(arguments.splits):

@@ -1,4 +1,4 @@
-"""Students of a ViT-S/14 on Caltech-101 at 224 pixels: what a start from the teacher's own patch embedding is worth.
+"""Students of a ViT-S/14 on Caltech-101 at 224 pixels, with a start from the teacher's own patch embedding.
 
     python benchmarks/caltech101.py teacher --model FOLDER --train TRAIN --test TEST
     python benchmarks/caltech101.py students --train TRAIN --test TEST --tokens 16 36 64 --steps 218
@@ -114,7 +114,7 @@ def main():
 
 
 def train_teacher(arguments):
-    """Five epochs at half of the size, then half an epoch at the model's."""
+    """Fine-tune a teacher for five epochs at half of the size, then for half an epoch at the model's size."""
     shared = [
         *("--dataset", arguments.train, "--eval-split", "none", "--crop", "resized", "--batch-size", str(BATCH_SIZE)),
         *("--mixed-precision", arguments.mixed_precision, "--attn-implementation", "eager", "--layer-decay", "0.85"),
@@ -132,7 +132,7 @@ def train_teacher(arguments):
 
 
 def train_students(arguments):
-    """One run after another, each measured when it is done."""
+    """Train one student after another, and measure each when it is done."""
     for steps in arguments.steps:
         for seed in arguments.seeds:
             for tokens in arguments.tokens:
@@ -142,7 +142,7 @@ def train_students(arguments):
 
 
 def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -> list[dict]:
-    """A run and what came out, for each count of tokens, now or before."""
+    """Train and measure a student, now or before; return a row for each count of tokens."""
     zoomed = f"-zoom{arguments.zoom_out:g}" if arguments.zoom_out > 1 else ""
     folder = arguments.runs_dir / f"{variant.replace(' ', '-')}-{tokens}tokens-{steps}steps{zoomed}-seed{seed}"
     measured_file = folder / "measured.json"
@@ -191,8 +191,8 @@ def teacher_on_test(arguments, images: str) -> dict:
 
 @torch.inference_mode()
 def measure_student(arguments, model, processor) -> list[dict]:
-    """Accuracy and likeness to the teacher on the test images, and on the same images as small objects, for each count
-    of tokens; of a student for several, also where sureness decides."""
+    """Measure accuracy and cosine with the teacher on the test images, and on the same images as small objects, for
+    each count of tokens; of a student for several counts, also with as many as an image needs to be sure."""
     counts = model.config.trained_token_counts
     rows = {count: {"tokens": count} for count in counts}
     adaptive = [
@@ -225,8 +225,8 @@ def measure_student(arguments, model, processor) -> list[dict]:
 
 
 def measure_adaptive(found: dict[int, tuple[torch.Tensor, int]], labels: torch.Tensor, confidence: float) -> dict:
-    """Accuracy, and tokens and cost of an image on average, of what `classify_adaptively` does, given the logits that
-    it would get with each count, and their cost."""
+    """Accuracy of `classify_adaptively`, and tokens and cost of an image on average, from the logits with each count
+    and their cost."""
     classes, looks = stop_when_sure({count: logits for count, (logits, _) in found.items()}, confidence)
     macs = torch.tensor([float(cost) for _, cost in found.values()]).cumsum(0)
     return {
@@ -237,7 +237,8 @@ def measure_adaptive(found: dict[int, tuple[torch.Tensor, int]], labels: torch.T
 
 
 def embed(arguments, model, processor, images: str, device: torch.device = CPU) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embeddings in float32 and labels of all test images, on the CPU; with "canvas", of each put on a larger one."""
+    """Compute the embeddings of all test images, in float32 on the CPU, and their labels; with "canvas", each image is
+    put on a larger one."""
     image_format = ImageFormat.from_processor(processor)
     view = EvalView(image_format)
     records = load_images([arguments.test], "train")
@@ -263,7 +264,7 @@ def put_on_canvas(image: Image.Image, index: int, image_format: ImageFormat) -> 
 
 
 def compare_all(arguments):
-    """Students that are there, of the first seed and as many views, beside what the teacher can do."""
+    """Compare the students that are there, of the first seed and of as many views, with the teacher and its peers."""
     teacher, seed = arguments.runs_dir / "teacher", arguments.seeds[0]
     contenders = load_teachers(str(teacher), "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
     for variant, method in METHODS.items():
@@ -289,7 +290,7 @@ def compare_all(arguments):
 
 
 def tune_tome(arguments):
-    """ToMe off the shelf, and after one epoch of the students' views, loss and rate of inherited weights."""
+    """Measure ToMe off the shelf, and after one epoch of the students' views, with their loss and rate."""
     teacher, processor = load_teacher(str(arguments.runs_dir / "teacher"))
     rows = []
     for merged in arguments.merged:
@@ -302,7 +303,7 @@ def tune_tome(arguments):
 
 
 def tune_diffrate(arguments):
-    """DiffRate with rates that were searched, and after one epoch as ToMe is tuned."""
+    """Measure DiffRate with rates that were searched, and after one epoch of tuning as for ToMe."""
     teacher, processor = load_teacher(str(arguments.runs_dir / "teacher"))
     peer, rows = ["--diffrate", arguments.diffrate], []
     for seed in arguments.seeds:
@@ -355,7 +356,7 @@ def write_peers(arguments, name: str, settings: dict, rows: list[dict], remark: 
 
 
 def compare_features(arguments):
-    """How well embeddings tell classes apart that bootstrapping never saw, and labels never taught."""
+    """Judge embeddings by classes that bootstrapping never saw, and labels never taught."""
     runs, seed = arguments.runs_dir, arguments.seeds[0]
     train, test = (load_images([images], "train") for images in (arguments.train, arguments.test))
     kept = runs / "kept-classes.parquet"
@@ -383,8 +384,8 @@ def compare_features(arguments):
 
 
 def make_table(arguments):
-    """Means over the seeds of all runs that are there: of each count of tokens, and where sureness decides; and a
-    picture of one student for all counts beside those for one."""
+    """Write the means over the seeds of all runs that are there, for each count of tokens and for
+    `classify_adaptively`, and draw one student for all counts beside those for one."""
     groups = {}
     for file in sorted(arguments.runs_dir.glob("*/measured.json")):
         for run in json.loads(file.read_text(encoding="utf-8")):
@@ -415,7 +416,7 @@ def make_table(arguments):
 
 
 def averages(runs: list[dict], names: tuple[str, ...]) -> dict[str, float | None]:
-    """Means over the seeds of what was measured on the test images, and on them as small objects."""
+    """Means over the seeds of the numbers on the test images, and on the same images as small objects."""
     row = {}
     for images in ("test", "canvas"):
         accuracies = [run[images]["accuracy"] for run in runs]
@@ -429,7 +430,7 @@ def averages(runs: list[dict], names: tuple[str, ...]) -> dict[str, float | None
 
 
 def draw_elastic(students: list[dict], adaptive: list[dict]) -> Figure:
-    """Accuracy over multiply-accumulates, of objects that fill the image and of small ones."""
+    """Draw accuracy over multiply-accumulates, for objects that fill the image and for small ones."""
     # The students that are compared saw as many views as the one for all counts, of photographs as they are.
     views = adaptive[0]["views"]
     lines = {"one student for each count": [], "one student for all counts": []}

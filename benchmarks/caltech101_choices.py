@@ -75,7 +75,7 @@ def main():
 
 
 def train_student(arguments, choice: str, tokens: int, seed: int) -> dict:
-    """A run and what came out, now or before."""
+    """Train and measure a student, now or before."""
     folder = arguments.runs_dir / f"choice-{tokens}tokens-{folder_name(choice, seed)}"
     measured_file = folder / "choice.json"
     if measured_file.is_file():

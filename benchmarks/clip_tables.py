@@ -1,6 +1,6 @@
 """A small CLIP, and a tiny LLaVA on it, before and after a SparseFormer takes the place of their image side.
 
-    python benchmarks/clip_tables.py clip     # zero-shot accuracy, retrieval, what tokens tell of patches
+    python benchmarks/clip_tables.py clip     # zero-shot accuracy, retrieval, patches told by tokens
     python benchmarks/clip_tables.py llava    # answers before the swap, after it, with channels matched, after
                                               # `frugalvit align-llava`
 
@@ -222,8 +222,8 @@ def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.D
 
 @torch.no_grad()
 def patches_told(arguments, clip: Path, student: Path | None) -> float:
-    """How much of the variance of the CLIP's 64 patch states, in the layer that a LLaVA reads, a linear regression
-    explains by a student's tokens there, on test images."""
+    """The share of the variance of the CLIP's 64 patch states that a linear regression explains by a student's tokens,
+    in the layer that a LLaVA reads, on test images."""
     teacher = CLIPModel.from_pretrained(clip).vision_model.eval()
     if student is None:
         return 1.0

@@ -191,7 +191,7 @@ def ask(arguments, model, processor, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def accuracies(arguments, classify, processor) -> dict[str, float]:
-    """Accuracy of what gives logits, on each of `VIEWS`."""
+    """Accuracy of a function that returns logits, on each of `VIEWS`."""
     pixels, labels = test_pixels(arguments, ImageFormat.from_processor(processor))
     return {
         name: (ask(arguments, classify, processor, pixels[name]).argmax(1) == labels).float().mean().item()
@@ -315,8 +315,8 @@ class TeacherAttention(nn.Module):
 
 
 def worths_of_splits(student, pixel_values: torch.Tensor) -> torch.Tensor:
-    """What each split of an image's tree is worth, at most what the split that comes before it is, `(batch, splits)`,
-    the worthiest first."""
+    """The worth of each split of an image's tree, `(batch, splits)`, the worthiest first. A split is worth at most as
+    much as the one that it depends on."""
     base, found = student.base_model, []
     levels = base.stem(pixel_values, base.config.cell_grids(tuple(pixel_values.shape[-2:])))
     logits = base.placement.forecast(levels[-1])
@@ -327,7 +327,7 @@ def worths_of_splits(student, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def measure_looks(arguments):
-    """Numbers of tokens that differ between images, beside one for all."""
+    """Measure numbers of tokens that differ between images, beside one for all."""
     student, processor = load_image_classifier(arguments.student, "cpu")
     student = student.float().eval()
     counts = [student.config.round_tokens(count) for count in arguments.tokens]
@@ -375,14 +375,14 @@ def split_where_worth(
 
 
 def train_students(arguments):
-    """One run after another, each measured when it is done."""
+    """Train one student after another, and measure each when it is done."""
     for seed in arguments.seeds:
         for placement in arguments.placements:
             print(format_table(train_student(arguments, placement, seed)), flush=True)
 
 
 def train_student(arguments, placement: str, seed: int) -> list[dict]:
-    """A run and what came out, for each count of tokens, now or before."""
+    """Train and measure a student, now or before; return a row for each count of tokens."""
     content = placement != "grid"
     share = f"-random{arguments.random_share:g}" if content else ""
     rate = arguments.learning_rate * arguments.inherited_learning_rate
@@ -450,7 +450,7 @@ def measure_speed(arguments):
 
 
 def draw_picture(arguments):
-    """Photographs as small objects, what a grid's and what a tree's tokens see of them, and what both call them."""
+    """Draw photographs as small objects, as a grid's and as a tree's tokens see them, with the labels of both."""
     records = load_images([arguments.test], "train")
     chosen = [round(len(records) * (number + 0.5) / PICTURES) for number in range(PICTURES)]
     grid, processor = load_image_classifier(frugalvit.checkpoint_path(STUDENT), "cpu")

@@ -91,25 +91,26 @@ def vit(kind: str | None, *positions: str, **options) -> dict:
 
 
 def host(model_type: str, overrides: str, kind: str | None) -> dict:
-    """The same of a model of Transformers."""
+    """A row's arguments of the recipe: a model of Transformers."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model_type": model_type, "config_overrides": overrides, **inserted}
 
 
 def shipped(name: str, kind: str | None, **options) -> dict:
-    """The same of a shipped model, which trains on."""
+    """A row's arguments of the recipe: a shipped model, which trains on."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model": f"checkpoints/{name}", "learning_rate": 1e-4, **inserted, **options}
 
 
 def distilled(kind: str | None) -> dict:
-    """The same of a ViT with a distillation token, whose classifier learns the classes that the shipped ViT sees."""
+    """A row's arguments of the recipe: a ViT with a distillation token, whose classifier learns the shipped ViT's
+    classes."""
     row = vit(kind, distill_from="checkpoints/cifar10-vit", distill_kind="hard")
     return row | {"config_overrides": f"{row['config_overrides']},use_distillation_token=true"}
 
 
 def scaled(start: float) -> dict:
-    """The same with CB_S, whose scale starts there."""
+    """A row's arguments of the recipe: a ViT with CB_S, whose scale starts at `start`."""
     row = vit("cb_s")
     return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 

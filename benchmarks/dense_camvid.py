@@ -186,7 +186,7 @@ def score(arguments, train: torch.Tensor, test: torch.Tensor, train_masks, test_
 
 
 def shares_of_classes(masks: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """How much of each cell each class covers, `(images, rows, columns, classes)`."""
+    """The share of each cell that each class covers, `(images, rows, columns, classes)`."""
     layers = torch.stack([(masks == number).float() for number in range(len(CLASSES))], dim=1)
     return F.adaptive_avg_pool2d(layers, grid).permute(0, 2, 3, 1)
 

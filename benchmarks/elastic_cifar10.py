@@ -102,7 +102,7 @@ def train_student(arguments, extra: list[str], name: str, seed: int) -> dict:
 
 
 def compare_all(arguments):
-    """Students of the first seed beside what their teacher can do for nothing."""
+    """Compare the students of the first seed with their teacher, with smaller images and with fewer patches."""
     teacher, seed = str(CHECKPOINTS / "cifar10-vit"), arguments.seeds[0]
     contenders = load_teachers(teacher, "ViT", BASELINES, RESOLUTIONS, seed=seed)
     *names, _ = STUDENTS

@@ -1,4 +1,4 @@
-"""How long impulse initialization takes, and what it gives: the closed form against Algorithm 1, in one run.
+"""Time and result of impulse initialization: the closed form against Algorithm 1, in one run.
 
     python benchmarks/impulse_speed.py
 

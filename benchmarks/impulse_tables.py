@@ -1,8 +1,8 @@
 """Initializations of attention on CIFAR-10: one command a table.
 
-    python benchmarks/impulse_tables.py initializations   # table 2's question: what a start is worth
+    python benchmarks/impulse_tables.py initializations   # table 2's question: the worth of a start
     python benchmarks/impulse_tables.py solvers           # solver, sharpness and values, one by one
-    python benchmarks/impulse_tables.py longer            # what is left of it after 40 epochs
+    python benchmarks/impulse_tables.py longer            # the same after 40 epochs
     python benchmarks/impulse_tables.py settings          # table 1: positions and pooling
     python benchmarks/impulse_tables.py sizes             # table 3: widths of ViT-T and ViT-S with few and many heads
     python benchmarks/impulse_tables.py directions        # why some rows stand in another order than the paper's

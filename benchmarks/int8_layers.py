@@ -1,4 +1,4 @@
-"""Which layers of a model suffer in int8: groups of layers left in float32, one at a time.
+"""Layers of a model that suffer in int8: groups of layers left in float32, one at a time.
 
     python benchmarks/int8_layers.py
 
@@ -82,7 +82,7 @@ def main():
 
 
 def measure(name: str, runtime: str, float_layers: list[str], test: Dataset, train: Dataset) -> dict:
-    """How near a program is to the original, and its size."""
+    """The agreement of a program with the original, and its size."""
     model, processor = load_image_classifier(checkpoint_path(name))
     parts: dict[str, Part] = parts_of(model)
     [(part_name, part)] = parts.items()

@@ -100,7 +100,7 @@ def make_classifier(arguments, tokens: int | None = None, **options) -> Classifi
 
 
 def make_contenders(arguments) -> dict[str, tuple[object, Callable[[list[str]], Iterator]]]:
-    """By name: a classifier, and what labels files."""
+    """Make the contenders, by name: a classifier, and a function that labels files."""
     classifiers = {f"student, {tokens} tokens": make_classifier(arguments, tokens) for tokens in arguments.tokens}
     classifiers |= {
         f"student, {tokens} tokens, exact": make_classifier(arguments, tokens, exact=True)
@@ -180,8 +180,8 @@ def take_turns(contenders: dict[str, tuple[object, Callable]], paths: list[str],
 
 @torch.inference_mode()
 def stages(classify: Classifier, paths: list[str], images: int = 32) -> dict[str, float]:
-    """Milliseconds of an image in one thread, one stage after the other: of what is read into memory, decoded,
-    resized, normalized and computed; and the share of all but the last."""
+    """Milliseconds of an image in one thread, stage by stage: reading into memory, decoding, resizing, normalizing and
+    computing; and the share of all but the last."""
     threads, reader, paths = torch.get_num_threads(), classify.reader, list(islice(cycle(paths), images))
     torch.set_num_threads(1)
     clock = [time.perf_counter()]

@@ -1,4 +1,4 @@
-"""Where the time of `frugalvit search` goes, and what faiss saves of it, in one run.
+"""Parts of the time of `frugalvit search`, and the savings by faiss, in one run.
 
     pip install -e ".[faiss]"
     python benchmarks/search_speed.py

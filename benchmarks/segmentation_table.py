@@ -151,7 +151,7 @@ def measure(arguments, folders: list[Path]) -> dict[str, object]:
 
 def load(arguments, folder: Path):
     """A model as it was after the last epoch, its image format, the evaluation images and the reader of their masks.
-    The folder's own model is that of the best epoch on those images, which would favor whoever varies most."""
+    The folder's own model is that of the best epoch on those images, which would favor the model that varies most."""
     model, processor = load_with_image_processor(
         folder, "cpu", False, "a semantic segmentation model", lambda _: AutoModelForSemanticSegmentation
     )

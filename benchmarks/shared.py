@@ -35,14 +35,14 @@ STUDENT = "stem_channels=32,num_mixed_points=16,mixing_hidden_size=64,num_focusi
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, runs_dir: str):
-    """Which seeds, and where runs and results go."""
+    """Add options for the seeds, and for the folders of runs and results."""
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--runs-dir", type=Path, default=Path(runs_dir), help="default: %(default)s")
     add_results_argument(parser)
 
 
 def add_results_argument(parser: argparse.ArgumentParser):
-    """Where results go: not over those of the repository, unless asked."""
+    """Add the option for the folder of results, which is not the repository's by default."""
     parser.add_argument(
         "--results-dir",
         type=writable_folder,
@@ -52,7 +52,8 @@ def add_results_argument(parser: argparse.ArgumentParser):
 
 
 def writable_folder(path: str) -> Path:
-    """A folder, made if it is not there: what cannot be written is known before it is measured."""
+    """Return a folder that can be written, made if it is not there, so that this is known before anything is
+    measured."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,14 +72,15 @@ def add_data_arguments(parser: argparse.ArgumentParser):
 
 
 def add_budget_arguments(parser: argparse.ArgumentParser, images: str, epochs: str):
-    """How much is trained on, defaults in words, and in which precision: one on all machines, unless asked."""
+    """Add options for the number of images and epochs, with defaults in words, and for the precision, which is the
+    same on all machines by default."""
     parser.add_argument("--images", type=int, help=f"training images (default: {images})")
     parser.add_argument("--epochs", type=int, help=f"default: {epochs}")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
 
 
 def add_recipe_arguments(parser: CommandParser):
-    """The paper's recipe in the place of the reduced one, and what its data sets need."""
+    """Add options for the paper's recipe in the place of the reduced one, and for its data sets."""
     parser.add_argument("--config-overrides", default="", help="of the architecture, after the recipe's")
     parser.add_argument("--paper-recipe", action="store_true", help="the paper's sizes and budget, see above")
     parser.add_argument("--dataset-config", help="of a hub data set that has several")
@@ -88,7 +90,7 @@ def add_recipe_arguments(parser: CommandParser):
 
 
 def check_paper_recipe(parser: CommandParser, arguments):
-    """Stop at `--paper-recipe` on the images that ship, of which there are too few."""
+    """End the process if `--paper-recipe` is given for the images that ship, which are too few."""
     if arguments.paper_recipe and SUBSET in arguments.dataset:
         parser.error(f"--paper-recipe is for whole data sets, not for {SUBSET}: give --dataset, see --help.")
 
@@ -118,7 +120,7 @@ def print_rows(rows: list[dict]):
 
 
 def reduced_epochs(table: str) -> int:
-    """Epochs of a table, unless asked."""
+    """Epochs of a table by default."""
     return 40 if table == "longer" else 6
 
 
@@ -170,7 +172,7 @@ def folder_name(row: str, seed: int, argv: Sequence[str] = ()) -> str:
 
 
 def run_recipe(recipe, folder: Path, argv: list[str]) -> dict:
-    """Results of a recipe's run in a folder, now or, if it was the same command, before."""
+    """Run a recipe in a folder, or find the run of the same command there, and return its results."""
     argv, file = ["--output", str(folder), *argv], folder / "results.json"
     if file.is_file():
         results = json.loads(file.read_text(encoding="utf-8"))
@@ -186,8 +188,8 @@ def run_recipe(recipe, folder: Path, argv: list[str]) -> dict:
 
 
 def last_model(folder: Path) -> tuple[PreTrainedModel, object]:
-    """The classifier of a run's last epoch, which the folder's own, of the best epoch on the test images, need not be;
-    and its image processor."""
+    """The classifier of a run's last epoch, and its image processor. The folder's own is that of the best epoch on the
+    test images."""
     model, image_processor = load_image_classifier(folder, "cpu")
     model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
     return model, image_processor

@@ -1,4 +1,4 @@
-"""How fast SparseFormers are beside the reference implementation and the ViTs that they replace, in one run.
+"""Speed of SparseFormers beside the reference implementation and the ViTs that they replace, in one run.
 
     python benchmarks/sparseformer_speed.py --sparseformer CHECKOUT
 
@@ -88,7 +88,8 @@ def load_reference(checkout: Path, name: str) -> nn.Module:
 
 @torch.no_grad()
 def check_same_logits(ours: nn.Module, reference: nn.Module):
-    """Both compute the same, once ours has the reference's weights, each scattered a little to count."""
+    """Give ours the reference's weights, each scattered a little so that it counts, and check that both compute the
+    same."""
     for parameter in reference.parameters():
         parameter.add_(0.02 * torch.randn_like(parameter))
     ours.load_state_dict(convert_showlab(reference.state_dict(), ours.config))

@@ -128,7 +128,7 @@ class PooledViT(VisionTransformer):
         return Embedded(embedding, None if self.head is None else self.head(embedding))
 
     def token_weights(self) -> torch.Tensor | None:
-        """How many tokens each one stands for, `(batch, tokens, 1)`, as the peer's code notes it."""
+        """The number of tokens that each one stands for, `(batch, tokens, 1)`, as the peer's code notes it."""
         noted = getattr(self, "_tome_info", None) or getattr(self, "_diffrate_info", {})
         # A search keeps all tokens, behind a mask.
         return noted["size"] * noted["mask"][..., None] if self.training else noted.get("size")
@@ -247,10 +247,10 @@ class MergingTrainer(RecipeTrainer):
     """Fine-tunes a `MergedViT`, or searches its rates.
 
     Args:
-        model (`MergedViT`): What learns.
-        args (`MergingTrainingArguments`): How.
+        model (`MergedViT`): The model that learns.
+        args (`MergingTrainingArguments`): How it learns.
         anatomy (`Anatomy`): Of the teacher.
-        image_format (`ImageFormat`): What it takes.
+        image_format (`ImageFormat`): The images that the teacher takes.
         train, evaluation, test (`datasets.Dataset`): Images.
         command: What `RecipeTrainer` takes of a command.
     """
@@ -452,7 +452,8 @@ def update_rates(vit: PooledViT):
 
 
 def load_last(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Weights of a run's `vit` after its last epoch; choosing an epoch by its accuracy would favor whoever varies."""
+    """Weights of a run's `vit` after its last epoch; choosing an epoch by its accuracy would favor models that
+    vary."""
     last = max(Path(folder).glob("checkpoints/step-*"), default=None)
     if last is None:
         raise ValueError(f"{str(folder)!r} holds no run of this recipe; expected the --output of one.")

@@ -103,7 +103,7 @@ def main():
 
 
 def evaluate_once(arguments, name: str, model: nn.Module, macs: int, image_format: ImageFormat) -> dict:
-    """Accuracy of what is not trained here, as a run's results, now or before."""
+    """Accuracy of a model that is not trained here, as a run's results, measured now or before."""
     source = {"row": name, "teacher": arguments.teacher, "student": arguments.student, "macs": macs}
     file = arguments.runs_dir / f"{folder_name(name, 0)}-evaluated.json"
     if file.is_file() and (results := json.loads(file.read_text(encoding="utf-8")))["source"] == source:

@@ -58,11 +58,10 @@ class ContextTokens(nn.Module):
 
 
 class SecondLook(nn.Module):
-    """Before a block, each token samples the image again and a linear layer, which is zero at first, adds what it
-    shows.
+    """Before a block, each token samples the image again, and a linear layer, which is zero at first, adds the sample.
 
     Args:
-        base (`SparseFormerModel`): What it is hung into.
+        base (`SparseFormerModel`): The model that it is added to.
         block (`int`): The block's number, from 0.
         moves (`bool`): The token moves its RoI before, by a layer that is zero at first; else the RoI stays.
         scale (`float`): The RoI's sides as shares of what they were.

@@ -39,7 +39,7 @@ USES = {
 
 
 def describe_recipe(file: Path) -> dict:
-    """A recipe's arguments, and what its comment says: what it is, its commands, notes, size, the paper's numbers."""
+    """A recipe's arguments, and the parts of its comment: description, commands, notes, size, the paper's numbers."""
     text = file.read_text(encoding="utf-8")
     lines = [line.removeprefix("#").removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
     # Commands are indented.
@@ -63,7 +63,7 @@ def describe_recipe(file: Path) -> dict:
 
 
 def kind_of(recipe: dict) -> str:
-    """Which of `KINDS` a recipe makes."""
+    """The one of `KINDS` that a recipe makes."""
     command, arguments = recipe["commands"][0].split()[1], recipe["arguments"]
     if command == "segment":
         return "segmenter"
@@ -133,7 +133,7 @@ def list_of(recipes: dict[str, dict]) -> str:
 
 
 def render() -> dict[str, str]:
-    """All that this writes: texts by path, from here on."""
+    """All texts that this program writes, by path relative to this folder."""
     recipes = {file.stem: describe_recipe(file) for file in sorted(RECIPE_FILES.glob("*.yaml"))}
     cards = {f"papers/{name}.md": card_of(name, recipe) for name, recipe in recipes.items()}
     return {"README.md": list_of(recipes), **cards}
