@@ -1,4 +1,4 @@
-"""From photographs in files to labels, end to end: images a second, where the time goes, and how much memory it takes.
+"""From photographs in files to labels, end to end: images a second, the parts of the time, and memory.
 
     python benchmarks/photographs_per_second.py --photographs TEST --teacher TEACHER
 

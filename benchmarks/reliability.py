@@ -108,7 +108,7 @@ def main():
 
 
 def read_report(path: Path) -> dict:
-    """How many tests passed and failed, and how many were skipped for each reason."""
+    """Numbers of tests that passed and failed, and of those that were skipped for each reason."""
     passed, failed, reasons = 0, [], collections.Counter()
     for case in ElementTree.parse(path).iter("testcase"):
         name = f"{case.get('classname')}.{case.get('name')}"

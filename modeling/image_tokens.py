@@ -6,12 +6,12 @@ from transformers.utils import ModelOutput
 
 
 class CheckedImageTokens:
-    """For a `LlavaModel` or `PaliGemmaModel`: a better message where the two numbers differ."""
+    """Mixin of a `LlavaModel` or `PaliGemmaModel`, with a clear message if numbers of places and features differ."""
 
     def get_placeholder_mask(
         self, input_ids: torch.LongTensor | None, inputs_embeds: torch.Tensor, image_features: torch.Tensor
     ) -> torch.Tensor:
-        """Where the features of images belong, `(batch, tokens, 1)`.
+        """The places where the features of images belong, `(batch, tokens, 1)` bool.
 
         Raises:
             ValueError: if there are more or fewer places than features.

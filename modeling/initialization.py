@@ -34,7 +34,7 @@ _PINV_ORDER = (4, 1, 5, 3, 7, 0, 2, 6, 8)
 
 @dataclass
 class HeadReport:
-    """How a head attends on its layer's pseudo input after initialization.
+    """Report of a head's attention on its layer's pseudo input, after initialization.
 
     Args:
         layer, head (`int`): Numbers of layer and head.

@@ -45,7 +45,7 @@ def split_in_four(cells: torch.Tensor) -> torch.Tensor:
 
 
 def lost_detail(image: torch.Tensor, patch_size: tuple[int, int], num_levels: int) -> list[torch.Tensor]:
-    """How much a cell loses when it is shown by the points of a patch: the mean squared difference from the image.
+    """The loss of a cell that is shown by the points of a patch: the mean squared difference from the image.
 
     Args:
         image (`torch.Tensor`): `(batch, channels, height, width)`, where a cell of the finest grid has a patch's
@@ -94,7 +94,7 @@ def worth_of(
     num_levels: int,
     attention: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """How much the split of a cell is worth by a `placement_rule`.
+    """The worth of splitting each cell, by a `placement_rule`.
 
     Args:
         rule (`str`): `placement_rule` of a configuration.

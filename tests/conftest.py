@@ -1,4 +1,4 @@
-"""In which order tests run, and the hub's side of an upload, on this machine."""
+"""The order of tests, and the hub's side of an upload, on this machine."""
 
 import base64
 import collections

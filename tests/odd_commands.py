@@ -224,7 +224,7 @@ def replaced(make: Callable[[Path], None]):
 
 
 def gone(path: Path):
-    """Nothing is there."""
+    """Leave nothing at the path."""
 
 
 def ring(path: Path):
@@ -553,7 +553,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def try_case(case: Case, given: Path, folder: Path) -> tuple[int | None, str | None]:
-    """How a command ended and what is wrong with that."""
+    """Run a command; return its exit code and what is wrong with its end, None for nothing."""
 
     def work():
         if case.command == SERVING:

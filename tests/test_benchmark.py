@@ -69,7 +69,7 @@ def test_bad_input(arguments, message, capsys):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_own_products_are_those_that_are_counted(attention):
-    """Of one image, as many multiply-accumulates."""
+    """For one image, they have as many multiply-accumulates."""
     config = SparseFormerConfig(image_size=32, num_latent_tokens=5, hidden_size=64, num_hidden_layers=2)
     model = SparseFormerModel(config).eval()
     model.set_attn_implementation(attention)

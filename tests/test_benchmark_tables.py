@@ -43,8 +43,8 @@ def test_every_row_classifies(table):
 
 @pytest.mark.parametrize("table", ["impulse_tables"], indirect=True)
 def test_every_row_starts(table, monkeypatch, tmp_path):
-    """With one layer and few steps of Adam; the recipe's other arguments are those of the command. Of large tables,
-    every seventh row."""
+    """Rows start with one layer and few steps of Adam; the recipe's other arguments are those of the command. Of large
+    tables, every seventh row is tried."""
     starts = {}
 
     def start(recipe, folder, argv):
@@ -129,7 +129,7 @@ def two_labels(tmp_path):
     indirect=["table"],
 )
 def test_the_papers_recipe(table, name, rows, two_labels, monkeypatch, tmp_path):
-    """On images that have labels of two kinds; architectures are the papers', in millions of parameters."""
+    """Architectures are the papers', in millions of parameters. Images have labels of two kinds."""
     sizes, settings = {}, []
 
     def size(recipe, folder, argv):
@@ -166,7 +166,7 @@ def test_the_papers_recipe(table, name, rows, two_labels, monkeypatch, tmp_path)
     indirect=["table"],
 )
 def test_labels_of_two_kinds(table, name, row, two_labels, monkeypatch, tmp_path):
-    """Which of them is said by an option; without, the error says so, in one line."""
+    """An option names one of them; without it, the error says so, in one line."""
     options = ["--dataset", str(two_labels), "--runs-dir", str(tmp_path / "runs"), "--results-dir", str(tmp_path)]
     options += ["--images", "64", "--epochs", "1", "--seeds", "0", "--rows", row]
     options += ["--config-overrides", "hidden_size=36,num_hidden_layers=1"]
@@ -184,7 +184,7 @@ def test_labels_of_two_kinds(table, name, row, two_labels, monkeypatch, tmp_path
 
 @pytest.mark.parametrize("table", ["impulse_tables"], indirect=True)
 def test_a_row_is_trained_once(table, monkeypatch, tmp_path):
-    """With other options it is another run, which leaves the first one's folder alone."""
+    """A row with other options is another run, which leaves the first one's folder alone."""
     trained = []
     main = train.main
 

@@ -79,7 +79,7 @@ def test_as_many_may_be_wrong_as_would_be_chance(images, risk, certainty):
 
 
 def test_the_promise_is_broken_seldom():
-    """Of a population whose every label is known, from small samples; and not by never stopping early."""
+    """Promises from small samples are kept in a population whose every label is known, and images do stop early."""
     generator = torch.Generator().manual_seed(0)
     strong = 4 * torch.randn(20_000, 5, generator=generator)
     weak = strong + 1.5 * torch.randn(20_000, 5, generator=generator)
@@ -230,7 +230,7 @@ def test_what_cannot_be_calibrated(arguments, message, folder, images, tmp_path,
 
 
 def test_a_calibration_that_saves_nothing_is_refused(folder):
-    """Where few tokens say something else, sure or not, nearly all images have both looks."""
+    """If few tokens give other labels, sure or not, nearly all images have both looks."""
     model = SparseFormerForImageClassification.from_pretrained(folder).eval()
     logits = {count: torch.randn(200, 10, generator=torch.Generator().manual_seed(count)) for count in (4, 16)}
     with pytest.raises(ValueError, match="all looks together would cost 1.* times as much as 16 tokens alone"):

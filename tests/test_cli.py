@@ -338,7 +338,7 @@ def test_signals_end_a_command_in_one_line_and_leave_nothing(name, through, comm
 @pytest.mark.reliability
 @pytest.mark.timeout(7200)
 def test_signals_at_random_moments_leave_all_or_nothing(tmp_path):
-    """Of a command that writes a folder and starts another process."""
+    """The command writes a folder and starts another process."""
     chance, output = random.Random(int(os.environ.get("FRUGALVIT_SEED", "0"))), tmp_path / "out"
     command = [sys.executable, "-m", "frugalvit", "publish", str(checkpoint_path("cifar10-agent-cnn"))]
     command += ["--license", "mit", "--output", str(output), "--overwrite"]
@@ -360,7 +360,7 @@ def test_signals_at_random_moments_leave_all_or_nothing(tmp_path):
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_signals_that_are_ignored_stay_so(name, command):
-    """As `nohup` and shells leave them to what runs in the background."""
+    """`nohup` and shells leave such signals to processes in the background."""
     number, received = getattr(signal, name), []
     before = signal.signal(number, signal.SIG_IGN)
     try:

@@ -73,7 +73,7 @@ def outcome(tmp_path_factory):
 
 
 def test_accuracies_are_those_of_evaluation(outcome, tmp_path):
-    """Of teacher and students, as the other command measures them."""
+    """Accuracies of teacher and students are those that `frugalvit evaluate` measures."""
     rows = {row["model"]: row for row in outcome[1]["rows"]}
     for name in ("cifar10-vit", "cifar10-sparseformer", "cifar10-convmixer"):
         model = ["--model", checkpoint_path(name), "--split", SPLIT, "--output", tmp_path / "results.json"]
@@ -285,7 +285,7 @@ class Pixels(nn.Module):
 
 
 def test_each_sees_images_as_it_takes_them():
-    """By its own image processor, at its own size; those of one image processor share what it makes."""
+    """Each has its own image processor and size. Contenders with one image processor share its images."""
     images = load_images(SUBSET, "test[:5]")
     made = []
 
@@ -362,7 +362,7 @@ class TestLabels:
 
     @pytest.fixture
     def axes(self):
-        """Of 400 x 300 pixels, 10 x 10 units, with a line in the corner."""
+        """Axes of 400 x 300 pixels, 10 x 10 units, with a line in the corner."""
         figure = Figure(figsize=(4, 3), dpi=100)
         FigureCanvasAgg(figure)
         axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 10), ylim=(0, 10))

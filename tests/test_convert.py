@@ -80,7 +80,7 @@ class TestInference:
         ],
     )
     def test_variants_of_the_papers(self, name):
-        """From a checkpoint of the size of a variant follows the variant's configuration, to the last field."""
+        """A checkpoint of the size of a variant has the variant's configuration, to the last field."""
         expected = SparseFormerConfig.from_variant(name)
         with torch.device("meta"):
             state_dict = to_showlab(showlab_model_class(expected)(expected))

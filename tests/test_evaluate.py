@@ -323,7 +323,7 @@ class TestImageNet:
         assert match_labels(synsets[::-1], dict(enumerate(IMAGENET))) == list(range(999, -1, -1))
 
     def test_v2_is_by_number(self, imagenet_folder, tmp_path, capsys):
-        """As text, 10 comes before 2."""
+        """Classes are sorted by number: as text, 10 comes before 2."""
         indices = [10, 2, 100, 1]
         names = [f"{index}/image" for index in indices]
         write_folder(tmp_path / "images" / "train", names)

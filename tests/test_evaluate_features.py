@@ -197,7 +197,7 @@ def test_layouts(layout, picture, tmp_path):
 
 
 def test_extract_features():
-    """Of images at hand, as many as there are, in batches."""
+    """Features of any number of images are computed in batches."""
     images = decode(load_images(SUBSET, "test[:5]"))
     model, processor = (auto.from_pretrained(VIT) for auto in (AutoModelForImageClassification, AutoImageProcessor))
     features = extract_features(model, processor, images, batch_size=2)

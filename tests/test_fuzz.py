@@ -133,7 +133,7 @@ def folder(tmp_path_factory):
     name=st.sampled_from(["config.json", "model.safetensors", "model.safetensors", "preprocessor_config.json"]),
 )
 def test_corrupted_checkpoints(corruption, name, folder, tmp_path):
-    """They load, as changed weights do, or there is a ValueError; the folder stays as it is."""
+    """A corrupted checkpoint loads, as changed weights do, or there is a ValueError; the folder stays as it is."""
     content = (folder / name).read_bytes()
     place, start, change, length = corruption
     if name == "model.safetensors":
@@ -190,12 +190,12 @@ EPOCH = {"epoch": 1, "step": 2, "train_loss": 1.0, "accuracy": 0.5}
 
 
 def read_scores(folder) -> str:
-    """As `frugalvit budget` prints them."""
+    """Read scores as `frugalvit budget` prints them."""
     return format_table(scores_of(folder, [{"model": "student", "num_tokens": 4}])) + str(scored_on(folder))
 
 
 def read_curves(folder) -> str:
-    """As `frugalvit curves` prints them."""
+    """Read curves as `frugalvit curves` prints them."""
     epochs = read_epochs(str(folder))
     return format_table([{name: epochs[-1].get(name) for name in curves_of({"run": epochs})}]) + str(
         best_epoch(epochs)
@@ -257,7 +257,7 @@ def altered(draw, content):
 @fuzz
 @given(data=st.data())
 def test_odd_json(name, data, tmp_path_factory):
-    """It is taken, or there is one clear error, and nothing but files of the folder is named."""
+    """Odd JSON is taken, or there is one clear error; only files of the folder are named."""
     folder = tmp_path_factory.mktemp("json") / "step-00000006"
     folder.mkdir()
     for other, (content, _) in JSON.items():

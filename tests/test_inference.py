@@ -80,7 +80,7 @@ def test_embeddings_are_those_of_the_model(exact, images, tmp_path):
 
 
 def test_scores_are_those_of_the_model(images):
-    """Of a loaded model, with a number of tokens that this call alone computes with."""
+    """The model is loaded already, and computes with a number of tokens that this classifier alone chooses."""
     model, processor = elastic(num_labels=3), ViTImageProcessor(size={"height": 32, "width": 32})
     classify = frugalvit.Classifier(model, processor, num_tokens=4)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_scores_are_those_of_the_model(images):
 
 
 def test_sure_images_have_few_tokens(images):
-    """As sure as a number says, or a calibration."""
+    """A number, or a calibration, says how sure an image has to be."""
     model, processor = elastic(num_labels=3), ViTImageProcessor(size={"height": 32, "width": 32})
     with torch.no_grad():
         model.classifier.weight *= 20
@@ -115,7 +115,7 @@ def test_sure_images_have_few_tokens(images):
 
 
 def test_half_precision(images):
-    """Of what is loaded here; a loaded model stays as it is."""
+    """A model that is loaded here has half precision; one that is given stays as it is."""
     whole, half = (
         np.stack(list(frugalvit.Embedder("cifar10-sparseformer", dtype=dtype, device="cpu")(images)))
         for dtype in ("float32", "bfloat16")
@@ -221,7 +221,7 @@ def test_small_decoding_keeps_the_orientation(orientation, photograph):
     ids=["as it is", "the middle"],
 )
 def test_readers_make_what_the_image_processor_makes(processor, at_least, photograph):
-    """Of images as they are to rounding; of JPEGs at a lower resolution nearly."""
+    """Whole images have the same pixels, to rounding; JPEGs at a lower resolution have nearly the same."""
     expected = processor([photograph], return_tensors="pt")["pixel_values"]
     fast, exact = Reader(processor), Reader(processor, exact=True)
     assert fast.format is not None and exact.format is None and exact.at_least is None
@@ -246,7 +246,7 @@ def test_what_is_read_of_an_image():
 
 
 def test_reading_ahead_may_end_in_one_of_its_threads():
-    """As where the garbage of an error is collected there."""
+    """It does so if the garbage of an error is collected there."""
     is_waiting, ended = threading.Event(), Future()
 
     def read(item: int):
@@ -265,7 +265,7 @@ def test_reading_ahead_may_end_in_one_of_its_threads():
 
 
 def test_reading_ahead_keeps_the_order():
-    """Whoever is done first; an error is that of its item; what is left is not read."""
+    """The order does not depend on who is done first. An error belongs to its item; the rest is not read."""
     started = []
 
     def read(item: int) -> int:

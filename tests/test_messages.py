@@ -42,7 +42,7 @@ def folder(tmp_path):
 
 
 def test_weights_that_may_not_be_read_are_not_said_to_be_missing(folder, monkeypatch):
-    """As safetensors would."""
+    """safetensors says so."""
     opened = Path.open
 
     def refusing(self, *arguments, **options):

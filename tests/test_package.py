@@ -44,7 +44,7 @@ def test_version_is_the_installed_one():
 
 
 def test_results_name_the_commit():
-    """Of a clone; a copy without its history has none to name."""
+    """The commit is that of the clone; a copy without its history has none to name."""
     if not (ROOT / ".git").exists():
         assert commit() is None
         return
@@ -209,6 +209,19 @@ def test_what_is_imported_is_a_dependency(path):
         for module in {each.partition(".")[0] for each in modules} - sys.stdlib_module_names - {"frugalvit"}:
             name = DISTRIBUTIONS.get(module, module).lower()
             assert name in needed or (name in extra and node not in tree.body), ast.unparse(node)
+
+
+def test_docstrings_name_the_thing_first():
+    """One that begins with "What" keeps its noun for the end; "Images of …", "Return …" and "Whether …" do not."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    wrong = [
+        f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'the module')}"
+        for folder in (*FOLDERS, "benchmarks", "model_cards", "tests")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, documented) and re.match(r"What\b", ast.get_docstring(node) or "")
+    ]
+    assert not wrong
 
 
 RECIPES = sorted(

@@ -59,7 +59,7 @@ def tiny_vit(**options) -> ViTForImageClassification:
 
 
 def tiny_dinov2(model_class=Dinov2ForImageClassification):
-    """With layer scale that is not 1, for larger images than it will see."""
+    """A DINOv2 with layer scale that is not 1, for larger images than it will see."""
     torch.manual_seed(0)
     model = model_class(Dinov2Config(**SIZES, image_size=56, patch_size=14, num_labels=5)).eval()
     for name, parameter in model.named_parameters():

@@ -48,7 +48,7 @@ _FOREIGN = {
 
 
 class Obstacle(ValueError):
-    """Why a model is no plain vision transformer."""
+    """The reason why a model is no plain vision transformer."""
 
 
 @dataclass
@@ -87,10 +87,10 @@ class PatchEmbedding:
 
     @classmethod
     def of(cls, module: nn.Module | None, norm: nn.Module | None = None) -> "PatchEmbedding":
-        """Of a convolution.
+        """The embedding by a convolution.
 
         Raises:
-            Obstacle: if it is none, or its patches overlap or leave gaps.
+            Obstacle: if the module is no convolution, or its patches overlap or leave gaps.
         """
         if module is None:
             raise Obstacle("it has no embedding of patches that is known")

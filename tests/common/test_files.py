@@ -149,7 +149,7 @@ def test_what_is_written_goes_through_what_is_there(node, tmp_path):
 
 
 def test_open_files_are_written_into(tmp_path):
-    """As `>(command)` and `/dev/stdout` name them."""
+    """Paths such as `>(command)` and `/dev/stdout` lead to open files."""
     file = tmp_path / "output"
     with file.open("w") as opened:
         opened.write("before ")

@@ -1,4 +1,4 @@
-"""How fast models are, side by side."""
+"""Speeds of models, side by side."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""How threads wait is chosen before PyTorch is there, unless the user has chosen."""
+"""Waiting of threads is chosen before PyTorch is imported, unless the user has chosen."""
 
 import json
 import os

@@ -135,7 +135,7 @@ class TestAgentCNN:
         torch.testing.assert_close(layer(x), expected)
 
     def test_dropout_is_in_the_mlps(self):
-        """At their end, too, in models that were saved before that had a field; not in the paper's."""
+        """Models that were saved before `branch_dropout` have it at the end of MLPs, too; the paper's have not."""
         sizes = {"hidden_size": 8, "num_hidden_layers": 2, "patch_size": 4, "image_size": 16}
         for fields, expected in (({}, [0.3] * 4), ({"branch_dropout": 0}, [0.3, 0, 0.3, 0])):
             model = AgentCNNForImageClassification(AgentCNNConfig(**sizes, dropout=0.3, **fields))

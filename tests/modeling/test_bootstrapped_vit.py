@@ -176,7 +176,7 @@ class TestLoss:
         assert outputs.losses["hints"].isfinite().all() and outputs.losses["hints"].all()
 
     def test_hints_see_maps_before_they_are_halved(self, monkeypatch):
-        """As in the reference implementation; the token sequence stays, and is averaged where it is the longer."""
+        """The reference implementation does so. The token sequence stays, and is averaged if it is the longer one."""
         seen = []
 
         def record(tokens, feature_map):

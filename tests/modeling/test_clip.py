@@ -128,7 +128,7 @@ def test_loads_by_auto_classes(folder, model, inputs):
 )
 @pytest.mark.parametrize("whole", ["clip", "siglip", "llava"])
 def test_vision_classes_load_from_a_whole_model(name, whole, folder, model, vision_model, inputs, tmp_path):
-    """As `CLIPVisionModelWithProjection` does from a CLIP; saved again, it is a folder of its own."""
+    """They do as `CLIPVisionModelWithProjection` does with a CLIP. Saved again, the part is a folder of its own."""
     projects = name.endswith("WithProjection")
     if whole == "llava":
         folder, model = frugalvit.checkpoint_path("cifar10-sparseformer-llava"), None

@@ -500,7 +500,7 @@ class TestPlaces:
 
 
 def test_altered_models_load_without_frugalvit(tmp_path):
-    """From a cache of the hub, and from the folder that they are then saved to."""
+    """They load from a cache of the hub, and from the folder that they are then saved to."""
     model = make("ViT")
     insert_context_broadcast(model, "cb_hybrid", ["mlp_end", "attention_end"])
     commit = "0123456789abcdef" * 2 + "01234567"
@@ -583,7 +583,7 @@ class TestGradients:
     paths."""
 
     def gradients(self, position: str, of_token: int, to_token: int) -> list[torch.Tensor]:
-        """Of the loss of one token, to the weights of an MLP as they act on another token alone."""
+        """Gradients of the loss of one token by the weights of an MLP, as they act on another token alone."""
         torch.manual_seed(0)
         first, second, broadcast = nn.Linear(4, 8), nn.Linear(8, 4), ContextBroadcast()
         copies = [copy.deepcopy((first, second)) for _ in range(3)]  # of a token each

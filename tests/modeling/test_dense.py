@@ -217,7 +217,7 @@ class TestUpsampler:
         assert inside.std((-1, -3)).min() > 0.01 > before.std((-1, -3)).median()
 
     def test_learns_what_tokens_do_not_tell(self):
-        """Where the target is the mean pixel of each cell."""
+        """The target is the mean pixel of each cell."""
         torch.manual_seed(0)
         model = SparseFormerBackbone(SparseFormerConfig(**FIELDS | {"upsampler_hidden_size": 8}))
         model.sparseformer.requires_grad_(False)

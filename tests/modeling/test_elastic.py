@@ -80,7 +80,7 @@ def test_rois_are_those_of_the_tokens(elastic, pixel_values):
 
 
 class TestPrefixes:
-    """Where tokens are those of the paper, the first ones are a smaller model's."""
+    """The first tokens of a model with the paper's focusing stage are those of a smaller model."""
 
     @pytest.mark.parametrize("counts", [[4, 9, 16], [5, 12], [9, 16, 25, 36, 49, 64]])
     def test_every_prefix_covers_the_image(self, counts):

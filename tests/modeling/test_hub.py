@@ -67,7 +67,7 @@ def loaders(kind: str, model_class) -> list[str]:
 
 
 def folder_name(kind: str, model_class=None) -> str:
-    """Of a saved model, the classifier if no class is given."""
+    """The name of a saved model's folder; the classifier's if no class is given."""
     return f"{kind}-{(model_class or KINDS[kind].classifier).__name__}"
 
 
@@ -245,7 +245,7 @@ class TestFolder:
 
     def test_classes_derived_elsewhere_ship_the_family(self, kind, make_model, pixel_values, tmp_path):
         class Derived(KINDS[kind].classifier):
-            """As in a notebook, whose `__main__` has no file."""
+            """A class that was derived in a notebook, whose `__main__` has no file."""
 
         Derived.__module__ = "__main__"
         model = make_model(Derived, kind)

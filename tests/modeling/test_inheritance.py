@@ -97,7 +97,7 @@ def test_changing_the_student_leaves_the_teacher_alone():
 
 
 def test_tokens_that_start_on_one_roi_are_moved_apart():
-    """With one embedding for all they would get equal gradients and stay copies of each other."""
+    """All have one embedding, and would otherwise get equal gradients and stay copies of each other."""
     student = SparseFormerForImageClassification.from_teacher(transformers_vit(), num_latent_tokens=15)
     rois = student.sparseformer.latents.initial_rois
     assert len(rois.unique(dim=0)) == 15

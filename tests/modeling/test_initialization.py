@@ -189,8 +189,8 @@ def test_adam_does_what_the_algorithm_says():
 
 
 def test_adam_bounds_weights_where_it_is_told_to():
-    """As the authors' code does, which holds K as (heads, head_dim, hidden_size) and brings columns of that to the
-    length of columns of Q; without, as Algorithm 1 is printed, the weights grow."""
+    """The authors' code does so: it holds K as (heads, head_dim, hidden_size) and brings columns of that to the length
+    of columns of Q. Without bounds, as Algorithm 1 is printed, the weights grow."""
     inputs, targets = encoding(4, 4, 16), impulse_matrix(4, 4, (0, 1))[None]
     start, _ = solve_adam(inputs, targets, 8, steps=0, generator=seeded())
     length = start.norm(dim=1).mean()
@@ -212,7 +212,7 @@ def test_adam_bounds_weights_where_it_is_told_to():
 
 @pytest.mark.parametrize("offset", [(1, 1), (0, -1)])
 def test_closed_form_without_a_mass_reaches_the_maps_of_algorithm_1(offset):
-    """As sharp, no farther from eq. 8's target, and even where the impulse leaves the grid."""
+    """Its maps are as sharp, no farther from eq. 8's target, and even where the impulse leaves the grid."""
     inputs, target = encoding(8, 8, 96), impulse_matrix(8, 8, offset)
     query, key = solve_adam(inputs, target[None], 24, generator=seeded())
     maps = {
@@ -363,7 +363,7 @@ def value_diagonal(model) -> float:
 
 @pytest.mark.parametrize("name", ["mimetic", "trunc_normal", "kaiming_uniform"])
 def test_baselines_have_the_values_of_the_others(name):
-    """So that queries and keys can be compared alone."""
+    """Queries and keys can then be compared alone."""
     own = {"mimetic": -0.4}.get(name, 0.0)
     for value_init, expected in ((None, own), ("default", 0.0), ("mimetic", -0.4)):
         model = timm_vit()

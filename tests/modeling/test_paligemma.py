@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused(paligemma):
 
 @pytest.fixture(scope="module")
 def folders(paligemma, tmp_path_factory):
-    """Of a PaliGemma and of a tower for it."""
+    """Folders of a PaliGemma and of a tower for it."""
     folder = tmp_path_factory.mktemp("paligemma")
     paligemma.save_pretrained(folder / "paligemma")
     make_paligemma_processor().save_pretrained(folder / "paligemma")

@@ -285,7 +285,7 @@ class TestTrainer:
         assert trainer.evaluate()["eval_loss"] < 0.7 * before
 
     def test_accumulated_steps_equal_the_large_batch(self, make_config, segmented, tmp_path):
-        """With as many pixels that count in each part."""
+        """They do if as many pixels count in each part."""
         trained = []
         for batch, steps in ((8, 1), (2, 4)):
             torch.manual_seed(0)

@@ -269,7 +269,7 @@ def test_parts_that_do_not_fit_are_refused(vision_model):
 
 
 def open_clip_siglip(quick_gelu: bool = False, model_class=open_clip.CustomTextCLIP, bias=-3.7, **text) -> nn.Module:
-    """In small, what open_clip's configurations say about SigLIP."""
+    """A small SigLIP with the fields of open_clip's configurations."""
     torch.manual_seed(0)
     vision = {"timm_model_name": "test_vit", "timm_pool": "map", "timm_proj": "none"}
     text = {

@@ -152,7 +152,7 @@ class TestClsAlone:
 
     @staticmethod
     def run(model, pixel_values, **arguments):
-        """How many tokens the last MLP saw, and the model's logits and gradients."""
+        """The number of tokens that the last MLP saw, and the model's logits and gradients."""
         mlp, seen = model.base_model.layers[-1].mlp, []
         mlp.forward = lambda states: seen.append(states.shape[1]) or type(mlp).forward(mlp, states)
         logits = model(pixel_values, **arguments).logits

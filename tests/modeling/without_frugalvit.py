@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 class Blocker(importlib.abc.MetaPathFinder):
-    """As if frugalvit were not installed."""
+    """A finder that makes imports fail as if frugalvit were not installed."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "frugalvit":
@@ -45,7 +45,7 @@ warnings.simplefilter("error")
 
 
 def load_model(source: str, loader: str, **kwargs):
-    """By an Auto class's name, or by the name of a class in the source files."""
+    """Load a model by an Auto class, or by the name of a class in the source files."""
     if hasattr(transformers, loader):
         return getattr(transformers, loader).from_pretrained(source, trust_remote_code=True, **kwargs)
     return get_class_from_dynamic_module(loader, source).from_pretrained(source, **kwargs)

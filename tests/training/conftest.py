@@ -53,7 +53,7 @@ def counted_once(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def class_names():
-    """Of the embedded images."""
+    """Names of the classes of the embedded images."""
     return ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 

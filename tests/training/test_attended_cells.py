@@ -1,4 +1,4 @@
-"""Where a teacher attends, compared with what Transformers says of its attention."""
+"""A teacher's attention to cells, compared with the attention that Transformers returns."""
 
 import sys
 from pathlib import Path

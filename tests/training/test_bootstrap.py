@@ -538,7 +538,7 @@ def test_attention_is_cached_beside_embeddings_for_all_placements(teacher, tmp_p
 
 
 def test_maps_are_aligned(teacher, tmp_path, capsys):
-    """At every count of tokens; a cache has none."""
+    """Maps are aligned at every count of tokens. A cache holds no maps."""
     options = ("--dense-loss-weight", "1", "--dense-layers", "-1", "-2", "--elastic-token-counts", "4", "16")
     without, dense = (
         inherited(teacher, tmp_path / name, *given, "--learning-rate", "5e-3", epochs=3)["epochs"]

@@ -122,7 +122,8 @@ def test_photographs_are_turned_upright(tmp_path):
     ids=["bootstrapping", "pairs", "evaluation", "little data"],
 )
 def test_jpegs_are_decoded_as_large_as_views_need(view, size, tmp_path):
-    """For evaluation; what is drawn at random depends on the size, and cached embeddings on what is drawn."""
+    """Views of evaluation allow smaller images. Random views do not: crops depend on the size, and cached embeddings
+    on crops."""
     y, x = np.mgrid[0:240, 0:320]
     Image.fromarray(np.stack([x * 255 // 320, y * 255 // 240, 0 * x], axis=2).astype(np.uint8)).save(
         tmp_path / "0.jpg", quality=95

@@ -146,7 +146,7 @@ def test_bootstrap(new, options, run, teacher, student):
 
 
 def test_a_teacher_that_is_known(run, teacher, student, tmp_path):
-    """Where the first epoch has noted what the teacher makes of views, the second does not wait for it."""
+    """If the first epoch has noted the teacher's embeddings of views, the second does not wait for the teacher."""
     options = {"teacher": teacher, "student": student, "teacher_cache": tmp_path / "cache", "view_epochs": 1}
     options["compare"] = False
     steps = run("bootstrap", options | {"epochs": 2, "logging_steps": 4})

@@ -77,7 +77,7 @@ def vit(request) -> ViT:
 
 
 def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tiny_run, tmp_path, class_names, capsys):
-    """It learns, and what is saved is for `predict`, `evaluate`, `bootstrap`, Auto classes and timm."""
+    """It learns, and the saved model is for `predict`, `evaluate`, `bootstrap`, Auto classes and timm."""
     names = ["ant", "bee", "cow", "dog", "emu"]
     plain = {"mixup": 0, "randaugment_layers": 0, "label_smoothing": 0, "flip": 0, "crop_padding": 0}
     folder = timm_vit(labels=names)
@@ -147,8 +147,8 @@ def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tiny_trainer, t
 def test_a_thousand_classes_become_ten(
     library, broadcast, request, tiny_run, tiny_trainer, tmp_path, class_names, caplog
 ):
-    """With Context Broadcasting, too, which is saved with the model; blended, it starts as the model was. The folder
-    is for the next command."""
+    """They do with Context Broadcasting, too, which is saved with the model. Blended, training starts from the model
+    as it was. The folder is for the next command."""
     size = {"num_classes": 1000} if library == "timm" else {"num_labels": 1000}
     folder = request.getfixturevalue(f"{library}_vit")(**size)
     arguments = ["--context-broadcast-blend"] if broadcast == "blend" else []

@@ -169,7 +169,7 @@ def test_agents_alone_start_as_the_reference_has_it():
 
 
 def test_trainer_gives_the_recipes_weights(run, monkeypatch, tmp_path):
-    """On the recipe's batches, with its optimizer; dropout, whose random numbers differ, aside."""
+    """It has the recipe's batches and its optimizer, and no dropout, whose random numbers differ."""
     batches, forward = [], BootstrappedViTForImageClassification.forward
 
     def watch(self, pixel_values, labels=None, **options):
@@ -207,7 +207,7 @@ def test_trainer_gives_the_recipes_weights(run, monkeypatch, tmp_path):
     )
 
     def distance(callbacks: list) -> float:
-        """From the weights of the recipe's last step."""
+        """Largest distance from the weights of the recipe's last step."""
         copied = copy.deepcopy(model)
         Trainer(copied, arguments, train_dataset=examples, callbacks=callbacks).train()
         assert copied.hint_share == 1
@@ -229,7 +229,7 @@ def test_only_hints_can_decay(tmp_path):
 
 @pytest.mark.parametrize("variant", ["joint-small", "shared-small"])
 def test_dropout_is_where_the_reference_has_it(variant):
-    """In the ViT not after the embeddings, but in attention and MLPs and at the end of both; in the agent once."""
+    """The ViT has it not after the embeddings, but in attention and MLPs and at the end of both; the agent once."""
     sizes = {"vit": f"{SIZES},image_size=32", "agent": SIZES}
     model = joint.build_twins(joint.TwinArguments(variant=variant, **sizes), ["a", "b"]).train()
     embeddings, block = model.vit.base_model.embeddings, model.vit.base_model.layers[0]
@@ -334,7 +334,7 @@ def test_images_and_clipping_are_the_references(run, monkeypatch):
 
 
 def test_goes_on_where_it_stopped(run, tmp_path):
-    """With sharpness-aware steps, whose state is the optimizer's own."""
+    """It does with sharpness-aware steps, whose state is the optimizer's own."""
     options = {"optimizer": "sam", "epochs": 2}
     whole = run("whole", **options)
     assert run("plain", epochs=2)["epochs"] != whole["epochs"]

@@ -1,4 +1,4 @@
-"""Where models come from, whole or not at all, and the images that they take."""
+"""Loading models, whole or not at all, and the images that they take."""
 
 import itertools
 import json
@@ -231,7 +231,7 @@ def test_timms_folders(architecture, num_classes, place, tmp_path, monkeypatch):
 
 
 def test_a_headless_timm_model_saved_by_transformers(tmp_path):
-    """It is noted with the classes of what it was made from."""
+    """Its configuration notes the classes of the model that it was made from."""
     write_timm(tmp_path / "timm", 3)
     config = TimmWrapperConfig.from_pretrained(tmp_path / "timm")
     config.model_args.pop("num_classes", None)
@@ -428,7 +428,7 @@ def test_processors_that_cannot_be_followed(processor, message):
 
 
 def test_what_training_cannot_follow_is_still_seen():
-    """In pictures and by what measures embeddings, which take what the processor makes."""
+    """Pictures and measures of embeddings take the processor's own pixels."""
     processor = FarFromTraining(size={"height": 64, "width": 48}, rescale_factor=1 / 127.5, image_mean=[1.0] * 3)
     assert size_made_by(processor) == (64, 48)
     image = photograph(48, 64)

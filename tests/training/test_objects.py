@@ -135,7 +135,7 @@ def test_images_are_what_people_have(kind, of_command, images, held_back, teache
     ],
 )
 def test_what_does_not_fit_is_raised(options, error, message, teacher, tmp_path):
-    """In a notebook nothing exits; nothing is left behind."""
+    """A notebook does not exit, and nothing is left behind."""
     splits = {"train_split": "train[:32]", "eval_split": "test[:16]"}
     options = {"teacher": str(teacher), "images": "cifar10-subset", **SHORT, **splits} | options
     with pytest.raises(error, match=message):
@@ -316,7 +316,7 @@ def test_arguments_that_a_recipe_cannot_follow_are_refused(options, message, tmp
 
 
 def test_what_does_not_fit_a_trainer_names_its_arguments(make, teacher, tmp_path):
-    """Those of a command are its options alone."""
+    """The messages of a command name its options alone."""
     with pytest.raises(ValueError, match=r"batches of --batch-size 64.*In Python: per_device_train_batch_size, steps"):
         make(per_device_train_batch_size=64)
     (tmp_path / "full").mkdir()
@@ -360,7 +360,7 @@ def test_a_training_may_end_within_an_epoch(options, steps, make, tmp_path):
 
 
 def test_a_stopped_training_goes_on_in_the_same_trainer(make, tmp_path):
-    """Nothing of the first call is left in it: neither tokens of the teacher, nor that it was to stop."""
+    """Nothing of the first call is left in it: neither tokens of the teacher, nor the wish to stop."""
     make("whole").train()
     own = make(callbacks=[Stop()], save_steps=2)
     with pytest.raises(RuntimeError, match="stopped"):
@@ -394,7 +394,7 @@ def test_a_dataset_of_pytorch_is_held_back_from(images, teacher, tmp_path):
 
 @pytest.mark.parametrize("order", ["names", "numbers", "other", "unknown"])
 def test_a_classifier_learns_its_own_labels(order, images, tmp_path):
-    """Those that it has by these names, whatever their numbers in the data."""
+    """Labels are matched by name, whatever their numbers in the data."""
     names = images.features["label"].names
     own = {"names": names, "numbers": [f"LABEL_{n}" for n in range(10)], "other": names[::-1], "unknown": names[:5]}
     config = SimpleNamespace(id2label=dict(enumerate(own[order])), num_labels=len(own[order]))

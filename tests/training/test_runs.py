@@ -1,4 +1,4 @@
-"""How runs start."""
+"""Starts of runs."""
 
 import pytest
 

@@ -436,7 +436,7 @@ class TestRecipe:
 
     @pytest.mark.reliability
     def test_two_processes_give_the_losses_of_one(self, parquet, tmp_path):
-        """Of a model with a pooling head, which the scores of pixels do not depend on."""
+        """The model has a pooling head, on which the scores of pixels do not depend."""
         torch.manual_seed(0)
         SparseFormerForImageClassification(tiny_config(pooling="attention")).save_pretrained(tmp_path / "start")
         arguments = self.arguments(tmp_path / "start", parquet, tmp_path / "one", "--epochs", "2", "--drop-path", "0")

@@ -105,7 +105,7 @@ TIMM = {
 
 
 def save_timm(kind: str, folder: Path) -> str:
-    """As timm saves and pushes its models."""
+    """Save a model as timm saves and pushes its models."""
     architecture, arguments = TIMM[kind]
     arguments = SIZES | arguments
     size = arguments["img_size"]

@@ -52,7 +52,7 @@ def test_reads_the_teachers_tokens_within_the_rois(make_teacher):
 
 
 def test_reads_the_tokens_of_the_largest_count_within_the_rois():
-    """By how much of a box each covers; [CLS] takes no part."""
+    """Each token counts by its share of a box; [CLS] takes no part."""
     quarters = [[0, 0, 0.5, 0.5], [0.5, 0, 1, 0.5], [0, 0.5, 0.5, 1], [0.5, 0.5, 1, 1]]
     boxes = [[0, 0, 1, 1], [0, 0, 1, 0.5], [0, 0, 0.75, 0.25]]
     many = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -92,7 +92,7 @@ def test_compares_every_depth_with_the_teachers(make_teacher, truncate):
 
 
 def test_a_layer_as_it_is():
-    """Of the states that a LLaVA reads, scale and mean count, too."""
+    """A LLaVA reads scale and mean of the states, too."""
     student, teacher = make_pair(transformers_vit)
     anatomy = read_anatomy(teacher)
     alignment = TokenAlignment(student, anatomy, layers=[-2], distance="raw")
@@ -128,7 +128,7 @@ def test_rois_that_are_no_numbers_hold_nothing():
 
 
 def test_a_teacher_may_see_more_or_fewer_pixels_than_its_configuration_says():
-    """As DINOv2, whose configurations say 518 pixels and whose image processors 224."""
+    """DINOv2 is such a teacher: its configurations say 518 pixels, its image processors 224."""
     config = Dinov2Config(image_size=56, patch_size=8, hidden_size=32, num_hidden_layers=3, num_attention_heads=2)
     teacher = read_anatomy(Dinov2Model(config).eval().requires_grad_(False), image_size=(24, 32))
     student = SparseFormerModel.from_teacher(teacher, num_latent_tokens=5, truncate=1, **SMALL)

@@ -177,7 +177,7 @@ STARTS = {
     ],
 )
 def test_a_published_configuration_draws_the_start_again(model_type, initialization, options, tmp_path):
-    """Of every initialization and recipe: what a run saves says how it began."""
+    """For every initialization and recipe, a saved configuration says how the run began."""
     start = {"initialization": initialization, "initialization_options": options}
     if model_type == "bootstrapped_vit":
         sizes = "patch_size=8,hidden_size=16,num_hidden_layers=2,intermediate_size=32"
@@ -211,7 +211,7 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
 )
 @pytest.mark.parametrize("initialization", ["default", "impulse"])
 def test_a_model_that_fits_the_images(pixels, size, patch, initialization, write_parquet):
-    """Where none is named."""
+    """It is chosen if none is named."""
     images = load_images(write_parquet(size=pixels, count=4, corrupt=[1]))
     arguments = classifiers.ModelArguments(initialization=initialization)
     variant = train.choose_variant(arguments, train.typical_pixels(images))
@@ -425,7 +425,7 @@ LEVELS = [*zip("abcdefghi", "bcdefghij", strict=True)]
     ids=["lists of lists", "merged", "in itself", "of nothing", "nested", "of a value"],
 )
 def test_aliases_do_not_unfold(text, taken, tmp_path, capsys):
-    """They stand for single values."""
+    """Aliases stand for single values alone."""
     (tmp_path / "config.yaml").write_text(text)
     arguments = [
         "--output",

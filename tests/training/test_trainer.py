@@ -343,7 +343,7 @@ def saved(tmp_path):
 )
 @pytest.mark.parametrize("is_file", [False, True])
 def test_what_a_user_keeps_beside_checkpoints_is_none(name, is_file, saved, tmp_path):
-    """It is neither the newest, nor is one of them removed for it."""
+    """A file of the user's is not the newest checkpoint, and no checkpoint is removed for it."""
     (tmp_path / name).touch() if is_file else shutil.copytree(saved, tmp_path / name)
     checkpoints = Checkpoints(None, tmp_path)
     assert checkpoints.all() == [saved] and checkpoints.newest_whole() == saved
@@ -413,7 +413,7 @@ def test_foreign_files_of_a_checkpoint_are_said(file, content, message, finished
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_random_numbers_that_are_not_restored_are_said(processes, finished_run, tiny_run, tmp_path, capsys):
-    """Where a checkpoint was written by another number of processes."""
+    """They are not restored if a checkpoint was written by another number of processes."""
     finished_run(steps_per_epoch=1)
     for checkpoint in (tmp_path / "out" / "checkpoints").iterdir():
         (checkpoint / CHECKSUMS).unlink()

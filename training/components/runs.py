@@ -1,4 +1,4 @@
-"""How a run starts: its folder, its processes, its precision."""
+"""The start of a run: its folder, its processes, its precision."""
 
 import dataclasses
 import inspect

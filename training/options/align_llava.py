@@ -27,7 +27,7 @@ QUESTIONS = ["What is in the image?", "Describe the image.", "What is this?"]
 
 @dataclass
 class LlavaArguments:
-    """Which LLaVA reads which tower, and what of it learns."""
+    """The LLaVA, the tower that it is to read, and the parts that learn."""
 
     model: str = argument(help="Folder or hub id (@revision, too) of a LLaVA in the style of 1.5 or a PaliGemma.")
     vision_model: str = argument(help="Folder or hub id of a SparseFormer that was bootstrapped from its tower.")

@@ -63,7 +63,7 @@ LARGEST_SMALL = 96
 
 
 def check_blocks(arguments, *names: str):
-    """Those that are not given, None, fit."""
+    """Raise a ValueError unless counts and shares of blocks are in range, or None (not given)."""
     for name in names:
         value = getattr(arguments, name)
         fits = value is None or 0 <= value < 1 or (value >= 1 and float(value).is_integer())

@@ -70,7 +70,7 @@ class MaskedImageArguments(ImageArguments):
 
 @dataclass
 class AugmentationArguments:
-    """How images and masks vary."""
+    """Augmentation of images and masks."""
 
     scale: list[float] = argument([0.5, 2.0], "Shorter side of the resized image, in shorter sides of the crop.")
     max_share: float = argument(0.75, "Crops with more of one class are drawn anew.")
