@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from frugalvit.calibrate import look
+from frugalvit.calibrate import LabelPromise, look
 from frugalvit.common.command_line import CommandParser, positive
 from frugalvit.common.comparison import using_tokens
 from frugalvit.common.data import load_images
@@ -75,7 +75,8 @@ def logits_of(arguments, name: str, model, processor, counts: list[int]) -> dict
     file = arguments.runs_dir / f"{name}.pt"
     if not file.is_file():
         images = load_images([getattr(arguments, name)], "train")
-        found = look(model, Reader(processor), images, counts, batch_size=32)
+        logits = LabelPromise(0.02, CERTAINTY).answers(model, processor)
+        found = look(model, logits, Reader(processor), images, counts, batch_size=32)
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(found, file)
     return torch.load(file)
