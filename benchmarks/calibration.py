@@ -4,11 +4,11 @@
 
 The shipped student of Caltech-101 looks once at all test images of Caltech-101 (TEST) and at photographs of clothes
 (OTHER), with each number of tokens. Then, for each of --splits random splits, the confidence is found on some of the
-images, without their labels, and looked at on the others. A promise is broken on `rest` if more of these others get
-another label than from the most tokens than was promised, which chance among them does, too, and `in_all` if more of
-all images do, whose share is no estimate. `other kind` are photographs of clothes with the confidence found on
-Caltech-101. The same for embeddings, of which the number of tokens is found that keeps a cosine. Logits and embeddings
-are kept under --runs-dir and found again. Writes calibration.json.
+images, without their labels, and tried on the others. A promise is broken on `rest` if more of these others than
+promised get another label than from the most tokens; chance may do that, too. It is broken `in_all` if more of all
+images do, whose share is no estimate. `other kind` are photographs of clothes with the confidence found on
+Caltech-101. The same is done for embeddings, for which the number of tokens is found that keeps a cosine. Logits and
+embeddings are kept under --runs-dir and found again. Writes calibration.json.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main():
 
 
 def answers_of(arguments, name: str, what: str, promise, model, processor, counts) -> dict[int, torch.Tensor]:
-    """Logits or embeddings with each number of tokens, now or before."""
+    """Logits or embeddings with each number of tokens, computed now or before."""
     file = arguments.runs_dir / f"{name}-{what}.pt"
     if not file.is_file():
         images = load_images([getattr(arguments, name)], "train")
@@ -95,13 +95,14 @@ def answers_of(arguments, name: str, what: str, promise, model, processor, count
 
 @dataclass
 class Table:
-    """What each image gets by each choice.
+    """For each choice and image, whether the answer is wrong, and the cost.
 
     Args:
-        choice (`str`), choices (sequence of `float`): What is chosen, and from what, the safest first.
-        wrong (`torch.Tensor`): `(choices, images)` bool, whether it is other than from the most tokens.
-        costs (`torch.Tensor`): `(choices, images)`, of all its looks.
-        full (`int`): Of the most tokens.
+        choice (`str`), choices (sequence of `float`): Name of the number that is chosen, and its values, the safest
+            first.
+        wrong (`torch.Tensor`): `(choices, images)` bool, whether the answer is other than from the most tokens.
+        costs (`torch.Tensor`): `(choices, images)`, the multiply-accumulates of all looks at an image.
+        full (`int`): Those of a look with the most tokens.
     """
 
     choice: str
@@ -118,7 +119,7 @@ class Table:
 
 
 def label_table(logits: dict[int, torch.Tensor], macs: dict[int, int]) -> Table:
-    """Of labels, by the confidence from which on few tokens are enough; logits in the order of the looks."""
+    """The table of labels, by the confidence from which on few tokens are enough; logits in the order of the looks."""
     labels = list(logits.values())[-1].argmax(-1)
     costs = torch.tensor([macs[count] for count in logits]).double().cumsum(0)
     found = [stop_when_sure(logits, confidence) for confidence in CONFIDENCES]
@@ -129,7 +130,7 @@ def label_table(logits: dict[int, torch.Tensor], macs: dict[int, int]) -> Table:
 
 
 def cosine_table(embeddings: dict[int, torch.Tensor], macs: dict[int, int], cosine: float) -> Table:
-    """Of embeddings, by the number of tokens."""
+    """The table of embeddings, by the number of tokens."""
     counts = [*embeddings][::-1]
     most = embeddings[counts[0]]
     wrong = torch.stack([F.cosine_similarity(embeddings[count], most) < cosine for count in counts])

@@ -4,8 +4,8 @@
 
 The shipped `caltech101-vit` and its student with several numbers of tokens compute batches of 1, 8 and 32 images, in
 float32 and bfloat16, as PyTorch has them and with `pack_linear_layers`, which `Embedder` and `Classifier` use. All
-take turns. "Times" are over the teacher as PyTorch has it, which a user has now, and over the packed teacher; beside
-them stands how many times fewer multiply-accumulates there are. Writes one_at_a_time.json.
+take turns. "Times" are over the teacher as PyTorch has it, which a user has now, and over the packed teacher. Beside
+them stands the ratio of multiply-accumulates. Writes one_at_a_time.json.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""`frugalvit calibrate`: how sure a model must be with few tokens, so that more would seldom say something else; or
-how few tokens embed images nearly as the most do."""
+"""`frugalvit calibrate`: the confidence that few tokens need, so that more would seldom give another label; or the
+fewest tokens that embed images nearly as the most do."""
 
 import argparse
 import json
@@ -101,13 +101,13 @@ def images_without_labels(arguments: argparse.Namespace) -> datasets.Dataset:
 def look(
     model: nn.Module, answer: Callable, reader: Reader, images: datasets.Dataset, counts: Sequence, **reading
 ) -> dict[int | None, torch.Tensor]:
-    """Answers to images with each number of tokens, `(images, width)` float32 on the CPU.
+    """Compute the logits or embeddings of images with each number of tokens, `(images, width)` float32 on the CPU.
 
     Args:
-        model (`nn.Module`): Its tokens are chosen.
-        answer (`Callable`): Pixel values to logits or embeddings, `(batch, width)`.
-        reader (`Reader`): What turns `PIL.Image` into pixel values.
-        images (`datasets.Dataset`): What `load_images` returns.
+        model (`nn.Module`): The model, whose number of tokens is chosen.
+        answer (`Callable`): Takes pixel values to logits or embeddings, `(batch, width)`.
+        reader (`Reader`): Turns `PIL.Image` into pixel values.
+        images (`datasets.Dataset`): Images, as `load_images` returns them.
         counts (sequence of `int`): Numbers of tokens; `None` for a model that has no choice.
         reading: `batch_size` and others of `image_batches`.
     """
@@ -130,10 +130,10 @@ def costs_of(model: PreTrainedModel, counts: Iterable[int]) -> dict[int, int]:
 
 
 class LabelPromise:
-    """Few images get another label with few tokens, where these are sure, than with more.
+    """The promise that few images get another label with few tokens, if these are sure, than with more.
 
     Args:
-        disagreement, certainty (`float`): See `choose_confidence`.
+        disagreement, certainty (`float`): `risk` and `certainty` of `choose_confidence`.
     """
 
     load = staticmethod(load_image_classifier)
@@ -142,22 +142,22 @@ class LabelPromise:
         self.disagreement, self.certainty = disagreement, certainty
 
     def counts_of(self, config) -> list[int]:
-        """Numbers of tokens that images are looked at with."""
+        """Numbers of tokens with which images are looked at."""
         return config.adaptive_token_counts
 
     def answers(self, model: nn.Module, image_processor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Pixel values to logits."""
+        """Return a function from pixel values to logits."""
         return lambda pixel_values: model(pixel_values).logits
 
     def expected(self, logits: torch.Tensor) -> torch.Tensor:
-        """Labels that count, `(images,)`."""
+        """The labels that count, `(images,)` int64, given those logits."""
         return logits.argmax(-1)
 
     def expected_by_teacher(self, logits: torch.Tensor, teacher, model, answers) -> torch.Tensor:
-        """What a teacher says, as labels of its student.
+        """A teacher's likeliest class of each image, as the student numbers it, `(images,)` int64.
 
         Raises:
-            ValueError: if they have not the same classes.
+            ValueError: if teacher and student have not the same classes.
         """
         names = [teacher.config.id2label[index] for index in range(len(teacher.config.id2label))]
         try:
@@ -168,17 +168,17 @@ class LabelPromise:
     def find(
         self, model: PreTrainedModel, logits: dict[int, torch.Tensor], labels: torch.Tensor, reference: str
     ) -> dict[str, object]:
-        """The confidence that few tokens need, and what that saves on the images it was found on.
+        """Find the confidence that few tokens need, and the savings on the images that it is found on.
 
         Args:
             model (`SparseFormerForImageClassification`): The classifier.
-            logits (mapping of `int` to `torch.Tensor`): What `look` returns.
-            labels (`torch.Tensor`): `(images,)`, those that count.
-            reference (`str`): Whose labels these are.
+            logits (mapping of `int` to `torch.Tensor`): The logits of `look`, by number of tokens.
+            labels (`torch.Tensor`): The labels that count, `(images,)`.
+            reference (`str`): Source of the labels, in words.
 
         Returns:
-            `dict`: `calibration`, for the configuration; `shares`, of images by their last look; `macs` of an image on
-            average, and `saved`, how many times as many the last look alone needs.
+            `dict`: `calibration`, for the configuration; `shares` of images, by their last number of tokens; `macs` of
+            an image on average; and `saved`, the ratio of the last look's alone to them.
 
         Raises:
             ValueError: if there is no such confidence.
@@ -212,11 +212,11 @@ class LabelPromise:
         return {"calibration": calibration, "shares": shares, "macs": macs, "saved": costs[last] / macs}
 
     def keep(self, model: PreTrainedModel, found: dict[str, object]):
-        """Note in a model's configuration what was found."""
+        """Note the promise in a model's configuration."""
         model.config.calibration = found["calibration"]
 
     def describe(self, found: dict[str, object]) -> str:
-        """What was found, as a paragraph of a card."""
+        """The promise as a paragraph of a card."""
         calibration = found["calibration"]
         first, *others = calibration["token_counts"]
         return (
@@ -230,13 +230,13 @@ class LabelPromise:
 
 
 class CosinePromise:
-    """Few images have an embedding with few tokens that is far from the one with the most.
+    """The promise that few images have an embedding with few tokens that is far from the one with the most.
 
-    All images get as many tokens: looks with more where those with fewer disagree cost more than they save.
+    All images get as many tokens. Looking again with more at some images would cost more than it saves.
 
     Args:
         disagreement, certainty (`float`): As of `LabelPromise`.
-        cosine (`float`): Of both embeddings, from which on they agree.
+        cosine (`float`): Cosine of two embeddings from which on they agree.
     """
 
     load = staticmethod(load_vision_model)
@@ -249,18 +249,18 @@ class CosinePromise:
         return [count for count in config.trained_token_counts if count <= config.default_num_tokens]
 
     def answers(self, model: nn.Module, image_processor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Pixel values to embeddings."""
+        """Return a function from pixel values to embeddings."""
         return image_embedder(model, size_made_by(image_processor))
 
     def expected(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Embeddings that count, `(images, width)`."""
+        """The embeddings that count, `(images, width)`, given these."""
         return embeddings
 
     def expected_by_teacher(self, embeddings: torch.Tensor, teacher, model, answers) -> torch.Tensor:
-        """A teacher's.
+        """A teacher's embeddings, `(images, width)`.
 
         Raises:
-            ValueError: if they have another width.
+            ValueError: if they have another width than the student's.
         """
         width = next(iter(answers.values())).shape[1]
         if embeddings.shape[1] != width:
@@ -270,17 +270,17 @@ class CosinePromise:
     def find(
         self, model: PreTrainedModel, embeddings: dict[int, torch.Tensor], expected: torch.Tensor, reference: str
     ) -> dict[str, object]:
-        """The fewest tokens that are enough, and what that saves.
+        """Find the fewest tokens that are enough, and the savings.
 
         Args:
             model (`PreTrainedModel`): A SparseFormer.
-            embeddings (mapping of `int` to `torch.Tensor`): What `look` returns.
-            expected (`torch.Tensor`): `(images, width)`, those that count.
-            reference (`str`): Whose these are.
+            embeddings (mapping of `int` to `torch.Tensor`): The embeddings of `look`, by number of tokens.
+            expected (`torch.Tensor`): The embeddings that count, `(images, width)`.
+            reference (`str`): Source of these embeddings, in words.
 
         Returns:
             `dict`: `num_tokens`; `calibration`, the promise; `cosines`, the mean for each number of tokens; `macs` of
-            an image, and `saved`, how many times as many the most tokens need.
+            an image; and `saved`, the ratio of those of the most tokens to them.
 
         Raises:
             ValueError: if not even the most are enough.
@@ -313,7 +313,7 @@ class CosinePromise:
         model.set_num_tokens(found["num_tokens"])
 
     def describe(self, found: dict[str, object]) -> str:
-        """What was found, as a paragraph of a card."""
+        """The promise as a paragraph of a card."""
         calibration, count = found["calibration"], found["num_tokens"]
         return (
             f"{MARK} With {count} tokens, with which it computes by default, at most "
@@ -325,7 +325,7 @@ class CosinePromise:
 
 
 def certainly(calibration: dict[str, object]) -> str:
-    """How sure a promise is, and of which images it is one."""
+    """The certainty of a promise, and the images that it is about, in words."""
     return (
         f"with a certainty of {calibration['certainty']:.0%}, if they are of the kind of those that this was found "
         f"on, {calibration['images']:,} without labels; of others, nothing is promised"

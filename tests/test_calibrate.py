@@ -241,8 +241,8 @@ def test_a_calibration_that_saves_nothing_is_refused(folder):
 
 
 def test_the_fewest_tokens_embed_nearly_as_all_do(folder, images, tmp_path, capsys):
-    """What is promised is so on the images that it was found on, of fewer tokens it is not; the folder computes with
-    what was found, and its card says it."""
+    """The promise holds on the images that it was found on, and would not hold for fewer tokens. The folder computes
+    with the number of tokens that was found, and its card says so."""
     paths = sorted(images.iterdir())
     found = {count: np.stack([*Embedder(folder, num_tokens=count, device="cpu")(paths)]) for count in (4, 9, 16)}
     cosines = {count: F.cosine_similarity(*map(torch.from_numpy, (each, found[16]))) for count, each in found.items()}

@@ -212,7 +212,7 @@ def test_what_is_imported_is_a_dependency(path):
 
 
 def test_docstrings_name_the_thing_first():
-    """One that begins with "What" keeps its noun for the end; "Images of …", "Return …" and "Whether …" do not."""
+    """A "What" at the beginning keeps the noun for the end; "Images of …", "Return …" and "Whether …" do not."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     wrong = [
         f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'the module')}"

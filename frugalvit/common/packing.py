@@ -37,7 +37,7 @@ class PackedLinear(nn.Linear):
         self.packed_from = self.state_of_weight()
 
     def state_of_weight(self) -> tuple[int, int]:
-        """Changes whenever the weight does."""
+        """A value that changes whenever the weight does."""
         return self.weight.data_ptr(), self.weight._version
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
