@@ -102,7 +102,7 @@ class Table:
             first.
         wrong (`torch.Tensor`): `(choices, images)` bool, whether the answer is other than from the most tokens.
         costs (`torch.Tensor`): `(choices, images)`, the multiply-accumulates of all looks at an image.
-        full (`int`): Those of a look with the most tokens.
+        full (`int`): Multiply-accumulates of a look with the most tokens.
     """
 
     choice: str

@@ -412,7 +412,7 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
 
 
 def make_table(arguments):
-    """All runs that are there: means over seeds."""
+    """Write a table of all finished runs: means over seeds."""
     rows = []
     for name in ("untrained", "peers"):
         file = arguments.runs_dir / f"{arguments.name}-{name}.json"

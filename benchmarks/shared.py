@@ -153,7 +153,7 @@ def evaluation_images(arguments) -> datasets.Dataset:
 
 
 def given_arguments(arguments, *options: str) -> list[str]:
-    """Those of a command's options that were given, as a recipe's command line names them."""
+    """Return the options that a command was given, as a recipe's command line names them."""
     given = ((option, getattr(arguments, option)) for option in options)
     return [text for option, value in given if value for text in (f"--{option}", value)]
 

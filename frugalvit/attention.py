@@ -65,7 +65,7 @@ class LayerStatistics:
     maps: torch.Tensor | None = field(default=None, repr=False)
 
     def numbers(self) -> dict[str, object]:
-        """All but the maps, for JSON."""
+        """Return all fields but the maps, for JSON."""
         return {name: value for name, value in asdict(self).items() if name != "maps"}
 
 

@@ -213,7 +213,7 @@ class RandomPatches:
         return anatomy.pool(tokens)
 
     def rotation(self, kept: torch.Tensor, dtype: torch.dtype) -> Callable | None:
-        """As `Anatomy.rotation`, of the patches that are kept, `(batch, patches)`."""
+        """As `Anatomy.rotation`, but only of the patches `kept`, `(batch, patches)`."""
         rotary, front = self.anatomy.rotary, self.anatomy.num_prefix_tokens
         if rotary is None:
             return None

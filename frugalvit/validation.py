@@ -82,8 +82,8 @@ def validate_repository(folder: str | os.PathLike) -> list[str]:
 
 
 def validate_exported(folder: str | os.PathLike, trust_remote_code: bool = False) -> list[str]:
-    """As `validate_repository`, for a folder of `frugalvit export`: its card is complete, and its programs run; those
-    of torch only if they are trusted."""
+    """Validate a folder of `frugalvit export` as `validate_repository` does a repository: its card is complete, and
+    its programs run. Programs of torch run only if they are trusted."""
     folder = Path(folder)
     return _ready({check_card: check_card(folder), check_programs: check_programs(folder, trust_remote_code)})
 

@@ -133,7 +133,7 @@ def list_of(recipes: dict[str, dict]) -> str:
 
 
 def render() -> dict[str, str]:
-    """All texts that this program writes, by path relative to this folder."""
+    """Return all texts that this program writes, by path relative to this folder."""
     recipes = {file.stem: describe_recipe(file) for file in sorted(RECIPE_FILES.glob("*.yaml"))}
     cards = {f"papers/{name}.md": card_of(name, recipe) for name, recipe in recipes.items()}
     return {"README.md": list_of(recipes), **cards}

@@ -676,8 +676,8 @@ class SparseFormerPreTrainedModel(HubModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As in Transformers. Of a CLIP, a SigLIP, a LLaVA or a PaliGemma with a SparseFormer, the image side is
-        loaded."""
+        """As in Transformers. A CLIP, a SigLIP, a LLaVA or a PaliGemma with a SparseFormer is loaded as its image
+        side."""
         base = "" if issubclass(cls, SparseFormerModel) else f"{cls.base_model_prefix}."
         kwargs.setdefault("key_mapping", {r"^(vision_model|model\.vision_tower)\.": base})
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -1166,7 +1166,7 @@ class SparseFormerForImageClassification(GenericForImageClassification, SparseFo
     base_model_arguments = {"output_tokens": False}
 
     def train(self, mode: bool = True):
-        """As in PyTorch. What trains is no longer the model that was calibrated."""
+        """As in PyTorch. Training drops the calibration, which is of other weights."""
         if mode:
             self.config.calibration = None
         return super().train(mode)
@@ -1340,8 +1340,8 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, num_latent_tokens: int | None = None, **kwargs):
-        """As in Transformers. `num_latent_tokens`, also that of a `config`, may be another number than the
-        checkpoint's: `resize_tokens` changes it."""
+        """As in Transformers. `num_latent_tokens`, given here or in a `config`, may differ from the checkpoint's;
+        `resize_tokens` changes it."""
         config = kwargs.get("config")
         if isinstance(config, SparseFormerConfig) and pretrained_model_name_or_path is not None:
             num_latent_tokens = num_latent_tokens or config.num_latent_tokens

@@ -156,7 +156,8 @@ def test_what_is_found_stays_with_the_model(folder, images, tmp_path, capsys):
 
 
 def test_a_teacher_has_the_labels_that_count(folder, images, tmp_path, capsys):
-    """Its classes may have another order. What it says differs from what all tokens say where weights do."""
+    """The teacher's classes may have another order. Its labels differ from those of all tokens where the weights
+    do."""
     teacher = SparseFormerForImageClassification.from_pretrained(folder)
     names = teacher.config.id2label
     teacher.config.id2label = {index: names[9 - index] for index in range(10)}
@@ -233,7 +234,7 @@ def test_what_cannot_be_calibrated(arguments, message, folder, images, tmp_path,
 
 
 def test_a_calibration_that_saves_nothing_is_refused(folder):
-    """If few tokens give other labels, sure or not, nearly all images have both looks."""
+    """Where few tokens give other labels with any confidence, nearly all images need both looks."""
     model = SparseFormerForImageClassification.from_pretrained(folder).eval()
     logits = {count: torch.randn(200, 10, generator=torch.Generator().manual_seed(count)) for count in (4, 16)}
     with pytest.raises(ValueError, match="all looks together would cost 1.* times as much as 16 tokens alone"):

@@ -148,7 +148,7 @@ def test_lower_resolution():
 
 @pytest.mark.parametrize("kind", ["vit", "dinov3", "timm-dinov3", "siglip-vision", "open_clip"])
 def test_random_patches(kind):
-    """All of them, in whatever order, give the teacher's embedding; a few another, each time; also after a cast."""
+    """All patches, in any order, give the teacher's embedding. A few give another one each time, also after a cast."""
     model = KINDS[kind].make()
     anatomy = read_anatomy(model)
     images = anatomy.example()

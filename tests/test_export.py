@@ -106,7 +106,8 @@ def photograph(tmp_path_factory) -> Path:
     ],
 )
 def test_a_program_is_the_model(arguments, tolerance, write, folder):
-    """In batches of any size; of fewer bits, nearly; and the report says how near."""
+    """A program computes the model's outputs in batches of any size; with fewer bits it does nearly, and the report
+    says how near."""
     output = write(*arguments)
     model, _ = load_image_classifier(folder)
     program, _ = load_image_classifier(output, trust_remote_code="torch" in arguments)
@@ -160,7 +161,7 @@ def test_the_original_stays_in_float32(folder, tmp_path):
     ids=lambda command: command.split()[0],
 )
 def test_pickled_programs_need_a_yes(command, write, photograph, capsys):
-    """Those of torch can run any code."""
+    """Programs of torch are pickled and can run any code."""
     words = command.format(photograph=photograph, program=write("--format", "torch", "--license", "mit")).split()
     assert main(words) == 1
     assert (
@@ -170,7 +171,7 @@ def test_pickled_programs_need_a_yes(command, write, photograph, capsys):
 
 
 def test_a_backbones_program_computes_its_maps(folder, photograph, tmp_path, monkeypatch, capsys):
-    """All of them; the lines of the card run."""
+    """The program computes all feature maps, and the lines of its card run."""
     model = frugalvit.SparseFormerBackbone.from_pretrained(folder, out_indices=[0, 1])
     model.save_pretrained(tmp_path / "backbone")
     output = tmp_path / "program"
@@ -201,7 +202,7 @@ def test_broken_models_pass_no_gate(name, factor, folder, tmp_path, capsys):
 
 
 def shapes_in_float32(folder: Path) -> Counter:
-    """Of an exported model's weights; sorted, as formats differ in what they transpose."""
+    """Count the shapes of an exported model's float32 weights. Sides are sorted, as formats transpose differently."""
     if (folder / "model.onnx").is_file():
         arrays = [onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(folder / "model.onnx").graph.initializer]
     else:
@@ -216,7 +217,7 @@ SOME = ("classifier", "*.mlp", "*.attention.[qk]_proj")
 
 @pytest.mark.parametrize("name, patterns", [("onnx", SOME), ("openvino", SOME), ("onnx", ()), ("openvino", ("*",))])
 def test_layers_that_stay_in_float32(name, patterns, folder, tmp_path):
-    """Those that patterns name, with what is in them, and no others."""
+    """Modules that patterns name stay in float32 with all that is in them, and no others do."""
     model, _ = load_image_classifier(folder)
     parts = parts_of(model)
     calibration = {"model": [parts["model"].example(1) for _ in range(2)]}
@@ -234,7 +235,7 @@ def test_layers_that_stay_in_float32(name, patterns, folder, tmp_path):
 
 @pytest.mark.parametrize("name, count", [("openvino", 1), ("onnx", 0)])
 def test_what_reads_the_pixels_suffers_from_8_bits(name, count, write, folder):
-    """In OpenVINO, where it stays in float32; the card says so."""
+    """In OpenVINO, the first layer stays in float32, and the card says so. In ONNX it has 8 bits."""
     output = write("--format", name, "--precision", "int8")
     model, _ = load_image_classifier(folder)
     layer = programs.first_layer(model)
@@ -250,7 +251,7 @@ def test_texts_are_not_read_first():
 
 @torch.no_grad()
 def test_only_layers_have_8_bits(folder, tmp_path):
-    """In ONNX, products of activations, RoIs and sampling points have not."""
+    """In ONNX, products of activations, RoIs and sampling points stay in float32."""
     arguments = ["--precision", "int8", "--float-layers", "*"]
     assert main(["export", str(folder), "--output", str(tmp_path / "out"), *FEW, *arguments]) == 0
     assert "Left in float32: layers of `*`." in (tmp_path / "out" / "README.md").read_text()
@@ -261,7 +262,7 @@ def test_only_layers_have_8_bits(folder, tmp_path):
 
 
 def test_fewer_bits_are_fewer_bytes(write):
-    """Of weights; the graph of such a small model is larger than they are."""
+    """Files of weights are compared, as the graph of such a small model is larger than its weights."""
     sizes = [
         (write("--format", "openvino", *precision) / "openvino_model.bin").stat().st_size
         for precision in ((), ("--precision", "bfloat16"), ("--precision", "int8"))
@@ -350,7 +351,7 @@ def test_images_to_compare_on_are_not_calibrated_with(folder, tmp_path):
 
 
 def test_exported_folders_are_published(write, tmp_path, hub, capsys):
-    """As they are, with a license in the card, if their programs run."""
+    """An exported folder is published as it is, with a license in its card, if its programs run."""
     given = shutil.copytree(write("--format", "onnx"), tmp_path / "given")
     command = ["publish", str(given), "someone/model", "--license", "mit"]
     assert main([*command, "--output", str(tmp_path / "out")]) == 0

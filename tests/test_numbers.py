@@ -127,7 +127,7 @@ def printed(title: str, cell: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "page"), [*PAGES.items(), *CARDS.items()], ids=[*PAGES, *CARDS])
 def test_numbers_in_running_text_follow_from_the_results(name, page):
-    """All numbers do so but those of sentences about a paper."""
+    """Only numbers in sentences about a paper are exempt."""
     page = re.sub(r"\A---\n.*?^---$", "", page, flags=re.MULTILINE | re.DOTALL)
     # A card's section is all of it.
     for text in re.split(r"^(?=#)", page, flags=re.MULTILINE) if name in PAGES else [page]:

@@ -53,7 +53,7 @@ def ending_of(error: BaseException, received: list[int]) -> int | None:
 
 
 def leave_terminal(number: int):
-    """If the terminal was closed, write to nowhere from now on: writing to it would be an error."""
+    """Write to nowhere from now on if the terminal was closed, as writing to it would be an error."""
     if number == getattr(signal, "SIGHUP", None):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.__stdout__, sys.__stderr__):

@@ -97,7 +97,7 @@ def test_changing_the_student_leaves_the_teacher_alone():
 
 
 def test_tokens_that_start_on_one_roi_are_moved_apart():
-    """All have one embedding, and would otherwise get equal gradients and stay copies of each other."""
+    """The tokens have one embedding. On one RoI, they would get equal gradients and stay copies of each other."""
     student = SparseFormerForImageClassification.from_teacher(transformers_vit(), num_latent_tokens=15)
     rois = student.sparseformer.latents.initial_rois
     assert len(rois.unique(dim=0)) == 15

@@ -166,7 +166,7 @@ def test_the_command_swaps_as_the_function_does(folders, paligemma, tmp_path, ca
 
 @torch.no_grad()
 def test_it_is_bootstrapped_from(folders, paligemma, tmp_path):
-    """Its tower has no head: what is aligned is the mean of the tokens that the language model reads."""
+    """The tower has no head, so the mean of the tokens that the language model reads is aligned."""
     teacher, _ = load_vision_model(folders / "paligemma")
     pixel_values = torch.randn(1, 3, 32, 32)
     states = paligemma.model.vision_tower(pixel_values).last_hidden_state

@@ -217,7 +217,7 @@ class TestInitialization:
         ],
     )
     def test_fields_of_the_start_do_what_the_options_do(self, fields, options, make_config):
-        """All of them: a field that was ignored would leave the weights of another start."""
+        """Every field is tested: one that was ignored would leave the weights of another start."""
         name = fields.get("initialization", "impulse")
         torch.manual_seed(0)
         model = ViTImpulseInitModel(make_config("vit_impulse_init", **fields))

@@ -20,7 +20,7 @@ def save_card(folder, **data):
 
 
 def test_a_bootstrapped_model_can_be_published_as_it_is(teacher, tmp_path):
-    """Its card has the license of its teacher, the score on the images of evaluation, and a table of both models."""
+    """The model's card has its teacher's license, the score on the evaluation images, and a table of both models."""
     save_card(teacher, license="mit")
     argv = ["--teacher", teacher, "--output", tmp_path / "out", "--train-split", "train[:32]", "--batch-size", "16"]
     small = "stem_channels=8,num_mixed_points=4,mixing_hidden_size=8,focusing_hidden_size=16"

@@ -80,7 +80,7 @@ def class_called_train(folder):
 
 
 def imagenet(folder):
-    """Its test images have no labels."""
+    """Make a folder as ImageNet's, whose test images have no labels."""
     draw_classes(folder / "train", 10)
     draw_classes(folder / "val", 5, start=50)
     draw(folder / "test", 4, 100)
@@ -561,7 +561,7 @@ def test_pictures_that_are_not_read_are_said_once(names, said, tmp_path, capsys)
 
 @pytest.mark.parametrize("place", [".", "cat", "cat/deeper"])
 def test_a_folder_that_may_not_be_looked_into_is_no_empty_one(place, tmp_path, monkeypatch):
-    """Its images would be missing without a word."""
+    """The folder's images would be missing without a word."""
     draw_classes(tmp_path, 2)
     (tmp_path / "cat" / "deeper").mkdir(exist_ok=True, parents=True)
     scandir, closed = os.scandir, str((tmp_path / place).resolve())

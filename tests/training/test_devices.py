@@ -118,7 +118,7 @@ def test_recipe(recipe, options, run):
 
 
 def test_the_first_loss_that_is_no_number_is_told_when_it_is_read(run, device):
-    """Both steps' losses are read after the second."""
+    """The losses of both steps are read after the second step."""
     device.number = math.nan
     with pytest.raises(ValueError, match="The loss is nan at step 1, the first such, so training stopped. Lower "):
         run("train", {"config_overrides": VIT})
@@ -146,7 +146,7 @@ def test_bootstrap(new, options, run, teacher, student):
 
 
 def test_a_teacher_that_is_known(run, teacher, student, tmp_path):
-    """If the first epoch has noted the teacher's embeddings of views, the second does not wait for the teacher."""
+    """The second epoch does not wait for the teacher, as the first has noted the teacher's embeddings of views."""
     options = {"teacher": teacher, "student": student, "teacher_cache": tmp_path / "cache", "view_epochs": 1}
     options["compare"] = False
     steps = run("bootstrap", options | {"epochs": 2, "logging_steps": 4})

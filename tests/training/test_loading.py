@@ -169,7 +169,7 @@ def test_a_mask_token_may_be_missing(tmp_path):
 
 @pytest.mark.parametrize("model_class", [RadioModel, CLIPVisionModel, ViTForImageClassification])
 def test_a_folder_that_names_no_class(model_class, tmp_path):
-    """Its class follows from the configuration; where a classifier could be meant, it is."""
+    """The class follows from the configuration. Where a classifier could be meant, it is a classifier."""
     folder = write(make(model_class), tmp_path / "model")
     edit_config(folder, architectures=None)
     assert type(load_vision_model(folder, "cpu")[0]) is model_class
@@ -231,7 +231,7 @@ def test_timms_folders(architecture, num_classes, place, tmp_path, monkeypatch):
 
 
 def test_a_headless_timm_model_saved_by_transformers(tmp_path):
-    """Its configuration notes the classes of the model that it was made from."""
+    """The model's configuration notes the classes of the model that it was made from."""
     write_timm(tmp_path / "timm", 3)
     config = TimmWrapperConfig.from_pretrained(tmp_path / "timm")
     config.model_args.pop("num_classes", None)

@@ -348,7 +348,7 @@ def test_what_is_saved_before_a_training_does_not_keep_it_from_beginning(make, t
 
 @pytest.mark.parametrize(("options", "steps"), [({"max_steps": 5}, 5), ({"num_train_epochs": 1.5}, 6)])
 def test_a_training_may_end_within_an_epoch(options, steps, make, tmp_path):
-    """Its schedule ends with it, and asked again it is done."""
+    """The schedule ends where the training does. A second call of `train` has nothing left to do."""
     own = make(**options)
     own.train()
     assert own.state.global_step == own.total_steps == steps

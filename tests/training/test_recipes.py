@@ -352,7 +352,7 @@ OF_NO_PAPER = {"dinov2-small", "dinov2-base", "dinov2-large", "dinov3-small", "d
 
 @pytest.mark.parametrize("table", ROWS)
 def test_each_row_of_the_papers_has_a_file(table):
-    """Its options are the command's, and the file's comment names them."""
+    """The row's options are options of the command, and the file's comment names them."""
     commands = [(BOOTSTRAP, bootstrap), (TRAIN, train), (JOINT, joint)]
     for row in ROWS[table]:
         name, *options = row.split()

@@ -180,7 +180,7 @@ class TestViews:
         axis=st.integers(0, 1),
     )
     def test_masks_are_centered_as_smooth_images_are(self, size, have, axis):
-        """Both are ramps here, whose mean tells the shift of one against the other, in pixels of the original."""
+        """Image and mask are ramps here. The difference of their means is the shift, in pixels of the original."""
         ramp = np.indices(have)[axis].astype(np.uint8) * 2
         view = SegmentationEvalView(ImageFormat(size, resample=2), MaskReader(255))
         sample = view(Image.fromarray(np.repeat(ramp[..., None], 3, axis=2)), torch.from_numpy(ramp))

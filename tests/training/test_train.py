@@ -177,7 +177,7 @@ STARTS = {
     ],
 )
 def test_a_published_configuration_draws_the_start_again(model_type, initialization, options, tmp_path):
-    """For every initialization and recipe, a saved configuration says how the run began."""
+    """A saved configuration says how the run began, for every initialization and recipe."""
     start = {"initialization": initialization, "initialization_options": options}
     if model_type == "bootstrapped_vit":
         sizes = "patch_size=8,hidden_size=16,num_hidden_layers=2,intermediate_size=32"

@@ -464,7 +464,7 @@ def evaluation_loader(
     skip_corrupt: bool = False,
     classes: Sequence[int] | None = None,
 ) -> DeviceLoader:
-    """All images once, in order, shared among processes; use `accelerator.gather_for_metrics` on what is computed."""
+    """Load all images once, in order, shared among processes. `accelerator.gather_for_metrics` joins the results."""
     if isinstance(images, Mapping) or not hasattr(images, "__len__"):
         raise ValueError(
             f"The images to evaluate on are of the type {type(images).__name__}; expected one data set that has a "

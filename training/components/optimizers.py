@@ -102,7 +102,7 @@ def make_optimizer(name: str, groups: list[dict], sam_rho: float = 0.05, **optio
             raise ValueError("--optimizer sam is pytorch_optimizer's: pip install 'frugalvit[sam]'.") from None
 
         class SAM(pytorch_optimizer.SAM):
-            """Its first step is made by the trainer, before the second gradient."""
+            """SAM whose first step the trainer makes, before the second gradient."""
 
             def step(self, closure=None):
                 self.second_step()
