@@ -394,6 +394,11 @@ INITIALIZATIONS = {
 def initialize_attention_(model: nn.Module, initialization: str = "impulse", **options) -> InitializationReport:
     """Apply one of `INITIALIZATIONS` by name, with its options; for example `initialize_attention_(vit, "mimetic")`.
 
+    Args:
+        model (`nn.Module`): The vision transformer, changed in place.
+        initialization (`str`, *optional*, defaults to `"impulse"`): The name of the initialization.
+        options (*optional*): Arguments of the initialization.
+
     Raises:
         ValueError: if there is none of that name, and what the initialization raises.
     """

@@ -97,6 +97,10 @@ class AlignLlavaTrainer(RecipeTrainer):
         eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
         processing_class: The LLaVA's processor.
         callbacks (*optional*): As Transformers has them.
+        tower_name (`str`, *optional*): The tower's name, for the card; by default where it was loaded from.
+        quantize (`str`, *optional*): How the language model of `original` is quantized, as of `--quantize`. The
+            written model has its weights as they were before, plus what LoRA learned.
+        command (*optional*): Arguments of `RecipeTrainer` that a command gives, as `run` and `data`.
 
     Raises:
         ValueError: if LLaVA, tower, images and arguments do not fit each other, or with FSDP or DeepSpeed.

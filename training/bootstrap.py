@@ -134,6 +134,10 @@ class BootstrapTrainer(RecipeTrainer):
         eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
         processing_class (*optional*): The teacher's image processor; needed where `teacher` is a model.
         callbacks (*optional*): As Transformers has them.
+        run, data (*optional*): The arguments of a command, as of `RecipeTrainer`.
+        base_model (`str`, *optional*): The teacher's name, for the card; by default where it was loaded from.
+        attn_implementation (`str`, *optional*): The student's attention; by default "eager" on CPUs, else the model's.
+        compile_teacher (`bool`, *optional*, defaults to `False`): Run the teacher through `torch.compile`.
 
     Raises:
         ValueError: if teacher, student, images and arguments do not fit each other.

@@ -73,6 +73,7 @@ class JointTrainer(RecipeTrainer):
         train_dataset: Images with labels, see `BootstrapTrainer`.
         eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
         callbacks (*optional*): As Transformers has them.
+        command (*optional*): Arguments of `RecipeTrainer` that a command gives, and `attn_implementation`.
 
     Raises:
         ValueError: if model, images and arguments do not fit each other.

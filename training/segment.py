@@ -78,6 +78,7 @@ class SegmentationTrainer(RecipeTrainer):
             measure it on.
         processing_class: The model's image processor.
         callbacks (*optional*): As Transformers has them.
+        command (*optional*): Arguments of `RecipeTrainer` that a command gives, as `run` and `data`.
 
     Raises:
         ValueError: if model, images and arguments do not fit each other.

@@ -81,6 +81,7 @@ class ImageClassificationTrainer(RecipeTrainer):
         eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
         processing_class: The model's image processor.
         callbacks (*optional*): As Transformers has them.
+        command (*optional*): Arguments of `RecipeTrainer` that a command gives, and `attn_implementation`.
 
     Raises:
         ValueError: if model, images and arguments do not fit each other.
