@@ -6,7 +6,7 @@ CHECKOUT is a clone of github.com/showlab/sparseformer. A SparseFormer of base s
 both with random weights: the plain loop reads, crops, flips and normalizes with torchvision, asks timm's ViT without
 gradients and trains the reference's student; `frugalvit bootstrap` does the same its own way, once with an empty and
 once with a full cache of the teacher's embeddings. Every row is a process of its own; rows take turns, and the median
-of their rounds counts. What the data loader alone gives is another row. Writes bootstrap_speed.json.
+of their rounds counts. Another row has the data loader alone. Writes bootstrap_speed.json.
 """
 
 import argparse

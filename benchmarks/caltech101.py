@@ -192,7 +192,7 @@ def teacher_on_test(arguments, images: str) -> dict:
 @torch.inference_mode()
 def measure_student(arguments, model, processor) -> list[dict]:
     """Measure accuracy and cosine with the teacher on the test images, and on the same images as small objects, for
-    each count of tokens; of a student for several counts, also with as many as an image needs to be sure."""
+    each count of tokens. A student for several counts also chooses for each image as many as it needs to be sure."""
     counts = model.config.trained_token_counts
     rows = {count: {"tokens": count} for count in counts}
     adaptive = [

@@ -2,7 +2,7 @@
 
 The ViT of the family, whose MLPs are replaced by convolutions among the patches, with batch normalization and without
 LayerNorm before; [CLS] passes by. Their squeeze-and-excitation has four channels: `reduction` is the width. Their drop
-path, which is 0 in the tables, spares the convolutions. Of the libraries, vit-pytorch alone has a LocalViT, whose
+path, which is 0 in the tables, spares the convolutions. The only library with a LocalViT is vit-pytorch, and its
 forward pass fails: its LayerNorm gets maps (1.26.11).
 """
 

@@ -4,8 +4,8 @@
     python benchmarks/search_speed.py
 
 An index of random embeddings is searched as the command does, which reads it from the disk, with faiss and without.
-What these do of that is timed alone: the products with the query and the best of them, exact, not approximate.
-Medians over rounds in which they take turns; of a model, which embeds the query, there is none. Writes
+The share of faiss or PyTorch is also timed alone: the products with the query and the best of them, exact, not
+approximate. Numbers are medians over rounds in which both take turns. No model embeds the query. Writes
 search_speed.json.
 """
 

@@ -165,8 +165,8 @@ def tome(
     """A copy of a teacher in which ToMe (Bolya et al. 2023) merges tokens in each block.
 
     Args:
-        teacher (`nn.Module` or `Anatomy`): What `as_timm` takes.
-        checkout (`str` or `Path`): Of github.com/facebookresearch/ToMe.
+        teacher (`nn.Module` or `Anatomy`): A model that `as_timm` takes.
+        checkout (`str` or `Path`): A checkout of github.com/facebookresearch/ToMe.
         merged (`int`): Tokens that each block merges away.
         tuned (`str` or `Path`, *optional*): Folder of a run of this recipe, whose weights it takes.
 
@@ -212,8 +212,8 @@ def diffrate(
     """A copy of a teacher in which DiffRate (Chen et al. 2023) prunes and merges tokens.
 
     Args:
-        teacher (`nn.Module` or `Anatomy`): What `as_timm` takes.
-        checkout (`str` or `Path`): Of github.com/OpenGVLab/DiffRate.
+        teacher (`nn.Module` or `Anatomy`): A model that `as_timm` takes.
+        checkout (`str` or `Path`): A checkout of github.com/OpenGVLab/DiffRate.
         rates (`str` or `Path`): Folder of a search by this recipe.
         tuned (`str` or `Path`, *optional*): Folder of a run of this recipe with these rates, whose weights it takes.
 
@@ -249,10 +249,10 @@ class MergingTrainer(RecipeTrainer):
     Args:
         model (`MergedViT`): The model that learns.
         args (`MergingTrainingArguments`): How it learns.
-        anatomy (`Anatomy`): Of the teacher.
+        anatomy (`Anatomy`): The teacher's anatomy.
         image_format (`ImageFormat`): The images that the teacher takes.
         train, evaluation, test (`datasets.Dataset`): Images.
-        command: What `RecipeTrainer` takes of a command.
+        command: Arguments of `RecipeTrainer` that a command gives.
     """
 
     def __init__(self, model, args, anatomy: Anatomy, image_format: ImageFormat, train, evaluation, test, **command):
@@ -439,8 +439,8 @@ def apply_diffrate(vit: PooledViT, checkout: str | Path, rates: str | Path | Non
 
 
 def keep_sizes_positive(block: nn.Module, args):
-    """DiffRate multiplies the size of a merged token by its similarity, which may be negative, and attention takes the
-    logarithm of sizes. Its search keeps them at 1 or more; what is used after it does not."""
+    """Keep sizes above 0, as attention takes their logarithm. DiffRate multiplies the size of a merged token by its
+    similarity, which may be negative. Its search keeps sizes at 1 or more; its model after the search does not."""
     block._diffrate_info["size"] = block._diffrate_info["size"].clamp(min=1e-6)
 
 

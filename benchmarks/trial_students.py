@@ -1,8 +1,8 @@
 """Parts that were tried in students with an inherited start and are not in the model family: tokens that show a larger
 context, second looks at the image between blocks, and patches of fewer points.
 
-They are hung into a student by hooks, so that `frugalvit bootstrap` trains it as any other. None but the last changes
-what the student computes before training, or it adds what attends like one more patch.
+Hooks put them into a student, so that `frugalvit bootstrap` trains it as any other. Before training, context tokens
+attend as further patches would, second looks change nothing, and patches of fewer points change the outputs.
 """
 
 import copy
@@ -30,8 +30,8 @@ from frugalvit.training import bootstrap
 
 
 class ContextTokens(nn.Module):
-    """Tokens of a coarser grid, which see the whole image at fewer pixels and attend with the others, but are not
-    pooled. They are embedded by the student's own layer; their positions are its own, interpolated."""
+    """Tokens of a coarser grid. They see the whole image at fewer pixels and attend with the others, but are not
+    pooled. The student's own layer embeds them, and its positions, interpolated, are theirs."""
 
     def __init__(self, base: SparseFormerModel, grid: tuple[int, int]):
         super().__init__()
@@ -139,7 +139,7 @@ def hang_into(base: SparseFormerModel, trial: str):
 
 @contextmanager
 def students_with(trial: str | None) -> Iterator[None]:
-    """Students that `bootstrap` makes inside have a trial's parts, which it takes for new weights."""
+    """Give students that `bootstrap` makes inside a trial's parts, which it takes for new weights."""
     if trial is None:
         yield
         return
@@ -158,7 +158,7 @@ def students_with(trial: str | None) -> Iterator[None]:
 
 
 def load_trial(folder: Path, trial: str | None) -> tuple[nn.Module, object]:
-    """A student with a trial's parts, and its image processor, from a run's folder."""
+    """Load a student with a trial's parts, and its image processor, from a run's folder."""
     if trial is None:
         return load_image_classifier(folder, "cpu")
     model = SparseFormerForImageClassification(SparseFormerConfig.from_pretrained(folder))
@@ -169,15 +169,15 @@ def load_trial(folder: Path, trial: str | None) -> tuple[nn.Module, object]:
 
 @contextmanager
 def resampled_patches() -> Iterator[None]:
-    """Students that inherit patches inside may have fewer points than their teacher's, with weights resampled as by
-    Beyer et al., *FlexiViT: One Model for All Patch Sizes*, equation 3."""
+    """Let students that inherit patches inside have fewer points than their teacher's patches. Weights are resampled
+    as by Beyer et al., *FlexiViT: One Model for All Patch Sizes*, equation 3."""
     with mock.patch.object(inheritance, "spread_weight", resample_weight):
         yield
 
 
 def resample_weight(weight: torch.Tensor, patch_size: tuple[int, int], anatomy=None) -> torch.Tensor:
-    """Weights `(hidden_size, channels, rows, columns)` whose products with patches that are resized to another number
-    of rows and columns are nearest to those with the patches themselves, if all pixels vary alike."""
+    """Resample weights `(hidden_size, channels, rows, columns)` to another number of rows and columns. Their products
+    with resized patches are nearest to those with the patches themselves, if all pixels vary alike."""
     rows, columns = weight.shape[2:]
     pixels = torch.eye(rows * columns).view(-1, 1, rows, columns)
     resized = F.interpolate(pixels, patch_size, mode="bilinear", antialias=True).flatten(1)

@@ -34,7 +34,7 @@ class AgentCNNConfig(FrugalViTConfig):
             BatchNorm `"before"` the convolution and the MLP (Agent-S), or `"after"` them, at the end of the branch
             (Agent-B).
         downsample_after (sequence of `int`, *optional*, defaults to `()`):
-            Blocks, from 0, after which 2 x 2 average pooling halves the map; of Agent-B, the paper has 1 and 3 (our
+            Blocks, from 0, after which 2 x 2 average pooling halves the map. For Agent-B, the paper has 1 and 3 (our
             default), its code 2 and 8.
         dropout (`float`, *optional*, defaults to 0.1): Dropout after the activation of the MLPs.
         branch_dropout (`float`, *optional*):

@@ -28,7 +28,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
         classification_weight, divergence_weight, hint_weight (`float`, *optional*):
             Weights of the terms of the loss; the reference implementation's for `sharing` if not given: 1, 1 and 10,
             or, shared, 0.5, 0.5 and 5.
-        temperature (`float`, *optional*, defaults to 4.0): Of the distributions in the divergences.
+        temperature (`float`, *optional*, defaults to 4.0): Temperature of the distributions in the divergences.
         hint_layers (sequence of `int`, *optional*): Blocks, from 0, whose tokens get hints; all if not given.
         embedding_dropout (`float`, *optional*):
             Dropout of the transformer's embeddings; its `hidden_dropout_prob` if not given. 0 in the variants, as in

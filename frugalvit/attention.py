@@ -197,7 +197,7 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
     """Measure the attention of a model's layers to images, and the stable rank of their outputs.
 
     Args:
-        model (`PreTrainedModel`): A vision transformer of Transformers or of this package; of convolutional models,
+        model (`PreTrainedModel`): A vision transformer of Transformers or of this package. For a convolutional model,
             only the stable rank is measured.
         batches (iterable of `torch.Tensor`): Pixel values `(batch, channels, height, width)`.
 

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def build_model(name: str, trust_remote_code: bool = False) -> nn.Module:
-    """Make a model by name, with random weights, or load an exported one; of a CLIP or a LLaVA, the image side.
+    """Make a model by name, with random weights, or load an exported one. A CLIP or a LLaVA gives its image side.
 
     Raises:
         ValueError: if there is no such model.

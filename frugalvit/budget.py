@@ -173,7 +173,7 @@ def measure_counts(
 
     Args:
         model (`PreTrainedModel`): In evaluation mode; it is cast to `dtype`, as the teacher is.
-        teacher (`Anatomy`, *optional*): Of the teacher.
+        teacher (`Anatomy`, *optional*): The teacher's anatomy.
         batch_size (`int`), dtype (`torch.dtype`), device (`str`), rounds (`int`): See `images_per_second`.
 
     Returns:

@@ -199,12 +199,12 @@ def compare(
         batch_size, num_workers, skip_corrupt: As in `image_batches`.
         seed (`int`): Chooses the images that are held back for linear probes.
         precisions (sequence of `str`): Some of `PRECISIONS`; models are left in the last of them.
-        rounds (`int`): Timed passes of each model in batches; of single images `MORE_ROUNDS` times as many.
+        rounds (`int`): Timed passes of each model in batches; for single images `MORE_ROUNDS` times as many.
         memory (`bool`): Whether memory is measured, too.
 
     Returns:
         `list[dict]`: For each contender `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`.
-        Of the measures `accuracy` (the classifier's), `linear_accuracy` and `neighbor_accuracy`, those that there are,
+        The measures `accuracy` (the classifier's), `linear_accuracy` and `neighbor_accuracy` if they were measured,
         each with `…_error`, its standard error, `…_difference` from the teacher and `…_difference_error`, that of the
         paired difference. `cosine`, the mean with the teacher's embedding; `images_per_second` by precision and batch
         size; and `memory`, see `peak_memory`.

@@ -61,7 +61,7 @@ class _Application:
             num_workers (`int`, *optional*, defaults to 0): Threads that decode, by default one for each CPU.
             exact (`bool`, *optional*, defaults to `False`): Decode images whole and ask the model's own image
                 processor, see `Reader`.
-            dtype (`str`, *optional*, defaults to `"float32"`): Of the weights of a model that is loaded here:
+            dtype (`str`, *optional*, defaults to `"float32"`): Type of the weights of a model that is loaded here:
                 `"float32"`, `"bfloat16"`, or `"auto"`, bfloat16 where a product of matrices shows that the device is
                 fast at it.
             return_errors (`bool`, *optional*, defaults to `False`): Yield a `CorruptImageError` in the place of an

@@ -55,7 +55,7 @@ def draw_rois(
     and 2 of its supplement).
 
     RoIs are relative to what the model saw. If the image processor cropped the image, draw on the cropped view, which
-    `restore_images` of `common/views.py` makes from the pixel values. Of more than 16 tokens that overlap, 16 are
+    `restore_images` of `common/views.py` makes from the pixel values. If more than 16 tokens overlap, 16 of them are
     drawn. A token keeps its color in all panels. RoIs may leave the image: a light margin, the same in all panels,
     shows up to 0.15 image sides beyond each edge.
 
@@ -187,17 +187,17 @@ def draw_maps(
     legend: str,
     panel_size: float = 1.3,
 ) -> Figure:
-    """Draw images, one row each, and maps beside them: of numbers, each in colors from its smallest to its largest
-    value, or of colors.
+    """Draw images, one row each, and maps beside them. A map of numbers is drawn in colors from its smallest to its
+    largest value, a map of colors as it is.
 
     Args:
         images (sequence of `torch.Tensor`): `(channels, height, width)`, 0 to 1; 1 or 3 channels. One that stands in
             several rows on end is drawn in the first of them.
         maps (sequence of sequences of `torch.Tensor`): `(rows, columns)` each, or of colors from 0 to 1 `(3, rows,
             columns)`, as many for every image.
-        headings (sequence of `str`): Of the columns, the image's first.
+        headings (sequence of `str`): Headings of the columns, the image's first.
         captions (sequence of `str`, *optional*): A line of text for each row.
-        legend (`str`): What the maps show.
+        legend (`str`): A line that explains the maps.
         panel_size (`float`, *optional*, defaults to 1.3): Width of a panel in inches.
 
     Returns:

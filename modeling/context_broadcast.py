@@ -4,12 +4,12 @@ Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* 
 of all tokens is added to each of them, at the end of every MLP. The module is mathematics; hooks put it into blocks,
 so that weights keep their names. `insert_context_broadcast` puts it into models of other libraries.
 
-What the positions do, where the paper's supplement (2.6) leaves room:
+Effects of the positions, where the paper's supplement (2.6) leaves room:
 
 - For `cb`, the end of the MLP and the place before its second linear layer are the same function: `(x + mean(x)) / 2`
   is an affine combination, which a linear layer passes on, bias included. For `cb_s` they are not.
 - At the front, says the supplement ("case 1"), the weights that follow in the MLP get no gradient signals. They do get
-  gradients. What is missing is one path: at the end, the loss of token i reaches the weights also through the MLP of
+  gradients, but along one path less. At the end, the loss of token i reaches the weights also through the MLP of
   every other token j; at the front, only through the MLP of token i.
 """
 
@@ -101,7 +101,7 @@ class ContextBroadcast(nn.Module):
                 which keys that some query sees are none; Booleans, or numbers to add. Padding stays out of the mean.
 
         Returns:
-            `torch.Tensor`: Of the shape and dtype of `hidden_states`.
+            `torch.Tensor`: A tensor with the shape and dtype of `hidden_states`.
 
         Raises:
             ValueError: if there are no tokens to average, or a map comes where a class token is needed.

@@ -75,8 +75,8 @@ def insert_context_broadcast(
             `"mlp_front"`, before the MLP; `"mlp_mid"`, between its activation and its second linear layer;
             `"mlp_end"` and `"attention_end"`, before the residual sums.
         pattern (`str`, *optional*):
-            Regular expression for the whole names of modules; what they return is broadcast, or, for `"mlp_front"` and
-            `"mlp_mid"`, what they are given. `r"blocks\\.\\d+\\.mlp"`, for example.
+            Regular expression for the whole names of modules, for example `r"blocks\\.\\d+\\.mlp"`. Their outputs are
+            broadcast; for `"mlp_front"` and `"mlp_mid"`, their inputs.
         data_format (`str`, *optional*, defaults to `"channels_last"`):
             With `pattern`, whether the modules' tensors are `"channels_last"` or `"channels_first"`.
         scale_init, blend: As in `ContextBroadcast`.

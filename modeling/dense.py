@@ -17,13 +17,13 @@ MOST_POINTS = 8
 def shares_of_tokens(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """The share of each token in each cell of a map.
 
-    A token has one vote, spread evenly over its RoI: of two that cover a cell, the smaller one says more. Where RoIs
+    A token has one vote, spread evenly over its RoI. If two cover a cell, the smaller one says more. Where RoIs
     tile the image and no edge runs through a cell, each cell belongs to one token. Cells that no RoI covers belong to
     those nearest, as in the segmentation head of the paper (`geometric_bias`). No gradient flows into the RoIs.
 
     Args:
         rois (`torch.Tensor`): `(batch, tokens, 4)` as left, top, right, bottom, 0 to 1 across the image.
-        height, width (`int`): Of the map.
+        height, width (`int`): Size of the map in cells.
 
     Returns:
         `torch.Tensor`: `(batch, tokens, height, width)` in float32, sums to 1 over the tokens.
@@ -60,7 +60,7 @@ def place_in_token(rois: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
     Returns:
         `torch.Tensor`: `(batch, 4, height, width)`: the offset of the cell's center from the token's, x and y, in
-        units of the token's size, and the log of that size in cells, x and y. Of several tokens, their mean counts.
+        units of the token's size, and the log of that size in cells, x and y. Where tokens share a cell, their mean.
     """
     rows, columns = shares.shape[-2:]
     left, top, right, bottom = spread(in_float32(rois).detach(), shares).unbind(1)
@@ -150,7 +150,7 @@ class FeatureMaps(nn.Module):
                 `(batch, prefix + tokens, hidden_size)` before the first block of the cortex and after each.
             rois (`torch.Tensor`): `(batch, tokens, 4)`.
             pixel_values (`torch.Tensor`): `(batch, channels, height, width)`.
-            norm (`nn.Module`, *optional*): Of the tokens of every layer.
+            norm (`nn.Module`, *optional*): The norm of the tokens of every layer.
             names (`list[str]`): The layers; those that the configuration did not name have no scale or upsampler.
 
         Returns:

@@ -220,7 +220,7 @@ class HubModel(PreTrainedModel):
         """As in Transformers; besides weights and configuration it writes the family's source files, the image
         processor's configuration and a model card. The last two are left alone where they exist.
 
-        Of a model with adapters, only the adapters are saved.
+        If the model has adapters, only these are saved.
         """
         if getattr(self, "_hf_peft_config_loaded", False):
             super().save_pretrained(save_directory, is_main_process=is_main_process, push_to_hub=push_to_hub, **kwargs)
@@ -279,7 +279,7 @@ class HubModel(PreTrainedModel):
             commit: `commit_message`, `commit_description`, `revision` and `create_pr`.
 
         Returns:
-            `huggingface_hub.CommitInfo`: Where it went.
+            `huggingface_hub.CommitInfo`: The commit.
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, max_shard_size=max_shard_size)

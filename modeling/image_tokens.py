@@ -1,5 +1,5 @@
-"""Image tokens of models that read images and texts: what these say where a prompt has other places for them than
-there are, and where their output has them."""
+"""Image tokens of models that read images and texts: an error if a prompt has more or fewer places than there are
+tokens, and the places of image tokens in the output."""
 
 import torch
 from transformers.utils import ModelOutput

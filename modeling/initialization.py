@@ -112,7 +112,7 @@ class VisionTransformer:
         positions (`torch.Tensor`): `(prefix + height * width, hidden_size)`, those of [CLS] and registers first.
         learns_positions (`bool`): Whether the positions are a parameter.
         grid (pair of `int`): Height and width in patches.
-        pre_norm (`nn.Module`, *optional*): Of tokens before the first block.
+        pre_norm (`nn.Module`, *optional*): The norm of tokens before the first block.
     """
 
     layers: list[AttentionLayer]

@@ -252,7 +252,7 @@ class PreNormLayer(GradientCheckpointingLayer):
     Args:
         config: The model's configuration: `hidden_size`, `num_attention_heads`, `intermediate_size`, `hidden_act`,
             `qkv_bias` and `layer_norm_eps` are read.
-        drop_path_rate (`float`): Of both branches.
+        drop_path_rate (`float`): Drop rate of each of the two branches, 0 to 1.
     """
 
     def __init__(self, config, drop_path_rate: float):

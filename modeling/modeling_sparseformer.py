@@ -1025,7 +1025,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 Latent tokens to compute with, up to `config.num_latent_tokens`; `config.num_tokens`, else all, by
                 default. Best one of `config.elastic_token_counts`: another one warns, once.
             features (`torch.FloatTensor`, *optional*):
-                What the early convolution made of the same images, if another call had it.
+                The early convolution's map of the same images, if another call has computed it.
 
         Raises:
             ValueError: if the images have other channels or are smaller, or `num_tokens` does not fit.
@@ -1157,8 +1157,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
 class SparseFormerForImageClassification(GenericForImageClassification, SparseFormerPreTrainedModel):
     """SparseFormer with a linear classifier on the pooled token.
 
-    Where that is [CLS], the last block computes nothing else (`output_tokens` of the base model). To read other tokens
-    of that block, for example by a hook, pass `output_tokens=True`.
+    If the pooled token is [CLS], the last block computes only that one (`output_tokens` of the base model). To read
+    other tokens of that block, for example by a hook, pass `output_tokens=True`.
     """
 
     model_class = SparseFormerModel

@@ -35,7 +35,7 @@ class ViTContextBroadcastImageClassifierOutput(ImageClassifierOutput):
     """
     Args:
         cls_logits, distillation_logits (`torch.FloatTensor` of shape `(batch, num_labels)`, *optional*):
-            Of the two classifiers of a distilled model; `logits` is their mean.
+            Scores of the two classifiers of a distilled model; `logits` is their mean.
     """
 
     cls_logits: torch.FloatTensor | None = None

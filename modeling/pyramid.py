@@ -79,8 +79,8 @@ class PatchSampling(nn.Module):
     Args:
         patch_size (pair of `int`): Rows and columns of points.
         num_channels, hidden_size (`int`): Channels of the image and of tokens.
-        padding_mode (`str`): What points outside the image read, "border" or "zeros".
-        norm (`nn.Module`, *optional*): Of what is embedded.
+        padding_mode (`str`): "border" or "zeros", the values at points outside the image.
+        norm (`nn.Module`, *optional*): The norm of the embedded patches.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ def geometric_bias(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
     Args:
         rois (`torch.Tensor`): `(batch, tokens, 4)` as left, top, right, bottom, 0 to 1 across the image.
-        height, width (`int`): Of the map.
+        height, width (`int`): Size of the map in cells.
 
     Returns:
         `torch.Tensor`: `(batch, tokens, height, width)` float32, at most 0.

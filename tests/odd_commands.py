@@ -450,7 +450,7 @@ NUMBERS = ("-1", "0", "nan", "inf", "1e99", "")
 
 @dataclasses.dataclass
 class Case:
-    """A command with one odd thing: what is at `odd`, at the output, or among `more` arguments."""
+    """A command with one odd thing: the file at `odd`, the output, or one of `more` arguments."""
 
     command: str
     slot: str = ""

@@ -43,7 +43,7 @@ def test_every_row_classifies(table):
 
 @pytest.mark.parametrize("table", ["impulse_tables"], indirect=True)
 def test_every_row_starts(table, monkeypatch, tmp_path):
-    """Rows start with one layer and few steps of Adam; the recipe's other arguments are those of the command. Of large
+    """Rows start with one layer and few steps of Adam; the recipe's other arguments are those of the command. In large
     tables, every seventh row is tried."""
     starts = {}
 

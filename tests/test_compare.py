@@ -88,7 +88,8 @@ def test_accuracies_are_those_of_evaluation(outcome, tmp_path):
 
 
 def test_how_long_it_takes_is_said_first(tmp_path, capsys):
-    """After a few images, also where nobody watches a bar; what --quick leaves out need not be waited for."""
+    """The time is said after a few images, also without a terminal. With --quick, the parts that it leaves out do not
+    count."""
     options = ["--baselines", "none", "--limit", 8, "--split", SPLIT, "--quick"]
     assert run(VIT, *options, "--output", tmp_path / "out") == 0
     said, content = capsys.readouterr().err, json.loads((tmp_path / "out" / "compare.json").read_text())
@@ -167,7 +168,7 @@ def test_random_patches(kind):
 
 
 def test_random_patches_are_drawn_again_for_each_embedding():
-    """Every draw of every batch keeps other patches; what is right is averaged over draws."""
+    """Every draw of every batch keeps other patches, and accuracy is averaged over draws."""
     anatomy = read_anatomy(ViTForImageClassification.from_pretrained(VIT).eval())
     processor = ViTImageProcessor.from_pretrained(VIT)
     images = load_images(SUBSET, "test[:6]")

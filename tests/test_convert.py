@@ -1,4 +1,5 @@
-"""`frugalvit convert showlab`: what it infers, what it writes, and what it refuses."""
+"""`frugalvit convert showlab`: the sizes that it infers, the files that it writes, and the checkpoints that it
+refuses."""
 
 import json
 import os

@@ -180,7 +180,7 @@ def test_jpegs_are_decoded_as_large_as_needed(at_least, size, photograph):
 
 @pytest.mark.parametrize("kept", [30, None], ids=["the middle", "as it is"])
 def test_fractions_of_pixels_are_left_out(kept, photograph):
-    """477 x 315 pixels are 59.6 x 39.4 at 1/8; what is decoded of the 60 x 40 would be squeezed."""
+    """477 x 315 pixels are 59.6 x 39.4 at 1/8. If all 60 x 40 decoded pixels were used, they would be squeezed."""
     size = {"shortest_edge": kept} if kept else {"height": 30, "width": 30}
     crop = {"do_center_crop": bool(kept), "crop_size": {"height": 24, "width": 24}}
     image = photograph.crop((3, 5, 480, 320)).filter(ImageFilter.GaussianBlur(8))

@@ -139,7 +139,7 @@ def test_numbers_in_running_text_follow_from_the_results(name, page):
 
 @pytest.mark.parametrize("file", sorted((ROOT / "results").glob("*.json")), ids=lambda file: file.name)
 def test_results_say_by_what_they_were_measured(file):
-    """The commit and the machine; what was measured before these were noted says that."""
+    """Results name the commit and the machine. Older ones say that these were not noted yet."""
 
     def find(content, name: str) -> list:
         values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else []

@@ -193,7 +193,8 @@ DISTRIBUTIONS = {
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_imported_is_a_dependency(path):
-    """And not what some dependency happened to bring. What an extra brings is imported where it is used."""
+    """No import relies on a package that some dependency happened to bring. Packages of extras are imported where they
+    are used."""
     needed, extra = set(), set()
     for each in importlib.metadata.requires("frugalvit"):
         name = re.match(r"[\w-]+", each)[0].lower().replace("-", "_")

@@ -1,4 +1,4 @@
-"""docs/papers.md, line by line: what it names is there, and no item of the papers is left out."""
+"""docs/papers.md, line by line: all that it names exists, and no item of the papers is left out."""
 
 import ast
 import functools
@@ -98,7 +98,7 @@ def symbols(file: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def explain():
-    """A command's help. What comes before `--help` is checked: a table that it does not know is an error."""
+    """Return a command's help. Arguments before `--help` are checked: a table that it does not know is an error."""
 
     @functools.cache
     def explain_once(command: tuple[str, ...]) -> str:

@@ -191,7 +191,7 @@ def test_licenses_that_the_hub_does_not_know_are_refused_before_all_else(license
 
 
 def test_a_folder_without_a_card_gets_a_short_one(tmp_path, capsys):
-    """`Trainer` writes none of models of Transformers. That nothing is measured is said."""
+    """`Trainer` writes no card for models of Transformers. The short card says that nothing was measured."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))

@@ -328,7 +328,7 @@ class Questions:
 
 
 def as_questions(given) -> Questions:
-    """`Questions` as they are, images as questions to the LLaVA as it was: what a trainer may be given."""
+    """Return `Questions` as they are, and images as questions to the LLaVA as it was. A trainer takes both."""
     return given if isinstance(given, Questions) else Questions(None if given is None else as_images(given))
 
 

@@ -469,7 +469,7 @@ def evaluate_student(
 
     Returns:
         `dict[str, float]`: `alignment`, the mean cosine of student's and teacher's embeddings, and, of classifiers
-        where there are labels, `accuracy` and `teacher_accuracy`. Of a student for several counts of tokens,
+        where there are labels, `accuracy` and `teacher_accuracy`. If a student is for several counts of tokens,
         `alignment` is the mean over them and `accuracy` that of the largest; `alignment_COUNT` and `accuracy_COUNT`
         are those of each.
     """

@@ -2,8 +2,8 @@
 
     accelerate launch -m frugalvit.training.contrastive --output OUT --vision hidden_size=192,… --text …
 
-Images and sentences of one class are each other's positives (Yang et al. 2022, UniCL): of two images of a class in a
-batch, neither is a wrong match of the other's sentence. Several processes compare images with their own share of the
+Images and sentences of one class are each other's positives (Yang et al. 2022, UniCL). If a batch has two images of a
+class, each also matches the other's sentence. Several processes compare images with their own share of the
 batch. The tokenizer knows the words of the sentences.
 """
 

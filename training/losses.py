@@ -55,7 +55,7 @@ class AlignmentLoss(nn.Module):
     Args:
         student (`SparseFormerPreTrainedModel`): The student, whose classifier or projection is read. The outputs of
             its base model are compared.
-        teacher (`Anatomy`): Of the teacher.
+        teacher (`Anatomy`): The teacher's anatomy.
         args (`BootstrapArguments`): Names the loss and the weights of the terms.
 
     Raises:
@@ -95,7 +95,7 @@ class AlignmentLoss(nn.Module):
         """Return the loss, a scalar.
 
         Args:
-            outputs (`SparseFormerModelOutput`): Of the student's base model, called with `outputs_asked_for`.
+            outputs (`SparseFormerModelOutput`): Outputs of the student's base model for `outputs_asked_for`.
             targets (`Targets`): The teacher's, for the same images.
             labels (`torch.Tensor`, *optional*): `(batch,)` int64, for `args.label_loss_weight`.
             largest (`SparseFormerModelOutput`, *optional*): Outputs with the largest count of tokens, for
@@ -170,7 +170,7 @@ class MapsOfTokens(nn.Module):
 
     Args:
         student (`SparseFormerPreTrainedModel`): The student, whose final norm is read.
-        teacher (`Anatomy`): Of the teacher, read for the images that it sees.
+        teacher (`Anatomy`): The teacher's anatomy, read for the images that it sees.
         layers (`list[int]`, *optional*): Layers, numbered from the last, -1, backwards; -1 alone by default.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A SparseFormer beside its teacher: what they cost and how fast they are."""
+"""A SparseFormer beside its teacher: costs and speeds of both."""
 
 import functools
 import threading
@@ -65,7 +65,7 @@ def describe_pair(
     multiply-accumulates of one image with attention's products, None where they cannot be counted.
 
     Args:
-        teacher (`Anatomy`): Of the teacher, which is frozen.
+        teacher (`Anatomy`): The anatomy of the teacher, which is frozen.
         student (`nn.Module`): A SparseFormer.
         teacher_size, student_size (pairs of `int`): Height and width of their images in pixels.
     """

@@ -105,7 +105,7 @@ def encode(
     """Return the token ids of a conversation and its labels, the ids of its answers, which end with the end of a text.
 
     Args:
-        processor: Of a LLaVA or a PaliGemma; its tokenizer is used.
+        processor: The processor of a LLaVA or a PaliGemma; its tokenizer is used.
         image_tokens (`int`): Number of the image's tokens, before the first question.
         turns (sequence of pairs of `str`): Questions and answers; the last answer may be None if it is still to be
             given.

@@ -93,7 +93,7 @@ def open_image(file: str | Path | io.BytesIO) -> Image.Image:
 
 def open_record(record: Mapping | Image.Image) -> Image.Image:
     """Open the image of an undecoded `datasets` record, in its bytes or at its path or address, without decoding it.
-    Of a PIL image, return a copy."""
+    A PIL image is copied."""
     if isinstance(record, Image.Image):
         return record.copy()
     path, encoded = record.get("path"), record.get("bytes")
@@ -120,7 +120,7 @@ def read_image(
 
     Raises:
         ValueError: if it has more than `max_pixels`, which is known before they are decoded.
-        Exception: whatever a broken file leads Pillow to.
+        Exception: any other that Pillow raises for a broken file.
     """
     with open_image(file) as image:
         if max_pixels and image.width * image.height > max_pixels:
@@ -139,8 +139,8 @@ def read_record(record: Mapping | Image.Image, at_least: tuple[int, int] | None 
 
 def _upright_rgb(image: Image.Image, at_least: tuple[int, int] | None = None) -> Image.Image:
     """Decode an image to RGB and turn it as EXIF says. `info["orientation"]` keeps EXIF's number, as a mask may lie as
-    the file does. Of an image that is decoded at a lower resolution, `info["extent"]` is its width and height there;
-    its last row and column may belong to it in part."""
+    the file does. If the image is decoded at a lower resolution, `info["extent"]` is its width and height there, which
+    may cover the last row and column in part."""
     orientation, extent = orientation_of(image), None
     if at_least:
         # From 5 on, what is wide in the file is high.
@@ -180,9 +180,9 @@ def turned(image: Image.Image, orientation: int) -> Image.Image:
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to 8-bit RGB as it is meant to be seen, with transparent parts on white.
 
-    Other numbers are scaled to 8 bits. 16-bit numbers have a known range. That of 32-bit integers and of floats is not
-    noted in a file: the smallest of 0 to 1 (floats alone), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1 that holds all
-    values is taken.
+    Other numbers are scaled to 8 bits. 16-bit numbers have a known range. A file does not note the range of 32-bit
+    integers and of floats: it is the smallest of 0 to 1 (floats alone), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1 that
+    holds all values.
 
     Raises:
         ValueError: if values are negative or no numbers.

@@ -377,7 +377,7 @@ def load_pretrained(
         choose_class (`Callable`): The class to load it with, given its configuration.
         unread (`frozenset[str]`, *optional*): Parts, by name, that are not used: their weights may be missing or left
             over, and a pooler is left out where it can be.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Of the weights.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Type of the weights.
         quantize (`str`, *optional*): `"4bit"` or `"8bit"`, the weights of a language model by bitsandbytes.
         device_map (`str`, *optional*): How Accelerate shares a model out among devices, for example `"auto"`, instead
             of `device`.

@@ -66,7 +66,7 @@ def load_masked_images(
             A hub id, parquet files or a folder of them, with a column of images and one of masks; or a folder with
             `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` as ADE20K has it (`masks` or `labels` too, and
             without SPLIT where there is one part).
-        split (`str`): Name of the part; of files, slices such as `"train[:100]"`, too.
+        split (`str`): Name of the part; for files, also slices such as `"train[:100]"`.
         name (`str`, *optional*): Configuration of a hub data set that has several.
         image_column, mask_column (`str`, *optional*): Their names, where there are more than two columns of images or
             no column is called "image".

@@ -146,7 +146,7 @@ def evaluate_segmenter(accelerator: Accelerator, model: torch.nn.Module, loader,
     Args:
         accelerator (`Accelerator`): Gathers and drops the images that pad the last batch.
         model (`nn.Module`): Returns an output with `logits`; it is left in training mode if it was.
-        loader: What `evaluation_loader` returns, with masks as `labels`.
+        loader: A loader of `evaluation_loader`, with masks as `labels`.
         num_labels (`int`): Classes.
 
     Raises:
@@ -180,7 +180,7 @@ def evaluate_classifier(
         accelerator (`Accelerator`, *optional*): Gathers and drops the images that pad the last batch; `None` for
             batches that no other process has a part of.
         model (`nn.Module`): Returns an output with `logits`; it is left in training mode if it was.
-        loader: What `evaluation_loader` returns; `labels` are `(batch,)`, or `(batch, several)`, filled up with -1.
+        loader: A loader of `evaluation_loader`; `labels` are `(batch,)`, or `(batch, several)`, filled up with -1.
         classes (`torch.Tensor`, *optional*): The classes that are compared, which labels count; all if not given.
     """
     was_training = model.training

@@ -42,7 +42,7 @@ def portable_command(command: str, data_sets: Iterable[str]) -> str:
 
     Args:
         command (`str`): The command line, quoted as for a shell.
-        data_sets (iterable of `str`): Those of its arguments that name images.
+        data_sets (iterable of `str`): The command's arguments that name images.
     """
     own = {name for name in data_sets if is_place(name)}
 

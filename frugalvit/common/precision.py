@@ -28,8 +28,8 @@ def choose_mixed_precision(device: torch.device) -> str:
 def bfloat16_is_fast() -> bool:
     """Whether the CPUs multiply bfloat16 matrices `WORTHWHILE` times as fast as float32 ones.
 
-    It is measured, in some 50 ms: of two CPUs with such instructions, one was 8 times as fast, the other 100 times
-    slower.
+    This is measured, in some 50 ms, as instructions for bfloat16 do not tell: one CPU with them was 8 times as fast,
+    another 100 times slower.
     """
     # Where bfloat16 is emulated, a large product takes seconds; a small one shows it.
     return _speed_of_bfloat16(128) > 0.5 and _speed_of_bfloat16(512) > WORTHWHILE

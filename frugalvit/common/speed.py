@@ -58,7 +58,7 @@ class MatrixProduct(nn.Module):
 
     Args:
         size (`int`): Rows and columns; a multiplication has `macs`, `size` to the third.
-        dtype, device: Of the matrices.
+        dtype, device: Type and device of the matrices.
     """
 
     def __init__(self, size: int = 2048, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):

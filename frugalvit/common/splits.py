@@ -32,8 +32,8 @@ def load_splits(
     Args:
         data (`DataArguments`): The command's options; `data.evaluated` and `data.tested` are filled in.
         learns_labels (`bool`, *optional*, defaults to `False`): Whether the recipe learns from the labels. Then all
-            training images need one, and all classes that are evaluated need training images; of a stream that is not
-            known.
+            training images need one, and all classes that are evaluated need training images. In a stream, this cannot
+            be checked.
 
     Raises:
         ValueError: as `load_images` and `load_parts`; if parts have different classes; or, for a recipe that learns

@@ -313,7 +313,7 @@ def _test_picture(size: tuple[int, int]) -> Image.Image:
 
 
 def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tensor:
-    """Return the `pixel_values` that an image processor makes of images. Of strips whose middle it crops, only the
+    """Return the `pixel_values` that an image processor makes of images. If it crops the middle of a strip, only the
     middle is resized.
 
     Args:
@@ -391,8 +391,8 @@ def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 class View:
     """Turns an RGB `PIL.Image` into named uint8 tensors `(3, height, width)`; `formats` says how each is normalized.
 
-    Subclasses draw from torch's random state. `at_least` are width and height of an image that suffice, see
-    `read_image`; without, it is to be decoded whole, as it is for those that draw: what is drawn depends on the size.
+    Subclasses draw from torch's random state. `at_least` is the width and height of an image that suffice, see
+    `read_image`. Without it, images are decoded whole. Views that draw have none, as their draws depend on the size.
     """
 
     formats: dict[str, ImageFormat]

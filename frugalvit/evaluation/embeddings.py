@@ -73,8 +73,8 @@ def image_embedder(
     """Return a function of pixel values `(batch, channels, height, width)` that returns a model's embedding of them,
     `(batch, embedding_size)`.
 
-    The embedding is what the model's classifier reads or would read. Of a transformer these are the pooled tokens, of
-    a CLIP or a SparseFormer in its place projected, not normalized; of a convolutional network the pooled feature map.
+    The embedding is what the model's classifier reads or would read: a transformer's pooled tokens, or a convolutional
+    network's pooled feature map. A CLIP, or a SparseFormer in its place, projects the tokens; they are not normalized.
 
     Args:
         model (`nn.Module`): A model of `load_vision_model` or `load_exported`.
@@ -272,7 +272,7 @@ def evaluate_features(
     """Embed labeled images, score the embeddings, and describe model and images beside the scores.
 
     Args:
-        arguments (`argparse.Namespace`): Those of `add_feature_arguments`.
+        arguments (`argparse.Namespace`): Arguments of `add_feature_arguments`.
         score (`Callable`): Takes the features of the images to learn from and of those to judge by; returns scores by
             name.
 

@@ -13,10 +13,10 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
     a wrapper around one.
 
     Nothing is copied or computed. `Anatomy.require_plain` refuses what is no plain pre-norm vision transformer,
-    `Anatomy.check` compares what was read with what the model computes.
+    `Anatomy.check` compares the outputs of the anatomy with the model's.
 
     Args:
-        model (`nn.Module` or `Anatomy`): The model; what was read already comes back as it is.
+        model (`nn.Module` or `Anatomy`): The model; an anatomy comes back as it is.
         image_size (pair of `int`, *optional*):
             Height and width in pixels of the images that it will see, if not those of its configuration: DINOv2's says
             518 pixels, and its image processor 224.

@@ -78,7 +78,7 @@ class PatchEmbedding:
     Args:
         weight (`torch.Tensor`): `(hidden_size, channels, patch height, patch width)`.
         bias (`torch.Tensor`, *optional*): `(hidden_size,)`.
-        norm (`nn.Module`, *optional*): Of the tokens, before positions are added.
+        norm (`nn.Module`, *optional*): The norm of the tokens, before positions are added.
     """
 
     weight: torch.Tensor
@@ -188,8 +188,8 @@ class Attention:
     Args:
         query, key, value, output (`Projection`): `(hidden_size, hidden_size)` each.
         num_heads (`int`): Heads.
-        query_norm, key_norm (`nn.Module`, *optional*): Of each head's queries and keys, before they are rotated.
-        output_norm (`nn.Module`, *optional*): Before the output projection.
+        query_norm, key_norm (`nn.Module`, *optional*): Norms of each head's queries and keys, before they are rotated.
+        output_norm (`nn.Module`, *optional*): The norm before the output projection.
     """
 
     query: Projection
@@ -256,7 +256,7 @@ class Block:
     Args:
         module (`nn.Module`): The model's own.
         attention_norm, mlp_norm (`nn.Module`): LayerNorm or RMSNorm.
-        attention (`Attention`), mlp (`MLP`): What is added.
+        attention (`Attention`), mlp (`MLP`): The two branches.
         attention_scale, mlp_scale (`torch.Tensor`, *optional*): Layer scale, `(hidden_size,)`.
     """
 
@@ -328,9 +328,9 @@ class AttentionPooling:
     """One learned query that attends to all tokens, as in SigLIP and AIMv2.
 
     Args:
-        probe (`torch.Tensor`): `(1, hidden_size)`, what `attention.query` takes.
-        attention (`Attention`): Attends.
-        norm (`nn.Module`, *optional*), mlp (`MLP`, *optional*): Of what comes out, added to it.
+        probe (`torch.Tensor`): `(1, hidden_size)`, the input of `attention.query`.
+        attention (`Attention`): The attention of the probe to the tokens.
+        norm (`nn.Module`, *optional*), mlp (`MLP`, *optional*): A branch that reads the output and is added to it.
     """
 
     probe: torch.Tensor
@@ -348,8 +348,8 @@ class Anatomy:
     """A vision transformer, part by part.
 
     Args:
-        model (`nn.Module`): What was read, without wrappers and towers for text.
-        outlines (`list[Outline]`): Of its blocks, in order.
+        model (`nn.Module`): The model, without wrappers and towers for text.
+        outlines (`list[Outline]`): Outlines of its blocks, in order.
         blocks (`list[Block]`): The same, in full.
         image_size, grid (pairs of `int`): Height and width, in pixels and in patches.
         num_class_tokens, num_register_tokens (`int`): Tokens in front of those of patches, in this order.
@@ -357,7 +357,7 @@ class Anatomy:
         pool_before_norm (`bool`): Whether tokens are pooled first and normalized after that.
         class_tokens (`list[int]`, *optional*): Which of several class tokens are side by side in it; all by default.
         norm (`nn.Module`, *optional*): The final one.
-        pre_norm (`nn.Module`, *optional*): Of the tokens before the first block.
+        pre_norm (`nn.Module`, *optional*): The norm of the tokens before the first block.
         positions (`torch.Tensor`, *optional*): Added to the tokens, `(tokens, hidden_size)`, those in front first
             where they have some; a view of a parameter if `learns_positions`.
         rotary (`Rotary`, *optional*): Rotates queries and keys of patches.
@@ -374,7 +374,7 @@ class Anatomy:
         run_classifier (`Callable`, *optional*): Images to its own logits.
         obstacle (`str`, *optional*): Why this is no plain vision transformer; then there are outlines alone.
         embedding_obstacle (`str`, *optional*): Why it has no embedding to align, plain as its blocks are.
-        source (`nn.Module`, *optional*): What was given to read.
+        source (`nn.Module`, *optional*): The model as it was given, with its wrappers.
         read (`Callable`, *optional*): Reads another such model.
     """
 
@@ -550,8 +550,8 @@ class Anatomy:
         return torch.cat([self.patch_positions.front, positions])
 
     def embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """The model's own embedding, which bootstrapping aligns, `(batch, embedding_size)`: what its classifier reads;
-        of a CLIP the projected embedding, not normalized; else what it pools."""
+        """Return the model's own embedding, which bootstrapping aligns, `(batch, embedding_size)`. A classifier's is
+        the one that it reads, a CLIP's is projected and not normalized, any other model's is pooled."""
         return self.run(pixel_values)
 
     def patch_tokens(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -741,10 +741,11 @@ class Anatomy:
 
 @dataclass
 class ResizedAnatomy(Anatomy):
-    """A vision transformer that sees images of another size: what `Anatomy.resized` returns.
+    """A vision transformer that sees images of another size, as `Anatomy.resized` returns it.
 
     Args:
-        origin (`Anatomy`): Of the model, at its own size, which `check` and `check_tokens` compare with the model.
+        origin (`Anatomy`): The anatomy at the model's own size, which `check` and `check_tokens` compare with the
+            model.
     """
 
     origin: Anatomy | None = None
@@ -903,7 +904,7 @@ def require_all_known(module: nn.Module, known: list[object], kind: str = "block
     Args:
         module (`nn.Module`): For example a block.
         known (`list`): Its parts: modules and parameters, of which None are passed over.
-        kind (`str`, *optional*, defaults to `"block"`): What it is, for the message.
+        kind (`str`, *optional*, defaults to `"block"`): The kind of module, for the message.
     """
     parameters = set()
     for part in known:

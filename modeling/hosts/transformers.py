@@ -1,7 +1,7 @@
 """Vision transformers of Transformers and of this package, read by structure: no model file is imported.
 
-Families name the same parts differently; the tables below have all names. What tells families apart is how they pool
-their tokens (`_read_pooling`).
+Families name the same parts differently; the tables below have all names. Families differ in how they pool their
+tokens (`_read_pooling`).
 """
 
 import torch
@@ -87,8 +87,8 @@ def tower_of(model: nn.Module) -> nn.Module:
 
 
 def read(model: nn.Module) -> Anatomy:
-    """Read a model, or its tower for images, into an `Anatomy`. `run` returns the embedding that the classifier reads;
-    of a model without a classifier the pooled token, projected if there is a projection.
+    """Read a model, or its tower for images, into an `Anatomy`. `run` returns the embedding that the classifier reads
+    or, without a classifier, the pooled token, projected if there is a projection.
 
     Raises:
         ValueError: if the model reads text alone.

@@ -302,7 +302,7 @@ def in_a_thread(function) -> threading.Thread:
 @pytest.mark.parametrize("start", [in_a_process, in_a_thread])
 @pytest.mark.parametrize("before", ["nothing", "an old model", "what a killed one left"])
 def test_two_writers_of_a_folder_are_not_mixed(before, start, tmp_path):
-    """One is refused; what appears is the work of the other alone."""
+    """One writer is refused, and the folder has the files of the other alone."""
     output, said = tmp_path / "model", tmp_path / "said"
     if before == "an old model":
         write(output, "old")

@@ -1,8 +1,8 @@
 """A CUDA device on a machine that has none: shapes, dtypes and devices are as they would be, and values do not exist.
 
-Tensors on the CPU stay real; what is moved to "cuda" or made there becomes a fake tensor (`FakeTensorMode`), which
-cannot meet one of the CPU. What is read back, for which a real device would have to be waited for, is True or a number
-of choice.
+Tensors on the CPU stay real. A tensor that is moved to "cuda" or made there becomes a fake one (`FakeTensorMode`),
+which cannot meet one of the CPU. A value that is read back, for which a real device would make the CPU wait, is True
+or a number of choice.
 """
 
 import sys

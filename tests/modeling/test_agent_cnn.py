@@ -63,7 +63,7 @@ class TestGeneralizedConvolution:
         assert [window_size(n) for n in (1, 2, 4, 6, 9, 10, 16, 25, 26)] == [1, 3, 3, 3, 3, 5, 5, 5, 7]
 
     def test_matrices_select_at_most_one_token(self):
-        """Eqs. 4 and 6; of 3 x 3 positions the middle one stays."""
+        """Eqs. 4 and 6: each matrix shifts all tokens. The middle one of 3 x 3 leaves them where they are."""
         matrices = shift_matrices(3, 4, 9)
         assert matrices.shape == (9, 12, 12) and set(matrices.unique().tolist()) == {0, 1}
         assert torch.equal(matrices[4], torch.eye(12)) and matrices.sum(-1).max() == 1

@@ -2,8 +2,8 @@
 
 They are part of Transformers' source distribution and not of this repository. Unpack the one of the installed version
 (`pip download --no-deps --no-binary :all: transformers==<version>`) and name its folder in
-FRUGALVIT_TRANSFORMERS_SOURCE. What the distribution leaves out (export and generation tests) is replaced by empty
-mixins; `test_ecosystem.py` tests exporting.
+FRUGALVIT_TRANSFORMERS_SOURCE. The distribution has no tests of export and generation; empty mixins replace them, and
+`test_ecosystem.py` tests exporting.
 """
 
 import contextlib

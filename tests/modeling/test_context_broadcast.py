@@ -579,8 +579,7 @@ def test_compiles_in_one_graph(host, kind):
 
 
 class TestGradients:
-    """Case 1 of the supplement (2.6): what the position decides is not whether weights get gradients, but along which
-    paths."""
+    """Case 1 of the supplement (2.6): weights get gradients in every position, but along different paths."""
 
     def gradients(self, position: str, of_token: int, to_token: int) -> list[torch.Tensor]:
         """Gradients of the loss of one token by the weights of an MLP, as they act on another token alone."""

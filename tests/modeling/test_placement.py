@@ -1,4 +1,4 @@
-"""Trees of cells: what is split, and that the cells that are left tile the image."""
+"""Trees of cells: the right cells are split, and the cells that are left tile the image."""
 
 import math
 

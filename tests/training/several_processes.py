@@ -2,8 +2,8 @@
 imports once for all of them.
 
 JOBS is a JSON file with a list of jobs: `module`, `arguments`, how many `processes` run it, and the exit codes `ends`
-that they should have. `environment` is theirs; with FSDP in it, the model is sharded. What process RANK says on
-standard error goes to the file `log` with `.RANK` added, and the epoch and labels of its batches, if these are to be
+that they should have. `environment` is theirs; with FSDP in it, the model is sharded. The standard error of process
+RANK goes to the file `log` with `.RANK` added, and the epoch and labels of its batches, if these are to be
 `listed`, go to one with `.RANK.batches`. `stops` ends each after so many optimizer steps. `fails` is
 what happens to process 1 after one step, `killed`, or to those of its DataLoader, `worker killed`, `worker raises`.
 `killed` is where every process kills itself: `epoch`, in the second one, `checkpoint`, that of the ninth step, or

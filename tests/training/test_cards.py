@@ -1,4 +1,4 @@
-"""Cards of recipes: what the hub reads of them, and what of this machine it must not."""
+"""Cards of recipes: the fields that the hub reads, and the names of this machine that it must not."""
 
 import json
 

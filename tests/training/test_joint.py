@@ -137,7 +137,7 @@ def test_both_start_as_the_reference_has_it(variant):
 
 @pytest.mark.parametrize("variant", ["joint-small", "shared-small"])
 def test_the_start_travels_with_the_configuration(variant, tmp_path):
-    """The recipe's start is what the saved configuration draws; what is loaded is not drawn again."""
+    """The saved configuration draws the recipe's start. Loaded weights are not drawn again."""
     sizes = {"vit": f"{SIZES},image_size=32", "agent": SIZES}
     torch.manual_seed(0)
     model = joint.build_twins(joint.TwinArguments(variant=variant, **sizes), ["a", "b"])
@@ -323,7 +323,8 @@ def test_sees_cropped_images_resized(run, monkeypatch):
 
 
 def test_images_and_clipping_are_the_references(run, monkeypatch):
-    """Black around the images of CIFAR; of ImageNet, parts of at least 60 percent; and a norm for each pair."""
+    """CIFAR's images are padded with black, ImageNet's cropped to at least 60 percent. Each pair has a norm to clip
+    to."""
     views, view = [], joint.SmallDataView
     monkeypatch.setattr(joint, "SmallDataView", lambda *a, **options: views.append(view(*a, **options)) or views[-1])
     base = run("base", epochs=1, variant="joint-base-res", agent=f"{SIZES},downsample_after=[]")

@@ -14,7 +14,7 @@ def attended_cells(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor
     over heads and over the last third of its blocks.
 
     Args:
-        teacher (`Anatomy`): Of the teacher, read for the images that it sees.
+        teacher (`Anatomy`): The teacher's anatomy, read for the images that it sees.
         states (`list[torch.Tensor]`): Its tokens before the first block and after each (`Anatomy.watch`).
 
     Returns:

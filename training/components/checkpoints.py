@@ -204,8 +204,8 @@ def read_state(checkpoint: Path) -> TrainingState:
 
 
 def damaged_files(checkpoint: Path) -> list[str]:
-    """Names of a checkpoint's files that have changed since they were written; of a checkpoint without checksums (of
-    earlier versions), of those that are empty."""
+    """Return the names of a checkpoint's files that have changed since they were written. Where there are no
+    checksums (in checkpoints of earlier versions), return those of empty files."""
     try:
         read_state(checkpoint)
     except ValueError:

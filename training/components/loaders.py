@@ -321,7 +321,7 @@ def own_shards(images: datasets.IterableDataset, accelerator: Accelerator) -> da
 class TrainingLoader:
     """Batches of a training run, the same whatever the number of workers and, unless streamed, of processes.
 
-    Of a stream, each process reads shards of its own: files or, where these cannot be shared out evenly, row groups of
+    Each process reads its own shards of a stream: files or, where these cannot be shared out evenly, row groups of
     parquet files. If all have as many images, every image comes once before any comes again; a process whose shards
     hold fewer than others' begins anew earlier. Where even row groups cannot be shared out, all processes read
     everything, and the batches are those of a single process. A run that goes on with as many processes sees the
@@ -329,11 +329,11 @@ class TrainingLoader:
 
     Args:
         accelerator (`Accelerator`): Each process gets its share of every batch.
-        images: What `load_images` returns.
-        view (`View`): What is shown of an image.
+        images: Images of `load_images`.
+        view (`View`): The view of an image.
         batch_size (`int`): Images of one optimizer step, over all processes and accumulation steps.
         accumulation_steps (`int`): Parts in which each process gets its share.
-        seed (`int`): Of order and views.
+        seed (`int`): Seed of the order and the views.
         mix (`Mix`, *optional*): Applied to every share.
         num_workers (`int`): Processes that decode.
         skip_corrupt (`bool`): See `ViewDataset`.
@@ -343,8 +343,8 @@ class TrainingLoader:
         repeated_augmentation (`int`): Views of an image in an epoch, see `EpochSampler`; not of a stream.
         repeats (`int`): Steps that are made of every batch (data echoing, Choi et al. 2019), a group of
             `REPEATED_TOGETHER` at a time. The same `dict` comes again, with what was noted in it the first time.
-        view_epochs (`int`, *optional*): Epochs after which the views of an image come again; not of a stream.
-        classes (sequence of `int`, *optional*): What a model calls each class, see `match_classes`.
+        view_epochs (`int`, *optional*): Epochs after which the views of an image come again; not for a stream.
+        classes (sequence of `int`, *optional*): The model's number of each class, see `match_classes`.
     """
 
     def __init__(

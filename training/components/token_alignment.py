@@ -23,7 +23,7 @@ class TokenAlignment:
 
     Args:
         student (`SparseFormerForImageClassification`): Has the teacher's blocks but the leading ones.
-        teacher (`Anatomy`): Of the teacher, read for the images that it sees.
+        teacher (`Anatomy`): The teacher's anatomy, read for the images that it sees.
         layers (`list[int]`, *optional*): Depths, as indices of the student's hidden states, -1 for the last; all by
             default. A LLaVA reads -2.
         distance (`str`, *optional*, defaults to `"normalized"`): `"normalized"`, between LayerNorm-ed tokens, or
