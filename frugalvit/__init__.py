@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ViTContextBroadcastConfig as ViTContextBroadcastConfig,
     )
     from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig
+    from .common.packing import pack_linear_layers as pack_linear_layers
     from .evaluation.embeddings import extract_features as extract_features
     from .inference import Classifier as Classifier
     from .inference import Embedder as Embedder
