@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .attention import measure_attention as measure_attention
     from .common.macs import count_context_broadcast as count_context_broadcast
     from .common.macs import count_macs as count_macs
+    from .common.packing import pack_linear_layers as pack_linear_layers
     from .configuration.configuration_agent_cnn import AgentCNNConfig as AgentCNNConfig
     from .configuration.configuration_bootstrapped_vit import BootstrappedViTConfig as BootstrappedViTConfig
     from .configuration.configuration_convmixer import ConvMixerConfig as ConvMixerConfig
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
         ViTContextBroadcastConfig as ViTContextBroadcastConfig,
     )
     from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig
-    from .common.packing import pack_linear_layers as pack_linear_layers
     from .evaluation.embeddings import extract_features as extract_features
     from .inference import Classifier as Classifier
     from .inference import Embedder as Embedder
