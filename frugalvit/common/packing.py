@@ -42,10 +42,15 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`(..., in_features)` to `(..., out_features)`."""
-        fits = input.device.type == "cpu" and input.dtype == self.weight.dtype and input.numel()
-        if not fits or torch.is_grad_enabled() or self.packed_from != self.state_of_weight():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.fits(input):
             return super().forward(input)
         return multiply(input, self.packed, self.bias)
+
+    def fits(self, input: torch.Tensor) -> bool:
+        """Whether the packed weight is that of the layer, and the product is in its dtype."""
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        alike = input.device.type == "cpu" and input.dtype == dtype == self.weight.dtype
+        return alike and input.numel() > 0 and self.packed_from == self.state_of_weight()
 
     def __getstate__(self) -> dict:
         # What oneDNN packed cannot be copied; a copy computes as any other layer.

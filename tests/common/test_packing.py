@@ -98,6 +98,17 @@ def test_a_classifier_packs_what_it_loads_where_that_is_faster(pays, monkeypatch
     torch.testing.assert_close(classify._compute(pixel_values), plain._compute(pixel_values), rtol=1e-4, atol=1e-5)
 
 
+@needs_onednn
+def test_autocast_and_compilation_are_as_without(linear, inputs, monkeypatch):
+    packed, called = PackedLinear(linear), was_packed(monkeypatch)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(packed(inputs), linear(inputs)) and packed(inputs).dtype == torch.bfloat16
+        compiled = torch.compile(packed, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(inputs), linear(inputs))
+    assert not called
+
+
 def test_layers_of_other_kinds_and_places_stay(monkeypatch):
     monkeypatch.setattr(packing, "packing_pays", lambda dtype: True)
 
