@@ -32,6 +32,7 @@ from transformers import (
     set_seed,
 )
 
+import small_clip
 from frugalvit import (
     SparseFormerLlavaForConditionalGeneration,
     SparseFormerVisionModelWithProjection,
@@ -55,9 +56,7 @@ from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
 from frugalvit.modeling.swap import check_image_tokens
 from frugalvit.swap import pixel_pairs
-from frugalvit.training import align_llava, bootstrap, contrastive
-from frugalvit.training.contrastive import word_tokenizer
-from frugalvit.training.options.contrastive import SENTENCES
+from frugalvit.training import align_llava, bootstrap
 from shared import (
     STUDENT,
     add_data_arguments,
@@ -68,6 +67,7 @@ from shared import (
     spread,
     write_table,
 )
+from small_clip import SENTENCES, word_tokenizer
 
 
 VISION = "image_size=32,patch_size=4,hidden_size=128,intermediate_size=512,num_hidden_layers=6,num_attention_heads=4"
@@ -171,7 +171,7 @@ def train_clip(arguments, seed: int) -> Path:
     """The folder of a CLIP, trained now or before."""
     folder = arguments.runs_dir / folder_name("clip", seed)
     run_recipe(
-        contrastive,
+        small_clip,
         folder,
         [
             *(*shared_arguments(arguments, seed), "--vision", VISION, "--text", TEXT, "--projection-dim", "128"),

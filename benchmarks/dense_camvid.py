@@ -1,12 +1,13 @@
 """Feature maps of road scenes: a frozen SparseFormer backbone beside its teacher at several resolutions.
 
-    python benchmarks/dense_camvid.py --teacher VIT --train CAMVID_TRAIN --test CAMVID_TEST [--students RUN ...]
+    python benchmarks/dense_camvid.py --teacher VIT --train CAMVID_TRAIN --test CAMVID_TEST --bootstrap trees grid
 
 Each backbone's map of the last layer is frozen, and a linear layer learns which classes each cell shows (their shares
 of its pixels), from all training images. Its scores of a test image are interpolated to the mask's size. The teacher
 sees images of 336 x 448 pixels, and smaller ones; students look at 336 x 448 with fewer tokens, before training and,
-of --students, bootstrapped by `frugalvit bootstrap --dense-loss-weight`. Writes dense_camvid.json. CamVid (Brostow et
-al.) is for research and stays out of the repository.
+of --bootstrap, bootstrapped on the training images, without their masks, for embeddings and maps. Runs are kept under
+--runs-dir and found again. Writes dense_camvid.json. CamVid (Brostow et al.) is for research and stays out of the
+repository.
 """
 
 import argparse
@@ -23,8 +24,9 @@ from PIL import Image
 from segmentation_table import CLASSES, VOID
 from torch import nn
 from tqdm import tqdm
+from transformers import ViTImageProcessor
 
-from frugalvit import SparseFormerBackbone, count_macs
+from frugalvit import BootstrapArguments, BootstrapTrainer, SparseFormerBackbone, SparseFormerModel, count_macs
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import choose_device, load_vision_model
@@ -44,6 +46,9 @@ TOKENS = [432, 255, 192]
 THIN = ("pole", "sign", "pedestrian", "cyclist")
 # Of a tree in such images: cells of 3 x 4 are halved to patches of 14 pixels.
 TREE = {"placement": "content", "placement_grid": [3, 4], "num_placement_levels": 4}
+STUDENTS = {"trees": TREE | {"placement_random_share": 0.25}, "grid": {}}
+# Of grids of such images; trees have three tokens more or fewer.
+GRIDS = [432, 252, 192]
 
 
 @dataclass
@@ -68,7 +73,11 @@ class Backbone:
 def main():
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", required=True, help="folder of a pretrained ViT with patches of 14 pixels")
-    parser.add_argument("--students", nargs="*", default=[], type=Path, help="runs of `frugalvit bootstrap`")
+    parser.add_argument("--bootstrap", nargs="*", default=[], choices=STUDENTS, help="students to bootstrap")
+    parser.add_argument(
+        "--bootstrap-epochs", type=int, default=10, help="of the training images (default: %(default)s)"
+    )
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs/dense_camvid"), help="default: %(default)s")
     parser.add_argument("--train", required=True, help="CamVid to train on, as in `frugalvit segment`")
     parser.add_argument("--test", required=True, help="CamVid to test on")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the linear layer (default: 0 1 2)")
@@ -90,7 +99,7 @@ def main():
         rows.append(row | {"thin_iou": statistics.mean(each["thin_iou"] for each in scores)})
         print(format_table(rows), flush=True)
     settings = {"teacher": Path(arguments.teacher).name, "epochs": arguments.epochs, "seeds": arguments.seeds}
-    settings |= {"students": [str(student.name) for student in arguments.students]}
+    settings |= {"bootstrap_epochs": arguments.bootstrap_epochs} if arguments.bootstrap else {}
     data = f"CamVid, {len(train)} training and {len(test)} test images, 11 classes, scored at 360 x 480 pixels"
     write_table(arguments.results_dir / "dense_camvid.json", settings, rows, data=data)
 
@@ -108,9 +117,43 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat):
     fields = {"focusing": "inherited", "image_size": list(SIZE), **TREE, **normalize}
     student = SparseFormerBackbone.from_teacher(whole, TOKENS[0], **fields).to(device).eval()
     yield from students("trees, before training", student, TOKENS)
-    for folder in arguments.students:
+    for kind in arguments.bootstrap:
+        folder = bootstrap_student(arguments, kind, image_format)
         student = SparseFormerBackbone.from_pretrained(folder).to(device).eval()
-        yield from students(folder.name, student, student.config.trained_token_counts[::-1])
+        yield from students(f"{kind}, bootstrapped", student, student.config.trained_token_counts[::-1])
+
+
+def bootstrap_student(arguments, kind: str, image_format: ImageFormat) -> Path:
+    """The folder of a student for several counts of tokens, bootstrapped now or before."""
+    folder = arguments.runs_dir / f"{kind}-{arguments.bootstrap_epochs}epochs"
+    if (folder / "model.safetensors").is_file():
+        return folder
+    teacher, _ = load_vision_model(arguments.teacher, "cpu")
+    # As large as its images are here.
+    size = {"height": SIZE[0], "width": SIZE[1]}
+    normalize = {"image_mean": image_format.mean, "image_std": image_format.std}
+    processor = ViTImageProcessor(size=size, resample=image_format.resample, **normalize)
+    counts = TOKENS if kind == "trees" else GRIDS
+    fields = {
+        "focusing": "inherited",
+        "image_size": list(SIZE),
+        "elastic_token_counts": sorted(counts),
+        **STUDENTS[kind],
+    }
+    student = SparseFormerModel.from_teacher(read_anatomy(teacher, SIZE), counts[0], **fields, **normalize)
+    options = BootstrapArguments(
+        **{"output_dir": str(folder), "num_train_epochs": arguments.bootstrap_epochs, "dense_loss_weight": 1.0},
+        **{
+            "per_device_train_batch_size": 16,
+            "crop_scale": [0.5, 1.0],
+            "bf16": arguments.mixed_precision == "bf16",
+            "use_cpu": choose_device().type == "cpu",
+        },
+        **{"learning_rate": 2e-3, "inherited_learning_rate": 0.04, "crop_ratio": [1.2, 1.5]},
+    )
+    images = load_masked_images([arguments.train], "train").select_columns(["image"])
+    BootstrapTrainer(teacher, student, options, images, processing_class=processor).train()
+    return folder
 
 
 def students(name: str, student: SparseFormerBackbone, counts):

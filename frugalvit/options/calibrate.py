@@ -51,8 +51,8 @@ def make_parser() -> CommandParser:
         nargs="+",
         type=positive,
         metavar="COUNT",
-        help="looks, one after the other until an image is sure (default: the fewest tokens, then the most); with "
-        "--cosine, those to choose from (default: all that it is made for)",
+        help="looks, one after the other until an image is sure; with --cosine, those to choose from (default: the "
+        "fewest tokens, then the most; with --cosine, all that the model is made for)",
     )
     parser.add_argument(
         "--teacher",
