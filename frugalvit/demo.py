@@ -94,7 +94,7 @@ def shipped_classifiers() -> dict[str, Path]:
 
 
 def gradio():
-    """The module.
+    """Import gradio.
 
     Raises:
         ValueError: if it is not installed.
@@ -180,7 +180,7 @@ def build_page(
 def look(
     model: PreTrainedModel, image_processor, image: Image.Image, name: str = "", num_tokens: int | None = None
 ) -> tuple[dict[str, float], Figure | None, Figure | None, Figure | None]:
-    """What there is to see of a model and an image.
+    """Return the labels that a model gives an image, and pictures of how it sees it.
 
     Args:
         model (`PreTrainedModel`): An image classifier.
@@ -222,8 +222,8 @@ def look(
 def attention_maps(
     model: PreTrainedModel, pixel_values: torch.Tensor, rois: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor]:
-    """Attention to the places of an image, for each layer: to its patches, or, of a SparseFormer, to its tokens, each
-    spread evenly over its last RoI. `[CLS]` has no place.
+    """Return the attention to the places of an image, for each layer. A ViT attends to patches. A SparseFormer attends
+    to tokens; the attention to each is spread evenly over its last RoI. `[CLS]` has no place.
 
     Args:
         model (`PreTrainedModel`): An image classifier.
@@ -246,7 +246,7 @@ def attention_maps(
 
 
 def _shares_of_rois(rois: torch.Tensor, side: int = 64) -> torch.Tensor:
-    """`(tokens, 4)` to `(tokens, side, side)`: what is within a token's RoI has equal shares that sum to 1."""
+    """Turn RoIs `(tokens, 4)` into shares `(tokens, side, side)`: equal within a token's RoI, with the sum 1."""
     centers = (torch.arange(side) + 0.5) / side
     low, high = torch.minimum(rois[:, :2], rois[:, 2:]), torch.maximum(rois[:, :2], rois[:, 2:])
     columns, rows = ((centers >= low[:, axis, None]) & (centers <= high[:, axis, None]) for axis in (0, 1))

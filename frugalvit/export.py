@@ -88,10 +88,10 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
     """Export, compare, and write the folder, or none of it.
 
     Returns:
-        `dict`: What `report.json` has.
+        `dict`: The contents of `report.json`.
 
     Raises:
-        ValueError: if the exported model does not reach what it has to.
+        ValueError: if the exported model is not near enough to the original.
     """
     with tqdm(desc="loading", total=3, leave=False, disable=None) as progress:
         model = load_model(arguments.model)
@@ -181,13 +181,13 @@ def foretell(
     images: datasets.Dataset,
     calibration_images: datasets.Dataset,
 ) -> dict[str, float]:
-    """Seconds that exporting, calibrating and comparing take.
+    """Estimate the seconds that exporting, calibrating and comparing will take.
 
     Args:
-        parts (`dict[str, Part]`), name (`str`): What is exported, and the format.
+        parts (`dict[str, Part]`), name (`str`): The parts to export, and the format.
         counting (`float`): Seconds that counting the multiply-accumulates took, which goes through every operation of
             the model once, as an exporter does.
-        images, calibration_images (`datasets.Dataset`): That are compared on and calibrated with.
+        images, calibration_images (`datasets.Dataset`): Images to compare on, and to calibrate with.
     """
     once = {}
     for size in BATCH_SIZES:
@@ -203,7 +203,7 @@ def foretell(
 
 
 def check_options(arguments: argparse.Namespace, model: PreTrainedModel):
-    """Raise a ValueError if a model has not what is asked for."""
+    """Raise a ValueError if an option does not fit the model or the other options."""
     name = type(model).__name__
     if arguments.output_rois and not has_rois(model):
         raise ValueError(f"--output-rois: {name} has no RoIs, expected a SparseFormer.")
@@ -215,7 +215,7 @@ def check_options(arguments: argparse.Namespace, model: PreTrainedModel):
 
 
 def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Images to compare on, and for int8 others to calibrate with, both at random."""
+    """Choose images to compare on and, for int8, others to calibrate with, both at random."""
     images, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | {"limit": None}))
     columns = {"image_column": arguments.image_column, "name": arguments.dataset_config}
     calibrates = arguments.precision == "int8"
@@ -266,7 +266,7 @@ def tokenizer_of(model: PreTrainedModel, name: str):
 
 
 def count(model: PreTrainedModel, parts: dict[str, Part]) -> int | None:
-    """Multiply-accumulates of one image."""
+    """Count the multiply-accumulates of one image; `None` if they cannot be counted."""
     [part] = [part for part in parts.values() if part.kind != "text_embeds"]
     vision = image_side(model)
     counted = part if part.kind == "image_features" else vision
@@ -279,7 +279,8 @@ class Agreement:
 
     Args:
         compared (`int`): Images, or texts.
-        min_cosine, mean_cosine (`float`): Of the first output, of feature maps the last, of all inputs.
+        min_cosine, mean_cosine (`float`): Over all inputs, the smallest and the mean cosine of the two models' first
+            outputs; of feature maps, the last map counts.
         agreement (`float`, *optional*): Share of images, or of a segmenter pixels, with the same label.
         original_accuracy, accuracy (`float`, *optional*): Where the images have labels that the model knows.
     """
@@ -293,7 +294,7 @@ class Agreement:
 
 
 def _last(values: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """An output itself, or of feature maps the last."""
+    """Return an output itself, or the last of several feature maps."""
     return values if isinstance(values, torch.Tensor) else values[-1]
 
 
@@ -331,7 +332,7 @@ def compare_outputs(
 
 
 def right_labels(model: PreTrainedModel, images: datasets.Dataset) -> list[int] | None:
-    """A classifier's index of each image's label, or `None` where there are none or it does not know them."""
+    """Return a classifier's index of each image's label; `None` without labels, or if it does not know them."""
     if "label" not in images.features or not type(model).__name__.endswith("ForImageClassification"):
         return None
     labels = label_numbers(images)
@@ -343,7 +344,7 @@ def right_labels(model: PreTrainedModel, images: datasets.Dataset) -> list[int] 
 
 
 def speeds_of(part: Part, exported: ExportedModule) -> dict[str, dict[str, float]]:
-    """Images a second of the original in PyTorch and of the program, in turns, by batch size."""
+    """Measure images a second of the original in PyTorch and of the program, in turns, by batch size."""
     if part.kind == "text_embeds":
         return {}
     models = {"pytorch float32": part, f"{exported.format} {exported.precision}": exported}
@@ -354,7 +355,7 @@ def speeds_of(part: Part, exported: ExportedModule) -> dict[str, dict[str, float
 
 
 def shortcomings(report: dict, min_cosine: float | None, min_agreement: float | None) -> list[str]:
-    """What does not suffice, a line each."""
+    """Return one line for each cosine or agreement that is too low."""
     least, problems = LEAST[report["precision"]], []
     limits = {
         "mean_cosine": least if min_cosine is None else min_cosine,

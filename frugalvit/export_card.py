@@ -43,9 +43,9 @@ def write_card(
         folder (`Path`): Where it goes, as `README.md`.
         model (`PreTrainedModel`): The original.
         image_format (`ImageFormat`): The images that it takes.
-        report (`dict`): What `report.json` has.
+        report (`dict`): The contents of `report.json`.
         name (`str`): The original's folder or hub id.
-        license (`str`, *optional*): Of the model; what the original's card says if not given.
+        license (`str`, *optional*): The model's license; by default that of the original's card.
     """
     base = split_revision(name)[0]
     from_hub = not Path(base).expanduser().is_dir()

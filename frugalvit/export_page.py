@@ -17,7 +17,7 @@ RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 
 
 def check_page(name: str, package: str | Path | None = None):
-    """Raise a ValueError if a format is none for browsers, or their runtime cannot be had; arguments as of
+    """Raise a ValueError if browsers cannot run a format, or if their runtime cannot be had. `package` is as in
     `write_page`."""
     if name != "onnx":
         raise ValueError(f"--page runs ONNX in the browser; got --format {name}, expected onnx.")
@@ -33,8 +33,8 @@ def write_page(folder: Path, title: str, package: str | Path | None = None):
     """Write the page and the runtime beside an exported model.
 
     Args:
-        folder (`Path`): What `frugalvit export --format onnx` wrote.
-        title (`str`): Of the page.
+        folder (`Path`): A folder that `frugalvit export --format onnx` wrote.
+        title (`str`): The page's title.
         package (`str` or `Path`, *optional*): The unpacked npm package; fetched by npm if not given.
 
     Raises:
@@ -49,7 +49,7 @@ def write_page(folder: Path, title: str, package: str | Path | None = None):
 
 
 def _fetch(folder: Path) -> Path:
-    """The npm package, unpacked in a folder."""
+    """Fetch the npm package and unpack it in a folder."""
     # npm itself looks for updates and asks for money unless told otherwise.
     command = [shutil.which("npm"), "pack", f"{PACKAGE}@{VERSION}", "--silent", "--no-update-notifier", "--no-fund"]
     process = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

@@ -87,13 +87,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def files_missing(output: Path, files: Sequence[list]) -> list[list]:
-    """Those of the files, as `Shard` has them, that an index does not know yet."""
+    """Return the files, as in `Shard`, that an index does not know yet."""
     known = {tuple(file) for shard in read_shards(output) for file in shard.files} if output.is_dir() else set()
     return [file for file in files if tuple(file) not in known]
 
 
 def compare_speeds(towers: TwoTowers, folder: Path, files: Sequence[list], arguments: argparse.Namespace) -> str:
-    """Images a second, once they are decoded, of a CLIP with another image side and with its own."""
+    """Measure images a second, without decoding them, of a CLIP with another image side and with its own."""
     own = load_two_towers(arguments.model, None, str(towers.device), arguments.trust_remote_code)
     calls = {}
     for name, side in (("new", towers), ("own", own)):
@@ -117,7 +117,7 @@ class Shard:
     """A file of embeddings.
 
     Args:
-        files (`list[list]`): Name within the folder, bytes and time of change of each image.
+        files (`list[list]`): For each image its name within the folder, its bytes and its time of change.
         embeddings (`torch.Tensor`): `(images, width)` float32 of norm 1.
     """
 
@@ -126,7 +126,8 @@ class Shard:
 
 
 def describe(path: Path) -> list[int] | None:
-    """Bytes and time of change of a file, which tell it from a later one of the same name; `None` if it is gone."""
+    """Return a file's bytes and its time of change in nanoseconds, or `None` if it is gone. They tell it from a later
+    file of the same name."""
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -135,7 +136,7 @@ def describe(path: Path) -> list[int] | None:
 
 
 def check_about(output: Path, about: dict):
-    """Raise a ValueError if a folder is no index, or one by another model or of other images."""
+    """Raise a ValueError if a folder is no index, or is an index by another model or of other images."""
     if not output.exists() or (output.is_dir() and not any(path.name != LOCK for path in output.iterdir())):
         return
     made = read_about(output)
@@ -148,10 +149,10 @@ def check_about(output: Path, about: dict):
 
 
 def read_about(output: Path) -> dict:
-    """Folder and models of an index.
+    """Read the folder of images and the models of an index.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the folder `output` is no index.
     """
     try:
         return read_json(output / ABOUT, {"folder": str, "model": str, "vision_model": str | None})
@@ -171,10 +172,10 @@ def shard_number(path: Path) -> int:
 
 
 def read_shards(output: Path) -> Iterator[Shard]:
-    """The embeddings of an index, in the order in which they were made.
+    """Read the embeddings of an index, in the order in which they were made.
 
     Raises:
-        ValueError: if a file is damaged, or is none that `frugalvit index` wrote.
+        ValueError: if a file is damaged, or is not from `frugalvit index`.
     """
     width = None
     for path in shard_files(output):
@@ -189,7 +190,7 @@ def read_shards(output: Path) -> Iterator[Shard]:
 
 
 def check_shard(shard: Shard, width: int):
-    """Raise a ValueError if a file of embeddings does not hold one of this width for each image, and images by names
+    """Raise a ValueError unless a file of embeddings has one of this width for each image, and every image's name lies
     within the folder."""
     if problem := misshapen(shard.files, list[list]):
         raise ValueError(problem)
@@ -209,7 +210,7 @@ def is_within(name: str) -> bool:
 
 
 def embed_files(towers: TwoTowers, folder: Path, files: Sequence[list], output: Path, arguments: argparse.Namespace):
-    """Embed images and write them, a file for so many."""
+    """Embed images and write the embeddings, at least `SHARD` images a file but in the last."""
     state = PartialState()
     reader = Reader(towers.image_processor, towers.share_read, arguments.exact)
 
@@ -252,7 +253,8 @@ def _decode(folder: Path, file: list, reader: Reader) -> Image.Image:
 def _readable(
     folder: Path, batch: Sequence[tuple[list, Future]], skip_corrupt: bool
 ) -> Iterator[tuple[list, torch.Tensor]]:
-    """Files of a batch and their pixels, without those that are gone and, with `skip_corrupt`, that cannot be read."""
+    """Yield the files of a batch with their pixels. Files that are gone are left out; with `skip_corrupt`, those that
+    cannot be read are, too."""
     for file, future in batch:
         try:
             yield file, future.result()

@@ -60,7 +60,8 @@ class Found:
 
 @torch.inference_mode()
 def embed_query(towers: TwoTowers, query: str) -> torch.Tensor:
-    """The embedding `(width,)` of words, or of the image in a file of that name, see `image_called`."""
+    """Return the embedding `(width,)` of words or, if the query names a file with an image (see `image_called`), of
+    that image."""
     file = image_called(query)
     if file is not None:
         reader = Reader(towers.image_processor, towers.share_read)
@@ -71,12 +72,12 @@ def embed_query(towers: TwoTowers, query: str) -> torch.Tensor:
 
 
 def image_called(query: str) -> Path | None:
-    """The file with an image that a query names; without one, it is words.
+    """Return the file with an image that a query names, or `None` if the query is words.
 
-    A file counts if it is called as images are, is named with its folder, or holds an image.
+    A file counts if its name ends as images' names do, if the query names its folder, too, or if it holds an image.
 
     Raises:
-        FileNotFoundError: if a query that ends as names of pictures do names no file.
+        FileNotFoundError: if a query ends as images' names do, but there is no such file.
     """
     try:
         file = Path(query).expanduser()
@@ -102,16 +103,16 @@ def _holds_image(file: Path) -> bool:
 
 
 def search(query: torch.Tensor, shards: Iterable[Shard], top: int, folder: Path | None = None) -> list[Found]:
-    """The images that are most like a query, the best first.
+    """Return the images that are most like a query, the best first.
 
-    Of an image that was embedded several times, the embedding of the file that is there counts, by its bytes and time;
-    if none is of it, or it is not looked at, the last.
+    An image may have been embedded several times. The embedding counts whose bytes and time are those of the file that
+    is there now; if there is none, or no folder is given, the last one counts.
 
     Args:
         query (`torch.Tensor`): `(width,)` of norm 1.
         shards (iterable of `Shard`): The index, in the order in which it was made.
         top (`int`): Images, at most.
-        folder (`Path`, *optional*): Where they lie; those that are gone are left out.
+        folder (`Path`, *optional*): The folder of the images; those that are gone are left out.
 
     Raises:
         ValueError: if nothing is left to find, or the embeddings have another width.
@@ -130,7 +131,7 @@ def search(query: torch.Tensor, shards: Iterable[Shard], top: int, folder: Path 
 
     @functools.cache
     def row_of(name: str) -> int | None:
-        """The embedding that counts, `None` for an image that is gone."""
+        """Return the row of the embedding that counts; `None` if the image is gone."""
         there = describe(folder / name) if folder else files[rows[name][-1]][1:]
         return there and next((row for row in reversed(rows[name]) if files[row][1:] == there), rows[name][-1])
 
@@ -149,13 +150,13 @@ def search(query: torch.Tensor, shards: Iterable[Shard], top: int, folder: Path 
 
 
 def nearest(embeddings: list[torch.Tensor], query: torch.Tensor, count: int) -> tuple[list[float], list[int]]:
-    """The largest products with a query, and the rows that they are of, the largest first. All rows are compared, by
-    faiss where it is installed.
+    """Return the largest products with a query and the numbers of their rows, the largest first. All rows are
+    compared, by faiss where it is installed.
 
     Args:
         embeddings (`list[torch.Tensor]`): `(rows, width)` float32 each; rows are counted through all of them.
         query (`torch.Tensor`): `(width,)` float32.
-        count (`int`): Products, at most as many as there are rows.
+        count (`int`): Number of products, at most the number of rows.
     """
     products, rows, first = [], [], 0
     for part in embeddings:
@@ -173,7 +174,7 @@ def nearest(embeddings: list[torch.Tensor], query: torch.Tensor, count: int) -> 
 
 
 def draw_found(paths: list[str], found: list[Found], query: str) -> Figure:
-    """The images in rows, the best first."""
+    """Draw the images in rows, the best first."""
     rows = math.ceil(len(paths) / COLUMNS)
     figure = Figure(figsize=(COLUMNS * PANEL, rows * (PANEL + 0.3) + 0.4), layout="constrained")
     FigureCanvasAgg(figure)

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
-    """Put model and processor into a folder; says what the model is."""
+    """Put model and processor into a folder, and return a description of the model."""
     dtype = getattr(torch, arguments.dtype)
     tower, _ = load_vision_model(arguments.vision_model, "cpu")
     llava, old_processor = load_llava(arguments.model, "cpu", dtype, arguments.quantize, arguments.device_map)
@@ -59,7 +59,7 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
 def pixel_pairs(
     processor, old_processor, images: datasets.Dataset, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Images as two processors prepare them, for `match_channels_`."""
+    """Yield batches of images as two processors prepare them, for `match_channels_`."""
     both = [
         image_batches(Reader(each.image_processor, exact=True), images, batch_size=16, skip_corrupt=skip_corrupt)
         for each in (processor, old_processor)

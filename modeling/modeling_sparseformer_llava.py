@@ -40,8 +40,8 @@ AutoModel.register(SparseFormerConfig, SparseFormerModel, exist_ok=True)
 
 
 def _given(**arguments) -> dict:
-    """Arguments that are not None: older versions of Transformers do not know them (their `past_key_values`, which is
-    `cache` from 5.24 on, passes through `kwargs`)."""
+    """Return the arguments that are not None. Older versions of Transformers do not know all of them; their
+    `past_key_values`, which is `cache` from 5.24 on, passes through `kwargs`."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -59,16 +59,16 @@ class SparseFormerLlavaModel(CheckedImageTokens, LlavaModel):
         num_image_tokens: torch.LongTensor | Sequence[int] | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
-        """What the language model reads of each image.
+        """Return the tokens that the language model reads of each image.
 
         Args:
             pixel_values (`torch.FloatTensor` of shape `(images, num_channels, height, width)`): Normalized images.
             vision_feature_layer, vision_feature_select_strategy (*optional*): As in the configuration.
             num_image_tokens (`torch.LongTensor` of shape `(images,)`, or `int`, *optional*):
-                Latent tokens of each image or of all; those that the vision tower chooses by default.
+                Latent tokens of each image or of all; by default the vision tower chooses.
 
         Returns:
-            The vision tower's output, of images with different numbers of tokens without its states. Its
+            The vision tower's output; where images have different numbers of tokens, its states are left out. Its
             `pooler_output` has for each image the projected tokens `(tokens, hidden_size)`.
 
         Raises:
@@ -163,8 +163,8 @@ class SparseFormerLlavaForConditionalGeneration(HubModel, LlavaForConditionalGen
         self.post_init()
 
     def set_num_tokens(self, num_tokens: int | None):
-        """Choose the vision tower's latent tokens of all calls that choose none, as of a SparseFormer alone. A
-        processor that was made before does not know: `matching_processor` makes one that fits."""
+        """Choose the vision tower's latent tokens for all calls that choose none, as for a SparseFormer alone. A
+        processor that was made before inserts the old number; `matching_processor` makes one that fits."""
         self.model.vision_tower.set_num_tokens(num_tokens)
         config = self.config
         config.image_seq_length = config.count_image_tokens(config.vision_config.default_num_tokens)
@@ -298,7 +298,7 @@ class SparseFormerLlavaProcessor(LlavaProcessor):
         return inputs
 
     def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs) -> str:
-        """The image tokens in the place of one."""
+        """Return the image tokens that replace one in the prompt."""
         if self._counts is None:
             return super().replace_image_token(image_inputs, image_idx, **kwargs)
         dropped = self.vision_feature_select_strategy == "default"
@@ -326,7 +326,7 @@ AutoProcessor.register(SparseFormerLlavaConfig, SparseFormerLlavaProcessor, exis
 
 
 def clip_image_processor(config: SparseFormerConfig) -> CLIPImageProcessor:
-    """The image processor that a SparseFormer wants, as the class that LLaVA expects: it says its crop in any case."""
+    """Return a SparseFormer's image processor as the class that LLaVA expects, which names its crop in any case."""
     fields = image_processor_config(config)
     fields.pop("image_processor_type")
     height, width = pair(config.image_size)

@@ -95,7 +95,7 @@ def swap_vision_tower(
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where a model takes its inputs, also one that Accelerate shared out among devices."""
+    """Return the device of a model's inputs, also if Accelerate shared the model out among devices."""
     hook = getattr(model, "_hf_hook", None)
     return next(model.parameters()).device if hook is None else torch.device(hook.execution_device)
 
@@ -180,9 +180,9 @@ def match_channels_(model: Swapped, original: nn.Module, batches: Iterable[tuple
 
     Args:
         model (`SparseFormerLlavaForConditionalGeneration` or `SparseFormerPaliGemmaForConditionalGeneration`):
-            What `swap_vision_tower` made; changed in place. It may share its projector with `original`.
+            The result of `swap_vision_tower`; changed in place. It may share its projector with `original`.
         original (`LlavaForConditionalGeneration` or `PaliGemmaForConditionalGeneration`):
-            What it was made of; not changed.
+            The model before the swap; not changed.
         batches (iterable of pairs of `torch.Tensor`): Pixel values of the same images, `(batch, 3, height, width)`, as
             `model` and as `original` want them.
 
@@ -222,7 +222,7 @@ def check_projector_is_held(llava: nn.Module):
 
 
 def _read_by_projector(llava: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
-    """What the projector is given, `(batch, tokens, channels)`."""
+    """Return the tokens that the projector reads, `(batch, tokens, channels)`."""
     read = []
     handle = llava.model.multi_modal_projector.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     try:

@@ -53,7 +53,7 @@ class Format:
     """A runtime that models are exported for.
 
     Args:
-        name (`str`): What Transformers' classes for it begin with.
+        name (`str`): The beginning of the names of Transformers' classes for it.
         packages (`dict[str, str]`): Packages that it needs, by the name that Python imports.
         precisions (`tuple[str, ...]`): Those of `PRECISIONS` that it takes.
         program (`str`): File of a program, `{}` its name.
@@ -85,13 +85,13 @@ FORMATS = {
 
 @dataclass
 class ExportedOutput(ModelOutput):
-    """What an exported model computes; which fields there are depends on the model.
+    """Outputs of an exported model; the fields depend on the model.
 
     Args:
         logits (`torch.FloatTensor`): `(batch, num_labels)`, of a segmenter `(batch, num_labels, height, width)`.
         image_embeds, text_embeds (`torch.FloatTensor`): `(batch, projection_dim)`, of a CLIP with norm 1.
         pooler_output, last_hidden_state (`torch.FloatTensor`): As of the model.
-        image_features (`torch.FloatTensor`): `(batch, tokens, width)`, what a LLaVA's language model reads.
+        image_features (`torch.FloatTensor`): `(batch, tokens, width)`, image tokens for a LLaVA's language model.
         feature_maps (`tuple`): As of `SparseFormerBackbone`.
         rois, sampling_points (`tuple`): As of `SparseFormerModel`.
     """
@@ -108,7 +108,7 @@ class ExportedOutput(ModelOutput):
 
 
 class Part(nn.Module):
-    """What one program computes: images, or of a CLIP texts, to named tensors.
+    """The part of a model that becomes one program. It maps images, or a CLIP's texts, to named tensors.
 
     Args:
         model (`PreTrainedModel`): In evaluation mode.
@@ -144,8 +144,8 @@ class Part(nn.Module):
 
 
 def _image_features(model: PreTrainedModel, pixel_values: torch.Tensor) -> torch.Tensor:
-    """What the language model of a LLaVA reads, `(batch, tokens, width)`; its own method makes a list, one entry an
-    image, and so fixes the size of the batch."""
+    """Return the tokens that a LLaVA's language model reads, `(batch, tokens, width)`. The model's own method returns
+    a list with one entry an image, and so fixes the size of the batch."""
     config = model.config
     states = model.model.vision_tower(pixel_values, output_hidden_states=True).hidden_states
     layers = config.vision_feature_layer
@@ -199,7 +199,7 @@ def export_parts(
             whose linear layers and convolutions stay in floating point.
 
     Raises:
-        ValueError: for int8, if what a part computes has no range.
+        ValueError: for int8, if numbers that a part computes have no finite range.
     """
     found = FORMATS[name]
     with _quiet():
@@ -340,7 +340,7 @@ def _modules_around(node: torch.fx.Node) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet():
-    """Exporters and what they call tell a story of each step; errors are not touched."""
+    """Silence the exporters, which report each step, and the packages that they call. Errors pass."""
     # NNCF, when it is imported, puts a class of its own in the place of all loggers to come.
     disabled, logger_class = logging.root.manager.disable, logging.getLoggerClass()
     logging.disable(logging.WARNING)
@@ -354,7 +354,7 @@ def _quiet():
 
 
 def example_of(config: PreTrainedConfig, reads_texts: bool, batch_size: int) -> dict[str, torch.Tensor]:
-    """Inputs of noise: images, or of a CLIP's other program texts."""
+    """Return noise as inputs: images, or texts for a CLIP's second program."""
     generator = torch.Generator().manual_seed(0)
     if reads_texts:
         text = config.text_config
@@ -366,16 +366,16 @@ def example_of(config: PreTrainedConfig, reads_texts: bool, batch_size: int) -> 
 
 
 def is_exported(folder: str | os.PathLike) -> bool:
-    """Whether a folder is what `frugalvit export` wrote."""
+    """Whether `frugalvit export` wrote a folder."""
     return all((Path(folder).expanduser() / name).is_file() for name in (MANIFEST, REPORT))
 
 
 def read_report(folder: Path) -> dict:
-    """What `frugalvit export` noted in a folder, whose programs are of the format that it says.
+    """Read the report that `frugalvit export` wrote into a folder.
 
     Raises:
-        ValueError: if it is none that it writes, or the programs are others: a format that runs code when it is loaded
-            must not pass for one that does not.
+        ValueError: if the folder is not from `frugalvit export`, or its programs are not of the format that the report
+            names. A format that runs code when it is loaded must not pass for one that does not.
     """
     wrong = f"Cannot load {str(folder)!r}: "
     try:
@@ -408,8 +408,8 @@ def read_report(folder: Path) -> dict:
 
 
 def _is_plain(spec: str | None) -> bool:
-    """Whether a structure of tensors, as `torch.utils._pytree.treespec_dumps` writes it, is of dicts, lists and tuples
-    alone: of other types, PyTorch imports the modules that are named there."""
+    """Whether a structure of tensors, as `torch.utils._pytree.treespec_dumps` writes it, has only dicts, lists and
+    tuples. For other types, PyTorch imports the modules that the structure names."""
     if spec is None:
         return True
     try:
@@ -471,7 +471,7 @@ class ExportedModule(nn.Module):
         self.eval()
 
     def _options(self) -> dict:
-        """Options of the runtime: as many threads as PyTorch takes, and the precision that was asked for."""
+        """Return the runtime's options: as many threads as PyTorch takes, and the precision of the export."""
         threads = torch.get_num_threads()
         if self.format == "openvino":
             hint = openvino_precision(self.precision)
@@ -491,10 +491,10 @@ class ExportedModule(nn.Module):
         return torch.bfloat16 if (self.format, self.precision) == ("torch", "bfloat16") else torch.float32
 
     def forward(self, pixel_values: torch.Tensor | None = None, output_rois: bool | None = None, **inputs):
-        """Inputs as of the model that it came from; `output_rois` is settled when it is exported.
+        """Run the program. Inputs are those of the original model; the export has settled `output_rois`.
 
         Returns:
-            `ExportedOutput`: In float32, or what the model computes in.
+            `ExportedOutput`: In float32, or in the precision in which the program computes.
 
         Raises:
             ValueError: if RoIs are asked for that are not there.
@@ -530,13 +530,13 @@ class ExportedModule(nn.Module):
 
 
 def _join(values: list):
-    """Outputs of single images as those of a batch."""
+    """Join the outputs of single images to those of a batch."""
     if isinstance(values[0], tuple):
         return tuple(torch.cat(each) for each in zip(*values, strict=True))
     return torch.cat(values)
 
 
 def openvino_precision(precision: str) -> str:
-    """What OpenVINO is to compute in where numbers are not int8; left to itself, it takes bfloat16 where that is fast,
-    and a model's answers would differ from machine to machine."""
+    """Return the precision in which OpenVINO computes where numbers are not int8. By default it takes bfloat16 where
+    that is fast, so a model's answers would differ from machine to machine."""
     return "bf16" if precision == "bfloat16" else "f32"
