@@ -55,7 +55,7 @@ SENTENCES = [
 
 @dataclass
 class ClipArguments:
-    """What to train."""
+    """The CLIP to train."""
 
     vision: str = argument("", "Fields of CLIPVisionConfig, for example image_size=32,patch_size=4,hidden_size=192.")
     text: str = argument("", "Fields of CLIPTextConfig, for example hidden_size=128,num_hidden_layers=2.")
