@@ -344,7 +344,7 @@ def right_labels(model: PreTrainedModel, images: datasets.Dataset) -> list[int] 
 
 
 def speeds_of(part: Part, exported: ExportedModule) -> dict[str, dict[str, float]]:
-    """Measure images a second of the original in PyTorch and of the program, in turns, by batch size."""
+    """Images a second of the original in PyTorch and of the program, in turns, by batch size."""
     if part.kind == "text_embeds":
         return {}
     models = {"pytorch float32": part, f"{exported.format} {exported.precision}": exported}

@@ -491,7 +491,7 @@ class ExportedModule(nn.Module):
         return torch.bfloat16 if (self.format, self.precision) == ("torch", "bfloat16") else torch.float32
 
     def forward(self, pixel_values: torch.Tensor | None = None, output_rois: bool | None = None, **inputs):
-        """Run the program. Inputs are those of the original model; the export has settled `output_rois`.
+        """Inputs as of the model that it came from; `output_rois` is settled when it is exported.
 
         Returns:
             `ExportedOutput`: In float32, or in the precision in which the program computes.
