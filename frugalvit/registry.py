@@ -151,7 +151,7 @@ def register() -> None:
 
 @_once
 def register_configurations() -> None:
-    """The configurations of all families, and of Transformers' models with Context Broadcasting."""
+    """The configurations of all families, and of Transformers' models with Context Broadcasting or another tower."""
     import transformers
     from transformers.utils import is_torch_available
 
@@ -159,6 +159,8 @@ def register_configurations() -> None:
     if is_torch_available():
         altered = importlib.import_module("frugalvit.modeling.context_broadcast_classes")
         found += [getattr(altered, f"ContextBroadcast{name}") for name in altered.CONFIGURATIONS]
+        on_grid = importlib.import_module("frugalvit.modeling.modeling_sparseformer_vlm")
+        found += [getattr(on_grid, f"SparseFormer{name}Config") for name in on_grid.VLMS]
     for config_class in found:
         transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
