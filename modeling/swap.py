@@ -46,7 +46,9 @@ Swapped = SparseFormerLlavaForConditionalGeneration | SparseFormerPaliGemmaForCo
 
 
 @torch.no_grad()
-def swap_vision_tower(vlm: PreTrainedModel, vision_model: nn.Module, image_grid: int | None = None) -> Swapped:
+def swap_vision_tower(
+    vlm: PreTrainedModel, vision_model: nn.Module, image_grid: int | None = None, new_first_layer: bool = False
+) -> Swapped:
     """A model that reads images and texts with its vision tower replaced by a SparseFormer.
 
     A LLaVA's or a PaliGemma's language model reads the SparseFormer's tokens, fewer than before. What counts on a grid
@@ -66,6 +68,9 @@ def swap_vision_tower(vlm: PreTrainedModel, vision_model: nn.Module, image_grid:
         image_grid (`int`, *optional*):
             Rows, and columns, of the grid; by default as before. Of a smaller one, the language model reads fewer
             tokens.
+        new_first_layer (`bool`, *optional*, defaults to `False`):
+            Take a tower of another width, too, of a LLaVA or a PaliGemma: the first layer of the projector is then a
+            new one, which says nothing until it is trained.
 
     Returns:
         `SparseFormerLlavaForConditionalGeneration` and the like, in the mode, training or evaluation, of `vlm`.
@@ -82,14 +87,14 @@ def swap_vision_tower(vlm: PreTrainedModel, vision_model: nn.Module, image_grid:
     if model_class is not None:
         model = _empty_on_grid(vlm, tower, image_grid, model_class)
     elif model_type in ("llava", SparseFormerLlavaConfig.model_type) and hasattr(vlm, "lm_head"):
-        model = _empty_llava(vlm, tower)
+        model = _empty_llava(vlm, tower, new_first_layer)
     elif model_type in ("paligemma", SparseFormerPaliGemmaConfig.model_type) and hasattr(vlm, "lm_head"):
-        model = _empty_paligemma(vlm, tower)
+        model = _empty_paligemma(vlm, tower, new_first_layer)
     else:
-        known = ", ".join(f"{name}ForConditionalGeneration" for name in ("Llava", "PaliGemma", *VLMS))
         raise ValueError(
-            f"Got a {type(vlm).__name__}, expected one of Transformers' {known}. For the original code base of LLaVA "
-            "there is `SparseFormerVisionTower`."
+            f"Got a {type(vlm).__name__}, expected a LlavaForConditionalGeneration or "
+            "PaliGemmaForConditionalGeneration of Transformers, or that of a model with a grid: "
+            f"{', '.join(VLMS)}. For the original code base of LLaVA there is `SparseFormerVisionTower`."
         )
     if model_class is None and image_grid is not None:
         raise ValueError(
@@ -104,6 +109,9 @@ def swap_vision_tower(vlm: PreTrainedModel, vision_model: nn.Module, image_grid:
     if image_grid is not None:
         check_projector_is_held(vlm)
         own |= _connector_for_grid(parts, model.model)
+    elif model_class is None and _first_linear(model).in_features != _first_linear(vlm).in_features:
+        check_projector_is_held(vlm)
+        own |= _projector_with_new_first_layer(parts, _first_linear(model).in_features)
     for part, module in parts.named_children():
         setattr(model.model, part, own.get(part, module))
     for part, parameter in parts.named_parameters(recurse=False):
@@ -136,11 +144,14 @@ def _share_out(model: Swapped, llava: nn.Module, own: dict[str, nn.Module]):
         model.hf_device_map[tower] = device
 
 
-def _empty_llava(llava: nn.Module, tower: nn.Module) -> SparseFormerLlavaForConditionalGeneration:
+def _empty_llava(
+    llava: nn.Module, tower: nn.Module, any_width: bool = False
+) -> SparseFormerLlavaForConditionalGeneration:
     """A LLaVA for such a tower, without weights."""
     config = llava.config
     layers = config.vision_feature_layer
-    _check_width(llava, tower, 1 if isinstance(layers, int) else len(layers))
+    if not any_width:
+        _check_width(llava, tower, 1 if isinstance(layers, int) else len(layers))
     fields = {
         name: getattr(config, name)
         for name in ("image_token_index", "projector_hidden_act", "multimodal_projector_bias", "tie_word_embeddings")
@@ -156,10 +167,13 @@ def _empty_llava(llava: nn.Module, tower: nn.Module) -> SparseFormerLlavaForCond
         return SparseFormerLlavaForConditionalGeneration(new_config)
 
 
-def _empty_paligemma(paligemma: nn.Module, tower: nn.Module) -> SparseFormerPaliGemmaForConditionalGeneration:
+def _empty_paligemma(
+    paligemma: nn.Module, tower: nn.Module, any_width: bool = False
+) -> SparseFormerPaliGemmaForConditionalGeneration:
     """A PaliGemma for such a tower, without weights."""
     config = paligemma.config
-    _check_width(paligemma, tower)
+    if not any_width:
+        _check_width(paligemma, tower)
     fields = ("image_token_index", "vocab_size", "projection_dim", "hidden_size", "tie_word_embeddings")
     new_config = SparseFormerPaliGemmaConfig(
         # A copy: it says how many tokens an image has.
@@ -231,8 +245,21 @@ def _from_end(layers: int | list[int], blocks: int) -> int | list[int]:
 
 def _first_linear(llava: nn.Module) -> nn.Linear:
     """The layer that reads the vision tower's tokens."""
-    projector = llava.model.multi_modal_projector
-    return projector.linear_1 if hasattr(projector, "linear_1") else projector.linear
+    return getattr(llava.model.multi_modal_projector, _first_name(llava.model.multi_modal_projector))
+
+
+def _first_name(projector: nn.Module) -> str:
+    return "linear_1" if hasattr(projector, "linear_1") else "linear"
+
+
+def _projector_with_new_first_layer(parts: nn.Module, width: int) -> dict[str, nn.Module]:
+    """A copy of the projector that reads so many channels, by its name."""
+    projector = copy.deepcopy(parts.multi_modal_projector)
+    name = _first_name(projector)
+    old = getattr(projector, name)
+    new = nn.Linear(width, old.out_features, old.bias is not None, old.weight.device, old.weight.dtype)
+    setattr(projector, name, new)
+    return {"multi_modal_projector": projector}
 
 
 def _check_width(llava: nn.Module, tower: nn.Module, layers: int = 1):
@@ -241,7 +268,8 @@ def _check_width(llava: nn.Module, tower: nn.Module, layers: int = 1):
     if expected != given:
         raise ValueError(
             f"The projector takes {expected} channels, the vision model gives {given} ({layers} x "
-            f"{tower.config.hidden_size}); bootstrap it from the tower that it is to replace."
+            f"{tower.config.hidden_size}); bootstrap it from the tower that it is to replace, or let the projector "
+            "learn to read another one: frugalvit align-llava."
         )
 
 
@@ -264,6 +292,11 @@ def match_channels_(model: Swapped, original: nn.Module, batches: Iterable[tuple
     Raises:
         ValueError: if the projector has no bias or is offloaded, or there is no image.
     """
+    if hasattr(model.config, "tower_config"):
+        raise ValueError(
+            f"Channels are matched in the projector of a LLaVA in the style of 1.5 or a PaliGemma; a "
+            f"{type(original).__name__} has its grid as before."
+        )
     check_projector_is_held(original)
     old = _first_linear(original)
     if old.bias is None:

@@ -1,17 +1,26 @@
 """Models that count on a grid of patches, with a SparseFormer as their vision tower."""
 
+import dataclasses
+
 import pytest
 import torch
 from PIL import Image
 from processes import run_without_frugalvit
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
-from vlms import IMAGE, ROWS, SIZE, VLM, VLMS
+from transformers import (
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    InternVLVisionConfig,
+    InternVLVisionModel,
+)
+from vlms import IMAGE, ROWS, SIZE, TILED, VISION, VLM, VLMS
 
-from frugalvit import SparseFormerBackbone, matching_processor, swap_vision_tower
+from frugalvit import SparseFormerBackbone, match_channels_, matching_processor, read_anatomy, swap_vision_tower
 from frugalvit.cli import main
 from frugalvit.common.loading import load_vision_model
 from frugalvit.common.views import ImageFormat
+from tiny import make_llava, make_tower
 
 
 @pytest.fixture(params=VLMS)
@@ -136,3 +145,53 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
     model, made = AutoModelForImageTextToText.from_pretrained(out), AutoProcessor.from_pretrained(out)
     inputs = ask(made, vlm)
     torch.testing.assert_close(model(**inputs).logits, swapped(vlm, 4)(**inputs).logits)
+
+
+@torch.no_grad()
+def test_a_model_that_is_shared_out_is_swapped_as_one_that_is_not(tmp_path):
+    vlm = VLMS["Gemma 3"]
+    vlm.model.save_pretrained(tmp_path)
+    shared_out = type(vlm.model).from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "cpu"})
+    model, expected = (swap_vision_tower(each.eval(), vlm.make_tower(), 4) for each in (shared_out, vlm.model))
+    inputs = ask(matching_processor(vlm.make_processor(), model), vlm)
+    assert torch.equal(model(**inputs).logits, expected(**inputs).logits)
+    assert model.hf_device_map["model.vision_tower"] == torch.device("cpu")
+
+
+def test_layers_are_counted_from_the_end_of_the_tower():
+    vlm = VLMS["LLaVA-NeXT"]
+    vlm = dataclasses.replace(vlm, fields=vlm.fields | {"vision_feature_layer": 2})
+    # Two of three blocks are inherited.
+    model = swapped(vlm)
+    assert model.config.vision_feature_layer == -2
+    made = matching_processor(vlm.make_processor(), model)
+    assert model(**ask(made, vlm)).logits.isfinite().all()
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    vlm = VLMS["Gemma 3"]
+    tower, model = vlm.make_tower(), swapped(vlm)
+    with pytest.raises(ValueError, match=r"`image_grid` is 3, .* of 32 pixels that this Gemma3.* takes: 2, 4, 8\."):
+        swap_vision_tower(vlm.model, tower, 3)
+    wide = make_tower(make_llava())
+    with pytest.raises(ValueError, match="tower of this Gemma3.* has 32 channels, the vision model 64; bootstrap it"):
+        swap_vision_tower(vlm.model, wide)
+    with pytest.raises(ValueError, match="Got a SparseFormerGemma3For.*, expected a LlavaForConditionalGeneration or"):
+        swap_vision_tower(model, tower)
+    with pytest.raises(ValueError, match="Channels are matched in the projector of a LLaVA in .* has its grid"):
+        match_channels_(model, vlm.model, [])
+    mask = torch.ones(1, 8, 8, dtype=torch.bool)
+    pixel_values = torch.zeros(1, 3, SIZE, SIZE)
+    model.grid_tower(pixel_values, patch_attention_mask=mask)
+    mask[0, 0] = False
+    with pytest.raises(ValueError, match="Parts of an image are masked, which a SparseFormer cannot leave out"):
+        model.grid_tower(pixel_values, patch_attention_mask=mask)
+    with pytest.raises(ValueError, match="Got an image of 3 x 32 pixels, expected at least 4 x 4"):
+        model.grid_tower(pixel_values[:, :, :3])
+    deep = dataclasses.replace(VLMS["LLaVA-NeXT"], fields=TILED | {"vision_feature_layer": -4})
+    with pytest.raises(ValueError, match=r"asks for -4, the SparseFormer has 3 .* -3 to 2\."):
+        swapped(deep)
+    # A 6-billion InternVL's tower.
+    vision = InternVLVisionConfig(image_size=SIZE, patch_size=4, use_qk_norm=True, **VISION)
+    with pytest.raises(ValueError, match="it normalizes the queries and keys of all heads together"):
+        read_anatomy(InternVLVisionModel(vision)).require_plain("replace")
