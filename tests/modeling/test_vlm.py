@@ -1,6 +1,8 @@
 """Models that count on a grid of patches, with a SparseFormer as their vision tower."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +41,13 @@ def processor(vlm):
     if vlm.name == "SmolVLM":
         pytest.importorskip("num2words")
     return vlm.make_processor()
+
+
+def test_the_page_has_a_row_for_each():
+    page = (Path(__file__).parents[2] / "docs" / "clip_llava.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("## Models that count on a grid\n")
+    rows = re.findall(r"^\| (.+?) \| .* \| `(\w+)Processor` \|$", section, re.MULTILINE)
+    assert rows == [(row, vlm.name) for row, vlm in VLMS.items()]
 
 
 def swapped(vlm: VLM, image_grid: int | None = None):
@@ -151,7 +160,9 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
 def test_a_model_that_is_shared_out_is_swapped_as_one_that_is_not(tmp_path):
     vlm = VLMS["Gemma 3"]
     vlm.model.save_pretrained(tmp_path)
-    shared_out = type(vlm.model).from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "cpu"})
+    places = {"model.language_model": "disk", "lm_head": "disk"}
+    places |= dict.fromkeys(("model.vision_tower", "model.multi_modal_projector"), "cpu")
+    shared_out = type(vlm.model).from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
     model, expected = (swap_vision_tower(each.eval(), vlm.make_tower(), 4) for each in (shared_out, vlm.model))
     inputs = ask(matching_processor(vlm.make_processor(), model), vlm)
     assert torch.equal(model(**inputs).logits, expected(**inputs).logits)
@@ -171,7 +182,7 @@ def test_layers_are_counted_from_the_end_of_the_tower():
 def test_what_does_not_fit_is_refused(tmp_path):
     vlm = VLMS["Gemma 3"]
     tower, model = vlm.make_tower(), swapped(vlm)
-    with pytest.raises(ValueError, match=r"`image_grid` is 3, .* of 32 pixels that this Gemma3.* takes: 2, 4, 8\."):
+    with pytest.raises(ValueError, match=r"`image_grid` is 3, .* of 32 pixels that this Gemma3.* takes: 2, 4, 6, 8\."):
         swap_vision_tower(vlm.model, tower, 3)
     wide = make_tower(make_llava())
     with pytest.raises(ValueError, match="tower of this Gemma3.* has 32 channels, the vision model 64; bootstrap it"):
