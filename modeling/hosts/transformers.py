@@ -48,6 +48,8 @@ _FRONT = ("cls_token", "class_embedding", "cls_register_token", "distillation_to
 # How families interpolate positions for other grids, if not bicubically without antialiasing.
 _INTERPOLATIONS = {
     "dinov2_with_registers": {"antialias": True},
+    "idefics3_vision": {"mode": "nearest"},
+    "smolvlm_vision": {"mode": "nearest"},
     "siglip2_vision_model": {"mode": "bilinear", "antialias": True},
     "radio": {"mode": "bilinear", "crops": True},
 }
