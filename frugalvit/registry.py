@@ -144,6 +144,7 @@ def register() -> None:
     `register_when_asked` does it family by family, when an Auto class is asked for one.
     """
     register_configurations()
+    register_grids()
     for family in FAMILIES:
         register_processors(family)
         register_models(family)
@@ -151,7 +152,7 @@ def register() -> None:
 
 @_once
 def register_configurations() -> None:
-    """The configurations of all families, and of Transformers' models with Context Broadcasting or another tower."""
+    """The configurations of all families, and of Transformers' models with Context Broadcasting."""
     import transformers
     from transformers.utils import is_torch_available
 
@@ -159,10 +160,20 @@ def register_configurations() -> None:
     if is_torch_available():
         altered = importlib.import_module("frugalvit.modeling.context_broadcast_classes")
         found += [getattr(altered, f"ContextBroadcast{name}") for name in altered.CONFIGURATIONS]
-        on_grid = importlib.import_module("frugalvit.modeling.modeling_sparseformer_vlm")
-        found += [getattr(on_grid, f"SparseFormer{name}Config") for name in on_grid.VLMS]
     for config_class in found:
         transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+
+
+@_once
+def register_grids() -> None:
+    """The configurations of Transformers' models that count on a grid, with a SparseFormer as their tower."""
+    import transformers
+    from transformers.utils import is_torch_available
+
+    if is_torch_available():
+        module = importlib.import_module("frugalvit.modeling.modeling_sparseformer_vlm")
+        for config_class in (getattr(module, f"SparseFormer{name}Config") for name in module.VLMS):
+            transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 
 @_once
@@ -230,6 +241,9 @@ def _for_model_type(mapping, model_type: str | None) -> None:
     # Transformers' own are found without us.
     if model_type is None or model_type not in mapping._mapping:
         register_configurations()
+        # They import the models.
+        if model_type is None or model_type.startswith("sparseformer_"):
+            register_grids()
 
 
 def _for_configuration(register_family: Callable[[str], None], config_class: type | None) -> None:

@@ -80,15 +80,17 @@ def swap_vision_tower(
             it out, or too few blocks, or what follows takes no such grid.
     """
     parts = getattr(vlm, "model", None)
-    model_class, model_type = grid_class(type(vlm)), getattr(vlm.config, "model_type", None)
+    # A part of such a model is no whole one.
+    model_type = vlm.config.model_type if hasattr(vlm, "lm_head") else None
+    model_class = model_type and grid_class(type(vlm))
     tower = getattr(vision_model, "vision_model", vision_model).base_model
     if getattr(tower.config, "model_type", None) != SparseFormerConfig.model_type:
         raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
     if model_class is not None:
         model = _empty_on_grid(vlm, tower, image_grid, model_class)
-    elif model_type in ("llava", SparseFormerLlavaConfig.model_type) and hasattr(vlm, "lm_head"):
+    elif model_type in ("llava", SparseFormerLlavaConfig.model_type):
         model = _empty_llava(vlm, tower, new_first_layer)
-    elif model_type in ("paligemma", SparseFormerPaliGemmaConfig.model_type) and hasattr(vlm, "lm_head"):
+    elif model_type in ("paligemma", SparseFormerPaliGemmaConfig.model_type):
         model = _empty_paligemma(vlm, tower, new_first_layer)
     else:
         raise ValueError(
