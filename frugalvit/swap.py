@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     # What cannot be written is known before anything is loaded.
     with whole_folder(arguments.output, arguments.overwrite) as folder:
         summary = write_swapped(arguments, folder)
-    print(f"Wrote {arguments.output}: {summary}. `frugalvit align-llava` lets the projector learn to read them.")
+    print(f"Wrote {arguments.output}: {summary}.")
 
 
 def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
@@ -57,9 +57,11 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
             f"{tokens} tokens instead of {before**2} patches make a grid of {grid} x {grid}, of which the language "
             f"model reads {model.config.tile_seq_length} tokens"
         )
+        hint = ""
     else:
         counts = f"{model.config.image_seq_length} tokens an image instead of {before**2} patches"
-    return f"{counts}, in {arguments.dtype}{quantized}{matched}"
+        hint = ". `frugalvit align-llava` lets the projector learn to read them"
+    return f"{counts}, in {arguments.dtype}{quantized}{matched}{hint}"
 
 
 def pixel_pairs(
