@@ -3,6 +3,7 @@
     python benchmarks/clip_tables.py clip     # zero-shot accuracy, retrieval, what tokens tell of patches
     python benchmarks/clip_tables.py llava    # answers before the swap, after it, with channels matched, after
                                               # `frugalvit align-llava`
+    python benchmarks/clip_tables.py llava_inherited   # the same of students with an inherited start, not aligned
 
 Both train the CLIP first: images of CIFAR-10 and sentences about their classes. SparseFormers are bootstrapped from
 its image side with images alone. The LLaVA is trained on questions about the images; after the swap its projector, and
@@ -12,6 +13,7 @@ Writes clip_TABLE.json.
 """
 
 import argparse
+import functools
 import statistics
 import tempfile
 from pathlib import Path
@@ -30,6 +32,7 @@ from transformers import (
     set_seed,
 )
 
+import small_clip
 from frugalvit import (
     SparseFormerLlavaForConditionalGeneration,
     SparseFormerVisionModelWithProjection,
@@ -53,9 +56,7 @@ from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
 from frugalvit.modeling.swap import check_image_tokens
 from frugalvit.swap import pixel_pairs
-from frugalvit.training import align_llava, bootstrap, contrastive
-from frugalvit.training.contrastive import word_tokenizer
-from frugalvit.training.options.contrastive import SENTENCES
+from frugalvit.training import align_llava, bootstrap
 from shared import (
     STUDENT,
     add_data_arguments,
@@ -66,6 +67,7 @@ from shared import (
     spread,
     write_table,
 )
+from small_clip import SENTENCES, word_tokenizer
 
 
 VISION = "image_size=32,patch_size=4,hidden_size=128,intermediate_size=512,num_hidden_layers=6,num_attention_heads=4"
@@ -91,6 +93,11 @@ STUDENTS = {
     "SparseFormer, 16 tokens, normalized": (15, ["--token-loss-weight", "1", "--token-layers", "-2"]),
     "SparseFormer, 16 tokens, all layers": (15, ["--token-loss-weight", "1", "--token-distance", "raw"]),
 }
+INHERITED = [*READABLE, "--focusing", "inherited"]
+STUDENTS_INHERITED = {
+    "SparseFormer, 16 readable tokens of a grid": (16, INHERITED),
+    "SparseFormer, 16 readable tokens of trees": (16, [*INHERITED, "--placement", "content"]),
+}
 # Which students a LLaVA learns to read, and by what besides the shared arguments of `frugalvit align-llava`.
 ALIGNED = {
     "own answers": (list(STUDENTS)[:3], []),
@@ -101,7 +108,12 @@ ALIGNED = {
 
 def main():
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=["clip", "llava"])
+    tables = {
+        "clip": measure_clips,
+        "llava": measure_llavas,
+        "llava_inherited": functools.partial(measure_llavas, students=STUDENTS_INHERITED),
+    }
+    parser.add_argument("table", choices=tables)
     add_data_arguments(parser)
     parser.add_argument("--images", type=int, default=8000, help="training images (default: %(default)s)")
     parser.add_argument("--test-images", type=int, default=2000, help="default: %(default)s")
@@ -112,8 +124,7 @@ def main():
     add_run_arguments(parser, "runs/clip_tables")
     arguments = parser.parse_args()
 
-    measure = {"clip": measure_clips, "llava": measure_llavas}[arguments.table]
-    by_seed = [measure(arguments, seed) for seed in arguments.seeds]
+    by_seed = [tables[arguments.table](arguments, seed) for seed in arguments.seeds]
     rows = []
     for name in by_seed[0]:
         row = {"row": name}
@@ -125,7 +136,8 @@ def main():
         rows.append(row)
     print(format_table(rows))
     settings = ("images", "test_images", "clip_epochs", "epochs", "seeds")
-    settings += ("llava_steps", "align_epochs") if arguments.table == "llava" else ()
+    settings += () if arguments.table == "clip" else ("llava_steps",)
+    settings += ("align_epochs",) if arguments.table == "llava" else ()
     write_table(
         arguments.results_dir / f"clip_{arguments.table}.json",
         {name: getattr(arguments, name) for name in settings},
@@ -159,7 +171,7 @@ def train_clip(arguments, seed: int) -> Path:
     """The folder of a CLIP, trained now or before."""
     folder = arguments.runs_dir / folder_name("clip", seed)
     run_recipe(
-        contrastive,
+        small_clip,
         folder,
         [
             *(*shared_arguments(arguments, seed), "--vision", VISION, "--text", TEXT, "--projection-dim", "128"),
@@ -171,15 +183,16 @@ def train_clip(arguments, seed: int) -> Path:
 
 def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
     """The folder of a SparseFormer, bootstrapped now or before."""
-    tokens, extra = STUDENTS[name]
+    tokens, extra = (STUDENTS | STUDENTS_INHERITED)[name]
+    paper = ["--recipe", "paper", "--config-overrides", STUDENT, "--learning-rate", "4e-3"]
     folder = arguments.runs_dir / folder_name(name, seed)
     run_recipe(
         bootstrap,
         folder,
         [
             *("--teacher", str(clip), *shared_arguments(arguments, seed), "--crop-scale", "0.8", "1", "--no-compare"),
-            *("--recipe", "paper", "--num-latent-tokens", str(tokens), "--config-overrides", STUDENT),
-            *("--epochs", str(arguments.epochs), "--learning-rate", "4e-3", "--batch-size", "64", *extra),
+            *(*([] if name in STUDENTS_INHERITED else paper), "--num-latent-tokens", str(tokens)),
+            *("--epochs", str(arguments.epochs), "--batch-size", "64", *extra),
         ],
     )
     return folder
@@ -246,7 +259,7 @@ def patches_told(arguments, clip: Path, student: Path | None) -> float:
     return (1 - (patches - tokens @ weight).square().sum() / patches.square().sum()).item()
 
 
-def measure_llavas(arguments, seed: int) -> dict[str, dict[str, float | int]]:
+def measure_llavas(arguments, seed: int, students=STUDENTS) -> dict[str, dict[str, float | int]]:
     """Share of right answers of a LLaVA with CLIP's image side and with SparseFormers in its place."""
     clip = train_clip(arguments, seed)
     folder = train_llava(arguments, clip, seed)
@@ -254,7 +267,7 @@ def measure_llavas(arguments, seed: int) -> dict[str, dict[str, float | int]]:
     processor = AutoProcessor.from_pretrained(folder)
     images, match_on = test_images(arguments), take_first(train_images(arguments), MATCHED_IMAGES)
     rows = {"LLaVA with CLIP, 64 tokens": answer_accuracy(llava, processor, images)}
-    for name in STUDENTS:
+    for name in students:
         student = bootstrap_student(arguments, clip, name, seed)
         rows[f"{name}, swapped"] = swapped_accuracy(folder, student, images)
         rows[f"{name}, swapped, channels matched"] = swapped_accuracy(folder, student, images, match_on)

@@ -6,6 +6,7 @@
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py table --name caltech101
     python benchmarks/content_placement.py larger --teacher TEACHER --student RUN --test TEST --backgrounds IMAGES
+    python benchmarks/content_placement.py looks --teacher TEACHER --student RUN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py speed --teacher TEACHER                      # the choice of cells included
     python benchmarks/content_placement.py picture --test TEST
 
@@ -15,8 +16,10 @@ zoomed out, half of those onto other training images. Each is asked about test p
 students before training, which are the teacher at lower resolution and with trees; `peers` the teacher with random
 patches and ToMe (github.com/facebookresearch/ToMe) as it is off the shelf. Runs are kept under --runs-dir and found
 again; `table` puts all that are there into content_students_NAME.json. Caltech-101's teacher is that of caltech101.py.
-`larger` shows a student images of 448 pixels, for which it was not trained (content_placement_larger.json). `picture`
-draws what tokens of a grid see and those of trees, of the student that ships (content_placement.png).
+`larger` shows a student images of 448 pixels, for which it was not trained (content_placement_larger.json). `looks`
+lets an image's number of tokens follow from what its splits are worth, and from how sure the student is, and lets the
+teacher's own attention choose the cells (content_placement_looks.json). `picture` draws what tokens of a grid see and
+those of trees, of the student that ships (content_placement.png).
 """
 
 import argparse
@@ -32,6 +35,7 @@ import torch.nn.functional as F
 from caltech101 import CANVAS, put_on_canvas
 from matplotlib.figure import Figure
 from PIL import Image
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -42,6 +46,7 @@ from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_file, write_json
 from frugalvit.common.loading import choose_device, load_image_classifier
+from frugalvit.common.risk import stop_when_sure
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import EvalView, ImageFormat, seeded
@@ -49,8 +54,10 @@ from frugalvit.configuration.configuration_base import pair
 from frugalvit.contenders import load_teacher, with_random_patches
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.modeling_sparseformer import SparseFormerForImageClassification
+from frugalvit.modeling.placement import split_in_four, worth_of
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
+from frugalvit.training.components.attended_cells import attended_cells
 from shared import add_run_arguments, run_recipe, spread, write_table
 from token_merging import merging
 
@@ -291,6 +298,82 @@ def measure_larger(arguments):
     write_table(arguments.results_dir / "content_placement_larger.json", settings, rows)
 
 
+class TeacherAttention(nn.Module):
+    """A teacher's own attention in the place of a student's forecast of it: the most that a closer look could give."""
+
+    def __init__(self, teacher: Anatomy):
+        super().__init__()
+        # Not the student's.
+        self.teacher = (teacher,)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """`(batch, channels, height, width)` to logits `(batch, rows, columns)`."""
+        (teacher,) = self.teacher
+        with teacher.watch() as states:
+            teacher.embed(image)
+            return attended_cells(teacher, states).unflatten(1, teacher.grid).log()
+
+
+def worths_of_splits(student, pixel_values: torch.Tensor) -> torch.Tensor:
+    """What each split of an image's tree is worth, at most what the split that comes before it is, `(batch, splits)`,
+    the worthiest first."""
+    base, found = student.base_model, []
+    levels = base.stem(pixel_values, base.config.cell_grids(tuple(pixel_values.shape[-2:])))
+    logits = base.placement.forecast(levels[-1])
+    attention = logits.flatten(1).softmax(1).view_as(logits)
+    for worth in worth_of(base.placement.rule, levels[-1], base.placement.patch_size, len(levels), attention):
+        found.append(torch.minimum(worth, split_in_four(found[-1])) if found else worth)
+    return torch.cat([worth.flatten(1) for worth in found], dim=1).sort(dim=1, descending=True).values
+
+
+def measure_looks(arguments):
+    """Numbers of tokens that differ between images, beside one for all."""
+    student, processor = load_image_classifier(arguments.student, "cpu")
+    student = student.float().eval()
+    counts = [student.config.round_tokens(count) for count in arguments.tokens]
+    pixels, labels = test_pixels(arguments, ImageFormat.from_processor(processor))
+    teacher, _ = load_image_classifier(arguments.teacher, "cpu")
+    anatomy, forecast = read_anatomy(teacher, pair(student.config.image_size)), student.base_model.placement.forecast
+    worths, thresholds, rows = functools.partial(worths_of_splits, student), None, {}
+    for view in VIEWS:
+        calls = {count: functools.partial(logits_of, student, count) for count in counts}
+        logits = {count: ask(arguments, call, processor, pixels[view]) for count, call in calls.items()}
+        worth = ask(arguments, worths, processor, pixels[view])
+        # Half of the photographs have more splits that are worth as much.
+        base = math.prod(student.config.cell_grids()[0])
+        thresholds = thresholds or [worth[:, (count - base) // 3].median().item() for count in counts[1:-1]]
+        found = [("one number", count, each.argmax(1), torch.tensor([count])) for count, each in logits.items()]
+        found += [("worth", each, *split_where_worth(logits, worth, each, base)) for each in thresholds]
+        looks = {count: logits[count] for count in (counts[1], counts[-1])}
+        for confidence in (0.3, 0.5, 0.7):
+            classes, numbers = stop_when_sure(looks, confidence)
+            found.append(("confidence", confidence, classes, torch.tensor([*looks]).cumsum(0)[numbers - 1]))
+        student.base_model.placement.forecast = TeacherAttention(anatomy)
+        for count in counts[1:3]:
+            classes = ask(arguments, calls[count], processor, pixels[view]).argmax(1)
+            found.append(("teacher's attention", count, classes, torch.tensor([count])))
+        student.base_model.placement.forecast = forecast
+        for choice, number, classes, tokens in found:
+            row = rows.setdefault((choice, number), {"choice": choice, "number": number})
+            row[view] = (classes == labels).float().mean().item()
+            row[f"{view}: tokens"] = tokens.float().mean().item()
+        print(format_table([*rows.values()]), flush=True)
+    settings = {"images": len(labels), "canvas": CANVAS, "precision": arguments.mixed_precision}
+    write_table(arguments.results_dir / "content_placement_looks.json", settings, [*rows.values()])
+
+
+def split_where_worth(
+    logits: dict[int, torch.Tensor], worths: torch.Tensor, threshold: float, base: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels and tokens, `(images,)` int64 each, if cells are split whose split is worth a threshold; rounded up to
+    the counts that there are logits of."""
+    counts = torch.tensor([*logits])
+    needed = base + 3 * (worths >= threshold).sum(1)
+    number = (needed.unsqueeze(1) > counts).sum(1).clamp(max=len(counts) - 1)
+    labels = torch.stack([each.argmax(1) for each in logits.values()], dim=1)
+    return labels.gather(1, number.unsqueeze(1)).squeeze(1), counts[number]
+
+
 def train_students(arguments):
     """One run after another, each measured when it is done."""
     for seed in arguments.seeds:
@@ -315,6 +398,8 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
         *("--learning-rate", str(arguments.learning_rate), "--batch-size", str(arguments.batch_size)),
         *("--inherited-learning-rate", str(arguments.inherited_learning_rate), "--seed", str(seed)),
         *("--mixed-precision", arguments.mixed_precision, "--num-workers", str(arguments.num_workers)),
+        # All students of a seed see the same views.
+        *("--teacher-cache", str(arguments.runs_dir / f"{arguments.name}-teacher-seed{seed}")),
         *(("--config-overrides", f"placement_random_share={arguments.random_share}") if content else ()),
     ]
     run_recipe(bootstrap, folder, argv)
@@ -421,6 +506,7 @@ COMMANDS = {
     "table": (make_table, []),
     "speed": (measure_speed, ["teacher"]),
     "larger": (measure_larger, ["teacher", "student", "test", "backgrounds"]),
+    "looks": (measure_looks, ["teacher", "student", "test", "backgrounds"]),
     "picture": (draw_picture, ["test"]),
 }
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .attention import measure_attention as measure_attention
     from .common.macs import count_context_broadcast as count_context_broadcast
     from .common.macs import count_macs as count_macs
+    from .common.packing import pack_linear_layers as pack_linear_layers
     from .configuration.configuration_agent_cnn import AgentCNNConfig as AgentCNNConfig
     from .configuration.configuration_bootstrapped_vit import BootstrappedViTConfig as BootstrappedViTConfig
     from .configuration.configuration_convmixer import ConvMixerConfig as ConvMixerConfig

@@ -20,6 +20,7 @@ from .common.comparison import ImageSide, macs_if_countable, using_tokens
 from .common.files import read_json, whole_folder
 from .common.loading import choose_device, load_pretrained, split_revision
 from .common.macs import count_macs
+from .common.packing import PackedLinear, pack_linear_layers
 from .common.speed import images_per_second
 from .common.tables import format_table
 from .contenders import load_teacher
@@ -92,6 +93,7 @@ def main(argv: list[str] | None = None) -> None:
             "dtype": arguments.dtype,
             "batch_size": arguments.batch_size,
             "threads": torch.get_num_threads(),
+            "packed": any(isinstance(module, PackedLinear) for module in model.modules()),
         }
         if not arguments.json:
             print(f"{format_table(rows)}\n\n{describe(settings)}")
@@ -172,7 +174,7 @@ def measure_counts(
     """What a model costs with each number of tokens, in increasing order, and before them its teacher.
 
     Args:
-        model (`PreTrainedModel`): In evaluation mode; it is cast, as the teacher is.
+        model (`PreTrainedModel`): In evaluation mode; it is cast and packed, as the teacher is.
         teacher (`Anatomy`, *optional*): Of the teacher.
         batch_size (`int`), dtype (`torch.dtype`), device (`str`), rounds (`int`): How it is measured.
 
@@ -194,13 +196,13 @@ def measure_counts(
         whole = ImageSide(teacher).eval()
         macs = macs_if_countable(whole, teacher.image_size)
         add("teacher", teacher.num_patches, macs, whole, 3, teacher.image_size)
-        teacher.source.to(dtype)
+        pack_linear_layers(teacher.source.to(dtype))
     for count in getattr(vision.config, "trained_token_counts", [None]):
         run = vision if count is None else functools.partial(vision, num_tokens=count)
         with nullcontext() if count is None else using_tokens(vision, count):
             macs = count_macs(vision, tuple(size), channels).macs_with_attention
         add("student" if teacher else "model", count, macs, run, channels, size)
-    vision.to(dtype)
+    pack_linear_layers(vision.to(dtype))
     # Each is given images of its own size.
     speeds = images_per_second(calls, torch.empty(batch_size, device=device), rounds)
     for index, row in enumerate(rows):
@@ -291,9 +293,11 @@ def describe(settings: dict[str, object]) -> str:
     count = settings["threads"]
     threads = f", {count} thread{'' if count == 1 else 's'}" if settings["device"] == "cpu" else ""
     scores = f" Accuracy or alignment is what the training noted, on {settings['scored_on']}."
+    packed = " Linear layers are packed, as in frugalvit.Embedder." if settings["packed"] else ""
     return (
         f"On {settings['device']}{threads} in {settings['dtype']}, batches of {settings['batch_size']}; num_tokens "
-        f"counts latent tokens or patches, neither [CLS] nor registers.{scores if settings['scored_on'] else ''}"
+        f"counts latent tokens or patches, neither [CLS] nor registers."
+        f"{packed}{scores if settings['scored_on'] else ''}"
     )
 
 

@@ -24,7 +24,6 @@ COMMANDS = {
     "bootstrap": ("frugalvit.training.bootstrap", "turn a ViT into a SparseFormer with fewer tokens, without labels"),
     "train": ("frugalvit.training.train", "train an image classifier from scratch"),
     "joint": ("frugalvit.training.joint", "train a ViT together with a convolutional agent"),
-    "contrastive": ("frugalvit.training.contrastive", "train a small CLIP from labeled images"),
     "segment": ("frugalvit.training.segment", "fine-tune a model for semantic segmentation"),
     "benchmark": ("frugalvit.benchmark", "measure images a second of models, side by side"),
     "budget": ("frugalvit.budget", "measure each number of a model's tokens, name the largest within a budget"),

@@ -23,6 +23,7 @@ from .common.exported import ExportedModule
 from .common.folders import image_files, parquet_files, say_unread
 from .common.loading import load_image_classifier
 from .common.metrics import check_scores
+from .common.packing import pack_linear_layers
 from .common.reading import Reader, read_ahead, share_read
 from .common.tables import printable
 from .common.views import prepare_images, restore_images
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         )
 
     confidence = choose_tokens(model, arguments.num_tokens, arguments.confidence)
+    pack_linear_layers(model)
 
     reader = Reader(image_processor, share_read(model), arguments.exact)
 

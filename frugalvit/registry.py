@@ -87,6 +87,7 @@ FUNCTIONS = {
     "measure_attention": "frugalvit.attention",
     "mimetic_init_": "frugalvit.modeling.initialization",
     "OpenClipVisual": "frugalvit.modeling.open_clip_adapter",
+    "pack_linear_layers": "frugalvit.common.packing",
     "read_anatomy": "frugalvit.modeling.hosts",
     "remove_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
     "SegmentationArguments": "frugalvit.training.segment",

@@ -49,7 +49,6 @@ TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 IMAGES = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
 WORDS = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", "a", "photo", "of", "cat", "dog"]
 RUN = "--epochs 1 --batch-size 4 --num-workers 0 --mixed-precision no --output {output}"
-TINY = ",".join(f"{name}={value}" for name, value in TOWER.items())
 JOINT = "hidden_size=36,num_hidden_layers=2,intermediate_size=48,patch_size=8"
 
 TRAIN = f"train --model {{vit}} --dataset {{photos}} {RUN}"
@@ -103,7 +102,6 @@ COMMANDS = [
     f"bootstrap --teacher {{vit}} --dataset {{photos}} --no-compare {RUN}",
     f"joint --vit {JOINT},image_size=32 --agent {JOINT} --dataset {{photos}} {RUN}",
     SEGMENT,
-    f"contrastive --dataset {{photos}} --vision {TINY},image_size=32,patch_size=8 --text {TINY} {RUN}",
     f"align-llava --model {{llava}} --vision-model {{tower}} --dataset {{conversations}} {RUN}",
 ]
 # It is given no checkpoint of SparseFormer's authors and refuses what it is given.

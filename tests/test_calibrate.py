@@ -4,13 +4,14 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
-from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path
-from frugalvit.calibrate import MARK
-from frugalvit.calibrate import calibrate as find_confidence
+from frugalvit import Embedder, SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path
+from frugalvit.calibrate import MARK, CosinePromise, LabelPromise
 from frugalvit.cli import main
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
@@ -211,6 +212,8 @@ def test_calibrations_that_make_no_sense(fields, message):
         (["--disagreement", "2"], "got '2', expected a number above 0 and below 1"),
         (["--token-counts", "16", "4"], "expected two or more, each larger than the one before"),
         (["--token-counts", "4", "9"], "--token-counts ends with 9, expected 16"),
+        (["--cosine", "1"], "got '1', expected a number above 0 and below 1"),
+        (["--cosine", "0.9", "--teacher", str(checkpoint_path("cifar10-vit"))], "--teacher: its embeddings have"),
         (["--token-counts", "4", "17"], "`num_tokens` is 17, expected 1 to 16"),
         (["--model", "cifar10-sparseformer"], "needs a model for several counts"),
         (["--model", "cifar10-vit"], "is for SparseFormers"),
@@ -234,7 +237,40 @@ def test_a_calibration_that_saves_nothing_is_refused(folder):
     model = SparseFormerForImageClassification.from_pretrained(folder).eval()
     logits = {count: torch.randn(200, 10, generator=torch.Generator().manual_seed(count)) for count in (4, 16)}
     with pytest.raises(ValueError, match="all looks together would cost 1.* times as much as 16 tokens alone"):
-        find_confidence(model, logits, logits[16].argmax(1), 0.02, 0.95, "16 tokens")
+        LabelPromise(0.02, 0.95).find(model, logits, logits[16].argmax(1), "16 tokens")
+
+
+def test_the_fewest_tokens_embed_nearly_as_all_do(folder, images, tmp_path, capsys):
+    """What is promised is so on the images that it was found on, of fewer tokens it is not; the folder computes with
+    what was found, and its card says it."""
+    paths = sorted(images.iterdir())
+    found = {count: np.stack([*Embedder(folder, num_tokens=count, device="cpu")(paths)]) for count in (4, 9, 16)}
+    cosines = {count: F.cosine_similarity(*map(torch.from_numpy, (each, found[16]))) for count, each in found.items()}
+    # So many images may be farther: of 9 tokens, no more are.
+    allowed = most_wrong(48, 0.1, 0.8)
+    least = cosines[9].sort().values[allowed].item() - 1e-4
+    assert (cosines[9] < least).sum() <= allowed < (cosines[4] < least).sum()
+    output = tmp_path / "calibrated"
+    report = calibrate(folder, images, "--cosine", least, "--output", output, capsys=capsys)
+    assert report["num_tokens"] == 9 and report["saved"] > 1.2
+    for count, mean in report["cosines"].items():
+        assert mean == pytest.approx(cosines[int(count)].mean().item(), abs=1e-4)
+    model = SparseFormerForImageClassification.from_pretrained(output)
+    assert model.config.default_num_tokens == 9 and model.config.calibration is None
+    embeddings = np.stack([*Embedder(output, device="cpu")(paths)])
+    np.testing.assert_allclose(embeddings, found[9], rtol=1e-4, atol=1e-5)
+    card = (output / "README.md").read_text()
+    assert f"{MARK} With 9 tokens" in card and f"whose cosine with that of 16 tokens is below {least:g}" in card
+    # Its teacher's embeddings count, which are its own here.
+    again = calibrate(folder, images, "--cosine", least, "--teacher", folder, capsys=capsys)
+    assert again["calibration"]["reference"] == "its teacher" and again["cosines"] == report["cosines"]
+
+
+def test_not_even_all_tokens_may_be_enough(folder):
+    model = SparseFormerForImageClassification.from_pretrained(folder).eval()
+    embeddings = {count: torch.randn(200, 8, generator=torch.Generator().manual_seed(count)) for count in (4, 16)}
+    with pytest.raises(ValueError, match="With all tokens, the embeddings of .* have a cosine below 0.9"):
+        CosinePromise(0.02, 0.95, 0.9).find(model, embeddings, torch.ones(200, 8), "its teacher")
 
 
 def test_an_uncalibrated_model_says_so(folder, images, capsys):

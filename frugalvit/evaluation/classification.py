@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..common.exported import ExportedModule
 from ..common.loading import load_image_classifier
 from ..common.metrics import evaluate_classifier
+from ..common.packing import pack_linear_layers
 from ..common.reading import Reader, share_read
 from ..common.views import ImageFormat
 from ..tokens import Adaptive, choose_tokens
@@ -21,6 +22,7 @@ from .robustness import fgsm, occlude_center
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     images, split = images_to_evaluate(arguments)
     model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
+    pack_linear_layers(model)
     confidence = choose_tokens(model, arguments.num_tokens, arguments.confidence)
     conditions = {"protocol": arguments.protocol}
     if arguments.attack:

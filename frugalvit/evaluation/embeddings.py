@@ -17,6 +17,7 @@ from ..common.exported import ExportedModule, is_exported
 from ..common.labels import check_labels, class_names, label_numbers
 from ..common.loading import load_exported, load_image_processor, load_vision_model
 from ..common.metrics import check_scores
+from ..common.packing import pack_linear_layers
 from ..common.reading import Reader, share_read
 from ..common.splits import hold_back
 from ..common.views import EvalView, ImageFormat, size_made_by
@@ -281,6 +282,7 @@ def evaluate_features(
     else:
         model, image_processor = load_vision_model(arguments.model, arguments.device, arguments.trust_remote_code)
         device = next(model.parameters()).device
+        pack_linear_layers(model)
     embed = image_embedder(model, size_made_by(image_processor))
     reader = Reader(image_maker(image_processor), share_read(model), arguments.exact)
     options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "skip_corrupt")}

@@ -16,9 +16,10 @@ def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit calibrate",
         description="Find from which confidence on few tokens suffice: at most so many images are to get another "
-        "label than from the most tokens, or from the teacher. Takes photographs without labels, of the kind that the "
-        "model is going to see; of others, nothing is promised. `classify_adaptively()` uses what was found, and "
-        "predict and evaluate do with --confidence calibrated.",
+        "label than from the most tokens, or from the teacher. Or, with --cosine, with how few tokens all images have "
+        "nearly the same embedding. Takes photographs without labels, of the kind that the model is going to see; of "
+        "others, nothing is promised. `classify_adaptively()` uses the confidence that was found, and predict and "
+        "evaluate do with --confidence calibrated.",
     )
     add_model_argument(parser, "a SparseFormer for several numbers of tokens: one that ships, a folder or a hub id")
     parser.add_argument(
@@ -36,7 +37,13 @@ def make_parser() -> CommandParser:
         "--disagreement",
         type=between,
         default=0.02,
-        help="largest share of images that get another label (default: %(default)s)",
+        help="largest share of images that get another label, or an embedding farther than --cosine (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--cosine",
+        type=between,
+        help="promise embeddings instead of labels: from this cosine on with that from the most tokens, two agree",
     )
     parser.add_argument("--certainty", type=between, default=0.95, help="of the promise (default: %(default)s)")
     parser.add_argument(
@@ -44,12 +51,13 @@ def make_parser() -> CommandParser:
         nargs="+",
         type=positive,
         metavar="COUNT",
-        help="looks, one after the other until an image is sure (default: the fewest tokens, then the most)",
+        help="looks, one after the other until an image is sure; with --cosine, those to choose from (default: the "
+        "fewest tokens, then the most; with --cosine, all that the model is made for)",
     )
     parser.add_argument(
         "--teacher",
         metavar="TEACHER",
-        help="folder or hub id of the classifier whose labels count (default: those from the most tokens)",
+        help="folder or hub id of the model whose labels or embeddings count (default: those from the most tokens)",
     )
     add_reading_arguments(parser)
     add_exact_argument(parser)

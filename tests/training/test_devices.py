@@ -36,7 +36,6 @@ if not hasattr(fake_tensor, "FakeTensorDeviceMismatchError"):
 VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
 SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
 SIZES = "hidden_size=36,num_hidden_layers=2,intermediate_size=48,patch_size=8"
-TOWER = "num_hidden_layers=2,num_attention_heads=2,hidden_size=32,intermediate_size=64"
 
 
 @pytest.fixture
@@ -109,7 +108,6 @@ def test_what_a_device_refuses(device):
         ("train", {"config_overrides": VIT, "mixup": 0.8, "cutmix": 1}),
         ("train", {"config_overrides": VIT, "optimizer": "muon", "mixed_precision": "no"}),
         ("joint", {"vit": f"{SIZES},image_size=32", "agent": SIZES}),
-        ("contrastive", {"vision": f"{TOWER},image_size=32,patch_size=8", "text": TOWER, "projection_dim": 16}),
     ],
 )
 def test_recipe(recipe, options, run):

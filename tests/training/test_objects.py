@@ -27,7 +27,7 @@ from frugalvit import (
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.modeling.layers import divergence
-from frugalvit.training import align_llava, contrastive, joint, segment, train, trainer
+from frugalvit.training import align_llava, joint, segment, train, trainer
 from frugalvit.training import bootstrap as recipe
 from frugalvit.training.losses import Targets
 
@@ -268,7 +268,7 @@ def test_a_classifier_is_trained_as_by_the_command(images, held_back, tmp_path):
     assert_equal(weights(tmp_path / "out"), weights(tmp_path / "command"))
 
 
-@pytest.mark.parametrize("module", [recipe, train, joint, segment, align_llava, contrastive])
+@pytest.mark.parametrize("module", [recipe, train, joint, segment, align_llava])
 def test_commands_are_short(module):
     """A recipe is its trainer; its command parses, trains and says what came out."""
     assert len(inspect.getsource(module.main).splitlines()) < 40

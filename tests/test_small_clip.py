@@ -1,6 +1,10 @@
-"""The recipe for small CLIPs on a few embedded images."""
+"""Small CLIPs of benchmarks/, on a few embedded images."""
 
+import importlib
 import json
+import sys
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,15 +12,17 @@ from huggingface_hub import ModelCard
 from transformers import AutoModel, AutoProcessor, CLIPModel, CLIPProcessor
 
 from frugalvit.cli import main
-from frugalvit.training import contrastive
-from frugalvit.training.options.contrastive import SENTENCES
+
+
+with patch.object(sys, "path", [str(Path(__file__).resolve().parents[1] / "benchmarks"), *sys.path]):
+    small_clip = importlib.import_module("small_clip")
 
 
 TINY = "num_hidden_layers=2,num_attention_heads=2,hidden_size=32,intermediate_size=64"
 
 
 def run(output_dir, *arguments):
-    contrastive.main(
+    small_clip.main(
         [
             *("--output", str(output_dir), "--train-split", "train[:512]", "--eval-split", "test[:128]"),
             *("--vision", f"{TINY},image_size=32,patch_size=8", "--text", TINY, "--projection-dim", "16"),
@@ -40,7 +46,7 @@ def test_trains_a_clip_that_evaluates_alike_everywhere(tmp_path):
     assert card.data.pipeline_tag == "zero-shot-image-classification"
     assert f"{results['best']['accuracy']:.2%}" in card.text
 
-    (tmp_path / "sentences.txt").write_text("\n".join(SENTENCES), encoding="utf-8")
+    (tmp_path / "sentences.txt").write_text("\n".join(small_clip.SENTENCES), encoding="utf-8")
     arguments = ["--templates", str(tmp_path / "sentences.txt"), "--output", str(tmp_path / "out.json")]
     assert main(["evaluate", "zero-shot", "--model", str(tmp_path / "out"), "--limit", "128", *arguments]) == 0
     evaluated = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
@@ -48,7 +54,7 @@ def test_trains_a_clip_that_evaluates_alike_everywhere(tmp_path):
 
 
 def test_images_of_a_class_are_not_pushed_from_its_sentences(tmp_path, monkeypatch):
-    compute_loss, pairs = contrastive.ContrastiveTrainer.compute_loss, []
+    compute_loss, pairs = small_clip.ContrastiveTrainer.compute_loss, []
 
     def watch(self, model, inputs, **options):
         loss = compute_loss(self, model, inputs, **options)
@@ -57,7 +63,7 @@ def test_images_of_a_class_are_not_pushed_from_its_sentences(tmp_path, monkeypat
             pairs.append((loss.item(), expected_loss(model, inputs)))
         return loss
 
-    monkeypatch.setattr(contrastive.ContrastiveTrainer, "compute_loss", watch)
+    monkeypatch.setattr(small_clip.ContrastiveTrainer, "compute_loss", watch)
     run(tmp_path / "out", "--epochs", "1", "--sentences", "a {}")
     assert pairs[0][0] == pytest.approx(pairs[0][1], rel=1e-4)
 
@@ -66,7 +72,7 @@ def test_images_of_a_class_are_not_pushed_from_its_sentences(tmp_path, monkeypat
 def expected_loss(model, batch) -> float:
     """Every image's mean surprise at the sentences of its class, and every sentence's at the images."""
     names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-    ids = contrastive.word_tokenizer([f"a {name}" for name in names])([f"a {name}" for name in names])["input_ids"]
+    ids = small_clip.word_tokenizer([f"a {name}" for name in names])([f"a {name}" for name in names])["input_ids"]
     texts = torch.tensor(ids)[batch["labels"]]
     logits = model(input_ids=texts, pixel_values=batch["pixel_values"]).logits_per_image
     same = batch["labels"][:, None] == batch["labels"]

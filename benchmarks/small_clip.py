@@ -1,6 +1,6 @@
 """Train a small CLIP from labeled images: an image's captions are sentences about its class.
 
-    accelerate launch -m frugalvit.training.contrastive --output OUT --vision hidden_size=192,… --text …
+    accelerate launch benchmarks/small_clip.py --output OUT --vision hidden_size=192,… --text …
 
 Images and sentences of one class are each other's positives (Yang et al. 2022, UniCL): of two images of a class in a
 batch, neither is a wrong match of the other's sentence. Several processes compare images with their own share of the
@@ -16,20 +16,59 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, PreTrainedTokenizerFast
 
-from ..common.labels import class_names
-from ..common.metrics import TopKAccuracy
-from ..common.splits import load_splits
-from ..common.views import CAPTION, EvalView, ImageFormat, random_seed
-from .components.arguments import OptimizerArguments, run_as_program
-from .components.augmentation import SmallDataView
-from .components.cards import count_measured, name_images, say_license
-from .components.checkpoints import TrainingState
-from .components.images import labeled_images
-from .components.models import read_values
-from .components.optimizers import optimizer_with_schedule
-from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
-from .options.contrastive import PROG, ClipArguments, parse
-from .trainer import RecipeTrainer
+from frugalvit.common.labels import class_names
+from frugalvit.common.metrics import TopKAccuracy
+from frugalvit.common.splits import load_splits
+from frugalvit.common.views import CAPTION, EvalView, ImageFormat, random_seed
+from frugalvit.training.components.arguments import (
+    ArgumentParser,
+    DataArguments,
+    OptimizerArguments,
+    RunArguments,
+    argument,
+    check,
+    check_at_least,
+    run_as_program,
+)
+from frugalvit.training.components.augmentation import SmallDataView
+from frugalvit.training.components.cards import count_measured, name_images, say_license
+from frugalvit.training.components.checkpoints import TrainingState
+from frugalvit.training.components.images import labeled_images
+from frugalvit.training.components.models import read_values
+from frugalvit.training.components.optimizers import optimizer_with_schedule
+from frugalvit.training.components.runs import RecipeTrainingArguments, recipe_arguments, start_run
+from frugalvit.training.trainer import RecipeTrainer
+
+
+PROG = "benchmarks/small_clip.py"
+SENTENCES = [
+    "a photo of a {} .",
+    "a small photo of a {} .",
+    "a blurry photo of the {} .",
+    "a picture of one {} .",
+    "this is a {} .",
+    "there is a {} in this image .",
+    "the {} .",
+    "a {} .",
+]
+
+
+@dataclass
+class ClipArguments:
+    """What to train."""
+
+    vision: str = argument("", "Fields of CLIPVisionConfig, for example image_size=32,patch_size=4,hidden_size=192.")
+    text: str = argument("", "Fields of CLIPTextConfig, for example hidden_size=128,num_hidden_layers=2.")
+    projection_dim: int = argument(128, "Width of the space in which both sides meet.")
+    sentences: list[str] = argument(SENTENCES, "Sentences with {} where the name of a class goes.")
+
+    def __post_init__(self):
+        check_at_least(self, 1, "projection_dim")
+        for sentence in self.sentences:
+            check(sentence, sentence.count("{}") == 1, "sentences", "sentences with one {} in each")
+
+
+GROUPS = [ClipArguments, DataArguments, OptimizerArguments, RunArguments]
 
 
 @dataclass
@@ -104,7 +143,8 @@ class ContrastiveTrainer(RecipeTrainer):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe with a command line's arguments."""
-    trainer = make_trainer(parse(argv), argv)
+    about = "Train a small CLIP from labeled images: an image's captions are sentences about its class."
+    trainer = make_trainer(ArgumentParser(GROUPS, PROG, about).parse(argv), argv)
     trainer.train()
     trainer.say_result("accuracy")
     return 0

@@ -1,0 +1,69 @@
+"""One photograph at a time, and few: images a second of a student with packed linear layers and without.
+
+    python benchmarks/one_at_a_time.py
+
+The shipped `caltech101-vit` and its student with several numbers of tokens compute batches of 1, 8 and 32 images, in
+float32 and bfloat16, as PyTorch has them and with `pack_linear_layers`, which `Embedder` and `Classifier` use. All
+take turns. "Times" are over the teacher as PyTorch has it, which a user has now, and over the packed teacher; beside
+them stands how many times fewer multiply-accumulates there are. Writes one_at_a_time.json.
+"""
+
+import argparse
+import copy
+import functools
+
+import torch
+
+from frugalvit import checkpoint_path, count_macs
+from frugalvit.common.command_line import CommandParser, positive
+from frugalvit.common.comparison import using_tokens
+from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.packing import pack_linear_layers
+from frugalvit.common.speed import images_per_second
+from frugalvit.common.tables import format_table
+from shared import add_results_argument, write_table
+
+
+TEACHER, STUDENT = "caltech101-vit", "caltech101-sparseformer"
+SIZE = 224
+
+
+def main():
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[64, 36, 16, 9], help="default: 64 36 16 9")
+    parser.add_argument("--batch-sizes", type=positive, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
+    parser.add_argument("--seconds", type=positive, default=20, help="of each batch size (default: %(default)s)")
+    add_results_argument(parser)
+    arguments = parser.parse_args()
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = [load_image_classifier(checkpoint_path(name), "cpu")[0].to(dtype) for name in (TEACHER, STUDENT)]
+        packed = copy.deepcopy(plain)
+        layers = sum(map(pack_linear_layers, packed))
+        for batch_size in arguments.batch_sizes:
+            calls, macs = {}, {}
+            for kind, (teacher, student) in {"plain": plain, "packed": packed}.items():
+                calls[kind, None], macs[None] = teacher, count_macs(plain[0], SIZE).macs_with_attention
+                for count in arguments.tokens:
+                    calls[kind, count] = functools.partial(student, num_tokens=count)
+                    with using_tokens(plain[1], count):
+                        macs[count] = count_macs(plain[1], SIZE).macs_with_attention
+            images = torch.randn(batch_size, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
+            speeds = images_per_second(calls, images, rounds=100, limit=arguments.seconds)
+            rows += [
+                {
+                    **{"dtype": str(dtype).removeprefix("torch."), "batch_size": batch_size, "layers": kind},
+                    **{"tokens": count or "teacher", "images_per_second": speed},
+                    "times_plain_teacher": speed / speeds["plain", None],
+                    "times_packed_teacher": speed / speeds["packed", None],
+                    "times_fewer_macs": macs[None] / macs[count],
+                }
+                for (kind, count), speed in speeds.items()
+            ]
+            print(format_table(rows[-len(speeds) :]), flush=True)
+    settings = {"packed_layers": layers, "seconds": arguments.seconds, "threads": torch.get_num_threads()}
+    write_table(arguments.results_dir / "one_at_a_time.json", settings, rows)
+
+
+if __name__ == "__main__":
+    main()
