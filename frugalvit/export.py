@@ -76,7 +76,8 @@ def main(argv: list[str] | None = None) -> None:
         check_license(arguments.license)
 
     # What costs little is checked before the model is loaded.
-    check_format(arguments.format, arguments.precision, arguments.num_tokens == ALL, arguments.any_size)
+    several = arguments.num_tokens is not None and (ALL in arguments.num_tokens or len(arguments.num_tokens) > 1)
+    check_format(arguments.format, arguments.precision, several, arguments.any_size)
     if arguments.page:
         check_page(arguments.format, arguments.onnxruntime_web)
     report = export_model(arguments)
@@ -239,14 +240,19 @@ def choose_token_counts(model: PreTrainedModel, arguments: argparse.Namespace) -
     Raises:
         ValueError: if the model has no such number, or is for no several of them.
     """
-    config = vision_config_of(model.config)
-    counts = getattr(config, "elastic_token_counts", None) or ()
-    if arguments.num_tokens == ALL or (arguments.page and arguments.num_tokens is None and len(counts) > 1):
-        check_elastic(image_side(model), f"--num-tokens {ALL}")
-        return tuple(counts)
-    if arguments.num_tokens is not None:
-        choose_tokens(model, arguments.num_tokens, None)
-    return ()
+    counts = getattr(vision_config_of(model.config), "elastic_token_counts", None) or ()
+    asked = arguments.num_tokens or ([ALL] if arguments.page and len(counts) > 1 else [])
+    if len(asked) == 1 and ALL not in asked:
+        choose_tokens(model, asked[0], None)
+    if len(asked) < 2 and ALL not in asked:
+        return ()
+    check_elastic(image_side(model), f"--num-tokens {' '.join(map(str, asked))}")
+    if others := [count for count in asked if count not in (ALL, *counts)]:
+        raise ValueError(
+            f"--num-tokens {others[0]}: a program for several numbers takes those that the model is made for: "
+            f"{', '.join(map(str, counts))}."
+        )
+    return tuple(counts) if ALL in asked else tuple(sorted({*asked}))
 
 
 def with_token_counts(part: Part, batches: Iterable[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:

@@ -289,6 +289,11 @@ def resize_table(values: torch.Tensor, grid: tuple[int, int], new: tuple[int, in
     return resized.squeeze(0).permute(1, 2, 0).flatten(0, 1).to(values)
 
 
+def place_among(counts: Sequence[int], number: torch.Tensor) -> torch.Tensor:
+    """The place, `()`, of the largest of increasing counts that is not above a number, `()`, else of the smallest."""
+    return (torch.tensor(counts, device=number.device) <= number).sum().sub(1).clamp(min=0)
+
+
 class SparseFormerLatents(nn.Module):
     """The learned tokens and RoIs that every image starts from, and what joins them before the cortex: [CLS] and
     registers."""
@@ -1091,7 +1096,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         """
         config, device = self.config, num_tokens.device
         counts = config.trained_token_counts
-        place = (torch.tensor(counts, device=device) <= num_tokens).sum().sub(1).clamp(min=0)
+        place = place_among(counts, num_tokens)
 
         def read(values: list[int]) -> int:
             value = torch.tensor(values, device=device)[place].item()

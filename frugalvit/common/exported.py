@@ -31,6 +31,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
+from ..modeling.modeling_sparseformer import place_among
 from .choices import EXPORT_PRECISIONS as PRECISIONS
 from .comparison import using_tokens
 from .files import forget_code, misshapen, read_json
@@ -117,8 +118,8 @@ class Part(nn.Module):
         model (`PreTrainedModel`): In evaluation mode.
         kind (`str`): "model", "image_embeds", "text_embeds" or "image_features".
         output_rois (`bool`): With `rois` and `sampling_points`.
-        token_counts (sequence of `int`): Numbers of latent tokens that the program is to take as an input, those that
-            the model is made for; none of one whose number is settled.
+        token_counts (sequence of `int`): Numbers of latent tokens that the program is to take as an input, increasing,
+            of those that the model is made for; none of one whose number is settled.
         any_size (`bool`): Whether the program is to take images of any height and width.
     """
 
@@ -154,6 +155,9 @@ class Part(nn.Module):
         attention_mask: torch.Tensor | None = None,
         num_tokens: torch.Tensor | int | None = None,
     ) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
+        if isinstance(num_tokens, torch.Tensor):
+            # The program has no other numbers than these, which were compared.
+            num_tokens = torch.tensor(self.token_counts)[place_among(self.token_counts, num_tokens)]
         with contextlib.nullcontext() if num_tokens is None else using_tokens(self.model, num_tokens):
             return self._compute(pixel_values, input_ids, attention_mask)
 
@@ -201,7 +205,7 @@ def check_format(name: str, precision: str, several_counts: bool = False, any_si
     they are asked for, or what it needs is not installed."""
     found = FORMATS[name]
     if not found.any_batch and (several_counts or any_size):
-        option = "--num-tokens all" if several_counts else "--any-size"
+        option = "--num-tokens with several numbers" if several_counts else "--any-size"
         raise ValueError(
             f"{option} is not for {name}, whose programs have the tokens and the size that they were exported with."
         )

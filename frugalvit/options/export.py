@@ -30,10 +30,11 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument(
         "--num-tokens",
+        nargs="+",
         type=count_or_all,
         metavar="COUNT",
-        help=f"latent tokens of a SparseFormer, or `{ALL}`: one program for all numbers that the model is made for, "
-        "which is an input of it (default: the model's own number; of --page all)",
+        help="latent tokens of a SparseFormer; of several numbers that the model is made for, or "
+        f"`{ALL}` of them, one program, to which the number is an input (default: the model's own; of --page all)",
     )
     parser.add_argument(
         "--any-size",
