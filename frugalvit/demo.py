@@ -24,7 +24,7 @@ from .common.loading import choose_device, load_image_classifier
 from .common.views import prepare_images, restore_images
 from .features import draw_features, feature_maps, parts
 from .options.demo import parse
-from .pictures import draw_maps
+from .pictures import draw_cells, draw_maps
 from .predict import draw_predictions, has_rois, predict
 from .resources import checkpoint_path, shipped_checkpoints
 
@@ -41,6 +41,8 @@ EXAMPLES = 8
 MAX_UPLOAD, MAX_PIXELS, CACHE_SECONDS = "20mb", 50_000_000, 3_600
 # Range of the slider until the number of a model's tokens is known.
 MAX_TOKENS = 1_024
+# Numbers that the slider's label names one by one.
+MOST_NAMED = 8
 # The page asks no other machine for its fonts.
 FONTS = ["system-ui", "sans-serif"]
 # Small images are shown large.
@@ -127,25 +129,22 @@ def build_page(
     def load(name: str):
         return load_image_classifier(folders[name], device, trust_remote_code)
 
-    def counts_of(name: str) -> list[int]:
-        """Numbers of tokens to choose from."""
-        model = load(name)[0]
-        # A program has the count that it was exported with.
-        counts = None if isinstance(model, ExportedModule) else getattr(model.config, "elastic_token_counts", None)
-        return [*(counts or ())]
-
     def offer(name: str):
-        counts = counts_of(name)
-        label = f"Tokens that look: {', '.join(map(str, counts))}"
-        return gr.update(value=counts[-1], maximum=counts[-1], label=label, visible=True) if counts else hidden
+        counts = token_counts(load(name)[0])
+        if not counts:
+            return hidden
+        numbers = ", ".join(map(str, counts)) if len(counts) <= MOST_NAMED else f"{counts[0]} to {counts[-1]}"
+        label = f"Tokens that look: {numbers}"
+        return gr.update(value=counts[-1], minimum=counts[0], maximum=counts[-1], label=label, visible=True)
 
     def show(name: str, file: str | None, num_tokens: int | None = None):
         if file is None:
             return None, *[hidden] * 3
-        # The nearest that the model is made for.
-        num_tokens = num_tokens and min(counts_of(name), key=lambda count: abs(count - num_tokens), default=None)
+        model, image_processor = load(name)
+        # The nearest that the model can have.
+        nearest = num_tokens and min(token_counts(model), key=lambda count: abs(count - num_tokens), default=None)
         try:
-            labels, *figures = look(*load(name), read_image(file, MAX_PIXELS), name, num_tokens)
+            labels, *figures = look(model, image_processor, read_image(file, MAX_PIXELS), name, nearest)
         # Decoders raise whatever a broken file leads them to.
         except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
             # Where the page keeps what it is given is nobody's concern.
@@ -177,6 +176,17 @@ def build_page(
     return page
 
 
+def token_counts(model: PreTrainedModel) -> list[int]:
+    """Numbers of tokens to choose from: those that a model is made for and, of trees, which grow by three with each
+    cell that is split, all between them."""
+    if isinstance(model, ExportedModule):
+        return model.token_counts
+    counts = getattr(model.config, "elastic_token_counts", None)
+    if counts and model.config.placement == "content":
+        counts = range(counts[0], counts[-1] + 1, 3)
+    return [*(counts or ())]
+
+
 def look(
     model: PreTrainedModel, image_processor, image: Image.Image, name: str = "", num_tokens: int | None = None
 ) -> tuple[dict[str, float], Figure | None, Figure | None, Figure | None]:
@@ -201,7 +211,10 @@ def look(
     seen = restore_images(image_processor, pixel_values)
     rois = features = attention = None
     if has_rois(model):
-        rois = draw_predictions([prediction], all_steps=True)
+        if getattr(model.config, "placement", None) == "content":
+            rois = draw_cells(prediction.view, prediction.rois[-1])
+        else:
+            rois = draw_predictions([prediction], all_steps=True)
     if isinstance(model, ExportedModule):
         # A program tells nothing of what is inside.
         return dict(prediction.labels), rois, None, None

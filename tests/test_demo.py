@@ -24,6 +24,11 @@ from frugalvit.common.loading import load_image_classifier
 
 
 NAMES = ("cifar10-sparseformer", "cifar10-vit-context-broadcast")
+# Models for several numbers of tokens, with random weights.
+ELASTIC = {
+    "elastic": {"elastic_token_counts": [4, 9, 16]},
+    "tree": {"elastic_token_counts": [4, 16], "placement": "content"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,8 @@ def ask(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    folders = [str(frugalvit.checkpoint_path(name)) for name in NAMES] + [save_elastic(tmp_path_factory.mktemp("m"))]
+    folders = [str(frugalvit.checkpoint_path(name)) for name in NAMES]
+    folders += [save_elastic(tmp_path_factory.mktemp("models") / name, **kind) for name, kind in ELASTIC.items()]
     command = [sys.executable, "-m", "frugalvit", "demo", *folders, "--port", str(port), "--device", "cpu"]
     log, temporary = tmp_path_factory.mktemp("demo") / "log", tmp_path_factory.mktemp("temporary")
     # What `mkdtemp` and gradio write, they write there.
@@ -51,14 +57,14 @@ def ask(tmp_path_factory):
             assert not list(temporary.iterdir())
 
 
-def save_elastic(folder) -> str:
+def save_elastic(folder, elastic_token_counts: list[int], **kind) -> str:
     config = frugalvit.SparseFormerConfig(
-        **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "elastic_token_counts": [4, 9, 16]},
-        **{"hidden_size": 32, "focusing_hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "elastic_token_counts": elastic_token_counts},
+        **{"hidden_size": 32, "focusing_hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, **kind},
     )
     torch.manual_seed(0)
-    frugalvit.SparseFormerForImageClassification(config).save_pretrained(folder / "elastic")
-    return str(folder / "elastic")
+    frugalvit.SparseFormerForImageClassification(config).save_pretrained(folder)
+    return str(folder)
 
 
 def wait_for(url: str, process: subprocess.Popen, log, seconds: float = 200):
@@ -121,6 +127,19 @@ def test_tokens_can_be_chosen(ask, image_file):
     assert np.array_equal(rois[1], rois[4]) and np.array_equal(rois[4], rois[5])
     assert np.array_equal(rois[16], rois[1024]) and not np.array_equal(rois[4], rois[16])
     assert shown[4][0] == shown[5][0] != shown[16][0]
+
+
+def test_a_tree_grows(ask, image_file, tmp_path):
+    """By three tokens a step, also between the counts that the model is made for; its cells lie over the image."""
+    shown = {tokens: picture(ask("tree", image_file, tokens=tokens)[1]) for tokens in (4, 6, 7, 16)}
+    assert np.array_equal(shown[6], shown[7])
+    assert not any(np.array_equal(shown[7], shown[tokens]) for tokens in (4, 16))
+    model, image_processor = load_image_classifier(save_elastic(tmp_path / "tree", **ELASTIC["tree"]), "cpu")
+    assert demo.token_counts(model) == [4, 7, 10, 13, 16]
+    for tokens in (4, 7):
+        _, figure, *_ = demo.look(model, image_processor, Image.open(image_file), num_tokens=tokens)
+        seen, cells = figure.axes
+        assert not seen.collections and {len(lines.get_paths()) for lines in cells.collections} == {tokens}
 
 
 def test_nothing_is_shown_without_an_image(ask):
