@@ -24,7 +24,7 @@ from .common.splits import evaluation_splits
 from .compare import sample
 from .evaluation.images import image_batches
 from .options.calibrate import parse
-from .resources import checkpoint_path, shipped_checkpoints
+from .resources import locate_model
 from .tokens import check_elastic
 
 
@@ -34,7 +34,7 @@ MARK = "**Calibrated.**"
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
-    name = str(checkpoint_path(arguments.model)) if arguments.model in shipped_checkpoints() else arguments.model
+    name = locate_model(arguments.model)
     loading = {"device": arguments.device, "trust_remote_code": arguments.trust_remote_code}
     model, image_processor = load_image_classifier(name, **loading)
     check_elastic(model, "frugalvit calibrate")

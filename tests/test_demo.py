@@ -87,7 +87,7 @@ def look(api: str, model: str, image_file: str | None, fails: bool = False, toke
 
 @pytest.fixture(scope="module")
 def image_file(tmp_path_factory) -> str:
-    return demo.example_images(tmp_path_factory.mktemp("demo"))[0][0]
+    return str(demo.example_images(tmp_path_factory.mktemp("demo") / "examples") / "0.png")
 
 
 def picture(update: dict) -> np.ndarray:
