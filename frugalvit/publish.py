@@ -126,7 +126,8 @@ def prepared(arguments: argparse.Namespace):
         raise ValueError(f"{arguments.model!r} holds {', '.join(others[:3])} besides an exported model; move it away.")
     model = None if exported else load_model(arguments.model)
     with tempfile.TemporaryDirectory() as aside:
-        with whole_folder(arguments.output or Path(aside) / "model", arguments.overwrite) as whole:
+        whole = whole_folder(arguments.output or Path(aside) / "model", arguments.overwrite)
+        with whole as whole:
             folder = whole / "model" if arguments.space else whole
             folder.mkdir(exist_ok=True)
             if not exported:

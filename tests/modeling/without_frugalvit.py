@@ -4,8 +4,8 @@
 them, and does so again with what it saved; `compute FOLDER LOADER INPUTS OUTPUTS` loads one model, computes what it
 gives for a file of inputs, saves it beside and computes again with what it saved; `process FOLDER
 OUTPUTS` prepares a prompt with an image: by the processor's own class, its call choosing 4 tokens, and by
-`LlavaProcessor`; `embed FOLDER IMAGE OUTPUTS` embeds an image by sentence-transformers. `serve` does what is asked for on standard input, each request in a fork, as imports take longer than
-most of what they are for.
+`LlavaProcessor`; `embed FOLDER IMAGE OUTPUTS` embeds an image by sentence-transformers. `serve` does what is asked for
+on standard input, each request in a fork, as imports take longer than most of what they are for.
 """
 
 import importlib.abc
