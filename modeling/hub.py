@@ -135,6 +135,18 @@ def loading_example(model: PreTrainedModel) -> str:
     return _LOADING_BY_CLASS_NAME.format(module=module, name=type(model).__name__)
 
 
+def embedding_example(model: PreTrainedModel) -> str:
+    """Lines of Python that embed with a CLIP, a backbone or a vision model by sentence-transformers, else none."""
+    searches = pipeline_tag(model) in ("image-feature-extraction", "zero-shot-image-classification")
+    if not (searches and getattr(model, "embeds", None)):
+        return ""
+    inputs = 'image, "a photo of a ship"' if "text" in model.embeds else "image"
+    return f"""from sentence_transformers import SentenceTransformer
+
+searcher = SentenceTransformer("path/or/id", trust_remote_code=True)
+embeddings = searcher.encode([{inputs}])  # for a search, with the stores of vectors that know sentence-transformers"""
+
+
 def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) -> ModelCard:
     """A card of a model: what the hub reads of it, a title and paragraphs.
 
@@ -157,7 +169,7 @@ def model_card(model: PreTrainedModel) -> ModelCard:
         *(model, type(model).__name__),
         f"A {model.config.model_type} model with {parameters:,} parameters. No measurement is noted here.",
         inspect.getdoc(type(model)) or "" if isinstance(model, HubModel) else "",
-        f"```python\n{loading_example(model)}\n```",
+        *(f"```python\n{code}\n```" for code in (loading_example(model), embedding_example(model)) if code),
     )
 
 
