@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import openai
 import pytest
 import torch
 from PIL import Image
@@ -18,6 +17,7 @@ from frugalvit import SparseFormerLlavaForConditionalGeneration, matching_proces
 from tiny import make_llava, make_processor, make_tower
 
 
+openai = pytest.importorskip("openai", reason="pip install 'frugalvit[serve]'")
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %} "
