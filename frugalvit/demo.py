@@ -32,8 +32,11 @@ from .resources import checkpoint_path, shipped_checkpoints
 TITLE = "frugalvit: vision transformers that need less"
 INTRODUCTION = (
     "Choose a model and an image, or drop in your own. SparseFormers show where their tokens look, step by step; the "
-    "other models what their layers make of the image. The shipped models know the ten classes of CIFAR-10 alone: "
-    "airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck."
+    "other models what their layers make of the image."
+)
+SHIPPED = (
+    "Models called cifar10 know ten classes alone: airplane, automobile, bird, cat, deer, dog, frog, horse, ship, "
+    "truck."
 )
 # Drawn examples: enough to choose from in one row.
 EXAMPLES = 8
@@ -68,15 +71,9 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="frugalvit-demo-") as folder:
         # Where gradio keeps what is uploaded and drawn.
         os.environ["GRADIO_TEMP_DIR"] = folder
-        page = build_page(folders, arguments.device, arguments.trust_remote_code, Path(folder))
-        page.launch(
-            server_name=arguments.host,
-            server_port=arguments.port,
-            inbrowser=arguments.open,
-            max_file_size=MAX_UPLOAD,
-            show_error=True,
-            **page_options(),
-        )
+        examples = example_images(Path(folder) / "examples")
+        page = build_page(folders, arguments.device, arguments.trust_remote_code, examples)
+        serve(page, server_name=arguments.host, server_port=arguments.port, inbrowser=arguments.open)
 
 
 def check_port(port: int | None):
@@ -108,10 +105,10 @@ def gradio():
     return gradio
 
 
-def page_options() -> dict:
-    """How the page looks; gradio takes it when the page is launched."""
+def serve(page, **where):
+    """Serve a page that `build_page` made; `where` are options of gradio's `launch`, which a Space chooses itself."""
     theme = gradio().themes.Default(font=FONTS, font_mono=["monospace"])
-    return {"theme": theme, "css": CSS}
+    page.launch(theme=theme, css=CSS, max_file_size=MAX_UPLOAD, show_error=True, **where)
 
 
 def build_page(
@@ -120,8 +117,7 @@ def build_page(
     trust_remote_code: bool = False,
     examples: Path | None = None,
 ):
-    """The page, a `gradio.Blocks`, of models by their names; it keeps images to try in the folder `examples`, if that
-    is given."""
+    """The page, a `gradio.Blocks`, of models by their names, with the images to try in the folder `examples`."""
     gr = gradio()
     hidden = gr.update(visible=False)
 
@@ -153,7 +149,8 @@ def build_page(
         return labels, *(gr.update(value=figure, visible=figure is not None) for figure in figures)
 
     with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(CACHE_SECONDS, CACHE_SECONDS)) as page:
-        gr.Markdown(f"# {TITLE}\n\n{INTRODUCTION}")
+        shipped = not folders.keys().isdisjoint(shipped_checkpoints())
+        gr.Markdown(f"# {TITLE}\n\n{INTRODUCTION}{f' {SHIPPED}' * shipped}")
         with gr.Row():
             with gr.Column():
                 model = gr.Dropdown(list(folders), value=next(iter(folders)), label="Model")
@@ -164,7 +161,7 @@ def build_page(
                 tokens = gr.Slider(1, MAX_TOKENS, MAX_TOKENS, step=1, visible=False)
             labels = gr.Label(num_top_classes=5, label="Labels")
         if examples:
-            gr.Examples(example_images(examples), image, label="Images to try")
+            gr.Examples([[str(file)] for file in sorted(examples.iterdir())], image, label="Images to try")
         figures = [
             gr.Plot(label=label, visible=False)
             for label in ("Where the tokens look", "What the layers make of it", "Attention")
@@ -267,10 +264,9 @@ def _shares_of_rois(rois: torch.Tensor, side: int = 64) -> torch.Tensor:
     return inside / inside.sum((1, 2), keepdim=True).clamp(min=1)
 
 
-def example_images(folder: Path) -> list[list[str]]:
-    """Files of embedded test images, written into a folder."""
-    folder = folder / "examples"
+def example_images(folder: Path) -> Path:
+    """A new folder with embedded test images."""
     folder.mkdir()
     for index, record in enumerate(load_images(SUBSET, f"test[:{EXAMPLES}]")):
         decode_image(record["image"], index).save(folder / f"{index}.png")
-    return [[str(file)] for file in sorted(folder.iterdir())]
+    return folder

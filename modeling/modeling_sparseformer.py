@@ -657,6 +657,8 @@ class SparseFormerPreTrainedModel(HubModel):
         "AutoModelForImageClassification": "SparseFormerForImageClassification",
         "AutoModelForSemanticSegmentation": "SparseFormerForSemanticSegmentation",
     }
+    embeds = {"image": ("forward", "pooler_output")}
+    embedding_arguments = ("num_tokens",)
     _no_split_modules = ["SparseFormerLayer", "SparseFormerLatents"]
     _keep_in_fp32_modules_strict = ["initial_rois"]
     _supports_sdpa = True
@@ -1476,6 +1478,7 @@ class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
     """
 
     loads_with = "AutoModel"
+    embeds = {"image": ("forward", "image_embeds")}
 
     def __init__(self, config: SparseFormerConfig):
         if config.projection_dim is None:
