@@ -21,7 +21,7 @@ setup(
     packages=list(PACKAGES),
     package_dir=PACKAGES,
     package_data={
-        "frugalvit": ["page/*.html"],
+        "frugalvit": ["page/*.html", "py.typed"],
         "frugalvit.training": ["cifar10/*.parquet", "cifar10/README.md", "launch/*.yaml", "recipes/*.yaml"],
         "frugalvit.checkpoints": ["*/*"],
     },

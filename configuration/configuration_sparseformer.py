@@ -840,4 +840,15 @@ def read_vision_config(value: SparseFormerConfig | dict) -> SparseFormerConfig:
     return value
 
 
+def check_feature_layers(layers: int | list[int], vision: SparseFormerConfig):
+    """Raise a ValueError unless a SparseFormer has the states that are read of it, as a LLaVA counts them."""
+    states = vision.num_hidden_layers + 1
+    for layer in [layers] if isinstance(layers, int) else layers:
+        if not -states <= layer < states:
+            raise ValueError(
+                f"`vision_feature_layer` asks for {layer}, the SparseFormer has {states} (the input of its first "
+                f"block and the output of each): {-states} to {states - 1}."
+            )
+
+
 __all__ = ["SparseFormerConfig"]

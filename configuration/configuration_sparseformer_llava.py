@@ -4,7 +4,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlavaConfig
 
 from .configuration_base import HubConfigMixin
-from .configuration_sparseformer import SparseFormerConfig, read_vision_config
+from .configuration_sparseformer import SparseFormerConfig, check_feature_layers, read_vision_config
 
 
 @strict
@@ -57,14 +57,7 @@ class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
                 '`vision_feature_select_strategy="default"` leaves out [CLS], and this SparseFormer has none; choose '
                 '"full".'
             )
-        layers = self.vision_feature_layer
-        states = vision.num_hidden_layers + 1
-        for layer in [layers] if isinstance(layers, int) else layers:
-            if not -states <= layer < states:
-                raise ValueError(
-                    f"`vision_feature_layer` asks for {layer}, the SparseFormer has {states} (the input of its first "
-                    f"block and the output of each): {-states} to {states - 1}."
-                )
+        check_feature_layers(self.vision_feature_layer, vision)
 
 
 __all__ = ["SparseFormerLlavaConfig"]

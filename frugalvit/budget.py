@@ -28,7 +28,7 @@ from .info import image_side
 from .modeling.hosts import Anatomy
 from .modeling.swap import matching_processor
 from .options.budget import parse
-from .resources import checkpoint_path, shipped_checkpoints
+from .resources import locate_model
 from .training.components.checkpoints import measured_of
 from .training.components.runs import NOT_IN_REPOSITORY
 from .validation import model_class
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     budget = budget_of(arguments)
 
     device = str(choose_device(arguments.device))
-    name = str(checkpoint_path(arguments.model)) if arguments.model in shipped_checkpoints() else arguments.model
+    name = locate_model(arguments.model)
     model = load_pretrained(name, device, False, "a model of frugalvit or Transformers", model_class)
     if arguments.output and not hasattr(model, "set_num_tokens"):
         raise ValueError(f"{arguments.model!r} is a {type(model).__name__}, whose tokens cannot be chosen.")
@@ -138,7 +138,7 @@ def find_teacher(given: str | None, source: Path, device: str) -> Anatomy | None
         ValueError: if the given teacher is no vision transformer.
     """
     if given:
-        return load_teacher(str(checkpoint_path(given)) if given in shipped_checkpoints() else given, device)[0]
+        return load_teacher(locate_model(given), device)[0]
     named = [(read_results(source).get("arguments") or {}).get("teacher")]
     if (source / "README.md").is_file():
         base = ModelCard.load(source / "README.md").data.get("base_model")

@@ -32,7 +32,7 @@ from .compare import sample
 from .evaluation.embeddings import image_embedder, image_maker
 from .evaluation.images import image_batches
 from .options.calibrate import parse
-from .resources import checkpoint_path, shipped_checkpoints
+from .resources import locate_model
 from .tokens import check_elastic
 
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     asked = arguments.disagreement, arguments.certainty
     promise = LabelPromise(*asked) if arguments.cosine is None else CosinePromise(*asked, arguments.cosine)
-    name = str(checkpoint_path(arguments.model)) if arguments.model in shipped_checkpoints() else arguments.model
+    name = locate_model(arguments.model)
     loading = {"device": arguments.device, "trust_remote_code": arguments.trust_remote_code}
     model, image_processor = promise.load(name, **loading)
     check_elastic(model, "frugalvit calibrate")

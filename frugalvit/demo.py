@@ -24,7 +24,7 @@ from .common.loading import choose_device, load_image_classifier
 from .common.views import prepare_images, restore_images
 from .features import draw_features, feature_maps, parts
 from .options.demo import parse
-from .pictures import draw_maps
+from .pictures import draw_cells, draw_maps
 from .predict import draw_predictions, has_rois, predict
 from .resources import checkpoint_path, shipped_checkpoints
 
@@ -32,8 +32,11 @@ from .resources import checkpoint_path, shipped_checkpoints
 TITLE = "frugalvit: vision transformers that need less"
 INTRODUCTION = (
     "Choose a model and an image, or drop in your own. SparseFormers show where their tokens look, step by step; the "
-    "other models what their layers make of the image. The shipped models know the ten classes of CIFAR-10 alone: "
-    "airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck."
+    "other models what their layers make of the image."
+)
+SHIPPED = (
+    "Models called cifar10 know ten classes alone: airplane, automobile, bird, cat, deer, dog, frog, horse, ship, "
+    "truck."
 )
 # Drawn examples: enough to choose from in one row.
 EXAMPLES = 8
@@ -41,6 +44,8 @@ EXAMPLES = 8
 MAX_UPLOAD, MAX_PIXELS, CACHE_SECONDS = "20mb", 50_000_000, 3_600
 # Range of the slider until the number of a model's tokens is known.
 MAX_TOKENS = 1_024
+# Numbers that the slider's label names one by one.
+MOST_NAMED = 8
 # The page asks no other machine for its fonts.
 FONTS = ["system-ui", "sans-serif"]
 # Small images are shown large.
@@ -66,15 +71,9 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="frugalvit-demo-") as folder:
         # Where gradio keeps what is uploaded and drawn.
         os.environ["GRADIO_TEMP_DIR"] = folder
-        page = build_page(folders, arguments.device, arguments.trust_remote_code, Path(folder))
-        page.launch(
-            server_name=arguments.host,
-            server_port=arguments.port,
-            inbrowser=arguments.open,
-            max_file_size=MAX_UPLOAD,
-            show_error=True,
-            **page_options(),
-        )
+        examples = example_images(Path(folder) / "examples")
+        page = build_page(folders, arguments.device, arguments.trust_remote_code, examples)
+        serve(page, server_name=arguments.host, server_port=arguments.port, inbrowser=arguments.open)
 
 
 def check_port(port: int | None):
@@ -106,10 +105,10 @@ def gradio():
     return gradio
 
 
-def page_options() -> dict:
-    """How the page looks; gradio takes it when the page is launched."""
+def serve(page, **where):
+    """Serve a page that `build_page` made; `where` are options of gradio's `launch`, which a Space chooses itself."""
     theme = gradio().themes.Default(font=FONTS, font_mono=["monospace"])
-    return {"theme": theme, "css": CSS}
+    page.launch(theme=theme, css=CSS, max_file_size=MAX_UPLOAD, show_error=True, **where)
 
 
 def build_page(
@@ -118,8 +117,7 @@ def build_page(
     trust_remote_code: bool = False,
     examples: Path | None = None,
 ):
-    """The page, a `gradio.Blocks`, of models by their names; it keeps images to try in the folder `examples`, if that
-    is given."""
+    """The page, a `gradio.Blocks`, of models by their names, with the images to try in the folder `examples`."""
     gr = gradio()
     hidden = gr.update(visible=False)
 
@@ -127,25 +125,22 @@ def build_page(
     def load(name: str):
         return load_image_classifier(folders[name], device, trust_remote_code)
 
-    def counts_of(name: str) -> list[int]:
-        """Numbers of tokens to choose from."""
-        model = load(name)[0]
-        # A program has the count that it was exported with.
-        counts = None if isinstance(model, ExportedModule) else getattr(model.config, "elastic_token_counts", None)
-        return [*(counts or ())]
-
     def offer(name: str):
-        counts = counts_of(name)
-        label = f"Tokens that look: {', '.join(map(str, counts))}"
-        return gr.update(value=counts[-1], maximum=counts[-1], label=label, visible=True) if counts else hidden
+        counts = token_counts(load(name)[0])
+        if not counts:
+            return hidden
+        numbers = ", ".join(map(str, counts)) if len(counts) <= MOST_NAMED else f"{counts[0]} to {counts[-1]}"
+        label = f"Tokens that look: {numbers}"
+        return gr.update(value=counts[-1], minimum=counts[0], maximum=counts[-1], label=label, visible=True)
 
     def show(name: str, file: str | None, num_tokens: int | None = None):
         if file is None:
             return None, *[hidden] * 3
-        # The nearest that the model is made for.
-        num_tokens = num_tokens and min(counts_of(name), key=lambda count: abs(count - num_tokens), default=None)
+        model, image_processor = load(name)
+        # The nearest that the model can have.
+        nearest = num_tokens and min(token_counts(model), key=lambda count: abs(count - num_tokens), default=None)
         try:
-            labels, *figures = look(*load(name), read_image(file, MAX_PIXELS), name, num_tokens)
+            labels, *figures = look(model, image_processor, read_image(file, MAX_PIXELS), name, nearest)
         # Decoders raise whatever a broken file leads them to.
         except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
             # Where the page keeps what it is given is nobody's concern.
@@ -154,7 +149,8 @@ def build_page(
         return labels, *(gr.update(value=figure, visible=figure is not None) for figure in figures)
 
     with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(CACHE_SECONDS, CACHE_SECONDS)) as page:
-        gr.Markdown(f"# {TITLE}\n\n{INTRODUCTION}")
+        shipped = not folders.keys().isdisjoint(shipped_checkpoints())
+        gr.Markdown(f"# {TITLE}\n\n{INTRODUCTION}{f' {SHIPPED}' * shipped}")
         with gr.Row():
             with gr.Column():
                 model = gr.Dropdown(list(folders), value=next(iter(folders)), label="Model")
@@ -165,7 +161,7 @@ def build_page(
                 tokens = gr.Slider(1, MAX_TOKENS, MAX_TOKENS, step=1, visible=False)
             labels = gr.Label(num_top_classes=5, label="Labels")
         if examples:
-            gr.Examples(example_images(examples), image, label="Images to try")
+            gr.Examples([[str(file)] for file in sorted(examples.iterdir())], image, label="Images to try")
         figures = [
             gr.Plot(label=label, visible=False)
             for label in ("Where the tokens look", "What the layers make of it", "Attention")
@@ -175,6 +171,17 @@ def build_page(
         shown = [model.change, image.change, tokens.release]
         gr.on(shown, show, [model, image, tokens], [labels, *figures], api_name="look")
     return page
+
+
+def token_counts(model: PreTrainedModel) -> list[int]:
+    """Numbers of tokens to choose from: those that a model is made for and, of trees, which grow by three with each
+    cell that is split, all between them."""
+    if isinstance(model, ExportedModule):
+        return model.token_counts
+    counts = getattr(model.config, "elastic_token_counts", None)
+    if counts and model.config.placement == "content":
+        counts = range(counts[0], counts[-1] + 1, 3)
+    return [*(counts or ())]
 
 
 def look(
@@ -201,7 +208,10 @@ def look(
     seen = restore_images(image_processor, pixel_values)
     rois = features = attention = None
     if has_rois(model):
-        rois = draw_predictions([prediction], all_steps=True)
+        if getattr(model.config, "placement", None) == "content":
+            rois = draw_cells(prediction.view, prediction.rois[-1])
+        else:
+            rois = draw_predictions([prediction], all_steps=True)
     if isinstance(model, ExportedModule):
         # A program tells nothing of what is inside.
         return dict(prediction.labels), rois, None, None
@@ -254,10 +264,9 @@ def _shares_of_rois(rois: torch.Tensor, side: int = 64) -> torch.Tensor:
     return inside / inside.sum((1, 2), keepdim=True).clamp(min=1)
 
 
-def example_images(folder: Path) -> list[list[str]]:
-    """Files of embedded test images, written into a folder."""
-    folder = folder / "examples"
+def example_images(folder: Path) -> Path:
+    """A new folder with embedded test images."""
     folder.mkdir()
     for index, record in enumerate(load_images(SUBSET, f"test[:{EXAMPLES}]")):
         decode_image(record["image"], index).save(folder / f"{index}.png")
-    return [[str(file)] for file in sorted(folder.iterdir())]
+    return folder

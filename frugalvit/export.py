@@ -1,10 +1,12 @@
 """`frugalvit export`: a model for runtimes without PyTorch, compared with the original before anything is written."""
 
 import argparse
+import functools
+import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from .common.exported import (
     check_format,
     export_parts,
     first_layer,
+    measured_of,
     modules_named,
     parts_of,
 )
@@ -36,7 +39,7 @@ from .common.metrics import check_scores
 from .common.reading import Reader
 from .common.speed import duration, images_per_second
 from .common.tables import format_table
-from .common.views import ImageFormat
+from .common.views import ImageFormat, vision_config_of
 from .compare import sample
 from .configuration.configuration_base import pair
 from .evaluation.images import image_batches, images_to_evaluate
@@ -44,9 +47,9 @@ from .evaluation.two_towers import load_tokenizer
 from .export_card import agreement_rows, speed_rows, write_card
 from .export_page import check_page, write_page
 from .info import image_side
-from .options.export import parse
+from .options.export import ALL, parse
 from .predict import has_rois
-from .tokens import choose_tokens
+from .tokens import check_elastic, choose_tokens
 from .validation import load_model
 from .version import __version__
 
@@ -60,6 +63,8 @@ ROUNDS, SECONDS = 10, 10
 # How many times longer than counting multiply-accumulates exporting takes, roughly: 40 to 115 times, 49 to 79 and 12
 # to 26 with shipped models and a ViT-B; of ExecuTorch a guess.
 TIMES_COUNTING = {"onnx": 70, "openvino": 65, "torch": 18, "executorch": 200}
+# Height and width of other images than those that a model is made for.
+OTHER = (1.25, 0.75)
 SENTENCE = "a photo of a {}."
 # Texts of random tokens.
 NOISE = 16
@@ -71,7 +76,8 @@ def main(argv: list[str] | None = None) -> None:
         check_license(arguments.license)
 
     # What costs little is checked before the model is loaded.
-    check_format(arguments.format, arguments.precision)
+    several = arguments.num_tokens is not None and (ALL in arguments.num_tokens or len(arguments.num_tokens) > 1)
+    check_format(arguments.format, arguments.precision, several, arguments.any_size)
     if arguments.page:
         check_page(arguments.format, arguments.onnxruntime_web)
     report = export_model(arguments)
@@ -98,9 +104,9 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         image_processor = load_image_processor(arguments.model, False, "a model")
         image_format = ImageFormat.from_processor(image_processor)
         check_options(arguments, model)
-        if arguments.num_tokens is not None:
-            choose_tokens(model, arguments.num_tokens, None)
-        parts = parts_of(model, arguments.output_rois or (arguments.page and has_rois(model)))
+        token_counts = choose_token_counts(model, arguments)
+        output_rois = arguments.output_rois or (arguments.page and has_rois(model))
+        parts = parts_of(model, output_rois, token_counts, arguments.any_size)
         tokenizer = tokenizer_of(model, arguments.model) if "text_model" in parts else None
         images, calibration_images = choose_images(arguments)
         with whole_folder(arguments.output, arguments.overwrite) as folder:
@@ -120,7 +126,9 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
                 if arguments.format in PIXELS_IN_FLOAT:
                     float_layers = [first_layer(model), *float_layers]
                 calibration = {
-                    name: list(batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1))
+                    name: with_token_counts(
+                        part, batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1)
+                    )
                     for name, part in parts.items()
                 }
             export_parts(
@@ -146,7 +154,12 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
                 "bytes": size,
                 "calibration_images": len(calibration_images) if calibration else 0,
                 "float_layers": float_layers,
-                "parts": {name: {"outputs": list(part(**part.example(1)))} for name, part in parts.items()},
+                "any_size": arguments.any_size,
+                "parts": {
+                    name: {"outputs": list(part(**part.example(1)))}
+                    | ({"num_tokens": {str(count): {} for count in part.token_counts}} if part.token_counts else {})
+                    for name, part in parts.items()
+                },
             }
             write_json(folder / REPORT, report)
             progress.update()
@@ -156,9 +169,10 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
             right = right_labels(model, images)
             for name, part in parts.items():
                 exported = ExportedModule(folder, name, trust_remote_code=True)
-                batches = batches_for(part, image_processor, tokenizer, images)
-                report["parts"][name] |= asdict(compare_outputs(part, exported, batches, right))
-                report["parts"][name]["images_per_second"] = speeds_of(part, exported)
+                for num_tokens, measured in measured_of(report["parts"][name]).items():
+                    batches = batches_for(part, image_processor, tokenizer, images)
+                    measured |= asdict(compare_outputs(part, exported, batches, right, num_tokens))
+                    measured["images_per_second"] = speeds_of(part, exported, num_tokens)
             report["shortcomings"] = shortcomings(report, arguments.min_cosine, arguments.min_agreement)
             if report["shortcomings"] and not arguments.force:
                 raise ValueError(
@@ -193,11 +207,13 @@ def foretell(
     for size in BATCH_SIZES:
         started = time.perf_counter()
         for part in parts.values():
-            part(**part.example(size))
+            for num_tokens in part.token_counts or [None]:
+                part(**part.example(size) | {"num_tokens": num_tokens})
         once[size] = time.perf_counter() - started
     seconds = {"exporting": TIMES_COUNTING[name] * counting}
     if len(calibration_images):
-        seconds["calibrating"] = 2 * len(calibration_images) * once[1]
+        times = max(len(part.token_counts) or 1 for part in parts.values())
+        seconds["calibrating"] = 2 * len(calibration_images) * once[1] / times
     speeds = sum(min(2 * ROUNDS * passes, SECONDS) for passes in once.values())
     return seconds | {"comparing": 2 * len(images) / BATCH_SIZE * once[BATCH_SIZE] + speeds}
 
@@ -207,11 +223,44 @@ def check_options(arguments: argparse.Namespace, model: PreTrainedModel):
     name = type(model).__name__
     if arguments.output_rois and not has_rois(model):
         raise ValueError(f"--output-rois: {name} has no RoIs, expected a SparseFormer.")
+    vision = vision_config_of(model.config)
+    if arguments.any_size and (vision.model_type != "sparseformer" or vision.placement == "content"):
+        what = "trees, whose cells depend on the size" if vision.model_type == "sparseformer" else f"a {name}"
+        raise ValueError(f"--any-size: this model has {what}; expected a SparseFormer with a fixed grid of tokens.")
     if arguments.page and not name.endswith("ForImageClassification"):
         raise ValueError(f"--page shows labels, which a {name} has not; expected an image classifier.")
     if arguments.float_layers and arguments.precision != "int8":
         raise ValueError(f"--float-layers is for --precision int8, not for {arguments.precision}.")
     modules_named(model, arguments.float_layers)
+
+
+def choose_token_counts(model: PreTrainedModel, arguments: argparse.Namespace) -> tuple[int, ...]:
+    """Numbers of tokens that the program is to take; none where it has one, with which the model then computes.
+
+    Raises:
+        ValueError: if the model has no such number, or is for no several of them.
+    """
+    counts = getattr(vision_config_of(model.config), "elastic_token_counts", None) or ()
+    asked = arguments.num_tokens or ([ALL] if arguments.page and len(counts) > 1 else [])
+    if len(asked) == 1 and ALL not in asked:
+        choose_tokens(model, asked[0], None)
+    if len(asked) < 2 and ALL not in asked:
+        return ()
+    check_elastic(image_side(model), f"--num-tokens {' '.join(map(str, asked))}")
+    if others := [count for count in asked if count not in (ALL, *counts)]:
+        raise ValueError(
+            f"--num-tokens {others[0]}: a program for several numbers takes those that the model is made for: "
+            f"{', '.join(map(str, counts))}."
+        )
+    return tuple(counts) if ALL in asked else tuple(sorted({*asked}))
+
+
+def with_token_counts(part: Part, batches: Iterable[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Inputs of a program, with each of its numbers of tokens in turn."""
+    if not part.token_counts:
+        return list(batches)
+    counts = map(torch.tensor, itertools.cycle(part.token_counts))
+    return [inputs | {"num_tokens": count} for inputs, count in zip(batches, counts, strict=False)]
 
 
 def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -238,12 +287,14 @@ def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, data
 def batches_for(
     part: Part, image_processor, tokenizer, images: datasets.Dataset, batch_size: int = BATCH_SIZE
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Inputs of a program. Of texts, these are sentences about the images' classes, or noise where there are none or
-    no tokenizer."""
+    """Inputs of a program; of one for images of any size, every second batch has another size. Of texts, these are
+    sentences about the images' classes, or noise where there are none or no tokenizer."""
     if part.kind != "text_embeds":
-        for pixel_values, _ in image_batches(
-            Reader(image_processor, exact=True), images, batch_size, skip_corrupt=True
-        ):
+        reader = Reader(image_processor, exact=True)
+        for number, (pixel_values, _) in enumerate(image_batches(reader, images, batch_size, skip_corrupt=True)):
+            if part.any_size and number % 2:
+                size = [round(factor * side) for factor, side in zip(OTHER, pixel_values.shape[-2:], strict=True)]
+                pixel_values = F.interpolate(pixel_values, size, mode="bilinear", antialias=True)
             yield {"pixel_values": pixel_values}
         return
     inputs, names = part.example(NOISE), class_names(images)
@@ -300,18 +351,24 @@ def _last(values: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 @torch.no_grad()
 def compare_outputs(
-    part: Part, exported: ExportedModule, batches: Iterator[dict[str, torch.Tensor]], right: list[int] | None = None
+    part: Part,
+    exported: ExportedModule,
+    batches: Iterator[dict[str, torch.Tensor]],
+    right: list[int] | None = None,
+    num_tokens: int | None = None,
 ) -> Agreement:
-    """Run both on the same inputs; `right` are the labels of all images, if they are known.
+    """Run both on the same inputs; `right` are the labels of all images, if they are known, and `num_tokens` the
+    tokens, if they can be chosen.
 
     Raises:
         ValueError: if an output is not finite.
     """
     cosines, same, labels = [], [], {"original_accuracy": [], "accuracy": []}
     for inputs in batches:
-        expected = part(**inputs)
+        expected = part(**inputs, num_tokens=num_tokens)
         name = next(iter(expected))
-        expected, computed = (_last(outputs[name]).float() for outputs in (expected, exported(**inputs)))
+        computed = exported(**inputs, num_tokens=num_tokens)
+        expected, computed = (_last(outputs[name]).float() for outputs in (expected, computed))
         check_scores(computed, name)
         cosines.append(F.cosine_similarity(expected.flatten(1), computed.flatten(1)))
         if name == "logits":
@@ -343,11 +400,12 @@ def right_labels(model: PreTrainedModel, images: datasets.Dataset) -> list[int] 
     return None if (labels < 0).any() else [known[label] for label in labels]
 
 
-def speeds_of(part: Part, exported: ExportedModule) -> dict[str, dict[str, float]]:
+def speeds_of(part: Part, exported: ExportedModule, num_tokens: int | None = None) -> dict[str, dict[str, float]]:
     """Images a second of the original in PyTorch and of the program, in turns, by batch size."""
     if part.kind == "text_embeds":
         return {}
     models = {"pytorch float32": part, f"{exported.format} {exported.precision}": exported}
+    models = {name: functools.partial(model, num_tokens=num_tokens) for name, model in models.items()}
     return {
         str(batch_size): images_per_second(models, part.example(batch_size)["pixel_values"], ROUNDS, SECONDS)
         for batch_size in BATCH_SIZES
@@ -362,11 +420,13 @@ def shortcomings(report: dict, min_cosine: float | None, min_agreement: float | 
         "agreement": least if min_agreement is None else min_agreement,
     }
     for name, part in report["parts"].items():
-        for measure, limit in limits.items():
-            # NaN is not enough, either.
-            if part[measure] is not None and not part[measure] >= limit:
-                problems.append(
-                    f"{measure.replace('_', ' ')} {part[measure]:.4f} of {name} on {part['compared']} inputs, "
-                    f"expected at least {limit}"
-                )
+        for num_tokens, measured in measured_of(part).items():
+            of_name = name if num_tokens is None else f"{name} with {num_tokens} tokens"
+            for measure, limit in limits.items():
+                # NaN is not enough, either.
+                if measured[measure] is not None and not measured[measure] >= limit:
+                    problems.append(
+                        f"{measure.replace('_', ' ')} {measured[measure]:.4f} of {of_name} on "
+                        f"{measured['compared']} inputs, expected at least {limit}"
+                    )
     return problems

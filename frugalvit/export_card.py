@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from .common.exported import FORMATS, openvino_precision
+from .common.exported import FORMATS, counts_of, measured_of, openvino_precision
 from .common.loading import split_revision
 from .common.tables import format_markdown
 from .common.views import ImageFormat
@@ -61,6 +61,14 @@ def write_card(
         "torch": "PyTorch alone, and of frugalvit nothing",
         "executorch": "ExecuTorch's runtime, and of frugalvit nothing",
     }.get(report["format"], "neither PyTorch nor frugalvit")
+    counts = {count for part in report["parts"].values() for count in counts_of(part)}
+    if counts:
+        ways += (
+            f"Each call chooses the number of tokens, `num_tokens`: {', '.join(map(str, sorted(counts)))}. Of another "
+            "number it takes the next of these below, or the smallest. "
+        )
+    if report.get("any_size"):
+        ways += "Images may have any height and width; every second batch of those below had others. "
     warning = f"**It does not reach what it should**: {'; '.join(report['shortcomings'])}."
     make_card(
         *(model, title),
@@ -87,6 +95,7 @@ def agreement_rows(report: dict) -> list[dict[str, object]]:
     return [
         {
             "program": FORMATS[report["format"]].program.format(part),
+            **_tokens(num_tokens),
             "compared": measured["compared"],
             "smallest cosine": measured["min_cosine"],
             "mean cosine": measured["mean_cosine"],
@@ -94,17 +103,28 @@ def agreement_rows(report: dict) -> list[dict[str, object]]:
             "accuracy": measured["accuracy"],
             "original's": measured["original_accuracy"],
         }
-        for part, measured in report["parts"].items()
+        for part, about in report["parts"].items()
+        for num_tokens, measured in measured_of(about).items()
     ]
 
 
 def speed_rows(report: dict) -> list[dict[str, object]]:
     """Images a second of the program that sees images, as rows of a table."""
     return [
-        {"images at a time": int(size), **{f"images/s, {name}": speed for name, speed in row.items()}}
-        for measured in report["parts"].values()
+        {
+            **_tokens(num_tokens),
+            "images at a time": int(size),
+            **{f"images/s, {name}": speed for name, speed in row.items()},
+        }
+        for about in report["parts"].values()
+        for num_tokens, measured in measured_of(about).items()
         for size, row in measured["images_per_second"].items()
     ]
+
+
+def _tokens(num_tokens: int | None) -> dict[str, int]:
+    """A column, where the number can be chosen."""
+    return {} if num_tokens is None else {"tokens": num_tokens}
 
 
 def example(image_format: ImageFormat, report: dict) -> str:
@@ -121,13 +141,13 @@ def example(image_format: ImageFormat, report: dict) -> str:
         ]
         box = ", (left, top, left + across, top + down)"
     mean, std = (tuple(round(value, 6) for value in values) for values in (image_format.mean, image_format.std))
-    part, measured = next(iter(report["parts"].items()))
-    first = measured["outputs"][0]
+    part, about = next(iter(report["parts"].items()))
+    first, most = about["outputs"][0], max(counts_of(about), default=None)
     lines += [
         f"image = image.resize(({width}, {height}), Image.Resampling.{FILTERS[image_format.resample]}{box})",
         f"pixels = (np.asarray(image, np.float32) / 255 - np.float32({mean})) / np.float32({std})",
         f"pixel_values = pixels{'[..., ::-1]' if image_format.reverse_channels else ''}.transpose(2, 0, 1)[None]",
-        *_run(report["format"], report["precision"], FORMATS[report["format"]].program.format(part), first),
+        *_run(report["format"], report["precision"], FORMATS[report["format"]].program.format(part), first, most),
     ]
     if first == "logits" and not report["architecture"].endswith("SemanticSegmentation"):
         lines += ['labels = json.load(open("config.json"))["id2label"]', f"print(labels[str({first}[0].argmax())])"]
@@ -147,28 +167,30 @@ def _imports(name: str) -> list[str]:
     )
 
 
-def _run(name: str, precision: str, program: str, output: str) -> list[str]:
-    """Lines that compute `output` of `pixel_values`; where it is several tensors, all that the program computes."""
+def _run(name: str, precision: str, program: str, output: str, num_tokens: int | None) -> list[str]:
+    """Lines that compute `output` of `pixel_values`, with so many tokens where they can be chosen; where it is several
+    tensors, all that the program computes."""
     several = output in SEVERAL
+    tokens = "" if num_tokens is None else f', "num_tokens": np.array({num_tokens})'
+    feed = f'{{"pixel_values": pixel_values{tokens}}}'
     if name == "openvino":
         hint = f'{{"INFERENCE_PRECISION_HINT": "{openvino_precision(precision)}"}}'
         return [
             f'program = openvino.Core().compile_model("{program}", "CPU", {hint})',
-            f'{output} = program({{"pixel_values": pixel_values}})' + (".to_tuple()" if several else f'["{output}"]'),
+            f"{output} = program({feed})" + (".to_tuple()" if several else f'["{output}"]'),
         ]
     if name == "onnx":
         return [
             f'program = onnxruntime.InferenceSession("{program}")',
-            f'{output} = program.run(None, {{"pixel_values": pixel_values}})'
-            if several
-            else f'[{output}] = program.run(["{output}"], {{"pixel_values": pixel_values}})',
+            f"{output} = program.run(None, {feed})" if several else f'[{output}] = program.run(["{output}"], {feed})',
         ]
     if name == "torch":
         dtype = ".bfloat16()" if precision == "bfloat16" else ""
+        tokens = "" if num_tokens is None else f", num_tokens=torch.tensor({num_tokens})"
         return [
             f'program = torch.export.load("{program}").module()',
             "with torch.no_grad():",
-            f'    {output} = program(pixel_values=torch.from_numpy(pixel_values){dtype})["{output}"]',
+            f'    {output} = program(pixel_values=torch.from_numpy(pixel_values){dtype}{tokens})["{output}"]',
         ]
     return [
         f'program = Runtime.get().load_program("{program}").load_method("forward")',

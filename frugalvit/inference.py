@@ -23,7 +23,7 @@ from .common.reading import Reader, read_ahead, share_read
 from .common.tables import first_line
 from .common.views import size_made_by
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
-from .resources import checkpoint_path, shipped_checkpoints
+from .resources import locate_model
 from .tokens import choose_tokens
 
 
@@ -81,8 +81,7 @@ class _Application:
                 raise ValueError("A loaded model needs its image processor: AutoImageProcessor.from_pretrained(…).")
             self.model, self.image_processor = model.eval(), image_processor
         else:
-            name = str(checkpoint_path(model)) if model in shipped_checkpoints() else model
-            self.model, self.image_processor = self._load(name, device, trust_remote_code)
+            self.model, self.image_processor = self._load(locate_model(model), device, trust_remote_code)
             own = next(self.model.parameters(), None)
             fast = own is not None and dtype == "auto" and choose_mixed_precision(own.device) == "bf16"
             if own is not None and (fast or dtype == "bfloat16"):

@@ -17,7 +17,7 @@ from .configuration.configuration_base import pair
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .options.info import parse
 from .registry import configuration_classes
-from .resources import checkpoint_path, shipped_checkpoints
+from .resources import locate_model, shipped_checkpoints
 from .validation import model_class
 
 
@@ -85,7 +85,7 @@ def _image_size(folder: Path, vision: PreTrainedModel) -> tuple[int, int]:
 
 
 def _folder(name: str) -> Path:
-    return checkpoint_path(name) if name in shipped_checkpoints() else Path(name).expanduser()
+    return Path(locate_model(name)).expanduser()
 
 
 def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
@@ -96,8 +96,8 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
         projects = getattr(config, "projection_dim", None) is not None
         classifier = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
         return SparseFormerVisionModelWithProjection if projects else classifier, config
-    if name in shipped_checkpoints() or Path(name).is_dir() or "/" in name:
-        folder = checkpoint_path(name) if name in shipped_checkpoints() else name
+    folder = locate_model(name)
+    if folder != name or Path(name).is_dir() or "/" in name:
         folder, revision = split_revision(folder)
         check_folder(_folder(name), KIND)
         with one_error(name, KIND):

@@ -58,21 +58,24 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.no_code and arguments.repo_id:
         raise ValueError("--no-code is for folders: models of a hub repository load where frugalvit is not installed.")
     with prepared(arguments) as folder:
+        model = folder / "model" if arguments.space else folder
         checked = (
-            validate_exported(folder, arguments.trust_remote_code)
-            if is_exported(folder)
-            else validate_repository(folder)
+            validate_exported(model, arguments.trust_remote_code) if is_exported(model) else validate_repository(model)
         )
-        if arguments.no_code:
-            remove_code(folder)
-        files = sorted(folder.iterdir(), key=lambda path: -path.stat().st_size)
-        print(format_table([{"file": path.name, "bytes": path.stat().st_size} for path in files]))
-        print(f"\n{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB.")
+        if arguments.no_code or arguments.space:
+            remove_code(model)
+        if arguments.space:
+            from .space import write_space
+
+            write_space(folder, Path(arguments.model).resolve().name, read_metadata(model).license)
+        sizes = {path.name: size_of(path) for path in folder.iterdir()}
+        rows = [{"file": name, "bytes": sizes[name]} for name in sorted(sizes, key=sizes.get, reverse=True)]
+        print(f"{format_table(rows)}\n\n{len(rows)} files and folders, {sum(sizes.values()) / 1e6:.1f} MB.")
         print("\n".join(f"ok: {line}." for line in checked))
-        if not read_metadata(folder).eval_results:
+        if not (arguments.space or read_metadata(folder).eval_results):
             print("Note: the card lists no measured results (model-index), so the hub shows none.")
         if arguments.repo_id and not arguments.dry_run:
-            upload(folder, arguments.repo_id, arguments.private)
+            upload(folder, arguments.repo_id, arguments.private, arguments.space)
             print(f"Uploaded to {arguments.repo_id}.")
     if arguments.output:
         print(f"Wrote {arguments.output}.")
@@ -91,14 +94,19 @@ def check_repo_id(repo_id: str):
         raise ValueError(f"REPO_ID is {repo_id!r}, expected owner/name, your name on the hub or an organization's.")
 
 
-def upload(folder: Path, repo_id: str, private: bool):
-    """Upload a folder in one commit.
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+
+
+def upload(folder: Path, repo_id: str, private: bool, space: bool = False):
+    """Upload a folder in one commit, to a model repository or a Space.
 
     Raises:
         OSError: if there is no way to the hub, or it refuses.
     """
     try:
-        upload_folder(folder, repo_id, private=private or None)
+        upload_folder(folder, repo_id, private=private or None, repo_type="space" if space else "model")
     except (HTTPError, OfflineModeIsEnabled) as error:
         refused = isinstance(error, HfHubHTTPError)
         hint = (
@@ -118,8 +126,10 @@ def prepared(arguments: argparse.Namespace):
         raise ValueError(f"{arguments.model!r} holds {', '.join(others[:3])} besides an exported model; move it away.")
     model = None if exported else load_model(arguments.model)
     with tempfile.TemporaryDirectory() as aside:
-        folder = whole_folder(arguments.output or Path(aside) / "model", arguments.overwrite)
-        with folder as folder:
+        whole = whole_folder(arguments.output or Path(aside) / "model", arguments.overwrite)
+        with whole as whole:
+            folder = whole / "model" if arguments.space else whole
+            folder.mkdir(exist_ok=True)
             if not exported:
                 save_compact(model, folder)
             for pattern in ["*"] if exported else COMPANIONS:
@@ -136,10 +146,10 @@ def prepared(arguments: argparse.Namespace):
                 card = ModelCard.load(folder / "README.md")
                 card.data.license = arguments.license
                 card.save(folder / "README.md")
-            if arguments.repo_id and (readme := folder / "README.md").is_file():
+            if arguments.repo_id and not arguments.space and (readme := folder / "README.md").is_file():
                 text = readme.read_text(encoding="utf-8")
                 readme.write_text(text.replace(UNNAMED, arguments.repo_id), encoding="utf-8")
-            yield folder
+            yield whole
 
 
 def remove_code(folder: Path):

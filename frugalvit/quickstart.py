@@ -19,7 +19,7 @@ from .contenders import load_students, load_teachers
 from .options.quickstart import parse
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
-from .resources import checkpoint_path, shipped_checkpoints
+from .resources import checkpoint_path, only_in_a_clone, shipped_checkpoints
 from .training.bootstrap import bootstrap
 
 
@@ -111,10 +111,7 @@ def shipped_files() -> tuple[Path, Path]:
     """
     photographs = Path(str(files("frugalvit.training") / "caltech101"))
     if TEACHER not in shipped_checkpoints() or not (photographs / "train.parquet").is_file():
-        raise ValueError(
-            "The teacher and the photographs lie in a clone of the repository, not in the wheel: clone it, run pip "
-            "install -e . there, then frugalvit quickstart."
-        )
+        raise only_in_a_clone("What the quickstart works with, a teacher and photographs,")
     return checkpoint_path(TEACHER), photographs
 
 

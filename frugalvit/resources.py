@@ -1,7 +1,12 @@
 """Places of the files that ship with the package."""
 
+import os
 from importlib.resources import files
 from pathlib import Path
+
+
+# For their size these lie in a clone of the repository alone; setup.py leaves them out of the wheel.
+IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
 
 
 def _root() -> Path:
@@ -20,9 +25,31 @@ def checkpoint_path(name: str) -> Path:
         name (`str`): For example `"cifar10-vit"` or `"cifar10-sparseformer"`.
 
     Raises:
-        ValueError: if no model of that name ships; the message lists those that do.
+        ValueError: if no model of that name ships, or it lies in a clone of the repository and this is none; the
+            message lists those that are here.
     """
     names = shipped_checkpoints()
     if name not in names:
-        raise ValueError(f"No checkpoint {name!r} ships with frugalvit. These do: {', '.join(names) or 'none'}.")
+        here = f"These models are here: {', '.join(names) or 'none'}."
+        if name in IN_A_CLONE:
+            raise only_in_a_clone(f"The model {name!r}", here)
+        raise ValueError(f"No checkpoint {name!r} ships with frugalvit. {here}")
     return _root() / name
+
+
+def only_in_a_clone(what: str, hint: str = "") -> ValueError:
+    """What to say of a thing that the wheel does not have."""
+    return ValueError(
+        f"{what} lies in a clone of the repository, not in the wheel that is installed here: clone it and run "
+        f"`pip install -e .` there. {hint}".rstrip()
+    )
+
+
+def locate_model(model: str | os.PathLike) -> str | os.PathLike:
+    """The folder of a model that ships, where its name is given; a folder or hub id as it is.
+
+    Raises:
+        ValueError: if it is the name of a model that lies in a clone of the repository, and this is none.
+    """
+    ships = model in shipped_checkpoints() or (model in IN_A_CLONE and not Path(model).exists())
+    return str(checkpoint_path(model)) if ships else model

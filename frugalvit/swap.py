@@ -1,4 +1,4 @@
-"""`frugalvit swap`: a LLaVA or a PaliGemma with a SparseFormer as its vision tower."""
+"""`frugalvit swap`: a LLaVA or another model that reads images and texts with a SparseFormer as its vision tower."""
 
 import argparse
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from .common.loading import load_llava, load_vision_model
 from .common.reading import Reader
 from .compare import sample
 from .evaluation.images import image_batches
+from .modeling.modeling_sparseformer_vlm import grid_of
 from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower
 from .options.swap import parse
 
@@ -23,17 +24,17 @@ def main(argv: list[str] | None = None) -> None:
     # What cannot be written is known before anything is loaded.
     with whole_folder(arguments.output, arguments.overwrite) as folder:
         summary = write_swapped(arguments, folder)
-    print(f"Wrote {arguments.output}: {summary}. `frugalvit align-llava` lets the projector learn to read them.")
+    print(f"Wrote {arguments.output}: {summary}.")
 
 
 def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
     """Put model and processor into a folder, and return a description of the model."""
     dtype = getattr(torch, arguments.dtype)
     tower, _ = load_vision_model(arguments.vision_model, "cpu")
-    llava, old_processor = load_llava(arguments.model, "cpu", dtype, arguments.quantize, arguments.device_map)
-    vision = llava.config.vision_config
-    before = (vision.image_size // vision.patch_size) ** 2
-    model = swap_vision_tower(llava, tower)
+    how = arguments.quantize, arguments.device_map
+    llava, old_processor = load_llava(arguments.model, "cpu", dtype, *how, grids=True)
+    before = grid_of(llava.config)
+    model = swap_vision_tower(llava, tower, arguments.image_grid)
     if arguments.num_tokens is not None:
         model.set_num_tokens(arguments.num_tokens)
     processor = matching_processor(old_processor, model)
@@ -50,10 +51,17 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     quantized = f", its language model in {arguments.quantize}" if arguments.quantize else ""
-    return (
-        f"{model.config.image_seq_length} tokens an image instead of {before} patches, in {arguments.dtype}{quantized}"
-        f"{matched}"
-    )
+    if hasattr(model.config, "tower_config"):
+        tokens, grid = model.config.tower_config.default_num_tokens, model.config.image_grid
+        counts = (
+            f"{tokens} tokens instead of {before**2} patches make a grid of {grid} x {grid}, of which the language "
+            f"model reads {model.config.tile_seq_length} tokens"
+        )
+        hint = ""
+    else:
+        counts = f"{model.config.image_seq_length} tokens an image instead of {before**2} patches"
+        hint = ". `frugalvit align-llava` lets the projector learn to read them"
+    return f"{counts}, in {arguments.dtype}{quantized}{matched}{hint}"
 
 
 def pixel_pairs(

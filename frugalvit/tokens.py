@@ -26,12 +26,14 @@ def choose_tokens(model: PreTrainedModel, num_tokens: int | None, confidence: fl
         ValueError: if the model is no SparseFormer or has not so many tokens; with `confidence`, if it is made for one
             count alone or was not calibrated.
     """
-    if isinstance(model, ExportedModule) and (num_tokens, confidence) != (None, None):
-        raise ValueError(
-            "An exported model has the tokens that it was exported with; `frugalvit export --num-tokens`."
-        )
-    sparse = model.config.model_type == "sparseformer"
-    if not sparse and (num_tokens is not None or confidence is not None):
+    if isinstance(model, ExportedModule):
+        if confidence is not None:
+            raise ValueError("--confidence looks at some images again, which an exported model does not do.")
+        if num_tokens is not None:
+            model.set_num_tokens(num_tokens)
+        return None
+    # Of a CLIP or a LLaVA with a SparseFormer, its tokens.
+    if not hasattr(model, "set_num_tokens") and (num_tokens is not None or confidence is not None):
         option = "--confidence" if num_tokens is None else "--num-tokens"
         raise ValueError(f"{option} is for SparseFormers, whose tokens can be chosen; got a {type(model).__name__}.")
     if num_tokens is not None:

@@ -29,6 +29,12 @@ KINDS = {
         "[classes] = processor.post_process_semantic_segmentation(outputs)  # (height, width)",
     ),
 }
+# How images are searched with what has an embedding and no class.
+SEARCH = """
+
+from sentence_transformers import SentenceTransformer
+
+embedding = SentenceTransformer("{name}").encode([image])  # (1, channels), for a search"""
 # What to do with a model besides.
 USES = {
     "vision tower": "It is a `SparseFormerVisionModelWithProjection`. `SparseFormerCLIPModel.from_clip(clip, model)` "
@@ -83,6 +89,7 @@ def card_of(name: str, recipe: dict) -> str:
     """A card in Markdown."""
     kind, known = kind_of(recipe), variants()
     auto_class, use = KINDS[kind]
+    use += SEARCH.format(name=name) if auto_class == "AutoModel" else ""
     about = [f"# {name}", recipe["about"], "**Weights are not published here.** These lines make them:"]
     about += ["```bash\n" + "\n".join(recipe["commands"]) + "\n```"]
     if recipe["paper"]:

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..configuration.configuration_base import pair
 from .layers import in_float32
+from .pyramid import resize
 from .segmentation import geometric_bias
 
 
@@ -96,8 +97,7 @@ class MapUpsampler(nn.Module):
     def forward(self, features: torch.Tensor, pixel_values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """A map `(batch, hidden_size, height, width)`, the image and `place_in_token` to such a map."""
         size = tuple(cells * points for cells, points in zip(features.shape[-2:], self.points, strict=True))
-        if tuple(pixel_values.shape[-2:]) != size:
-            pixel_values = F.interpolate(in_float32(pixel_values), size, mode="bilinear", antialias=True)
+        pixel_values = resize(pixel_values, size)
         # Layers differ in how large their features are.
         channels_last = features.permute(0, 2, 3, 1)
         normed = F.layer_norm(channels_last, channels_last.shape[-1:]).permute(0, 3, 1, 2)
@@ -156,12 +156,12 @@ class FeatureMaps(nn.Module):
         Returns:
             The maps, `(batch, hidden_size, rows, columns)` each, and the share of each token in each cell of the last.
         """
-        maps, shares_by_size = [], {}
+        maps, shares_by_scale = [], {}
         for name in names:
-            size = self.size_of(pixel_values, self.scales.get(name, 1))
-            if size not in shares_by_size:
-                shares_by_size[size] = shares_of_tokens(rois, *size)
-            shares, states = shares_by_size[size], hidden_states[self.stage_names.index(name)]
+            scale = self.scales.get(name, 1)
+            if scale not in shares_by_scale:
+                shares_by_scale[scale] = shares_of_tokens(rois, *self.size_of(pixel_values, scale))
+            shares, states = shares_by_scale[scale], hidden_states[self.stage_names.index(name)]
             states = states[:, self.num_prefix_tokens :]
             features = spread(states if norm is None else norm(states), shares)
             if name in self.upsamplers:

@@ -135,6 +135,18 @@ def loading_example(model: PreTrainedModel) -> str:
     return _LOADING_BY_CLASS_NAME.format(module=module, name=type(model).__name__)
 
 
+def embedding_example(model: PreTrainedModel) -> str:
+    """Lines of Python that embed with a CLIP, a backbone or a vision model by sentence-transformers, else none."""
+    searches = pipeline_tag(model) in ("image-feature-extraction", "zero-shot-image-classification")
+    if not (searches and getattr(model, "embeds", None)):
+        return ""
+    inputs = 'image, "a photo of a ship"' if "text" in model.embeds else "image"
+    return f"""from sentence_transformers import SentenceTransformer
+
+searcher = SentenceTransformer("path/or/id", trust_remote_code=True)
+embeddings = searcher.encode([{inputs}])  # for a search, with the stores of vectors that know sentence-transformers"""
+
+
 def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) -> ModelCard:
     """Return a card of a model: metadata for the hub, a title and paragraphs.
 
@@ -157,7 +169,7 @@ def model_card(model: PreTrainedModel) -> ModelCard:
         *(model, type(model).__name__),
         f"A {model.config.model_type} model with {parameters:,} parameters. No measurement is noted here.",
         inspect.getdoc(type(model)) or "" if isinstance(model, HubModel) else "",
-        f"```python\n{loading_example(model)}\n```",
+        *(f"```python\n{code}\n```" for code in (loading_example(model), embedding_example(model)) if code),
     )
 
 
@@ -184,11 +196,15 @@ class HubModel(PreTrainedModel):
     `trust_remote_code=True` where frugalvit is not installed.
 
     Families set `auto_classes`, Auto class name to class name, for `auto_map`. A class that is not in there, but that
-    an Auto class loads, names that in `loads_with`.
+    an Auto class loads, names that in `loads_with`. `embeds` tells sentence-transformers what embeds images and texts:
+    by the kind of input, a method of what `AutoModel` reads from the folder, and one of its outputs. It may be given
+    what `embedding_arguments` names, too.
     """
 
     auto_classes: dict[str, str] = {}
     loads_with: str | None = None
+    embeds: dict[str, tuple[str, str]] = {}
+    embedding_arguments: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -217,8 +233,8 @@ class HubModel(PreTrainedModel):
         return next(base for base in cls.__mro__ if "auto_classes" in vars(base))
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
-        """As in Transformers; besides weights and configuration it writes the family's source files, the image
-        processor's configuration and a model card. The last two are left alone where they exist.
+        """As in Transformers; besides weights and configuration it writes the family's source files and, where they do
+        not exist yet, the image processor's configuration, what sentence-transformers embeds with, and a model card.
 
         If the model has adapters, only these are saved.
         """
@@ -234,10 +250,13 @@ class HubModel(PreTrainedModel):
             self.write_code(folder)
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if writes:
-            values = self.image_processor_config()
-            if values is not None and not (folder / "preprocessor_config.json").exists():
-                text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-                (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
+            companions = self.sentence_transformers_config()
+            if (values := self.image_processor_config()) is not None:
+                companions["preprocessor_config.json"] = values
+            for name, content in companions.items():
+                if not (folder / name).exists():
+                    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+                    (folder / name).write_text(text, encoding="utf-8")
             if not (folder / "README.md").exists():
                 model_card(self).save(folder / "README.md")
             if push_to_hub:
@@ -247,13 +266,32 @@ class HubModel(PreTrainedModel):
                     folder,
                     upload.pop("repo_id", folder.name),
                     token=kwargs.get("token"),
-                    allow_patterns=[*written, "preprocessor_config.json", "README.md"],
+                    allow_patterns=[*written, *companions, "README.md"],
                     **upload,
                 )
 
     def image_processor_config(self) -> dict | None:
         """The content of `preprocessor_config.json`, or `None` where the model does not say."""
         return image_processor_config(getattr(self.config, "vision_config", self.config))
+
+    def sentence_transformers_config(self) -> dict[str, object]:
+        """The contents of the files by which `SentenceTransformer` gives the embeddings of the model, by their names;
+        of a folder without them it takes the mean of all tokens. Empty where the model has none."""
+        if not self.embeds:
+            return {}
+        config = {
+            "transformer_task": "feature-extraction",
+            "modality_config": {
+                kind: {"method": method, "method_output_name": output}
+                for kind, (method, output) in self.embeds.items()
+            },
+            "module_output_name": "sentence_embedding",
+        }
+        module = {
+            **{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+            "kwargs": list(self.embedding_arguments),
+        }
+        return {"modules.json": [module], "sentence_bert_config.json": config}
 
     def write_code(self, folder: Path):
         """Write the source files of the model's family and point the configuration's `auto_map` at them."""
@@ -296,14 +334,23 @@ class HubModel(PreTrainedModel):
 
 
 def upload_folder(
-    folder, repo_id: str, private=None, token=None, commit_message=None, revision=None, keep_card=False, **commit
+    folder,
+    repo_id: str,
+    private=None,
+    token=None,
+    commit_message=None,
+    revision=None,
+    keep_card=False,
+    repo_type="model",
+    **commit,
 ):
-    """Upload a folder to a model repository on the hub, created if it does not exist, in one commit.
+    """Upload a folder to a model repository or a Space on the hub, created if it does not exist, in one commit.
 
     With `keep_card`, a model card that is already in the repository is not replaced.
     """
     api = HfApi(token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    sdk = {"space_sdk": "gradio"} if repo_type == "space" else {}
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type, **sdk).repo_id
     if revision is not None and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     keeps = keep_card and api.file_exists(repo_id, "README.md", revision=revision)
@@ -312,6 +359,7 @@ def upload_folder(
         folder_path=folder,
         commit_message=commit_message or "Upload model",
         revision=revision,
+        repo_type=repo_type,
         ignore_patterns=["README.md"] if keeps else None,
         **commit,
     )

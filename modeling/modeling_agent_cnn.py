@@ -94,6 +94,7 @@ class AgentCNNPreTrainedModel(HubModel):
         "AutoModel": "AgentCNNModel",
         "AutoModelForImageClassification": "AgentCNNForImageClassification",
     }
+    embeds = {"image": ("forward", "pooler_output")}
     _no_split_modules = ["AgentCNNEmbeddings", "AgentCNNLayer"]
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": AgentCNNLayer}

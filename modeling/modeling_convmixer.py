@@ -85,6 +85,7 @@ class ConvMixerPreTrainedModel(HubModel):
         "AutoModel": "ConvMixerModel",
         "AutoModelForImageClassification": "ConvMixerForImageClassification",
     }
+    embeds = {"image": ("forward", "pooler_output")}
     _no_split_modules = ["ConvMixerEmbeddings", "ConvMixerLayer"]
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": ConvMixerLayer}

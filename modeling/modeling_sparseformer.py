@@ -289,6 +289,11 @@ def resize_table(values: torch.Tensor, grid: tuple[int, int], new: tuple[int, in
     return resized.squeeze(0).permute(1, 2, 0).flatten(0, 1).to(values)
 
 
+def place_among(counts: Sequence[int], number: torch.Tensor) -> torch.Tensor:
+    """The place, `()`, of the largest of increasing counts that is not above a number, `()`, else of the smallest."""
+    return (torch.tensor(counts, device=number.device) <= number).sum().sub(1).clamp(min=0)
+
+
 class SparseFormerLatents(nn.Module):
     """The learned tokens and RoIs that every image starts from, and [CLS] and registers, which join them before the
     cortex."""
@@ -324,7 +329,7 @@ class SparseFormerLatents(nn.Module):
         cells: torch.Tensor | None = None,
         grids: list[tuple[int, int]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The first tokens, those of a grid, or those of each image's cells (`at_cells`): tokens
+        """The first tokens, those of a grid, or those of cells (`at_cells`): tokens
         `(1, num_tokens, latent_size)` and RoIs `(1, num_tokens, 4)`, in float32, of any image, and [CLS] and
         registers, `(batch, prefix tokens, hidden_size)`."""
         if cells is not None:
@@ -341,9 +346,11 @@ class SparseFormerLatents(nn.Module):
 
     def at_cells(self, cells: torch.Tensor, grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens `(batch, tokens, latent_size)` and RoIs `(batch, tokens, 4)` of cells of these grids, by number,
-        `(batch, tokens)`."""
+        `(batch, tokens)`; a batch of 1 for all images."""
         tokens, rois = self.token_embedding, in_float32(self.initial_rois)
-        if grids != self.grids:
+        if self.grids is None:
+            tokens, rois = (torch.cat(tables) for tables in zip(*map(self.on_grid, grids), strict=True))
+        elif grids != self.grids:
             # Other grids have the positions of ours, finer ones than ours those of the finest.
             parts = tokens.split([math.prod(grid) for grid in self.grids])
             tables = [
@@ -654,6 +661,8 @@ class SparseFormerPreTrainedModel(HubModel):
         "AutoModelForImageClassification": "SparseFormerForImageClassification",
         "AutoModelForSemanticSegmentation": "SparseFormerForSemanticSegmentation",
     }
+    embeds = {"image": ("forward", "pooler_output")}
+    embedding_arguments = ("num_tokens",)
     _no_split_modules = ["SparseFormerLayer", "SparseFormerLatents"]
     _keep_in_fp32_modules_strict = ["initial_rois"]
     _supports_sdpa = True
@@ -1021,9 +1030,10 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 what is pooled, and `last_hidden_state` has no other token, unless `hidden_states` or `attentions` are
                 asked for or Context Broadcasting is in that block. That saves 8 % of the multiply-accumulates of
                 augreg-base-49-224, 4 % of augreg-large-49-224's.
-            num_tokens (`int`, *optional*):
+            num_tokens (`int` or `torch.LongTensor` of shape `()`, *optional*):
                 Latent tokens to compute with, up to `config.num_latent_tokens`; `config.num_tokens`, else all, by
-                default. Best one of `config.elastic_token_counts`: another one warns, once.
+                default. Best one of `config.elastic_token_counts`: another one warns, once. A tensor, as a program
+                takes it, chooses among these, see `read_num_tokens`.
             features (`torch.FloatTensor`, *optional*):
                 The early convolution's map of the same images, if another call has computed it.
 
@@ -1032,19 +1042,22 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         """
         pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min_size=4)
         batch_size, forecast = pixel_values.shape[0], None
-        num_tokens = self.config.default_num_tokens if num_tokens is None else self.check_num_tokens(num_tokens)
+        grid = grids = cells = None
+        if isinstance(num_tokens, torch.Tensor):
+            num_tokens, grid, grids, cells = self.read_num_tokens(num_tokens)
+        else:
+            num_tokens = self.config.default_num_tokens if num_tokens is None else self.check_num_tokens(num_tokens)
+            if self.placement is None and self.config.patch_size is not None:
+                grid = self.config.grid_of(num_tokens)
         if self.placement is not None:
             size = known_size(pixel_values)
             grids, num_tokens = self.config.cell_grids(size), self.config.tokens_of_tree(num_tokens, size)
             levels = self.stem(pixel_values, grids)
             cells, forecast = self.placement(levels, num_tokens)
             features = self.placement.patches(levels, cells)
-            hidden_states, rois, prefix = self.latents(batch_size, num_tokens, cells=cells, grids=grids)
-        else:
-            grid = None if self.config.patch_size is None else self.config.grid_of(num_tokens)
-            if features is None:
-                features = self.stem(pixel_values) if grid is None else self.stem(pixel_values, grid)
-            hidden_states, rois, prefix = self.latents(batch_size, num_tokens, grid)
+        elif features is None:
+            features = self.stem(pixel_values) if grid is None else self.stem(pixel_values, grid)
+        hidden_states, rois, prefix = self.latents(batch_size, num_tokens, grid, cells, grids)
         all_rois, all_points, focusing_hidden_states = [], [], []
 
         def run(layer, hidden_states, rois, iteration=0, leading=None):
@@ -1082,6 +1095,35 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             stem_features=self.features_of(features, pixel_values) if output_stem_features else None,
             attention_forecast=forecast if output_attention_forecast else None,
         )
+
+    def read_num_tokens(self, num_tokens: torch.Tensor) -> tuple:
+        """What a number in a tensor chooses, which while a program is exported is not known: of
+        `config.trained_token_counts` the largest that is not above it, else the smallest.
+
+        Returns:
+            `tuple`: The count, and of tokens that embed the patches of a grid, `None` otherwise, its rows and columns,
+            the grids of all counts, and the numbers of its cells among all of theirs, `(1, count)`.
+        """
+        config, device = self.config, num_tokens.device
+        counts = config.trained_token_counts
+        place = place_among(counts, num_tokens)
+
+        def read(values: list[int]) -> int:
+            value = torch.tensor(values, device=device)[place].item()
+            torch._check(value >= min(values))
+            torch._check(value <= max(values))
+            return value
+
+        if config.placement == "content":
+            base = math.prod(config.cell_grids()[0])
+            return base + 3 * read([(count - base) // 3 for count in counts]), None, None, None
+        count = read(list(counts))
+        if config.patch_size is None:
+            return count, None, None, None
+        grids = [config.grid_of(each) for each in counts]
+        grid = tuple(read([sides[axis] for sides in grids]) for axis in (0, 1))
+        first = read([sum(counts[:number]) for number in range(len(counts))])
+        return count, grid, grids, first + torch.arange(count, device=device).unsqueeze(0)
 
     def features_of(self, features: torch.Tensor | list[torch.Tensor], pixel_values: torch.Tensor) -> torch.Tensor:
         """Return the features that tokens sample as one map, `(batch, channels, height / 4, width / 4)`: those of the
@@ -1446,6 +1488,7 @@ class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
     """
 
     loads_with = "AutoModel"
+    embeds = {"image": ("forward", "image_embeds")}
 
     def __init__(self, config: SparseFormerConfig):
         if config.projection_dim is None:

@@ -26,6 +26,9 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
     """
 
     input_modalities = ("image", "text")
+    embeds = {"text": ("get_text_features", "pooler_output"), "image": ("get_image_features", "pooler_output")}
+    embedding_arguments = ("num_tokens",)
+    text_padding: bool | str = True
     supports_gradient_checkpointing = True
     _keep_in_fp32_modules_strict = ["initial_rois"]
     _supports_sdpa = True
@@ -42,6 +45,13 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
     def set_num_tokens(self, num_tokens: int | None):
         """Choose the image side's latent tokens of all calls that choose none, as of a SparseFormer alone."""
         self.vision_model.set_num_tokens(num_tokens)
+
+    def sentence_transformers_config(self) -> dict[str, object]:
+        """As of every model; texts are as long as the text side takes them."""
+        files = super().sentence_transformers_config()
+        lengths = {"padding": self.text_padding, "max_length": self.config.text_config.max_position_embeddings}
+        files["sentence_bert_config.json"]["processing_kwargs"] = {"text": lengths}
+        return files
 
     @can_return_tuple
     def get_text_features(
@@ -220,6 +230,8 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         "AutoModel": "SparseFormerSiglipModel",
         "AutoModelForZeroShotImageClassification": "SparseFormerSiglipModel",
     }
+    # SigLIP was trained on texts of one length, which not all of its tokenizers know.
+    text_padding = "max_length"
     _no_split_modules = ["SiglipTextEmbeddings", "SiglipEncoderLayer", "SparseFormerLayer", "SparseFormerLatents"]
 
     def __init__(self, config: SparseFormerSiglipConfig):

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.image_utils import make_flat_list_of_images
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from transformers.models.llava.modeling_llava import LlavaCausalLMOutputWithPast, LlavaModelOutputWithPast
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
@@ -150,6 +151,7 @@ class SparseFormerLlavaForConditionalGeneration(HubModel, LlavaForConditionalGen
     config: SparseFormerLlavaConfig
     auto_classes = {
         "AutoModel": "SparseFormerLlavaModel",
+        "AutoModelForMultimodalLM": "SparseFormerLlavaForConditionalGeneration",
         "AutoModelForImageTextToText": "SparseFormerLlavaForConditionalGeneration",
     }
     _keep_in_fp32_modules_strict = ["initial_rois"]
@@ -322,6 +324,10 @@ class SparseFormerLlavaProcessor(LlavaProcessor):
 
 
 AutoModel.register(SparseFormerLlavaConfig, SparseFormerLlavaModel, exist_ok=True)
+# `transformers serve` knows by these names what reads images and texts.
+MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[SparseFormerLlavaConfig.model_type] = (
+    SparseFormerLlavaForConditionalGeneration.__name__
+)
 AutoProcessor.register(SparseFormerLlavaConfig, SparseFormerLlavaProcessor, exist_ok=True)
 
 

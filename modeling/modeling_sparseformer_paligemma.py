@@ -3,6 +3,7 @@
 from torch import nn
 from transformers import AutoConfig, AutoModel, PaliGemmaForConditionalGeneration, PaliGemmaModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from ..configuration.configuration_sparseformer import SparseFormerConfig
 from ..configuration.configuration_sparseformer_paligemma import SparseFormerPaliGemmaConfig
@@ -29,6 +30,7 @@ class SparseFormerPaliGemmaForConditionalGeneration(HubModel, PaliGemmaForCondit
     config: SparseFormerPaliGemmaConfig
     auto_classes = {
         "AutoModel": "SparseFormerPaliGemmaModel",
+        "AutoModelForMultimodalLM": "SparseFormerPaliGemmaForConditionalGeneration",
         "AutoModelForImageTextToText": "SparseFormerPaliGemmaForConditionalGeneration",
     }
     _keep_in_fp32_modules_strict = ["initial_rois"]
@@ -49,6 +51,10 @@ class SparseFormerPaliGemmaForConditionalGeneration(HubModel, PaliGemmaForCondit
 
 
 AutoModel.register(SparseFormerPaliGemmaConfig, SparseFormerPaliGemmaModel, exist_ok=True)
+# `transformers serve` knows by these names what reads images and texts.
+MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[SparseFormerPaliGemmaConfig.model_type] = (
+    SparseFormerPaliGemmaForConditionalGeneration.__name__
+)
 
 
 __all__ = [

@@ -88,6 +88,7 @@ class ViTContextBroadcastPreTrainedModel(HubModel):
         "AutoModel": "ViTContextBroadcastModel",
         "AutoModelForImageClassification": "ViTContextBroadcastForImageClassification",
     }
+    embeds = {"image": ("forward", "pooler_output")}
     _no_split_modules = ["ViTContextBroadcastEmbeddings", "PreNormLayer"]
     _supports_sdpa = True
     _supports_flash_attn = True

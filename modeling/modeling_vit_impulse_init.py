@@ -90,6 +90,7 @@ class ViTImpulseInitPreTrainedModel(HubModel):
         "AutoModel": "ViTImpulseInitModel",
         "AutoModelForImageClassification": "ViTImpulseInitForImageClassification",
     }
+    embeds = {"image": ("forward", "pooler_output")}
     _no_split_modules = ["ViTImpulseInitEmbeddings", "PreNormLayer"]
     _supports_sdpa = True
     _supports_flash_attn = True

@@ -146,10 +146,10 @@ def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
         above = worth * (1 - TIE * numbers)
         ordered.append(above.flatten(1))
         place += size
-    ordered = torch.cat(ordered, dim=1)
-    splits = torch.zeros_like(ordered)
-    if num_splits:
-        splits = splits.scatter(1, ordered.topk(num_splits).indices, 1.0)
+    # All are put in order, not only as many as there are splits: a program may be given any number of them.
+    order = torch.cat(ordered, dim=1).argsort(dim=1, descending=True)
+    is_split = (torch.arange(place, device=order.device) < num_splits).to(torch.float32)
+    splits = torch.zeros(order.shape, device=order.device).scatter(1, order, is_split.expand_as(order))
     is_there, left = torch.ones_like(worths[0], dtype=torch.float32), []
     for split, worth in zip(splits.split(sizes, dim=1), worths, strict=True):
         split = split.view(worth.shape)
@@ -158,7 +158,7 @@ def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
     left = torch.cat([*left, is_there.flatten(1)], dim=1)
     # In the order of their numbers.
     ranks = torch.arange(left.shape[1], 0, -1, device=left.device)
-    return (left * ranks).topk(num_tokens).indices
+    return (left * ranks).argsort(dim=1, descending=True)[:, :num_tokens]
 
 
 class CellPyramid(nn.Module):

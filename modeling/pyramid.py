@@ -54,6 +54,15 @@ def points_in(rois: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
     return left_top + shares * (right_bottom - left_top)
 
 
+def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Images `(batch, channels, height, width)` at another size, in float32; those that have it are left as they are,
+    if that is known: in a program for several sizes it is not."""
+    is_known = all(isinstance(side, int) for side in (*size, *images.shape[-2:]))
+    if is_known and size == tuple(images.shape[-2:]):
+        return images
+    return F.interpolate(in_float32(images), size, mode="bilinear", antialias=True)
+
+
 class GridImage(nn.Module):
     """Resizes an image for a grid, so that a point of a cell is a pixel.
 
@@ -67,10 +76,8 @@ class GridImage(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
         """`(batch, channels, height, width)` to an image in float32."""
-        pixel_values = in_float32(pixel_values)
         size = tuple(cells * points for cells, points in zip(grid, self.patch_size, strict=True))
-        same = size == tuple(pixel_values.shape[-2:])
-        return pixel_values if same else F.interpolate(pixel_values, size, mode="bilinear", antialias=True)
+        return resize(in_float32(pixel_values), size)
 
 
 class PatchSampling(nn.Module):

@@ -32,6 +32,7 @@ LONG_MODULES = (
     "tests/test_package.py",
     "tests/test_compare.py",
     "tests/test_demo.py",
+    "tests/modeling/test_serve.py",
     "tests/test_quickstart.py",
 )
 

@@ -1,6 +1,7 @@
 """`frugalvit demo`: a real page, asked as a browser asks it."""
 
 import base64
+import contextlib
 import functools
 import io
 import json
@@ -9,11 +10,15 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import gradio
 import httpx
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import SpaceCard
+from packaging.requirements import Requirement
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -21,25 +26,45 @@ import frugalvit
 from frugalvit import demo
 from frugalvit.cli import main
 from frugalvit.common.loading import load_image_classifier
+from frugalvit.publish import size_of
 
 
 NAMES = ("cifar10-sparseformer", "cifar10-vit-context-broadcast")
+# Models for several numbers of tokens, with random weights.
+ELASTIC = {
+    "elastic": {"elastic_token_counts": [4, 9, 16]},
+    "tree": {"elastic_token_counts": [4, 16], "placement": "content"},
+}
 
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
     """Function that asks the page, served by the command, what it shows of a model and an image."""
+    folders = [str(frugalvit.checkpoint_path(name)) for name in NAMES]
+    folders += [save_elastic(tmp_path_factory.mktemp("models") / name, **kind) for name, kind in ELASTIC.items()]
+    command, port = [sys.executable, "-m", "frugalvit", "demo", *folders, "--device", "cpu"], free_port()
+    temporary = tmp_path_factory.mktemp("temporary")
+    # What `mkdtemp` and gradio write, they write there.
+    with served([*command, "--port", str(port)], port, tmp_path_factory.mktemp("demo"), TMPDIR=str(temporary)) as ask:
+        yield ask
+    assert not list(temporary.iterdir())
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    folders = [str(frugalvit.checkpoint_path(name)) for name in NAMES] + [save_elastic(tmp_path_factory.mktemp("m"))]
-    command = [sys.executable, "-m", "frugalvit", "demo", *folders, "--port", str(port), "--device", "cpu"]
-    log, temporary = tmp_path_factory.mktemp("demo") / "log", tmp_path_factory.mktemp("temporary")
-    # What `mkdtemp` and gradio write, they write there.
-    environment = {**os.environ, "TMPDIR": str(temporary)}
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def served(command: list[str], port: int, folder: Path, **environment: str):
+    """A page in a process that runs in a folder; the function that asks it."""
+    log = folder / "log"
     with (
         log.open("w") as output,
-        subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process,
+        subprocess.Popen(
+            command, stdout=output, stderr=output, env={**os.environ, **environment}, cwd=folder
+        ) as process,
     ):
         try:
             api = f"http://127.0.0.1:{port}/gradio_api"
@@ -48,17 +73,16 @@ def ask(tmp_path_factory):
         finally:
             process.terminate()
             process.wait()
-            assert not list(temporary.iterdir())
 
 
-def save_elastic(folder) -> str:
+def save_elastic(folder, elastic_token_counts: list[int], **kind) -> str:
     config = frugalvit.SparseFormerConfig(
-        **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "elastic_token_counts": [4, 9, 16]},
-        **{"hidden_size": 32, "focusing_hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "elastic_token_counts": elastic_token_counts},
+        **{"hidden_size": 32, "focusing_hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, **kind},
     )
     torch.manual_seed(0)
-    frugalvit.SparseFormerForImageClassification(config).save_pretrained(folder / "elastic")
-    return str(folder / "elastic")
+    frugalvit.SparseFormerForImageClassification(config).save_pretrained(folder)
+    return str(folder)
 
 
 def wait_for(url: str, process: subprocess.Popen, log, seconds: float = 200):
@@ -87,7 +111,7 @@ def look(api: str, model: str, image_file: str | None, fails: bool = False, toke
 
 @pytest.fixture(scope="module")
 def image_file(tmp_path_factory) -> str:
-    return demo.example_images(tmp_path_factory.mktemp("demo"))[0][0]
+    return str(demo.example_images(tmp_path_factory.mktemp("demo") / "examples") / "0.png")
 
 
 def picture(update: dict) -> np.ndarray:
@@ -121,6 +145,19 @@ def test_tokens_can_be_chosen(ask, image_file):
     assert np.array_equal(rois[1], rois[4]) and np.array_equal(rois[4], rois[5])
     assert np.array_equal(rois[16], rois[1024]) and not np.array_equal(rois[4], rois[16])
     assert shown[4][0] == shown[5][0] != shown[16][0]
+
+
+def test_a_tree_grows(ask, image_file, tmp_path):
+    """By three tokens a step, also between the counts that the model is made for; its cells lie over the image."""
+    shown = {tokens: picture(ask("tree", image_file, tokens=tokens)[1]) for tokens in (4, 6, 7, 16)}
+    assert np.array_equal(shown[6], shown[7])
+    assert not any(np.array_equal(shown[7], shown[tokens]) for tokens in (4, 16))
+    model, image_processor = load_image_classifier(save_elastic(tmp_path / "tree", **ELASTIC["tree"]), "cpu")
+    assert demo.token_counts(model) == [4, 7, 10, 13, 16]
+    for tokens in (4, 7):
+        _, figure, *_ = demo.look(model, image_processor, Image.open(image_file), num_tokens=tokens)
+        seen, cells = figure.axes
+        assert not seen.collections and {len(lines.get_paths()) for lines in cells.collections} == {tokens}
 
 
 def test_nothing_is_shown_without_an_image(ask):
@@ -213,3 +250,35 @@ def test_without_gradio(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(ValueError, match="pip install 'frugalvit.demo.'"):
         demo.build_page({})
+
+
+def test_a_space_shows_a_model_with_the_code_that_it_brings(image_file, tmp_path, capsys):
+    """As the hub runs it: its folder, packages of its requirements.txt, gradio's variables."""
+    source, folder = frugalvit.checkpoint_path("cifar10-sparseformer"), tmp_path / "space"
+    assert main(["publish", str(source), "--space", "--output", str(folder)]) == 0
+    assert f"Wrote {folder}." in capsys.readouterr().out
+    about = SpaceCard.load(folder / "README.md").data
+    assert (about.sdk, about.sdk_version, about.app_file, about.license) == (
+        *("gradio", gradio.__version__, "app.py", "apache-2.0"),
+    )
+    installed = {Requirement(line).name for line in (folder / "requirements.txt").read_text().splitlines()}
+    assert {"torch", "transformers", "timm"} <= installed and not {"gradio", "frugalvit", "pytest"} & installed
+    assert not list((folder / "model").glob("*.py")) and sum(size_of(path) for path in folder.iterdir()) < 12e6
+    # Nothing is there but what it brings and other packages: of frugalvit no clone and no install.
+    code = "import runpy, sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]; "
+    code += f"sys.path.insert(0, {str(folder)!r}); runpy.run_path('app.py', run_name='__main__')"
+    port = free_port()
+    page = {"GRADIO_SERVER_PORT": str(port), "GRADIO_SERVER_NAME": "127.0.0.1"}
+    with served([sys.executable, "-c", code], port, folder, **page) as ask:
+        labels, rois, *_ = ask("cifar10-sparseformer", image_file)
+    model, image_processor = load_image_classifier(source, "cpu")
+    pixel_values = image_processor(Image.open(image_file), return_tensors="pt")["pixel_values"]
+    with torch.inference_mode():
+        assert labels["label"] == model.config.id2label[model(pixel_values).logits.argmax().item()]
+    assert rois["visible"]
+
+
+def test_what_classifies_no_images_makes_no_space(tmp_path, capsys):
+    clip = str(frugalvit.checkpoint_path("cifar10-sparseformer-clip"))
+    assert main(["publish", clip, "--space", "--output", str(tmp_path / "space")]) == 1
+    assert "as an image classifier" in capsys.readouterr().err and not (tmp_path / "space").exists()

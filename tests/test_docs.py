@@ -47,6 +47,10 @@ NOT_HERE = {
     "frugalvit export": "tests/test_export.py exports in each format; int8 alone takes longer than all of this page",
     "frugalvit predict image.png --model exported": "tests/test_export.py, as what is exported",
     "frugalvit predict docs/dog.png --model exported": "tests/test_export.py, as what is exported",
+    "frugalvit bootstrap --teacher google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
+    "frugalvit swap --model google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
+    "frugalvit bootstrap --teacher facebook/dinov2-small --dataset path/to/images --output dinov2": "as the next",
+    "frugalvit align-llava --model LLAVA --vision-model dinov2-tower": "tests/training/test_align_llava.py",
     "frugalvit benchmark": "models of full size; tests/test_benchmark.py",
     "frugalvit compare": "tests/test_compare.py; it measures memory in a process for each model",
 }

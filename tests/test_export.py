@@ -84,6 +84,37 @@ def write(folder, tmp_path_factory):
     return export_it
 
 
+# Models for several numbers of tokens: the first of some, the cells of a grid, those of a tree.
+ELASTIC = {
+    "first": {
+        **{"elastic_token_counts": [4, 9, 16], "stem_channels": 16, "focusing_hidden_size": 32},
+        "num_focusing_iterations": 1,
+    },
+    "grid": {"elastic_token_counts": [4, 6, 16], "patch_size": 4},
+    "tree": {"elastic_token_counts": [4, 7, 16], "patch_size": 4, "placement": "content"},
+}
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory):
+    """Function that gives the folder of a model for several numbers of tokens."""
+
+    @functools.cache
+    def save(kind: str) -> Path:
+        config = frugalvit.SparseFormerConfig(
+            **{"image_size": 32, "num_latent_tokens": 16, "hidden_size": 32, "num_hidden_layers": 1},
+            **{"num_attention_heads": 2, "intermediate_size": 64, "num_labels": 10, **ELASTIC[kind]},
+        )
+        config.id2label = dict(enumerate(class_names(load_images(SUBSET, "test"))))
+        torch.manual_seed(0)
+        # So far from the start that each number of tokens says something else.
+        model = randomize(frugalvit.SparseFormerForImageClassification(config), 0.3)
+        model.save_pretrained(folder := tmp_path_factory.mktemp("elastic") / kind)
+        return folder
+
+    return save
+
+
 @pytest.fixture(scope="module")
 def photograph(tmp_path_factory) -> Path:
     """One with colors that change, wider than high."""
@@ -130,6 +161,37 @@ def test_a_program_is_the_model(arguments, tolerance, write, folder):
     assert report["macs"] == frugalvit.count_macs(model, 32).macs_with_attention
     assert set(measured["images_per_second"]) == {"1", "8"}
     assert (report["calibration_images"] == 8) == ("int8" in arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("first", "onnx"), ("grid", "onnx"), ("tree", "openvino"), ("tree", "torch")]
+)
+@torch.no_grad()
+def test_one_program_has_any_number_of_tokens(kind, name, elastic, tmp_path):
+    """As the model itself, in batches and images of any size; another number is rounded down to one of these."""
+    model, _ = load_image_classifier(elastic(kind), "cpu")
+    counts = model.config.elastic_token_counts
+    parts = parts_of(model, True, counts, any_size=kind != "tree")
+    programs.export_parts(parts, model.config, name, "float32", tmp_path)
+    about = {"outputs": list(parts["model"](**parts["model"].example(1)))}
+    about["num_tokens"] = {str(count): {} for count in counts}
+    report = {"format": name, "precision": "float32", "parts": {"model": about}, "macs": 0}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    program = ExportedModule(tmp_path, trust_remote_code=True)
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(1, 3, 32, 32), (3, 3, 32, 32), (2, 3, 32, 32) if kind == "tree" else (2, 3, 40, 24)]
+    for pixel_values in (torch.randn(size, generator=generator) for size in sizes):
+        for count in counts:
+            computed, expected = (each(pixel_values, num_tokens=count, output_rois=True) for each in (program, model))
+            torch.testing.assert_close(computed.logits, expected.logits, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(computed.rois[-1], expected.rois[-1], atol=1e-4, rtol=0)
+    # Without a choice, the model's own.
+    assert program(pixel_values).rois[-1].shape[1] == counts[-1]
+    for asked, taken in ((1, counts[0]), (counts[1] + 1, counts[1]), (1000, counts[-1])):
+        outputs = program._runner(pixel_values=pixel_values, num_tokens=torch.tensor(asked))
+        assert outputs["rois"][-1].shape[1] == taken
+    with pytest.raises(ValueError, match=f"is 5, expected one that the program is for: {', '.join(map(str, counts))}"):
+        program(pixel_values, num_tokens=5)
 
 
 def test_how_long_it_takes_is_said_first(folder):
@@ -390,10 +452,71 @@ def test_commands_take_exported_folders(write, photograph, tmp_path, capsys, fol
     assert others == [None, None]
 
 
+def test_the_number_of_tokens_of_a_program_is_chosen(elastic, photograph, tmp_path, capsys):
+    """By the commands, the lines of the card and applications; the gate stands before each number and other sizes."""
+    source, output = elastic("grid"), tmp_path / "out"
+    arguments = [
+        "--num-tokens",
+        "16",
+        "4",
+        "--any-size",
+        "--format",
+        "openvino",
+        "--precision",
+        "int8",
+        "--force",
+        *FEW,
+    ]
+    assert main(["export", str(source), "--output", str(output), *arguments]) == 0
+    shown = capsys.readouterr().out
+    report = json.loads((output / "report.json").read_text())
+    measured = report["parts"]["model"]["num_tokens"]
+    assert list(measured) == ["4", "16"] and {each["compared"] for each in measured.values()} == {16}
+    assert measured["4"]["mean_cosine"] != measured["16"]["mean_cosine"]
+    assert len(re.findall(r"^openvino_model.xml +(?:4|16) ", shown, re.MULTILINE)) == 2
+    limits = {"compared": 16, "mean_cosine": 0.9, "agreement": 1}
+    report["parts"]["model"]["num_tokens"]["4"] |= limits
+    found = export.shortcomings(report, 0, None)
+    assert not any("with 4 tokens" in line for line in found)
+    report["parts"]["model"]["num_tokens"]["4"] |= {"agreement": 0.5}
+    assert "agreement 0.5000 of model with 4 tokens on 16 inputs" in " ".join(export.shortcomings(report, 0, 0.9))
+
+    program, image_processor = load_image_classifier(output)
+    pixel_values = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    scores = {count: program(pixel_values, num_tokens=count).logits.softmax(-1) for count in program.token_counts}
+    assert not torch.equal(scores[4], scores[16])
+    # There is no other number in it.
+    outputs = program._runner(pixel_values=pixel_values, num_tokens=torch.tensor(9))
+    assert torch.equal(outputs["logits"].softmax(-1), scores[4])
+    [lines] = re.findall(r"```python\n(.*?)```", (output / "README.md").read_text(), re.DOTALL)
+    assert '"num_tokens": np.array(16)' in lines
+    script = BLOCKED + lines.replace("photo.jpg", str(photograph))
+    process = subprocess.run([sys.executable, "-c", script], cwd=output, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    best, labels = process.stdout.strip(), {}
+    for count in (4, 16):
+        command = ["predict", str(photograph), "--model", str(output), "--num-tokens", str(count), "--json", "--exact"]
+        assert main(command) == 0
+        labels[count] = json.loads(capsys.readouterr().out)[0]["labels"]
+        classify = frugalvit.Classifier(output, num_tokens=count, exact=True)
+        [array] = classify([photograph])
+        assert labels[count][0]["score"] == pytest.approx(array.max(), abs=1e-6)
+    assert labels[16][0]["label"] == best and labels[4] != labels[16]
+    evaluated = ["evaluate", "classification", "--model", str(output), "--limit", "8", "--json", "--num-tokens"]
+    assert main([*evaluated, "4"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_tokens"] == 4
+    assert main([*evaluated, "5"]) == 1
+    assert "`num_tokens` is 5, expected one that the program is for: 4, 16" in capsys.readouterr().err
+    assert demo.token_counts(program) == [4, 16]
+    shown = [demo.look(program, image_processor, Image.open(photograph), num_tokens=count)[0] for count in (4, 16)]
+    assert shown[0] != shown[1]
+
+
 @pytest.mark.parametrize(
     "command, message",
     [
         (["predict", "PHOTO", "--model", "OUT", "--num-tokens", "2"], "the tokens that it was exported with"),
+        (["predict", "PHOTO", "--model", "OUT", "--confidence", "0.5"], "looks at some images again"),
         (["predict", "PHOTO", "--model", "OUT", "--rois", "rois.png"], "has no RoIs to draw"),
         (["predict", "PHOTO", "--model", "OUT", "--device", "meta"], "runs on the CPU here"),
         (["evaluate", "classification", "--model", "OUT", "--attack", "fgsm"], "needs a gradient"),
@@ -418,6 +541,8 @@ def test_what_programs_cannot_do(command, message, write, photograph, capsys):
             "parameters, or a pattern with *; it begins with sparseformer, classifier.",
         ),
         (["--num-tokens", "99"], "`num_tokens` is 99, expected 1 to 4"),
+        (["--num-tokens", "all"], "--num-tokens all needs a model for several counts of tokens"),
+        (["--num-tokens", "all", "--format", "executorch"], "--num-tokens with several numbers is not for executorch"),
         (["--dataset", "nowhere.parquet"], "nowhere.parquet"),
     ],
 )
@@ -558,13 +683,13 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def test_the_page_labels_in_a_browser(folder, photograph, tmp_path):
-    """In headless Chromium, from this machine alone."""
+def test_the_page_labels_in_a_browser(elastic, photograph, tmp_path):
+    """In headless Chromium, from this machine alone, with the number of tokens that is chosen."""
     chromium, npm = shutil.which("chromium"), shutil.which("npm")
     if not (chromium and npm):
         pytest.skip("needs Chromium, and npm for the browser's runtime")
     output = tmp_path / "out"
-    if main(["export", str(folder), "--output", str(output), *FEW, "--page"]):
+    if main(["export", str(elastic("tree")), "--output", str(output), *FEW, "--page"]):
         pytest.skip("npm fetched no runtime")
     assert all((output / name).is_file() for name in RUNTIME_FILES)
     page = (output / "index.html").read_text()
@@ -577,7 +702,7 @@ def test_the_page_labels_in_a_browser(folder, photograph, tmp_path):
         thread.start()
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
         options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
-        address = f"http://127.0.0.1:{server.server_port}/?image=photo.png"
+        address = f"http://127.0.0.1:{server.server_port}/?image=photo.png&tokens=7"
         process = subprocess.run(
             [chromium, *options, "--virtual-time-budget=30000", "--dump-dom", address],
             capture_output=True,
@@ -588,9 +713,15 @@ def test_the_page_labels_in_a_browser(folder, photograph, tmp_path):
         server.shutdown()
         thread.join()
     model, image_processor = load_image_classifier(output)
-    [prediction] = predict(model, image_processor, [Image.open(photograph).convert("RGB")])
     found = re.findall(r"<tr><td>(\w+)</td>.*?<td>([\d.]+) %</td></tr>", process.stdout)
-    assert [label for label, _ in found] == [label for label, _ in prediction.labels]
-    for (_, shown), (_, score) in zip(found, prediction.labels, strict=True):
-        # Browsers resize images in their own ways.
-        assert abs(float(shown) / 100 - score) < 0.05
+    assert len(found) == 5 and '<output id="count">7</output>' in process.stdout
+    shown = {label: float(share) / 100 for label, share in found}
+    assert list(shown.values()) == sorted(shown.values(), reverse=True)
+    differences = {}
+    for count in (7, 16):
+        model.set_num_tokens(count)
+        [prediction] = predict(model, image_processor, [Image.open(photograph).convert("RGB")], top=10)
+        scores = dict(prediction.labels)
+        differences[count] = max(abs(share - scores[label]) for label, share in shown.items())
+    # Browsers resize images in their own ways.
+    assert differences[7] < 0.05 < differences[16]

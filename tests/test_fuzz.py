@@ -205,7 +205,12 @@ def read_curves(folder) -> str:
 RUN = {"command": "frugalvit train", "arguments": {"epochs": 1, "mixed_precision": "no"}, "images": {"images": 3}}
 JSON = {
     "report.json": (
-        {"format": "onnx", "precision": "int8", "macs": 1, "parts": {"model": {"outputs": ["logits"]}}},
+        {
+            "format": "onnx",
+            "precision": "int8",
+            "macs": 1,
+            "parts": {"model": {"outputs": ["logits"], "num_tokens": {"4": {}}}},
+        },
         read_report,
     ),
     "export.json": ({"export_format": "onnx", "components": {"model": PROGRAM}}, read_report),

@@ -43,6 +43,11 @@ def test_version_is_the_installed_one():
     assert importlib.metadata.version("frugalvit") == frugalvit.__version__
 
 
+def test_the_changelog_begins_with_this_version():
+    headings = re.findall(r"^## (\S+?),", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert headings[0] == frugalvit.__version__
+
+
 def test_results_name_the_commit():
     """The commit is that of the clone; a copy without its history has none to name."""
     if not (ROOT / ".git").exists():
@@ -234,7 +239,7 @@ RECIPES = sorted(
 def test_no_recipe_imports_another(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1}
-    assert len(RECIPES) == 6
+    assert len(RECIPES) == 5
     own = {f"options.{path.stem}", "trainer", "losses"}
     assert all(module.startswith("components.") or module in own for module in imported)
 
@@ -267,19 +272,29 @@ def test_wheel_holds_code_data_and_checkpoints(wheel):
     }
     for folder in ("training/cifar10", "checkpoints/cifar10-vit", "checkpoints/cifar10-sparseformer"):
         expected |= {f"frugalvit/{folder}/{path.name}" for path in (ROOT / folder).iterdir() if path.is_file()}
-    assert expected <= names
+    assert {*expected, "frugalvit/py.typed"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith(("tests", "benchmarks"))]
     # Large models and photographs stay in the repository.
     assert not [name for name in names if "caltech101" in name]
 
 
 def test_wheel_works_when_installed(wheel, tmp_path):
+    """What a clone alone has is said to be there, all of it."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = "import frugalvit; print(frugalvit.__file__); print(frugalvit.checkpoint_path('cifar10-vit'))"
+    clone = sorted(path.parent.name for path in (ROOT / "checkpoints").glob("*/config.json"))
+    code = f"""
+import frugalvit
+print(frugalvit.__file__)
+for name in {clone}:
+    try:
+        print(frugalvit.checkpoint_path(name))
+    except ValueError as error:
+        assert name.startswith("caltech101") and f"{{name!r}} lies in a clone of the repository" in str(error)
+"""
     result = python(code, cwd=tmp_path)
     assert result.stdout.splitlines() == [
         str(tmp_path / "frugalvit" / "__init__.py"),
-        str(tmp_path / "frugalvit" / "checkpoints" / "cifar10-vit"),
+        *(str(tmp_path / "frugalvit" / "checkpoints" / name) for name in clone if name.startswith("cifar10")),
     ], result.stderr
 
 

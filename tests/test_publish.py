@@ -409,7 +409,8 @@ def published(source: Path, folder: Path):
     """The folder that `frugalvit publish SOURCE --output FOLDER` writes, before it is looked at."""
     return publish.prepared(
         argparse.Namespace(
-            model=str(source), output=str(folder), overwrite=False, card=None, results=None, license=None, repo_id=None
+            **{"model": str(source), "output": str(folder), "overwrite": False, "card": None, "results": None},
+            **{"license": None, "repo_id": None, "space": False},
         )
     )
 

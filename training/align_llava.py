@@ -128,7 +128,8 @@ class AlignLlavaTrainer(RecipeTrainer):
         self.prompt = default_prompt(processing_class) if args.prompt is None else args.prompt
         self.tower_name = tower_name or tower.config._name_or_path
         self.image_tokens_before = count_image_tokens(original, processing_class)
-        self.llava = swap_vision_tower(original, tower)
+        self.llava = swap_vision_tower(original, tower, new_first_layer=True)
+        self.widths = original.config.vision_config.hidden_size, tower.config.hidden_size
         if args.num_tokens is not None:
             self.llava.set_num_tokens(args.num_tokens)
         self.new_processor = matching_processor(processing_class, self.llava)
@@ -162,9 +163,12 @@ class AlignLlavaTrainer(RecipeTrainer):
     def outline(self) -> str:
         """The number of tokens of an image and of parameters that learn, in a sentence."""
         learned = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        before, now = self.widths
+        new = f" The projector's first layer is new: the tower has {now:,} channels, the old one {before:,}."
         return (
             f"{self.llava.config.image_seq_length} tokens an image instead of {self.image_tokens_before}; "
             f"{learned:,} of {sum(parameter.numel() for parameter in self.model.parameters()):,} parameters learn."
+            f"{new if now != before else ''}"
         )
 
     def train(self, *arguments, **options):
@@ -248,10 +252,11 @@ class AlignLlavaTrainer(RecipeTrainer):
     def summary(self, state: TrainingState) -> str:
         rank, tokens = self.args.lora_rank, self.llava.config.image_seq_length
         language_model = f" and the language model (LoRA of rank {rank})" if rank else ""
+        new = "" if len({*self.widths}) == 1 else ", its first layer a new one,"
         source = "answers of the LLaVA as it was" if self.learns_from_original else "conversations"
         text = (
             f"{without_place(self.base_model)} with {tokens} tokens an image, those of "
-            f"{without_place(self.tower_name)}; the projector{language_model} learned from {source}"
+            f"{without_place(self.tower_name)}; the projector{new}{language_model} learned from {source}"
         )
         if self.before is None or "agreement" not in state.measured:
             return f"{text}, not evaluated."

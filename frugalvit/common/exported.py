@@ -18,7 +18,7 @@ import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,15 +31,17 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
+from ..modeling.modeling_sparseformer import place_among
 from .choices import EXPORT_PRECISIONS as PRECISIONS
+from .comparison import using_tokens
 from .files import forget_code, misshapen, read_json
 from .tables import first_line
 from .views import vision_config_of
 
 
 MANIFEST, REPORT = "export.json", "report.json"
-# Sizes of batches that a program takes.
-MOST_IMAGES = 4_096
+# Sizes of batches that a program takes, and tokens that any has.
+MOST_IMAGES, MOST_TOKENS = 4_096, 2**31 - 1
 # Formats whose int8 leaves the layer that reads the pixels in float32: results/int8_layers.json has what it suffers.
 PIXELS_IN_FLOAT = ("openvino",)
 # What holds tensors in a program's inputs and outputs.
@@ -57,7 +59,8 @@ class Format:
         packages (`dict[str, str]`): Packages that it needs, by the name that Python imports.
         precisions (`tuple[str, ...]`): Those of `PRECISIONS` that it takes.
         program (`str`): File of a program, `{}` its name.
-        any_batch (`bool`): Whether programs take batches of any size; else of one image.
+        any_batch (`bool`): Whether programs take batches of any size, any of a model's numbers of tokens, and images
+            of any size; else one image, with the number of tokens and the size that they were exported with.
     """
 
     name: str
@@ -76,7 +79,8 @@ FORMATS = {
         ("float32", "int8"),
         "{}.onnx",
     ),
-    # Its lowering takes minutes, and a phone looks at one image at a time.
+    # Its lowering takes minutes, and a phone looks at one image at a time. Of a length that is read from an input,
+    # Transformers' exporter says with ExecuTorch 1.5: "Cannot cast FakeTensor to number".
     "executorch": Format("Executorch", {"executorch": "executorch"}, ("float32", "int8"), "{}.pte", any_batch=False),
     # Not int8: PyTorch would load such a program with torchao alone, and make its numbers floats for each product.
     "torch": Format("Dynamo", {}, ("float32", "bfloat16"), "{}.pt2"),
@@ -114,21 +118,51 @@ class Part(nn.Module):
         model (`PreTrainedModel`): In evaluation mode.
         kind (`str`): "model", "image_embeds", "text_embeds" or "image_features".
         output_rois (`bool`): With `rois` and `sampling_points`.
+        token_counts (sequence of `int`): Numbers of latent tokens that the program is to take as an input, increasing,
+            of those that the model is made for; none of one whose number is settled.
+        any_size (`bool`): Whether the program is to take images of any height and width.
     """
 
-    def __init__(self, model: PreTrainedModel, kind: str, output_rois: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kind: str,
+        output_rois: bool = False,
+        token_counts: Sequence[int] = (),
+        any_size: bool = False,
+    ):
         super().__init__()
         self.model, self.kind, self.output_rois = model, kind, output_rois
+        self.token_counts, self.any_size = tuple(token_counts), any_size
 
     def example(self, batch_size: int) -> dict[str, torch.Tensor]:
-        """Inputs of noise."""
-        return example_of(self.model.config, self.kind == "text_embeds", batch_size)
+        """Inputs of noise, and of several numbers of tokens the most."""
+        inputs = example_of(self.model.config, self.kind == "text_embeds", batch_size)
+        return inputs | ({"num_tokens": torch.tensor(self.token_counts[-1])} if self.token_counts else {})
+
+    def dynamic_shapes(self) -> dict[str, dict | None]:
+        """Which sizes of its inputs a program is told when it runs, as `torch.export` takes it."""
+        batch = torch.export.Dim("batch", min=1, max=MOST_IMAGES)
+        shapes = {name: {0: batch} if values.dim() else None for name, values in self.example(2).items()}
+        if self.any_size:
+            shapes["pixel_values"] |= dict.fromkeys((2, 3), torch.export.Dim.DYNAMIC)
+        return shapes
 
     def forward(
         self,
         pixel_values: torch.Tensor | None = None,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        num_tokens: torch.Tensor | int | None = None,
+    ) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
+        if isinstance(num_tokens, torch.Tensor):
+            # The program has no other numbers than these, which were compared.
+            num_tokens = torch.tensor(self.token_counts)[place_among(self.token_counts, num_tokens)]
+        with contextlib.nullcontext() if num_tokens is None else using_tokens(self.model, num_tokens):
+            return self._compute(pixel_values, input_ids, attention_mask)
+
+    def _compute(
+        self, pixel_values: torch.Tensor | None, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
     ) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
         if self.kind == "text_embeds":
             texts = self.model.get_text_features(input_ids=input_ids, attention_mask=attention_mask)
@@ -154,18 +188,27 @@ def _image_features(model: PreTrainedModel, pixel_values: torch.Tensor) -> torch
     return model.model.multi_modal_projector(torch.cat([states[layer][:, first:] for layer in layers], dim=-1))
 
 
-def parts_of(model: PreTrainedModel, output_rois: bool = False) -> dict[str, Part]:
+def parts_of(
+    model: PreTrainedModel, output_rois: bool = False, token_counts: Sequence[int] = (), any_size: bool = False
+) -> dict[str, Part]:
     """The programs that a model becomes, by name; arguments as of `Part`."""
+    options = {"token_counts": token_counts, "any_size": any_size}
     if hasattr(model, "get_text_features"):
-        return {"vision_model": Part(model, "image_embeds"), "text_model": Part(model, "text_embeds")}
+        return {"vision_model": Part(model, "image_embeds", **options), "text_model": Part(model, "text_embeds")}
     if hasattr(model, "get_image_features"):
-        return {"vision_model": Part(model, "image_features")}
-    return {"model": Part(model, "model", output_rois)}
+        return {"vision_model": Part(model, "image_features", **options)}
+    return {"model": Part(model, "model", output_rois, **options)}
 
 
-def check_format(name: str, precision: str):
-    """Raise a ValueError if a format does not take a precision, or what it needs is not installed."""
+def check_format(name: str, precision: str, several_counts: bool = False, any_size: bool = False):
+    """Raise a ValueError if a format does not take a precision, or several numbers of tokens or sizes of images where
+    they are asked for, or what it needs is not installed."""
     found = FORMATS[name]
+    if not found.any_batch and (several_counts or any_size):
+        option = "--num-tokens with several numbers" if several_counts else "--any-size"
+        raise ValueError(
+            f"{option} is not for {name}, whose programs have the tokens and the size that they were exported with."
+        )
     if precision not in found.precisions:
         raise ValueError(f"--precision {precision} is not for {name}, which takes {', '.join(found.precisions)} here.")
     # Before, there were exporters to fewer formats, without quantization.
@@ -219,8 +262,7 @@ def export_parts(
                 part = copy.deepcopy(part).to(torch.bfloat16)
             inputs = part.example(2 if found.any_batch else 1)
             if found.any_batch:
-                batch = torch.export.Dim("batch", min=1, max=MOST_IMAGES)
-                options["dynamic_shapes"] = {input_name: {0: batch} for input_name in inputs}
+                options["dynamic_shapes"] = part.dynamic_shapes()
             weight = next(part.parameters())
             inputs = {key: x.to(weight.dtype) if x.is_floating_point() else x for key, x in inputs.items()}
             try:
@@ -393,18 +435,40 @@ def read_report(folder: Path) -> dict:
         raise ValueError(f"{wrong}{REPORT} and {MANIFEST} speak of other programs; export the model again.")
     for name, component in components.items():
         if problem := misshapen(component, {"file": str, "metadata": dict}) or misshapen(
-            parts[name], {"outputs": list[str]}
+            parts[name], {"outputs": list[str], "num_tokens": dict[str, dict] | None}
         ):
             raise ValueError(f"{wrong}the program {name!r} is described in another way than expected: {problem}.")
         file, outputs, expected = component["file"], parts[name]["outputs"], found.program.format(name)
         if file != expected or Path(file).name != file or not (folder / file).is_file():
             raise ValueError(f"{wrong}{MANIFEST} names the file {file!r}, expected {expected!r} beside it.")
+        try:
+            counts_of(parts[name])
+        except ValueError as error:
+            raise ValueError(f"{wrong}the program {name!r} takes other numbers of tokens than expected.") from error
         if not outputs or not {*outputs} <= ExportedOutput.__dataclass_fields__.keys():
             raise ValueError(f"{wrong}the program {name!r} computes {outputs}, expected names of `ExportedOutput`.")
         for spec in ("in_spec", "out_spec"):
             if not _is_plain(component["metadata"].get(spec)):
                 raise ValueError(f"{wrong}{spec} in {MANIFEST} has more than dicts, lists and tuples of tensors.")
     return report
+
+
+def counts_of(part: dict) -> list[int]:
+    """Numbers of tokens that a program takes, as its part of a report says; none of one whose number is settled.
+
+    Raises:
+        ValueError: if these are no numbers.
+    """
+    counts = sorted(map(int, part.get("num_tokens") or ()))
+    if counts and not 1 <= counts[0] <= counts[-1] <= MOST_TOKENS:
+        raise ValueError(f"`num_tokens` are {counts}, expected 1 to {MOST_TOKENS}.")
+    return counts
+
+
+def measured_of(part: dict) -> dict[int | None, dict]:
+    """What was measured of a program, as its part of a report says, for each number of tokens that it takes; `None` is
+    that of one whose number is settled."""
+    return {count: part["num_tokens"][str(count)] for count in counts_of(part)} or {None: part}
 
 
 def _is_plain(spec: str | None) -> bool:
@@ -467,6 +531,10 @@ class ExportedModule(nn.Module):
         if part not in program.runners:
             raise ValueError(f"{str(folder)!r} has no program {part!r}, it has {', '.join(program.runners)}.")
         self._runner, self.outputs = program.runners[part], self.report["parts"][part]["outputs"]
+        self.token_counts, self.num_tokens = counts_of(self.report["parts"][part]), None
+        if self.token_counts:
+            own = getattr(vision_config_of(self.config), "default_num_tokens", None)
+            self.num_tokens = own if own in self.token_counts else self.token_counts[-1]
         self.device = torch.device("cpu")
         self.eval()
 
@@ -490,20 +558,53 @@ class ExportedModule(nn.Module):
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if (self.format, self.precision) == ("torch", "bfloat16") else torch.float32
 
-    def forward(self, pixel_values: torch.Tensor | None = None, output_rois: bool | None = None, **inputs):
+    @property
+    def base_model(self) -> "ExportedModule":
+        return self
+
+    def check_num_tokens(self, num_tokens: int) -> int:
+        """The number, if the program takes it.
+
+        Raises:
+            ValueError: if it does not.
+        """
+        if not self.token_counts:
+            raise ValueError(
+                "This exported model has the tokens that it was exported with; `frugalvit export --num-tokens all` "
+                "writes one for several."
+            )
+        if num_tokens not in self.token_counts:
+            counts = ", ".join(map(str, self.token_counts))
+            raise ValueError(f"`num_tokens` is {num_tokens}, expected one that the program is for: {counts}.")
+        return num_tokens
+
+    def set_num_tokens(self, num_tokens: int):
+        """Choose the latent tokens of calls that choose none; errors as of `check_num_tokens`."""
+        self.num_tokens = self.check_num_tokens(num_tokens)
+
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        output_rois: bool | None = None,
+        num_tokens: int | None = None,
+        **inputs,
+    ):
         """Inputs as of the model that it came from; `output_rois` is settled when it is exported.
 
         Returns:
             `ExportedOutput`: In float32, or in the precision in which the program computes.
 
         Raises:
-            ValueError: if RoIs are asked for that are not there.
+            ValueError: if RoIs are asked for that are not there, or a number of tokens that the program does not take.
         """
         if output_rois and "rois" not in self.outputs:
             raise ValueError("The model was exported without its RoIs; `frugalvit export --output-rois` keeps them.")
         if pixel_values is not None:
             inputs["pixel_values"] = pixel_values.to(self.device, self.dtype)
         size = len(next(iter(inputs.values())))
+        num_tokens = self.num_tokens if num_tokens is None else self.check_num_tokens(num_tokens)
+        if num_tokens is not None:
+            inputs["num_tokens"] = torch.tensor(num_tokens)
         if FORMATS[self.format].any_batch or size == 1:
             return ExportedOutput(**self._run(inputs))
         singles = [self._run({name: x[index : index + 1] for name, x in inputs.items()}) for index in range(size)]

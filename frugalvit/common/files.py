@@ -29,6 +29,7 @@ MODEL_FILES = (
     *("config.json", "generation_config.json", "README.md", "model*.safetensors", "model.safetensors.index.json"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.*"),
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("modules.json", "sentence_bert_config.json"),
     # Files of exported models and of their page.
     *("export.json", "report.json", "*.onnx", "*.onnx.data", "openvino_*.xml", "openvino_*.bin", "*.pte", "*.pt2"),
     *("index.html", "ort*.mjs", "ort*.wasm"),

@@ -25,18 +25,20 @@ from transformers import (
     AutoProcessor,
     BitsAndBytesConfig,
     LlavaForConditionalGeneration,
-    LlavaProcessor,
     PaliGemmaForConditionalGeneration,
-    PaliGemmaProcessor,
     PreTrainedConfig,
     PreTrainedModel,
+    ProcessorMixin,
     TimmWrapperForImageClassification,
     TimmWrapperModel,
+    ViTImageProcessor,
 )
 from transformers.utils import is_bitsandbytes_available, logging
 
+from ..configuration.configuration_base import pair
 from ..modeling import modeling_sparseformer
 from ..modeling.hosts.timm import TIMM
+from ..modeling.modeling_sparseformer_vlm import CONNECTORS, TOWERS, VLMS, grid_class, part_name
 from ..modeling.open_clip_adapter import open_clip_image_processor
 from .choices import OPEN_CLIP
 from .exported import ExportedModule, is_exported
@@ -174,8 +176,24 @@ def load_vision_model(
     model, image_processor = load_with_image_processor(
         name, device, trust_remote_code, "a vision transformer", _vision_class, unread=_UNREAD
     )
+    parts = getattr(model, "model", None)
+    if parts is None or (name := part_name(parts, TOWERS)) is None:
+        return model, image_processor
+    if grid_class(type(model)) is not None:
+        image_processor = _tile_processor(image_processor, model.config.vision_config)
     # A LLaVA's vision tower.
-    return getattr(getattr(model, "model", None), "vision_tower", model), image_processor
+    return getattr(parts, name), image_processor
+
+
+def _tile_processor(image_processor, config: PreTrainedConfig) -> ViTImageProcessor:
+    """What prepares an image for the tower of a model that may cut it into tiles: as one, resized to a tile's size."""
+    height, width = pair(config.image_size)
+    fields = ("do_convert_rgb", "do_normalize", "do_rescale", "image_mean", "image_std", "resample", "rescale_factor")
+    known = {name: value for name in fields if (value := getattr(image_processor, name, None)) is not None}
+    if known.get("resample") == Image.Resampling.LANCZOS:
+        # Which training does not follow; tiles hardly differ.
+        known["resample"] = Image.Resampling.BICUBIC
+    return ViTImageProcessor(size={"height": height, "width": width}, **known)
 
 
 def _vision_class(config: PreTrainedConfig) -> type:
@@ -205,17 +223,22 @@ def load_llava(
     dtype: torch.dtype = torch.float32,
     quantize: str | None = None,
     device_map: str | None = None,
-) -> tuple[LlavaForConditionalGeneration | PaliGemmaForConditionalGeneration, LlavaProcessor | PaliGemmaProcessor]:
-    """Load a LLaVA in the style of 1.5 or a PaliGemma, for inference, and its processor; arguments and errors as in
-    `load_pretrained`."""
+    grids: bool = False,
+) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """Load a LLaVA in the style of 1.5, a PaliGemma or, with `grids`, another model with a vision tower that can be
+    replaced, for inference, and its processor; other arguments and errors as in `load_pretrained`."""
     classes = {"llava": LlavaForConditionalGeneration, "paligemma": PaliGemmaForConditionalGeneration}
+    if grids:
+        hosts = [getattr(transformers, f"{name}ForConditionalGeneration") for name in VLMS]
+        classes |= {host.config_class.model_type: host for host in hosts}
 
     def choose_class(config: PreTrainedConfig) -> type:
         if config.model_type not in classes:
             if config.model_type.startswith("sparseformer_"):
                 raise ValueError("its tower is a SparseFormer already; give the model that this one was made from")
             raise ValueError(
-                f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5, or a paligemma"
+                f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5, or another of "
+                f"{', '.join([*classes][1:])}"
             )
         return classes[config.model_type]
 
@@ -427,7 +450,7 @@ def _quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
         load_in_8bit=bits == "8bit",
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_type="nf4",
-        llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
+        llm_int8_skip_modules=[*(f".*{name}" for name in (*TOWERS, *CONNECTORS)), "lm_head"],
     )
 
 

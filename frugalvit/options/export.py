@@ -7,6 +7,10 @@ from ..common.command_line import CommandParser, positive
 from .shared import add_dataset_arguments, add_model_argument, probability, require_model
 
 
+# Of --num-tokens.
+ALL = "all"
+
+
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit export",
@@ -24,7 +28,19 @@ def make_parser() -> CommandParser:
         default="float32",
         help="of products; docs/export.md has what each format takes (default: %(default)s)",
     )
-    parser.add_argument("--num-tokens", type=positive, metavar="COUNT", help="latent tokens of a SparseFormer")
+    parser.add_argument(
+        "--num-tokens",
+        nargs="+",
+        type=count_or_all,
+        metavar="COUNT",
+        help="latent tokens of a SparseFormer; of several numbers that the model is made for, or "
+        f"`{ALL}` of them, one program, to which the number is an input (default: the model's own; of --page all)",
+    )
+    parser.add_argument(
+        "--any-size",
+        action="store_true",
+        help="the program takes images of any height and width, of a SparseFormer whose tokens are no cells of trees",
+    )
     parser.add_argument(
         "--output-rois", action="store_true", help="with the RoIs and sampling points of a SparseFormer"
     )
@@ -64,6 +80,11 @@ def make_parser() -> CommandParser:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def count_or_all(text: str) -> int | str:
+    """A number from 1 on, or `ALL`, for argparse."""
+    return text if text == ALL else positive(text)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -30,6 +30,11 @@ def make_parser() -> CommandParser:
         action="store_true",
         help="leave the code out of OUT, which then loads where frugalvit is imported, as the folders of checkpoints/",
     )
+    parser.add_argument(
+        "--space",
+        action="store_true",
+        help="of an image classifier: publish a Space, the page of `frugalvit demo` with this model",
+    )
     parser.add_argument("--private", action="store_true", help="make a new hub repository private")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run exported programs of torch, which can hold any code"

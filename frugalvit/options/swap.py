@@ -9,14 +9,21 @@ from ..common.command_line import CommandParser, add_device_map_argument, add_sk
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit swap",
-        description="Write a LLaVA or a PaliGemma whose vision tower is a SparseFormer that was bootstrapped from the "
-        "tower it replaces (`frugalvit bootstrap --teacher LLAVA`), with a processor that inserts as many image "
-        "tokens. The language model stays as it is.",
+        description="Write a LLaVA, a PaliGemma or another model that reads images and texts whose vision tower is a "
+        "SparseFormer that was bootstrapped from the tower it replaces (`frugalvit bootstrap --teacher LLAVA`), with "
+        "a processor that inserts as many image tokens. The language model stays as it is.",
     )
     parser.add_argument("--model", required=True, metavar="LLAVA", help="folder or hub id (@revision, too)")
     parser.add_argument("--vision-model", required=True, metavar="FOLDER", help="what `frugalvit bootstrap` wrote")
     parser.add_argument("--output", required=True, metavar="OUT", help="folder to write")
     parser.add_argument("--num-tokens", type=int, metavar="COUNT", help="latent tokens (default: the tower's own)")
+    parser.add_argument(
+        "--image-grid",
+        type=positive,
+        metavar="ROWS",
+        help="rows, and columns, of the grid of models that count on one (LLaVA-NeXT and OneVision, Idefics3, "
+        "SmolVLM, Gemma 3, InternVL; default: as before): fewer make fewer image tokens",
+    )
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of the weights that are written (default: %(default)s)"
     )

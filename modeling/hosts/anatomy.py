@@ -126,7 +126,7 @@ class GridPositions:
     Args:
         table (`torch.Tensor`): `(in front + rows * columns, hidden_size)`, with leading axes of 1 or without.
         grid (pair of `int`): Rows and columns.
-        mode (`str`, *optional*, defaults to `"bicubic"`): Or `"bilinear"`.
+        mode (`str`, *optional*, defaults to `"bicubic"`): `"bilinear"` or `"nearest"`, the one at a cell's corner.
         antialias (`bool`, *optional*, defaults to `False`): Whether it is low-pass filtered for smaller grids.
         crops (`bool`, *optional*, defaults to `False`): Whether a grid that is no square has the corner of a square.
     """
@@ -155,7 +155,8 @@ class GridPositions:
             return table
         maps = table.float().unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
         size = (max(grid),) * 2 if self.crops else (rows, columns)
-        maps = F.interpolate(maps, size, mode=self.mode, align_corners=False, antialias=self.antialias)
+        corners = None if self.mode == "nearest" else False
+        maps = F.interpolate(maps, size, mode=self.mode, align_corners=corners, antialias=self.antialias)
         return maps[0, :, :rows, :columns].flatten(1).mT.to(table.dtype)
 
 

@@ -38,7 +38,7 @@ _MLPS = ("mlp", "ffn")
 _UPS = ("fc1", "up_proj", "weights_in", "dense1")
 _DOWNS = ("fc2", "down_proj", "weights_out", "dense2")
 _QUERY_KEY_VALUE = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
-_OUTPUTS = ("o_proj", "out_proj")
+_OUTPUTS = ("o_proj", "out_proj", "projection_layer")
 _ACTIVATIONS = ("activation", "activation_fn", "act_fn", "intermediate_act_fn")
 _FINAL_NORMS = ("layernorm", "post_layernorm", "norm", "rms_norm")
 _PRE_NORMS = ("pre_layrnorm", "pre_layernorm")
@@ -48,6 +48,8 @@ _FRONT = ("cls_token", "class_embedding", "cls_register_token", "distillation_to
 # How families interpolate positions for other grids, if not bicubically without antialiasing.
 _INTERPOLATIONS = {
     "dinov2_with_registers": {"antialias": True},
+    "idefics3_vision": {"mode": "nearest"},
+    "smolvlm_vision": {"mode": "nearest"},
     "siglip2_vision_model": {"mode": "bilinear", "antialias": True},
     "radio": {"mode": "bilinear", "crops": True},
 }
@@ -94,7 +96,9 @@ def read(model: nn.Module) -> Anatomy:
         ValueError: if the model reads text alone.
     """
     tower = tower_of(model)
-    if getattr(tower, "main_input_name", None) == "input_ids":
+    # Idefics3's tower has left the former as it was, and says the latter.
+    modalities = getattr(tower, "input_modalities", ())
+    if getattr(tower, "main_input_name", None) == "input_ids" and "image" not in modalities:
         raise ValueError(f"{type(model).__name__} reads text; expected a model that sees images.")
     numbered = [module for name, module in tower.named_modules() if name.rpartition(".")[2].isdigit()]
     outlines = [outline for module in numbered if (outline := _outline(module))]
@@ -153,7 +157,7 @@ def _read_plain(model: nn.Module, tower: nn.Module, embeddings: nn.Module | None
     anatomy.blocks = [read_block(module) for module in modules]
     _read_grid(config, embeddings, anatomy)
     anatomy.pre_norm = _find(tower, _PRE_NORMS)
-    anatomy.norm = _find(tower, _FINAL_NORMS)
+    anatomy.norm = given(_find(tower, _FINAL_NORMS))
     for norm in (anatomy.pre_norm, anatomy.norm):
         if norm is not None:
             norm_type(norm)
@@ -203,7 +207,10 @@ def read_block(module: nn.Module) -> Block:
         norm_type(norm)
     attention = _read_attention(attention_module)
     mlp = _read_mlp(mlp_module)
-    scales = [getattr(getattr(module, f"layer_scale{i}", None), "lambda1", None) for i in (1, 2)]
+    scales = [
+        getattr(getattr(module, f"layer_scale{i}", None), "lambda1", getattr(module, f"lambda_{i}", None))
+        for i in (1, 2)
+    ]
     require_all_known(module, [attention_norm, mlp_norm, attention_module, mlp_module, *scales])
     return Block(module, attention_norm, attention, mlp_norm, mlp, *scales)
 
@@ -219,6 +226,8 @@ def _read_attention(module: nn.Module) -> Attention:
     require_all_known(module, [*linears, output, *norms])
     projections = [Projection.of(linear) for linear in (*linears, output)]
     head_dim = inner.head_dim if hasattr(inner, "head_dim") else inner.attention_head_size
+    if any(norm is not None and len(norm.weight) != head_dim for norm in norms[:2]):
+        raise Obstacle("it normalizes the queries and keys of all heads together")
     attention = Attention(*projections, linears[0].out_features // head_dim, *norms)
     require_equal_width(attention)
     return attention

@@ -47,7 +47,8 @@ class Kind:
     @property
     def complete(self) -> set[str]:
         """The files of a repository."""
-        return self.code | {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
+        model = {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
+        return self.code | model | {"modules.json", "sentence_bert_config.json"}
 
 
 SHARED = {"image_size": 32, "resize_size": None, "num_labels": 3}

@@ -282,6 +282,14 @@ class TestLoading:
         program = torch.export.export(model, (images(),), dynamic_shapes=batch).module()
         torch.testing.assert_close(program(images()[:1]).feature_maps[0], expected[:1], atol=1e-5, rtol=1e-4)
 
+    @torch.no_grad()
+    def test_is_exported_for_any_size(self):
+        model = make(upsampler_hidden_size=4, out_indices=[1, 2])
+        shapes = {"pixel_values": dict.fromkeys((2, 3), torch.export.Dim.DYNAMIC)}
+        program = torch.export.export(model, (images(),), dynamic_shapes=shapes).module()
+        found, expected = (each(images(80, 48)).feature_maps for each in (program, model))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
 
 class TestLinearDecoder:
     def test_learns(self):

@@ -14,15 +14,13 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     CLIPVisionConfig,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    LlavaNextConfig,
-    LlavaNextForConditionalGeneration,
     LlavaProcessor,
+    Qwen2_5_VLConfig,
     SiglipVisionConfig,
     Trainer,
     TrainingArguments,
@@ -32,6 +30,7 @@ import frugalvit
 from frugalvit import (
     SparseFormerLlavaConfig,
     SparseFormerLlavaForConditionalGeneration,
+    SparseFormerVisionModel,
     matching_processor,
     swap_vision_tower,
 )
@@ -47,7 +46,7 @@ from frugalvit.modeling.swap import (
     input_device,
     match_channels_,
 )
-from tiny import IMAGE, WORDS, make_llava, make_paligemma, make_processor, make_tower
+from tiny import IMAGE, SMALL, WORDS, make_llava, make_paligemma, make_processor, make_tower
 
 
 def picture(size=(48, 40), seed=0) -> Image.Image:
@@ -246,6 +245,8 @@ def test_what_does_not_fit_is_refused():
     tower = make_tower(llava)
     with pytest.raises(ValueError, match="Got a LlamaModel, expected a LlavaForConditionalGeneration"):
         swap_vision_tower(llava.model.language_model, tower)
+    with pytest.raises(ValueError, match="`image_grid` is 4, but a LlavaFor.* any number; `set_num_tokens` chooses"):
+        swap_vision_tower(llava, tower, image_grid=4)
     with pytest.raises(ValueError, match="Got a CLIPVisionModel as vision model"):
         swap_vision_tower(llava, llava.model.vision_tower)
     wide = frugalvit.SparseFormerVisionModel(
@@ -535,20 +536,38 @@ def test_an_output_with_something_in_it_is_refused_before_anything_is_loaded(tmp
     assert "exists and is not empty" in capsys.readouterr().err
 
 
-def test_rows_of_tiles_are_refused(tmp_path, capsys):
-    llava = make_llava()
-    config = LlavaNextConfig(**{name: llava.config.to_dict()[name] for name in ("vision_config", "text_config")})
-    tiled = LlavaNextForConditionalGeneration(config)
-    with pytest.raises(ValueError, match="LlavaNextForConditionalGeneration, whose images are rows of tiles"):
-        swap_vision_tower(tiled, make_tower(llava))
-    tiled.save_pretrained(tmp_path / "llava")
-    make_tower(llava).save_pretrained(tmp_path / "tower")
-    command = ["swap", "--model", str(tmp_path / "llava"), "--vision-model", str(tmp_path / "tower")]
+def test_what_has_a_tower_of_another_kind_is_refused(tmp_path, capsys):
+    make_tower(make_llava()).save_pretrained(tmp_path / "tower")
+    Qwen2_5_VLConfig().save_pretrained(tmp_path / "qwen")
+    command = ["swap", "--model", str(tmp_path / "qwen"), "--vision-model", str(tmp_path / "tower")]
     assert main([*command, "--output", str(tmp_path / "out")]) == 1
-    assert "it is a llava_next, expected a llava, in the style of LLaVA 1.5, or a paligemma" in capsys.readouterr().err
+    message = "it is a qwen2_5_vl, expected a llava, in the style of LLaVA 1.5, or another of paligemma, gemma3"
+    assert message in capsys.readouterr().err
     command[2] = str(frugalvit.checkpoint_path("cifar10-sparseformer-llava"))
     assert main([*command, "--output", str(tmp_path / "out")]) == 1
     assert "its tower is a SparseFormer already" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
+    llava = make_llava()
+    sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_register_tokens": 2}
+    dinov2 = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(image_size=32, patch_size=4, mlp_ratio=2, **sizes))
+    tower = SparseFormerVisionModel.from_teacher(dinov2.eval(), 7, **SMALL)
+    with pytest.raises(ValueError, match="takes 64 channels, the vision model gives 48 .* frugalvit align-llava"):
+        swap_vision_tower(llava, tower)
+    model = swap_vision_tower(llava, tower, new_first_layer=True)
+    projector, old = model.model.multi_modal_projector, llava.model.multi_modal_projector
+    assert (projector.linear_1.in_features, old.linear_1.in_features) == (48, 64)
+    assert torch.equal(projector.linear_2.weight, old.linear_2.weight)
+    model.save_pretrained(tmp_path)
+    processor = matching_processor(make_processor(llava), model)
+    inputs = processor(images=picture(), text="<image> what is this ?", return_tensors="pt")
+    # Registers are tokens, too.
+    assert count_placeholders(inputs) == 7 + 2
+    loaded, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
 def test_auto_model_is_the_model_without_its_head():
@@ -558,18 +577,6 @@ def test_auto_model_is_the_model_without_its_head():
     assert type(base).__name__ == "SparseFormerLlavaModel"
     assert base.state_dict().keys() == expected.keys()
     assert all(torch.equal(weight, expected[name]) for name, weight in base.state_dict().items())
-
-
-def test_grids_of_patches_are_refused():
-    """Before its fields are asked for, which others do not have."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Gemma3Config(
-        vision_config=SiglipVisionConfig(image_size=32, patch_size=8, **sizes),
-        text_config=Gemma3TextConfig(vocab_size=20, head_dim=16, num_key_value_heads=1, **sizes),
-        mm_tokens_per_image=4,
-    )
-    with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration, whose projector or configuration counts"):
-        swap_vision_tower(Gemma3ForConditionalGeneration(config), make_tower(make_llava()))
 
 
 @pytest.mark.parametrize("make", [make_llava, make_paligemma])

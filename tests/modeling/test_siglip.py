@@ -109,6 +109,20 @@ def test_the_text_side_is_the_siglips_to_the_bit(siglip, vision_model, inputs):
     assert torch.equal(given.last_hidden_state, expected.last_hidden_state)
 
 
+@torch.no_grad()
+def test_sentence_transformers_embeds_texts_of_the_one_length(model, folder):
+    """SigLIP was trained on texts that are padded to it, which its tokenizer may not say."""
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="pip install 'frugalvit[search]'")
+    texts = ["a photo of a cat", "this is a ship ."]
+    found = sentence_transformers.SentenceTransformer(str(folder), device="cpu").encode(texts, convert_to_tensor=True)
+    length = model.config.text_config.max_position_embeddings
+    for padding, alike in (("max_length", True), (True, False)):
+        lengths = {"padding": padding, "max_length": length, "truncation": True}
+        inputs = make_tokenizer()(texts, **lengths, return_tensors="pt")
+        expected = model.get_text_features(inputs["input_ids"]).pooler_output
+        assert torch.allclose(found, expected, atol=1e-5) == alike
+
+
 class AsVisionModel(nn.Module):
     """A SparseFormer called as SigLIP calls its vision model."""
 

@@ -237,6 +237,13 @@ KINDS = {
         ),
         impulses=False,
     ),
+    "internvl": Kind(
+        "InternVL",
+        of_transformers("InternVLVision", intermediate_size=96, attention_bias=True, use_mean_pooling=False),
+    ),
+    "internvl-without-norm": Kind("InternVL", of_transformers("InternVLVision", intermediate_size=96)),
+    "idefics3": Kind("Idefics3, SmolVLM", of_transformers("Idefics3Vision", "Transformer"), class_token=False),
+    "smolvlm": Kind("Idefics3, SmolVLM", of_transformers("SmolVLMVision", "Transformer"), class_token=False),
     "timm-vit": Kind("timm ViT, DeiT, MAE", of_timm()),
     "timm-without-head": Kind("timm ViT, DeiT, MAE", of_timm(num_classes=0)),
     "timm-without-pooling": Kind("timm ViT, DeiT, MAE", of_timm(num_classes=0, global_pool="")),

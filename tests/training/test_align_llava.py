@@ -8,15 +8,16 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, Dinov2Config, Dinov2Model
 
+from frugalvit import SparseFormerVisionModel
 from frugalvit.cli import main
 from frugalvit.common import conversations
 from frugalvit.common.loading import load_llava
 from frugalvit.training import align_llava
 from frugalvit.training.components.answers import Answers, answer
 from frugalvit.training.trainer import Progress
-from tiny import make_llava, make_paligemma, make_paligemma_processor, make_processor, make_tower
+from tiny import SMALL, make_llava, make_paligemma, make_paligemma_processor, make_processor, make_tower
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,20 @@ def test_the_projector_alone_learns_to_give_the_same_answers(align, pair, tmp_pa
     # What is kept is what learns.
     (newest,) = (tmp_path / "out" / "checkpoints").glob("step-00000012")
     assert (newest / "model.safetensors").stat().st_size < 20_000
+
+
+def test_a_tower_of_another_family_has_a_new_first_layer(align, tmp_path, capsys):
+    sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    dinov2 = Dinov2Model(Dinov2Config(image_size=32, patch_size=4, mlp_ratio=2, **sizes)).eval()
+    SparseFormerVisionModel.from_teacher(dinov2, 7, **SMALL).save_pretrained(tmp_path / "dinov2")
+    results = align("--vision-model", str(tmp_path / "dinov2"), "--epochs", "2")
+    assert "first layer is new: the tower has 48 channels, the old one 64" in capsys.readouterr().out
+    assert results["epochs"][-1]["train_loss"] < results["epochs"][0]["train_loss"]
+    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()) and model.model.multi_modal_projector.linear_1.in_features == 48
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "the projector, its first layer a new one, learned from answers" in card
 
 
 def test_a_run_that_was_stopped_goes_on(align, tmp_path):

@@ -11,7 +11,7 @@ from ...common.files import write_text
 from ...common.loading import split_revision
 from ...common.names import is_hub_id, is_place, portable_command
 from ...common.tables import format_markdown
-from ...modeling.hub import loading_example, make_card, pipeline_tag
+from ...modeling.hub import embedding_example, loading_example, make_card, pipeline_tag
 from .arguments import ImageArguments, RunArguments
 from .checkpoints import TrainingState
 
@@ -82,7 +82,7 @@ def write_card(
     make_card(
         *(model, name, summary),
         f"{num_parameters:,} parameters; {choice_of_epoch(data, run, state)}; seed {run.seed}.",
-        f"```python\n{loading_example(model)}{use}\n```",
+        *(f"```python\n{code}\n```" for code in (f"{loading_example(model)}{use}", embedding_example(model)) if code),
         *("Made by", f"```\n{command}\n```"),
         license=run.license or license_of(base),
         datasets=hub_ids(data.dataset) or None,

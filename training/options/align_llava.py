@@ -30,7 +30,10 @@ class LlavaArguments:
     """The LLaVA, the tower that it is to read, and the parts that learn."""
 
     model: str = argument(help="Folder or hub id (@revision, too) of a LLaVA in the style of 1.5 or a PaliGemma.")
-    vision_model: str = argument(help="Folder or hub id of a SparseFormer that was bootstrapped from its tower.")
+    vision_model: str = argument(
+        help="Folder or hub id of a SparseFormer that was bootstrapped from its tower, or, with a new first layer of "
+        "the projector, from another vision transformer."
+    )
     num_tokens: int | None = argument(None, "Latent tokens of the tower. Default: its own.")
     lora_rank: int = argument(
         0, "Rank of what is learned of the language model's matrices; 0 leaves them as they are."

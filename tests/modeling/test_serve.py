@@ -1,0 +1,89 @@
+"""`transformers serve` answers with the folder of a LLaVA that has a SparseFormer, asked by OpenAI's client."""
+
+import base64
+import io
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from PIL import Image
+from processes import environment
+from transformers import AutoProcessor, LlavaProcessor
+
+from frugalvit import SparseFormerLlavaForConditionalGeneration, matching_processor, swap_vision_tower
+from tiny import make_llava, make_processor, make_tower
+
+
+openai = pytest.importorskip("openai", reason="pip install 'frugalvit[serve]'")
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %} "
+    "{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What `frugalvit swap` writes of a LLaVA with a template of chats."""
+    folder = tmp_path_factory.mktemp("llava") / "model"
+    llava = make_llava()
+    model = swap_vision_tower(llava, make_tower(llava))
+    processor = make_processor(llava)
+    processor.chat_template = TEMPLATE
+    model.save_pretrained(folder)
+    matching_processor(processor, model).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(folder, tmp_path_factory):
+    """Of a server in a process that imports no frugalvit: the folder brings its code."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    home = tmp_path_factory.mktemp("home")
+    log = home / "log"
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--trust-remote-code"]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, env=environment(home), cwd=home) as process,
+    ):
+        try:
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+            for _ in range(400):
+                assert process.poll() is None, log.read_text()
+                try:
+                    client.models.list()
+                    break
+                except openai.APIConnectionError:
+                    time.sleep(0.5)
+            yield client
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def picture() -> Image.Image:
+    pixels = torch.randint(256, (40, 48, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+def test_answers_as_transformers_does(client, folder):
+    encoded = io.BytesIO()
+    picture().save(encoded, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is this ?"}]
+    answer = client.chat.completions.create(
+        model=str(folder), messages=[{"role": "user", "content": content}], max_tokens=6, temperature=0
+    )
+    model = SparseFormerLlavaForConditionalGeneration.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    assert isinstance(processor, LlavaProcessor)
+    inputs = processor(images=picture(), text="<image> what is this ? ", return_tensors="pt")
+    expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert answer.choices[0].message.content == processor.decode(expected, skip_special_tokens=True)
+    assert answer.usage.prompt_tokens == inputs["input_ids"].shape[1]

@@ -1,0 +1,208 @@
+"""Models that count on a grid of patches, with a SparseFormer as their vision tower."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from processes import run_without_frugalvit
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    InternVLVisionConfig,
+    InternVLVisionModel,
+)
+from vlms import IMAGE, ROWS, SIZE, TILED, VISION, VLM, VLMS
+
+from frugalvit import SparseFormerBackbone, match_channels_, matching_processor, read_anatomy, swap_vision_tower
+from frugalvit.cli import main
+from frugalvit.common.loading import load_vision_model
+from frugalvit.common.views import ImageFormat
+from tiny import make_llava, make_tower
+
+
+@pytest.fixture(params=VLMS)
+def vlm(request) -> VLM:
+    return VLMS[request.param]
+
+
+def ask(processor, vlm: VLM, size=(75, 40)) -> dict:
+    """A prompt with an image of that width and height, which is cut into tiles where the processor does so."""
+    pixels = torch.randint(256, (*size[::-1], 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return processor(images=Image.fromarray(pixels.numpy()), text=f"{vlm.prompt}what is this ?", return_tensors="pt")
+
+
+@pytest.fixture
+def processor(vlm):
+    if vlm.name == "SmolVLM":
+        pytest.importorskip("num2words")
+    return vlm.make_processor()
+
+
+def test_the_page_has_a_row_for_each():
+    page = (Path(__file__).parents[2] / "docs" / "clip_llava.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("## Models that count on a grid\n")
+    rows = re.findall(r"^\| (.+?) \| .* \| `(\w+)Processor` \|$", section, re.MULTILINE)
+    assert rows == [(row, vlm.name) for row, vlm in VLMS.items()]
+
+
+def swapped(vlm: VLM, image_grid: int | None = None):
+    return swap_vision_tower(vlm.model, vlm.make_tower(), image_grid)
+
+
+@torch.no_grad()
+def test_with_a_token_for_each_patch_it_answers_as_before(vlm, processor):
+    model = swap_vision_tower(vlm.model, vlm.inherit(focusing="inherited"))
+    inputs = ask(processor, vlm)
+    expected = vlm.model(**inputs).logits
+    given = model(**ask(matching_processor(processor, model), vlm)).logits
+    torch.testing.assert_close(given, expected, rtol=0, atol=1e-3)
+    answers = [each.generate(**inputs, max_new_tokens=4, do_sample=False) for each in (model, vlm.model)]
+    assert torch.equal(*answers)
+
+
+@torch.no_grad()
+def test_few_tokens_give_what_the_backbone_gives_each_cell(vlm):
+    tower, model = vlm.make_tower(), swapped(vlm)
+    new = model.grid_tower
+    pixel_values = torch.randn(2, 3, SIZE, SIZE)
+    backbone = SparseFormerBackbone(tower.config).eval()
+    backbone.sparseformer.load_state_dict(tower.state_dict())
+    front = new.num_front_tokens
+    assert front == tower.config.use_cls_token
+    outputs, expected = new(pixel_values, output_hidden_states=True), tower(pixel_values, output_hidden_states=True)
+    cells = backbone(pixel_values).feature_maps[-1].flatten(2).mT
+    torch.testing.assert_close(outputs.last_hidden_state[:, front:], cells)
+    assert outputs.hidden_states[-2].shape == (2, front + ROWS**2, 32)
+    assert torch.equal(outputs.last_hidden_state[:, :front], expected.last_hidden_state[:, :front])
+    # As many for the language model, which is shared, as before.
+    assert next(vlm.model.lm_head.parameters()) is next(model.lm_head.parameters())
+    model.set_num_tokens(4)
+    assert new(pixel_values, output_rois=True).rois[-1].shape == (2, 4, 4)
+    assert new(pixel_values).last_hidden_state.shape == outputs.last_hidden_state.shape
+
+
+@pytest.mark.parametrize("image_grid", [None, 4])
+@torch.no_grad()
+def test_the_processor_inserts_as_many_tokens_as_the_grid_makes(image_grid, vlm, processor, tmp_path):
+    model = swapped(vlm, image_grid)
+    made = matching_processor(processor, model)
+    tokens = ((image_grid or ROWS) // vlm.cells) ** 2
+    assert model.config.tile_seq_length == tokens
+    made.save_pretrained(tmp_path)
+    for each in (made, AutoProcessor.from_pretrained(tmp_path), matching_processor(made, model)):
+        inputs = ask(each, vlm)
+        inserted = int((inputs["input_ids"] == IMAGE).sum())
+        assert model(**inputs).logits.isfinite().all()
+    before = ask(processor, vlm)
+    # Tiles are cut as before; of several, a new line follows each row.
+    assert inputs["pixel_values"].shape == before["pixel_values"].shape
+    if vlm.prompt == "<start>" or vlm.cells == 2:
+        assert inserted * (ROWS // vlm.cells) ** 2 == int((before["input_ids"] == IMAGE).sum()) * tokens
+    # What was given stays as it was.
+    assert vlm.model(**before).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("image_grid", [None, 4])
+@torch.no_grad()
+def test_a_saved_model_loads_with_and_without_the_package(image_grid, vlm, processor, tmp_path):
+    model, folder = swapped(vlm, image_grid), tmp_path / "model"
+    model.save_pretrained(folder)
+    processor = matching_processor(processor, model)
+    processor.save_pretrained(folder)
+    loaded, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert type(loaded) is type(model) and type(loaded).__name__ == f"SparseFormer{vlm.name}ForConditionalGeneration"
+    assert not any(report.values())
+    inputs = dict(ask(AutoProcessor.from_pretrained(folder), vlm))
+    expected = model(**inputs).logits
+    assert torch.equal(loaded(**inputs).logits, expected)
+    if image_grid is None:
+        return
+    assert type(AutoModel.from_pretrained(folder)).__name__ == f"SparseFormer{vlm.name}Model"
+    save_file(inputs, tmp_path / "inputs")
+    run_without_frugalvit(
+        *(tmp_path, "compute", folder, "AutoModelForImageTextToText", tmp_path / "inputs", tmp_path / "outputs")
+    )
+    for given in load_file(tmp_path / "outputs").values():
+        torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys):
+    folder, out = tmp_path / "vlm", tmp_path / "out"
+    vlm.model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    # The tower is what a student is bootstrapped from, given a tile at a time.
+    teacher, image_processor = load_vision_model(folder)
+    pixel_values = torch.randn(1, 3, SIZE, SIZE)
+    torch.testing.assert_close(
+        teacher(pixel_values=pixel_values).last_hidden_state, vlm.tower(pixel_values=pixel_values).last_hidden_state
+    )
+    image_format = ImageFormat.from_processor(image_processor)
+    assert image_format.size == (SIZE, SIZE)
+    assert image_format.mean == pytest.approx((0.4, 0.5, 0.6))
+    vlm.make_tower().save_pretrained(tmp_path / "tower")
+    command = ["swap", "--model", str(folder), "--vision-model", str(tmp_path / "tower"), "--output", str(out)]
+    assert main([*command, "--image-grid", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "7 tokens instead of 64 patches make a grid of 4 x 4" in said
+    assert f"the language model reads {16 // vlm.cells**2} tokens" in said
+    model, made = AutoModelForImageTextToText.from_pretrained(out), AutoProcessor.from_pretrained(out)
+    inputs = ask(made, vlm)
+    torch.testing.assert_close(model(**inputs).logits, swapped(vlm, 4)(**inputs).logits)
+
+
+@torch.no_grad()
+def test_a_model_that_is_shared_out_is_swapped_as_one_that_is_not(tmp_path):
+    vlm = VLMS["Gemma 3"]
+    vlm.model.save_pretrained(tmp_path)
+    places = {"model.language_model": "disk", "lm_head": "disk"}
+    places |= dict.fromkeys(("model.vision_tower", "model.multi_modal_projector"), "cpu")
+    shared_out = type(vlm.model).from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    model, expected = (swap_vision_tower(each.eval(), vlm.make_tower(), 4) for each in (shared_out, vlm.model))
+    inputs = ask(matching_processor(vlm.make_processor(), model), vlm)
+    assert torch.equal(model(**inputs).logits, expected(**inputs).logits)
+    assert model.hf_device_map["model.vision_tower"] == torch.device("cpu")
+
+
+def test_layers_are_counted_from_the_end_of_the_tower():
+    vlm = VLMS["LLaVA-NeXT"]
+    vlm = dataclasses.replace(vlm, fields=vlm.fields | {"vision_feature_layer": 2})
+    # Two of three blocks are inherited.
+    model = swapped(vlm)
+    assert model.config.vision_feature_layer == -2
+    made = matching_processor(vlm.make_processor(), model)
+    assert model(**ask(made, vlm)).logits.isfinite().all()
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    vlm = VLMS["Gemma 3"]
+    tower, model = vlm.make_tower(), swapped(vlm)
+    with pytest.raises(ValueError, match=r"`image_grid` is 3, .* of 32 pixels that this Gemma3.* takes: 2, 4, 6, 8\."):
+        swap_vision_tower(vlm.model, tower, 3)
+    wide = make_tower(make_llava())
+    with pytest.raises(ValueError, match="tower of this Gemma3.* has 32 channels, the vision model 64; bootstrap it"):
+        swap_vision_tower(vlm.model, wide)
+    with pytest.raises(ValueError, match="Got a SparseFormerGemma3For.*, expected a LlavaForConditionalGeneration or"):
+        swap_vision_tower(model, tower)
+    with pytest.raises(ValueError, match="Channels are matched in the projector of a LLaVA in .* has its grid"):
+        match_channels_(model, vlm.model, [])
+    mask = torch.ones(1, 8, 8, dtype=torch.bool)
+    pixel_values = torch.zeros(1, 3, SIZE, SIZE)
+    model.grid_tower(pixel_values, patch_attention_mask=mask)
+    mask[0, 0] = False
+    with pytest.raises(ValueError, match="Parts of an image are masked, which a SparseFormer cannot leave out"):
+        model.grid_tower(pixel_values, patch_attention_mask=mask)
+    with pytest.raises(ValueError, match="Got an image of 3 x 32 pixels, expected at least 4 x 4"):
+        model.grid_tower(pixel_values[:, :, :3])
+    deep = dataclasses.replace(VLMS["LLaVA-NeXT"], fields=TILED | {"vision_feature_layer": -4})
+    with pytest.raises(ValueError, match=r"asks for -4, the SparseFormer has 3 .* -3 to 2\."):
+        swapped(deep)
+    # A 6-billion InternVL's tower.
+    vision = InternVLVisionConfig(image_size=SIZE, patch_size=4, use_qk_norm=True, **VISION)
+    with pytest.raises(ValueError, match="it normalizes the queries and keys of all heads together"):
+        read_anatomy(InternVLVisionModel(vision)).require_plain("replace")
