@@ -1,5 +1,5 @@
-"""What `frugalvit index` keeps that `datasets` and sentence-transformers do not: images that are read again after a
-kill, and after some were added.
+"""Images that `frugalvit index` and `datasets` with sentence-transformers read again after a kill, and after new
+images were added.
 
     pip install -e ".[search]"
     python benchmarks/index_alternatives.py

@@ -106,7 +106,7 @@ def gradio():
 
 
 def serve(page, **where):
-    """Serve a page that `build_page` made; `where` are options of gradio's `launch`, which a Space chooses itself."""
+    """Serve a page of `build_page`. `where` are options of gradio's `launch`, which a Space chooses itself."""
     theme = gradio().themes.Default(font=FONTS, font_mono=["monospace"])
     page.launch(theme=theme, css=CSS, max_file_size=MAX_UPLOAD, show_error=True, **where)
 
@@ -117,7 +117,7 @@ def build_page(
     trust_remote_code: bool = False,
     examples: Path | None = None,
 ):
-    """The page, a `gradio.Blocks`, of models by their names, with the images to try in the folder `examples`."""
+    """Build the page, a `gradio.Blocks`, of models by their names, with the images to try in the folder `examples`."""
     gr = gradio()
     hidden = gr.update(visible=False)
 
@@ -265,7 +265,7 @@ def _shares_of_rois(rois: torch.Tensor, side: int = 64) -> torch.Tensor:
 
 
 def example_images(folder: Path) -> Path:
-    """A new folder with embedded test images."""
+    """Write embedded test images into a new folder and return it."""
     folder.mkdir()
     for index, record in enumerate(load_images(SUBSET, f"test[:{EXAMPLES}]")):
         decode_image(record["image"], index).save(folder / f"{index}.png")

@@ -401,7 +401,7 @@ def right_labels(model: PreTrainedModel, images: datasets.Dataset) -> list[int] 
 
 
 def speeds_of(part: Part, exported: ExportedModule, num_tokens: int | None = None) -> dict[str, dict[str, float]]:
-    """Images a second of the original in PyTorch and of the program, in turns, by batch size."""
+    """Measure images a second of the original in PyTorch and of the program, in turns, by batch size."""
     if part.kind == "text_embeds":
         return {}
     models = {"pytorch float32": part, f"{exported.format} {exported.precision}": exported}

@@ -38,7 +38,7 @@ def checkpoint_path(name: str) -> Path:
 
 
 def only_in_a_clone(what: str, hint: str = "") -> ValueError:
-    """What to say of a thing that the wheel does not have."""
+    """Return the error about a thing that the wheel does not have."""
     return ValueError(
         f"{what} lies in a clone of the repository, not in the wheel that is installed here: clone it and run "
         f"`pip install -e .` there. {hint}".rstrip()

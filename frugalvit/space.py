@@ -67,7 +67,7 @@ def write_space(folder: Path, name: str, license: str | list[str] | None = None)
 
 
 def requirements(model: Path) -> list[str]:
-    """What pip installs for the page with a model, besides gradio, which a Space has."""
+    """Return the packages that the page with a model needs, as pip takes them, without gradio, which a Space has."""
     extra = ""
     if is_exported(model):
         extra = "executorch" if read_report(model)["format"] == "executorch" else "export"

@@ -1097,12 +1097,12 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         )
 
     def read_num_tokens(self, num_tokens: torch.Tensor) -> tuple:
-        """What a number in a tensor chooses, which while a program is exported is not known: of
-        `config.trained_token_counts` the largest that is not above it, else the smallest.
+        """Return the count of tokens that a number in a tensor chooses: the largest of `config.trained_token_counts`
+        that is not above it, else the smallest. The number is not known while a program is exported.
 
         Returns:
-            `tuple`: The count, and of tokens that embed the patches of a grid, `None` otherwise, its rows and columns,
-            the grids of all counts, and the numbers of its cells among all of theirs, `(1, count)`.
+            `tuple`: The count and, where tokens embed the patches of a grid (else `None`), its rows and columns, the
+            grids of all counts, and the numbers of its cells among all of theirs, `(1, count)`.
         """
         config, device = self.config, num_tokens.device
         counts = config.trained_token_counts

@@ -144,7 +144,7 @@ def cells_of_token(config: PreTrainedConfig) -> int:
 
 
 def part_name(model: nn.Module, names: tuple[str, ...]) -> str | None:
-    """What a model calls its tower (`TOWERS`) or what follows it (`CONNECTORS`)."""
+    """Return the name that a model gives its tower (`TOWERS`) or the part after it (`CONNECTORS`)."""
     return next((name for name in names if name in model._modules), None)
 
 

@@ -231,7 +231,7 @@ def _empty_on_grid(
 
 
 def _connector_for_grid(parts: nn.Module, empty: nn.Module) -> dict[str, nn.Module]:
-    """What follows the tower, with the weights that it has and the grid that it is to have, by its name."""
+    """Return the part after the tower, by its name, with its old weights and the new grid."""
     name = part_name(parts, CONNECTORS)
     connector = getattr(empty, name)
     connector.load_state_dict(getattr(parts, name).state_dict(), assign=True)

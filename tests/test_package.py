@@ -279,7 +279,7 @@ def test_wheel_holds_code_data_and_checkpoints(wheel):
 
 
 def test_wheel_works_when_installed(wheel, tmp_path):
-    """What a clone alone has is said to be there, all of it."""
+    """An error names each thing that only a clone has."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     clone = sorted(path.parent.name for path in (ROOT / "checkpoints").glob("*/config.json"))
     code = f"""

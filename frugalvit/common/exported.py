@@ -466,8 +466,8 @@ def counts_of(part: dict) -> list[int]:
 
 
 def measured_of(part: dict) -> dict[int | None, dict]:
-    """What was measured of a program, as its part of a report says, for each number of tokens that it takes; `None` is
-    that of one whose number is settled."""
+    """Return the measurements of a program in its part of a report, for each number of tokens that it takes. The key
+    is `None` where the number is settled."""
     return {count: part["num_tokens"][str(count)] for count in counts_of(part)} or {None: part}
 
 
@@ -563,7 +563,7 @@ class ExportedModule(nn.Module):
         return self
 
     def check_num_tokens(self, num_tokens: int) -> int:
-        """The number, if the program takes it.
+        """Return the number if the program takes it.
 
         Raises:
             ValueError: if it does not.
@@ -589,7 +589,7 @@ class ExportedModule(nn.Module):
         num_tokens: int | None = None,
         **inputs,
     ):
-        """Inputs as of the model that it came from; `output_rois` is settled when it is exported.
+        """Run the program. Inputs are those of the original model; the export has settled `output_rois`.
 
         Returns:
             `ExportedOutput`: In float32, or in the precision in which the program computes.

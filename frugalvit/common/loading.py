@@ -186,7 +186,7 @@ def load_vision_model(
 
 
 def _tile_processor(image_processor, config: PreTrainedConfig) -> ViTImageProcessor:
-    """What prepares an image for the tower of a model that may cut it into tiles: as one, resized to a tile's size."""
+    """Return an image processor for the tower of a model that may cut images into tiles. It makes one tile of each."""
     height, width = pair(config.image_size)
     fields = ("do_convert_rgb", "do_normalize", "do_rescale", "image_mean", "image_std", "resample", "rescale_factor")
     known = {name: value for name in fields if (value := getattr(image_processor, name, None)) is not None}

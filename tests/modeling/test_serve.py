@@ -27,7 +27,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What `frugalvit swap` writes of a LLaVA with a template of chats."""
+    """A folder as `frugalvit swap` writes it, of a LLaVA with a chat template."""
     folder = tmp_path_factory.mktemp("llava") / "model"
     llava = make_llava()
     model = swap_vision_tower(llava, make_tower(llava))
