@@ -287,8 +287,8 @@ def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, data
 def batches_for(
     part: Part, image_processor, tokenizer, images: datasets.Dataset, batch_size: int = BATCH_SIZE
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Inputs of a program; of one for images of any size, every second batch has another size. Of texts, these are
-    sentences about the images' classes, or noise where there are none or no tokenizer."""
+    """Yield batches of a program's inputs. If it takes images of any size, every second batch has another size. Texts
+    are sentences about the images' classes, or noise without classes or without a tokenizer."""
     if part.kind != "text_embeds":
         reader = Reader(image_processor, exact=True)
         for number, (pixel_values, _) in enumerate(image_batches(reader, images, batch_size, skip_corrupt=True)):
@@ -357,8 +357,8 @@ def compare_outputs(
     right: list[int] | None = None,
     num_tokens: int | None = None,
 ) -> Agreement:
-    """Run both on the same inputs; `right` are the labels of all images, if they are known, and `num_tokens` the
-    tokens, if they can be chosen.
+    """Run the original and the program on the same inputs. `right` has the labels of all images, if they are known,
+    and `num_tokens` is the number of tokens, if it can be chosen.
 
     Raises:
         ValueError: if an output is not finite.

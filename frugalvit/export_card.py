@@ -168,8 +168,8 @@ def _imports(name: str) -> list[str]:
 
 
 def _run(name: str, precision: str, program: str, output: str, num_tokens: int | None) -> list[str]:
-    """Lines that compute `output` of `pixel_values`, with so many tokens where they can be chosen; where it is several
-    tensors, all that the program computes."""
+    """Return lines that compute `output` from `pixel_values`, with `num_tokens` tokens if these can be chosen. If
+    `output` is several tensors, the lines keep all outputs."""
     several = output in SEVERAL
     tokens = "" if num_tokens is None else f', "num_tokens": np.array({num_tokens})'
     feed = f'{{"pixel_values": pixel_values{tokens}}}'

@@ -153,7 +153,7 @@ def register() -> None:
 
 @_once
 def register_configurations() -> None:
-    """The configurations of all families, and of Transformers' models with Context Broadcasting."""
+    """Register the configurations of all families, and of Transformers' models with Context Broadcasting."""
     import transformers
     from transformers.utils import is_torch_available
 

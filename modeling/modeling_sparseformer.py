@@ -329,8 +329,8 @@ class SparseFormerLatents(nn.Module):
         cells: torch.Tensor | None = None,
         grids: list[tuple[int, int]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The first tokens, those of a grid, or those of cells (`at_cells`): tokens
-        `(1, num_tokens, latent_size)` and RoIs `(1, num_tokens, 4)`, in float32, of any image, and [CLS] and
+        """Return the first tokens, those of a grid, or those of cells (`at_cells`). These are tokens
+        `(1, num_tokens, latent_size)` and RoIs `(1, num_tokens, 4)`, in float32, for any image, and [CLS] and
         registers, `(batch, prefix tokens, hidden_size)`."""
         if cells is not None:
             return *self.at_cells(cells, grids), self.prefix(batch_size)
@@ -345,8 +345,8 @@ class SparseFormerLatents(nn.Module):
         return torch.cat(prefix).repeat(batch_size, 1, 1) if prefix else None
 
     def at_cells(self, cells: torch.Tensor, grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens `(batch, tokens, latent_size)` and RoIs `(batch, tokens, 4)` of cells of these grids, by number,
-        `(batch, tokens)`; a batch of 1 for all images."""
+        """Return tokens `(batch, tokens, latent_size)` and RoIs `(batch, tokens, 4)` of cells of these grids, given by
+        number, `(batch, tokens)`; a batch of 1 is for all images."""
         tokens, rois = self.token_embedding, in_float32(self.initial_rois)
         if self.grids is None:
             tokens, rois = (torch.cat(tables) for tables in zip(*map(self.on_grid, grids), strict=True))

@@ -170,8 +170,8 @@ class GridTowerMixin(HubModel):
         self.grid_tower.set_num_tokens(num_tokens)
 
     def save_pretrained(self, save_directory, **kwargs):
-        """As `HubModel`'s. Weights keep the names that they have here: those of older checkpoints of the host are not
-        known to belong to this model type."""
+        """As `HubModel.save_pretrained`. Weights keep the names that they have here, as Transformers does not know
+        that the names of older checkpoints of the host belong to this model type."""
         super().save_pretrained(save_directory, **{"save_original_format": False} | kwargs)
 
     def image_processor_config(self):

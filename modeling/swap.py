@@ -132,8 +132,8 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def _share_out(model: Swapped, llava: nn.Module, own: dict[str, nn.Module]):
-    """Let tensors follow the parts of a model that are on several devices, as in the model that they were taken from;
-    the parts themselves keep the hooks that Accelerate gave them, and `own` parts have none yet."""
+    """Let tensors follow a model's parts on several devices, as in the model that the parts were taken from. These
+    parts keep the hooks that Accelerate gave them; `own` parts have none yet."""
     device = input_device(llava)
     for part in own.values():
         add_hook_to_module(part, AlignDevicesHook(next(part.parameters()).device))
@@ -344,13 +344,13 @@ def _read_by_projector(llava: nn.Module, pixel_values: torch.Tensor) -> torch.Te
 
 
 def matching_processor(processor: ProcessorMixin, model: Swapped) -> ProcessorMixin:
-    """The processor for a model with a SparseFormer as its vision tower: it inserts as many image tokens as the model
-    makes of an image, a LLaVA's also as its call chooses (`num_image_tokens`).
+    """Return the processor for a model with a SparseFormer as its vision tower. It inserts as many image tokens as the
+    model makes of an image. A LLaVA's also inserts the number that its call chooses (`num_image_tokens`).
 
     Args:
         processor (`ProcessorMixin`):
-            That of the model whose tower was replaced; its tokenizer and chat template stay, and where the model has a
-            grid, how it cuts images into tiles.
+            The processor of the model whose tower was replaced. Its tokenizer and chat template stay, and, if the
+            model has a grid, its way to cut images into tiles.
         model (`SparseFormerLlavaForConditionalGeneration` and the like):
             The model it is for.
 
@@ -388,7 +388,7 @@ def matching_processor(processor: ProcessorMixin, model: Swapped) -> ProcessorMi
 
 
 def _processor_on_grid(processor: ProcessorMixin, config) -> ProcessorMixin:
-    """A processor with the pixels that the tower of such a model wants, and its grid."""
+    """Return a copy of a processor with the model's grid, which prepares images as the model's tower takes them."""
     parts = {name: copy.deepcopy(getattr(processor, name)) for name in processor.get_attributes()}
     for part in parts.values():
         if hasattr(part, "image_mean"):

@@ -136,12 +136,12 @@ class Part(nn.Module):
         self.token_counts, self.any_size = tuple(token_counts), any_size
 
     def example(self, batch_size: int) -> dict[str, torch.Tensor]:
-        """Inputs of noise, and of several numbers of tokens the most."""
+        """Return noise as inputs and, if the number of tokens can be chosen, the largest one."""
         inputs = example_of(self.model.config, self.kind == "text_embeds", batch_size)
         return inputs | ({"num_tokens": torch.tensor(self.token_counts[-1])} if self.token_counts else {})
 
     def dynamic_shapes(self) -> dict[str, dict | None]:
-        """Which sizes of its inputs a program is told when it runs, as `torch.export` takes it."""
+        """Return the sizes of inputs that a program learns when it runs, as `torch.export` takes them."""
         batch = torch.export.Dim("batch", min=1, max=MOST_IMAGES)
         shapes = {name: {0: batch} if values.dim() else None for name, values in self.example(2).items()}
         if self.any_size:
@@ -201,8 +201,8 @@ def parts_of(
 
 
 def check_format(name: str, precision: str, several_counts: bool = False, any_size: bool = False):
-    """Raise a ValueError if a format does not take a precision, or several numbers of tokens or sizes of images where
-    they are asked for, or what it needs is not installed."""
+    """Raise a ValueError if a format does not take a precision, if it does not take several numbers of tokens or sizes
+    of images that are asked for, or if a package that it needs is not installed."""
     found = FORMATS[name]
     if not found.any_batch and (several_counts or any_size):
         option = "--num-tokens with several numbers" if several_counts else "--any-size"
@@ -454,7 +454,7 @@ def read_report(folder: Path) -> dict:
 
 
 def counts_of(part: dict) -> list[int]:
-    """Numbers of tokens that a program takes, as its part of a report says; none of one whose number is settled.
+    """Return the numbers of tokens that a program takes, from its part of a report; none if its number is settled.
 
     Raises:
         ValueError: if these are no numbers.
