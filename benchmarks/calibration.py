@@ -25,9 +25,9 @@ from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.packing import pack_linear_layers
 from frugalvit.common.reading import Reader
+from frugalvit.common.resources import checkpoint_path
 from frugalvit.common.risk import CONFIDENCES, last_safe, stop_when_sure
 from frugalvit.common.tables import format_table
-from frugalvit.resources import checkpoint_path
 from shared import add_results_argument, write_table
 
 

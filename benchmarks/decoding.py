@@ -25,9 +25,9 @@ from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.reading import Reader, share_read
+from frugalvit.common.resources import checkpoint_path
 from frugalvit.common.tables import format_table
 from frugalvit.compare import sample
-from frugalvit.resources import checkpoint_path
 from shared import add_results_argument, write_table
 
 

@@ -18,9 +18,9 @@ from frugalvit import checkpoint_path, export
 from frugalvit.benchmark import VITS, build_model, image_size_of, measure_all
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.exported import REPORT, ExportedModule
+from frugalvit.common.resources import shipped_checkpoints
 from frugalvit.common.tables import format_table
 from frugalvit.options.benchmark import ROUNDS
-from frugalvit.resources import shipped_checkpoints
 from shared import add_results_argument, write_table
 
 

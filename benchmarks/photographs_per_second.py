@@ -33,9 +33,9 @@ from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image, read_image
 from frugalvit.common.precision import bfloat16_is_fast
 from frugalvit.common.reading import count_threads
+from frugalvit.common.resources import checkpoint_path
 from frugalvit.common.tables import format_table
 from frugalvit.compare import sample
-from frugalvit.resources import checkpoint_path
 from shared import add_results_argument, write_table
 
 

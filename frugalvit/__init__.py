@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .common.macs import count_context_broadcast as count_context_broadcast
     from .common.macs import count_macs as count_macs
     from .common.packing import pack_linear_layers as pack_linear_layers
+    from .common.resources import checkpoint_path as checkpoint_path
     from .configuration.configuration_agent_cnn import AgentCNNConfig as AgentCNNConfig
     from .configuration.configuration_bootstrapped_vit import BootstrappedViTConfig as BootstrappedViTConfig
     from .configuration.configuration_convmixer import ConvMixerConfig as ConvMixerConfig
@@ -93,7 +94,6 @@ if TYPE_CHECKING:
     from .modeling.swap import match_channels_ as match_channels_
     from .modeling.swap import matching_processor as matching_processor
     from .modeling.swap import swap_vision_tower as swap_vision_tower
-    from .resources import checkpoint_path as checkpoint_path
     from .training.align_llava import AlignLlavaArguments as AlignLlavaArguments
     from .training.align_llava import AlignLlavaTrainer as AlignLlavaTrainer
     from .training.bootstrap import BootstrapArguments as BootstrapArguments

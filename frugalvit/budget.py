@@ -21,6 +21,7 @@ from .common.files import read_json, whole_folder
 from .common.loading import choose_device, load_pretrained, split_revision
 from .common.macs import count_macs
 from .common.packing import PackedLinear, pack_linear_layers
+from .common.resources import locate_model
 from .common.speed import images_per_second
 from .common.tables import format_table
 from .contenders import load_teacher
@@ -28,7 +29,6 @@ from .info import image_side
 from .modeling.hosts import Anatomy
 from .modeling.swap import matching_processor
 from .options.budget import parse
-from .resources import locate_model
 from .training.components.checkpoints import measured_of
 from .training.components.runs import NOT_IN_REPOSITORY
 from .validation import model_class

@@ -25,6 +25,7 @@ from .common.macs import count_macs
 from .common.metrics import check_scores
 from .common.packing import pack_linear_layers
 from .common.reading import Reader, share_read
+from .common.resources import locate_model
 from .common.risk import choose_confidence, last_safe, most_wrong, stop_when_sure
 from .common.splits import evaluation_splits
 from .common.views import size_made_by
@@ -32,7 +33,6 @@ from .compare import sample
 from .evaluation.embeddings import image_embedder, image_maker
 from .evaluation.images import image_batches
 from .options.calibrate import parse
-from .resources import locate_model
 from .tokens import check_elastic
 
 

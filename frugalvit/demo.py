@@ -21,12 +21,12 @@ from .common.data import load_images
 from .common.decoding import decode_image, read_image
 from .common.exported import ExportedModule
 from .common.loading import choose_device, load_image_classifier
+from .common.resources import checkpoint_path, shipped_checkpoints
 from .common.views import prepare_images, restore_images
 from .features import draw_features, feature_maps, parts
 from .options.demo import parse
 from .pictures import draw_cells, draw_maps
 from .predict import draw_predictions, has_rois, predict
-from .resources import checkpoint_path, shipped_checkpoints
 
 
 TITLE = "frugalvit: vision transformers that need less"

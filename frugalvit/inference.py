@@ -20,10 +20,10 @@ from .common.metrics import check_scores
 from .common.packing import pack_linear_layers
 from .common.precision import choose_mixed_precision
 from .common.reading import Reader, read_ahead, share_read
+from .common.resources import locate_model
 from .common.tables import first_line
 from .common.views import size_made_by
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
-from .resources import locate_model
 from .tokens import choose_tokens
 
 

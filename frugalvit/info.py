@@ -11,13 +11,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .common.loading import check_complete, check_folder, load_image_processor, one_error, split_revision
 from .common.macs import count_macs
+from .common.resources import locate_model, shipped_checkpoints
 from .common.tables import format_table
 from .common.views import size_made_by, vision_config_of
 from .configuration.configuration_base import pair
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .options.info import parse
 from .registry import configuration_classes
-from .resources import locate_model, shipped_checkpoints
 from .validation import model_class
 
 

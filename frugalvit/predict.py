@@ -25,10 +25,10 @@ from .common.loading import load_image_classifier
 from .common.metrics import check_scores
 from .common.packing import pack_linear_layers
 from .common.reading import Reader, read_ahead, share_read
+from .common.resources import checkpoint_path
 from .common.tables import printable
 from .common.views import prepare_images, restore_images
 from .options.predict import MAX_DRAWN, PAGE, parse
-from .resources import checkpoint_path
 from .tokens import choose_tokens
 
 

@@ -1,7 +1,6 @@
 """`frugalvit quickstart`: makes a SparseFormer of a ViT that is several times faster, on photographs, in minutes."""
 
 import time
-from importlib.resources import files
 from pathlib import Path
 
 from .common.choices import NO_EVALUATION
@@ -11,6 +10,7 @@ from .common.decoding import decode_image
 from .common.files import write_json
 from .common.loading import choose_device, load_image_classifier
 from .common.precision import choose_mixed_precision
+from .common.resources import checkpoint_path, only_in_a_clone, shipped_checkpoints, shipped_images
 from .common.speed import duration
 from .common.tables import format_table
 from .common.versions import origin
@@ -19,7 +19,6 @@ from .contenders import load_students, load_teachers
 from .options.quickstart import parse
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
-from .resources import checkpoint_path, only_in_a_clone, shipped_checkpoints
 from .training.bootstrap import bootstrap
 
 
@@ -109,7 +108,7 @@ def shipped_files() -> tuple[Path, Path]:
     Raises:
         ValueError: if they are not there.
     """
-    photographs = Path(str(files("frugalvit.training") / "caltech101"))
+    photographs = shipped_images("caltech101")
     if TEACHER not in shipped_checkpoints() or not (photographs / "train.parquet").is_file():
         raise only_in_a_clone("What the quickstart works with, a teacher and photographs,")
     return checkpoint_path(TEACHER), photographs

@@ -64,7 +64,7 @@ FUNCTIONS = {
     "bootstrap": "frugalvit.training.bootstrap",
     "BootstrapArguments": "frugalvit.training.bootstrap",
     "BootstrapTrainer": "frugalvit.training.bootstrap",
-    "checkpoint_path": "frugalvit.resources",
+    "checkpoint_path": "frugalvit.common.resources",
     "Classifier": "frugalvit.inference",
     "ContextBroadcast": "frugalvit.modeling.context_broadcast",
     "count_context_broadcast": "frugalvit.common.macs",

@@ -131,7 +131,7 @@ def test_import_imports_what_is_used_alone():
         "own = {name for name in sys.modules if name.partition('.')[0] == 'frugalvit'}\n"
         "print(sorted(own - allowed), sorted(third & set(sys.modules)))\n"
         "frugalvit.checkpoint_path\n"
-        "print('frugalvit.resources' in sys.modules, 'torch' in sys.modules)\n"
+        "print('frugalvit.common.resources' in sys.modules, 'torch' in sys.modules)\n"
         "from transformers import AutoModelForImageClassification\n"
         "AutoModelForImageClassification.from_pretrained(frugalvit.checkpoint_path('cifar10-convmixer'))\n"
         "families = {name.partition('modeling_')[2] for name in sys.modules if '.modeling_' in name"

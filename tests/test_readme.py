@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from frugalvit.cli import COMMANDS
 from frugalvit.common.command_line import CommandParser
+from frugalvit.common.resources import shipped_checkpoints
 from frugalvit.registry import public_names
-from frugalvit.resources import shipped_checkpoints
 from frugalvit.training.components.arguments import ArgumentParser
 
 

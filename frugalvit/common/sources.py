@@ -5,7 +5,6 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +15,7 @@ from .choices import SUBSET
 from .columns import features_of, image_columns
 from .folders import PART_FOLDERS, find_parts, image_files, leave_out, parquet_files, part_called
 from .loading import split_revision
+from .resources import shipped_images
 
 
 EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
@@ -27,7 +27,7 @@ def find_source(dataset: str | list[str], name: str | None) -> dict:
     path = Path(paths[0])
     hub_id, revision = split_revision(paths[0])
     if paths == [SUBSET]:
-        folder = files("frugalvit.training") / "cifar10"
+        folder = shipped_images("cifar10")
         return {
             "path": "parquet",
             "data_files": {part: str(folder / f"{part}.parquet") for part in ("train", "test")},

@@ -37,6 +37,12 @@ def checkpoint_path(name: str) -> Path:
     return _root() / name
 
 
+def shipped_images(name: str) -> Path:
+    """The folder of images that ship, `train.parquet` and `test.parquet`: `"cifar10"` or, in a clone alone,
+    `"caltech101"`."""
+    return Path(str(files("frugalvit.training"))) / name
+
+
 def only_in_a_clone(what: str, hint: str = "") -> ValueError:
     """Return the error about a thing that the wheel does not have."""
     return ValueError(
