@@ -620,7 +620,9 @@ def test_embeddings_of_exported_models_are_judged(folder, write, tmp_path, capsy
         assert main(["evaluate", "knn", "--model", str(tmp_path / name), *few]) == 0
         measured.append(json.loads(capsys.readouterr().out))
     assert measured[0].pop("model") != measured[1].pop("model")
-    assert measured[0] == measured[1]
+    # Of neighbors that are as near, rounding chooses: a test image or two.
+    near = {name: pytest.approx(measured[1][name], abs=2 / 60) for name in ("accuracy", "top5_accuracy")}
+    assert measured[0] == measured[1] | near
     classifier = str(write("--format", "onnx"))
     assert main(["evaluate", "knn", "--model", classifier, *few]) == 1
     assert "as a model with an embedding: it computes logits" in capsys.readouterr().err

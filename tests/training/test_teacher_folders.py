@@ -61,6 +61,10 @@ PROCESSORS = {
     "ijepa": ("ViTImageProcessor", {"size": square(32)}),
     "pixio": ("BitImageProcessor", {"size": square(32), "do_center_crop": False}),
     "radio": ("CLIPImageProcessor", AS_THEY_ARE | {"do_normalize": False}),
+    "internvl": ("CLIPImageProcessor", SHORTER_SIDE | {"size": {"shortest_edge": 32}}),
+    # Towers that are published in models alone, whose tiles are made so.
+    "idefics3": ("ViTImageProcessor", {"size": square(32)}),
+    "smolvlm": ("ViTImageProcessor", {"size": square(32)}),
 }
 
 
