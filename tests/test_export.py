@@ -705,13 +705,17 @@ def test_the_page_labels_in_a_browser(elastic, photograph, tmp_path):
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
         options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
         address = f"http://127.0.0.1:{server.server_port}/?image=photo.png&tokens=7"
-        process = subprocess.run(
-            [chromium, *options, "--virtual-time-budget=30000", "--dump-dom", address],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        # Its time does not stand still while a busy machine starts the runtime.
+        for budget in (30_000, 300_000, 3_000_000):
+            process = subprocess.run(
+                [chromium, *options, f"--virtual-time-budget={budget}", "--dump-dom", address],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            if "ms on this machine" in process.stdout:
+                break
         server.shutdown()
         thread.join()
     model, image_processor = load_image_classifier(output)
