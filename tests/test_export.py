@@ -461,7 +461,7 @@ def test_the_number_of_tokens_of_a_program_is_chosen(elastic, photograph, tmp_pa
         "4",
         "--any-size",
         "--format",
-        "openvino",
+        "onnx",
         "--precision",
         "int8",
         "--force",
@@ -473,7 +473,7 @@ def test_the_number_of_tokens_of_a_program_is_chosen(elastic, photograph, tmp_pa
     measured = report["parts"]["model"]["num_tokens"]
     assert list(measured) == ["4", "16"] and {each["compared"] for each in measured.values()} == {16}
     assert measured["4"]["mean_cosine"] != measured["16"]["mean_cosine"]
-    assert len(re.findall(r"^openvino_model.xml +(?:4|16) ", shown, re.MULTILINE)) == 2
+    assert len(re.findall(r"^model.onnx +(?:4|16) ", shown, re.MULTILINE)) == 2
     limits = {"compared": 16, "mean_cosine": 0.9, "agreement": 1}
     report["parts"]["model"]["num_tokens"]["4"] |= limits
     found = export.shortcomings(report, 0, None)
