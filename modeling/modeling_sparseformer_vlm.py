@@ -23,7 +23,7 @@ from ..configuration.configuration_sparseformer import (
 )
 from .dense import FeatureMaps, shares_of_tokens, spread
 from .hub import HubModel
-from .modeling_sparseformer import SparseFormerModel, SparseFormerModelOutput, check_places
+from .modeling_sparseformer import SparseFormerModel, SparseFormerModelOutput
 
 
 # What Transformers' classes are called without `Config`, `Model` and `ForConditionalGeneration`.
@@ -46,7 +46,6 @@ class SparseFormerGridTower(SparseFormerModel):
     """
 
     def __init__(self, config: SparseFormerConfig, num_front_tokens: int = 0):
-        check_places(config)
         super().__init__(config)
         self.num_front_tokens = num_front_tokens
         self.feature_maps = FeatureMaps(config)
