@@ -408,7 +408,7 @@ class SparseFormerV1FocusingLayer(SparseFormerFocusingLayer):
         branch = self.mlp(self.layernorm_after(hidden_states))
         hidden_states = hidden_states + self.drop_path(branch, iteration)
         # Before the first sampling, all images have the same RoIs.
-        return hidden_states, rois.expand(len(hidden_states), -1, -1), points
+        return hidden_states, rois.expand(hidden_states.shape[0], -1, -1), points
 
 
 class SparseFormerLastLook(GradientCheckpointingLayer):

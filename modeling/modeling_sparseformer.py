@@ -440,7 +440,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         num_tokens = self.choose_num_tokens(num_tokens)
         features = self.stem(pixel_values) if features is None else features
         # Before the first sampling, all images have the same tokens and RoIs: they are computed once.
-        hidden_states, rois, prefix = self.latents(len(pixel_values), num_tokens)
+        hidden_states, rois, prefix = self.latents(pixel_values.shape[0], num_tokens)
         looks = Looks(hidden_states, prefix, rois=[], points=[], features=features)
         for iteration in range(self.config.num_focusing_iterations):
             hidden_states, rois, points = self.focusing_layer(hidden_states, rois, features, iteration, **kwargs)
@@ -464,7 +464,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             grid, cells, grids = self.read_grid(num_tokens)
         else:
             grid = self.config.grid_of(self.choose_num_tokens(num_tokens))
-        positions, rois, prefix = self.latents(len(pixel_values), grid, cells, grids)
+        positions, rois, prefix = self.latents(pixel_values.shape[0], grid, cells, grids)
         hidden_states, rois, points = self.final_focusing_layer(positions, rois, self.stem(pixel_values, grid))
         return Looks(hidden_states, prefix, [rois], [points])
 
@@ -475,7 +475,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         num_tokens = self.config.tokens_of_tree(self.choose_num_tokens(num_tokens), size)
         levels = self.stem(pixel_values, grids)
         cells, forecast = self.placement(levels, num_tokens)
-        positions, rois, prefix = self.latents(len(pixel_values), cells, grids)
+        positions, rois, prefix = self.latents(pixel_values.shape[0], cells, grids)
         patches = self.placement.patches(levels, cells)
         hidden_states, rois, points = self.final_focusing_layer(positions, rois, patches)
         return Looks(hidden_states, prefix, [rois], [points], forecast=forecast)

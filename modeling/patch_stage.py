@@ -118,7 +118,7 @@ class SparseFormerPatchLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens, RoIs and points of all images, `(batch, tokens, …)`; arguments as of `PatchSampling`."""
         embedded, points = self.sampling(positions, rois, features)
-        return positions + embedded, rois.expand(len(embedded), -1, -1), points
+        return positions + embedded, rois.expand(embedded.shape[0], -1, -1), points
 
 
 def content_placement(config: SparseFormerConfig) -> ContentPlacement:

@@ -124,7 +124,10 @@ class TestOutputs:
         inputs, results = [], []
         for layer in model.layers:
             layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-            layer.register_forward_hook(lambda _, arguments, output: results.append(output[0]))
+            # v1's first block is a focusing layer, which returns RoIs, too.
+            layer.register_forward_hook(
+                lambda _, arguments, output: results.append(output[0] if isinstance(output, tuple) else output)
+            )
         outputs = model(pixel_values, output_hidden_states=True)
         expected = [inputs[0], *results]
         for states, own in zip(outputs.hidden_states, expected, strict=True):
@@ -267,7 +270,6 @@ BAD_FIELDS = {
     "one point": ({"num_sampling_points": 1}, "`num_sampling_points` is 1, expected at least 2"),
     "tiny images": ({"image_size": 3}, "`image_size` is 3, expected .* at least 4"),
     "generation": ({"generation": "v2"}, r"`generation` is 'v2', expected one of \['bootstrapped', 'v1'\]"),
-    "unknown steps": ({"focusing_steps": ["sampling", "mlp"]}, r"`focusing_steps` is .*'mlp'\], expected one of"),
     "[CLS] in a focusing block": ({"generation": "v1"}, "set `use_cls_token=False`"),
     "pooled [CLS] without [CLS]": ({"use_cls_token": False}, "`pooling='cls'` needs `use_cls_token=True`"),
     "pooling": ({"pooling": "max"}, r"`pooling` is 'max', expected one of \['cls', 'class_mean', 'mean',"),
@@ -303,6 +305,10 @@ class TestBadInput:
             with pytest.raises(StrictDataclassError, match=message):
                 use()
         assert not list(tmp_path.glob("config/*"))
+
+    def test_steps_of_no_generation(self):
+        with pytest.raises(ValueError, match=r"`focusing_steps` is \['sampling', 'mlp'\], expected one of"):
+            SparseFormerConfig(focusing_steps=["sampling", "mlp"])
 
     def test_projection_width(self, make_config):
         config = make_config("bootstrapped", projection_dim=None)
