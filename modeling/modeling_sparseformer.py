@@ -216,10 +216,14 @@ class SparseFormerPreTrainedModel(TokensMixin, HubModel):
     @torch.no_grad()
     def _init_weights(self, module):
         """The reference implementation's initialization; bootstrapping depends on it."""
-        super()._init_weights(module)
         std = self.config.initializer_range
+        # Convolutions are drawn by what they are a part of.
+        if not isinstance(module, (nn.Linear, nn.Conv2d)):
+            super()._init_weights(module)
         if isinstance(module, nn.Linear):
             init.trunc_normal_(module.weight, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
         elif isinstance(module, SparseFormerStem):
             weight = module.convolution.weight
             init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
@@ -413,7 +417,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         kwargs |= self.rotation(looks.rois[-1])
         cls_alone = not output_tokens and self.reads_cls_alone(**kwargs)
         # `focus` has run v1's first block.
-        for layer in self.layers[self.config.final_focusing_is_block :]:
+        for layer in [*self.layers][self.config.final_focusing_is_block :]:
             leading = self.config.num_class_tokens if cls_alone and layer is self.layers[-1] else None
             hidden_states = layer(hidden_states, leading=leading, **kwargs)
 
