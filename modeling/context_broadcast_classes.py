@@ -9,10 +9,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..configuration.configuration_base import HubConfigMixin
 from .context_broadcast import ContextBroadcast, Place, check_positions, place_modules
 from .context_broadcast_places import find_places
-from .hub import HubModel
+from .hub import AlteredConfigMixin, AlteredModel
 
 
 _AUTO_CLASSES = (
@@ -49,18 +48,7 @@ FIELDS = (
 )
 
 
-class ContextBroadcastConfigMixin(HubConfigMixin):
-    """A configuration of Transformers that says where Context Broadcasting is inserted."""
-
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        # Where this configuration was registered, its models follow when one is loaded.
-        for name in self.architectures or ():
-            if name.startswith("ContextBroadcast"):
-                __getattr__(name).register()
-
-
-class ContextBroadcastMixin(HubModel):
+class ContextBroadcastMixin(AlteredModel):
     """A model of Transformers that has Context Broadcasting, as its configuration says."""
 
     host: type[PreTrainedModel]
@@ -86,21 +74,6 @@ class ContextBroadcastMixin(HubModel):
             module.reset_parameters()
         else:
             super()._init_weights(module)
-
-    def save_pretrained(self, save_directory, **kwargs):
-        """As `HubModel.save_pretrained`. Weights keep the names that they have here, as Transformers does not know
-        that the names of older checkpoints of the host belong to this model type."""
-        super().save_pretrained(save_directory, **{"save_original_format": False} | kwargs)
-
-    def image_processor_config(self):
-        """None: the host's image processor is saved beside it, as always."""
-
-    @classmethod
-    def register(cls):
-        """Let Transformers' Auto classes load the class and its base model, whose code this process has."""
-        transformers.AutoConfig.register(cls.config_class.model_type, cls.config_class, exist_ok=True)
-        for auto_class, name in cls.auto_classes.items():
-            getattr(transformers, auto_class).register(cls.config_class, __getattr__(name), exist_ok=True)
 
 
 def _locate(model: nn.Module, name: str) -> nn.Module:
@@ -146,7 +119,7 @@ def _alter_config(name: str, host: type[PreTrainedConfig]) -> type[PreTrainedCon
         "__doc__": f"`{host.__name__}` of a model with Context Broadcasting.",
         "model_type": f"context_broadcast_{host.model_type}",
     }
-    return type(name, (ContextBroadcastConfigMixin, host), body)
+    return type(name, (AlteredConfigMixin, host), body)
 
 
 def _alter_model(name: str, host: type[PreTrainedModel]) -> type[PreTrainedModel]:
