@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from .inference import Classifier as Classifier
     from .inference import Embedder as Embedder
     from .modeling.context_broadcast import ContextBroadcast as ContextBroadcast
-    from .modeling.context_broadcast_insertion import insert_context_broadcast as insert_context_broadcast
-    from .modeling.context_broadcast_insertion import remove_context_broadcast as remove_context_broadcast
+    from .modeling.context_broadcast_hosts import insert_context_broadcast as insert_context_broadcast
+    from .modeling.context_broadcast_hosts import remove_context_broadcast as remove_context_broadcast
     from .modeling.generalized_convolution import GeneralizedConv2d as GeneralizedConv2d
     from .modeling.heads import swap_backbone as swap_backbone
     from .modeling.hosts import read_anatomy as read_anatomy

@@ -78,7 +78,7 @@ FUNCTIONS = {
     "ImageClassificationTrainer": "frugalvit.training.train",
     "impulse_init_": "frugalvit.modeling.initialization",
     "initialize_attention_": "frugalvit.modeling.initialization",
-    "insert_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
+    "insert_context_broadcast": "frugalvit.modeling.context_broadcast_hosts",
     "JointArguments": "frugalvit.training.joint",
     "JointTrainer": "frugalvit.training.joint",
     "MapAlignmentLoss": "frugalvit.training.losses",
@@ -89,7 +89,7 @@ FUNCTIONS = {
     "OpenClipVisual": "frugalvit.modeling.open_clip_adapter",
     "pack_linear_layers": "frugalvit.common.packing",
     "read_anatomy": "frugalvit.modeling.hosts",
-    "remove_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
+    "remove_context_broadcast": "frugalvit.modeling.context_broadcast_hosts",
     "SegmentationArguments": "frugalvit.training.segment",
     "SegmentationTrainer": "frugalvit.training.segment",
     "SparseFormerLlavaProcessor": "frugalvit.modeling.modeling_sparseformer_llava",
@@ -159,7 +159,7 @@ def register_configurations() -> None:
 
     found = configuration_classes()
     if is_torch_available():
-        altered = importlib.import_module("frugalvit.modeling.context_broadcast_classes")
+        altered = importlib.import_module("frugalvit.modeling.context_broadcast_hosts")
         found += [getattr(altered, f"ContextBroadcast{name}") for name in altered.CONFIGURATIONS]
     for config_class in found:
         transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)

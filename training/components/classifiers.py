@@ -14,7 +14,7 @@ from ...common.loading import load_image_processor
 from ...common.views import ImageFormat
 from ...configuration.configuration_base import pair
 from ...configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
-from ...modeling.context_broadcast_insertion import insert_context_broadcast
+from ...modeling.context_broadcast_hosts import insert_context_broadcast
 from ...modeling.hosts.timm import TIMM
 from ...modeling.hosts.transformers import resize_positions_
 from ...modeling.hub import image_processor_config
