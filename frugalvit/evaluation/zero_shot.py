@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
+import evaluate
 import torch
 
 from ..common.labels import class_names
@@ -131,11 +132,10 @@ def zero_shot_accuracy(
         `dict`: `images`, `skipped`, `accuracy` and `top5_accuracy`.
     """
     classifier = classifier.to(towers.device)
-    accuracy, top5, count = TopKAccuracy(1), TopKAccuracy(5), 0
+    accuracies, count = evaluate.combine([TopKAccuracy(1), TopKAccuracy(5)]), 0
     reader = Reader(towers.image_processor, towers.share_read, exact)
     for pixel_values, indices in image_batches(reader, images, batch_size, num_workers, skip_corrupt):
         scores = towers.embed_images(pixel_values.to(towers.device)) @ classifier
-        for metric in (accuracy, top5):
-            metric.add_batch(predictions=scores.cpu().numpy(), references=images[indices]["label"])
+        accuracies.add_batch(predictions=scores.cpu().numpy(), references=images[indices]["label"])
         count += len(indices)
-    return {"images": count, "skipped": len(images) - count, **accuracy.compute(), **top5.compute()}
+    return {"images": count, "skipped": len(images) - count, **accuracies.compute()}
