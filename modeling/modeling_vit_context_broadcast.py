@@ -18,7 +18,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration.configuration_vit_context_broadcast import ViTContextBroadcastConfig
 from .context_broadcast import ContextBroadcast, broadcast_layers
 from .hub import HubModel
-from .initialization import VisionTransformer, is_drawn, parts_of_layers, start_attention_
+from .initialization import TransformerParts, is_drawn, parts_of_layers, start_attention_
 from .layers import (
     PatchEmbeddings,
     PreNormLayer,
@@ -142,7 +142,7 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
         broadcast_layers(self.layers, config, has_class_token=True)
         self.post_init()
 
-    def parts_to_initialize(self) -> VisionTransformer:
+    def parts_to_initialize(self) -> TransformerParts:
         """The parts that initializations write to."""
         return parts_of_layers(self)
 
