@@ -97,7 +97,7 @@ def fit_probe(train: LabeledFeatures, seed: int = 0) -> LinearProbe:
     if len(train.labels.unique()) < 2:
         raise ValueError(f"All {len(train)} labeled images are of one class; expected at least two.")
     classes = int(train.labels.max()) + 1
-    held_back = hold_back(train.labels, seed)
+    held_back = choose_held_back(train.labels, seed)
     known, asked = (LabeledFeatures(train.features[part], train.labels[part]) for part in (~held_back, held_back))
     probe, best, penalty = None, -1.0, PENALTIES[0]
     for candidate in tqdm(PENALTIES, desc="penalty", leave=False, disable=None):
@@ -108,7 +108,7 @@ def fit_probe(train: LabeledFeatures, seed: int = 0) -> LinearProbe:
     return LinearProbe(train, classes, penalty)
 
 
-def hold_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
+def choose_held_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
     """Whether each image is held back, `(images,)` bool: one in `HELD_BACK` of each class, one of a smaller class, but
     never its only one."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
