@@ -25,13 +25,13 @@ from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
-from .components.arguments import DataArguments, RunArguments, run_as_program
+from .components.arguments import DataArguments, RunArguments, read_values, run_as_program
 from .components.augmentation import SmallDataView
 from .components.callbacks import HintDecayCallback
 from .components.cards import count_measured, name_images, say_license, write_card
 from .components.checkpoints import TrainingState
 from .components.images import labeled_images
-from .components.models import choose_attention, configure_start, read_values
+from .components.models import choose_attention, configure_start
 from .components.optimizers import optimizer_with_schedule
 from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
 from .options.joint import CLIPPING, PROG, JointOptimizerArguments, RecipeArguments, TwinArguments, parse

@@ -20,6 +20,7 @@ from ...modeling.hosts.transformers import resize_positions_
 from ...modeling.hub import image_processor_config
 from ...modeling.reference_initialization import REFERENCE
 from ..options.train import ModelArguments, RecipeArguments
+from .arguments import write_values
 from .models import (
     configure_start,
     initialize,
@@ -28,7 +29,6 @@ from .models import (
     new_model,
     read_config,
     set_drop_path,
-    write_values,
 )
 
 
