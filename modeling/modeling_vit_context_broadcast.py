@@ -1,7 +1,8 @@
 """ViTContextBroadcast: a plain vision transformer with Context Broadcasting, and its distilled form.
 
 After Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (arXiv 2210.08457), which adds a
-line to DeiT. That line stands in `context_broadcast.py`, which puts it into any vision transformer, this one too.
+line to DeiT. That line stands in `context_broadcast.py`, which puts it into blocks of this family and others.
+`ContextBroadcastViT…` are not these: Transformers' ViT into which it was inserted (`context_broadcast_hosts.py`).
 """
 
 from dataclasses import dataclass
