@@ -69,6 +69,11 @@ class TopKAccuracy(_Metric):
         return {name: float(np.mean(right))}
 
 
+def accuracies() -> evaluate.CombinedEvaluations:
+    """`TopKAccuracy` of 1 and of 5, to be called as one: `accuracy` and `top5_accuracy`."""
+    return evaluate.combine([TopKAccuracy(1), TopKAccuracy(5)])
+
+
 class SegmentationScores(_Metric):
     """Mean intersection over union, mean accuracy and pixel accuracy of all pixels together.
 
@@ -170,7 +175,7 @@ def evaluate_classifier(
     """
     was_training = model.training
     model.eval()
-    accuracies, loss, count = evaluate.combine([TopKAccuracy(1), TopKAccuracy(5)]), 0.0, 0
+    measured, loss, count = accuracies(), 0.0, 0
     for batch in loader:
         logits = model(pixel_values=batch["pixel_values"]).logits.float()
         logits = logits if classes is None else logits[:, classes]
@@ -179,6 +184,6 @@ def evaluate_classifier(
             logits, labels = accelerator.gather_for_metrics((logits, labels))
         loss += negative_log_likelihood(logits, labels).item()
         count += len(labels)
-        accuracies.add_batch(predictions=logits.cpu().numpy(), references=labels.cpu().numpy())
+        measured.add_batch(predictions=logits.cpu().numpy(), references=labels.cpu().numpy())
     model.train(was_training)
-    return {"loss": loss / count, **accuracies.compute()}
+    return {"loss": loss / count, **measured.compute()}

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
+from ..common.metrics import accuracies
 from .embeddings import LabeledFeatures, evaluate_features
 
 
@@ -24,13 +25,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def probe_accuracy(train: LabeledFeatures, test: LabeledFeatures, seed: int = 0) -> dict[str, object]:
     """`penalty`, `accuracy` and `top5_accuracy` of `fit_probe`."""
     probe = fit_probe(train, seed)
-    scores = probe(test.features)
-    right = scores.topk(min(5, scores.shape[1])).indices == test.labels[:, None]
-    return {
-        "penalty": probe.penalty,
-        "accuracy": right[:, 0].double().mean().item(),
-        "top5_accuracy": right.any(1).double().mean().item(),
-    }
+    measured = accuracies().compute(predictions=probe(test.features), references=test.labels)
+    return {"penalty": probe.penalty, **measured}
 
 
 class LinearProbe(nn.Module):
