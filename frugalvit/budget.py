@@ -15,23 +15,21 @@ import torch
 from huggingface_hub import ModelCard, snapshot_download, try_to_load_from_cache
 from transformers import AutoProcessor, PreTrainedModel
 
-from .benchmark import image_size_of
+from .architectures import image_side, image_size_of, load_model
 from .common.comparison import ImageSide, macs_if_countable, using_tokens
 from .common.files import read_json, whole_folder
-from .common.loading import choose_device, load_pretrained, split_revision
+from .common.loading import choose_device, split_revision
 from .common.macs import count_macs
 from .common.packing import PackedLinear, pack_linear_layers
 from .common.resources import locate_model
 from .common.speed import images_per_second
 from .common.tables import format_table
 from .contenders import load_teacher
-from .info import image_side
 from .modeling.hosts import Anatomy
 from .modeling.swap import matching_processor
 from .options.budget import parse
 from .training.components.checkpoints import measured_of
 from .training.components.runs import NOT_IN_REPOSITORY
-from .validation import model_class
 
 
 # What a training may have noted of each count, the first choice first.
@@ -75,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
 
     device = str(choose_device(arguments.device))
     name = locate_model(arguments.model)
-    model = load_pretrained(name, device, False, "a model of frugalvit or Transformers", model_class)
+    model = load_model(name, device)
     if arguments.output and not hasattr(model, "set_num_tokens"):
         raise ValueError(f"{arguments.model!r} is a {type(model).__name__}, whose tokens cannot be chosen.")
     # Refused before anything is measured.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from .budget import copy_with_configuration, source_folder
 from .common.classes import match_labels
 from .common.comparison import using_tokens
-from .common.data import load_images, split_names
+from .common.data import load_images, sample, split_names
 from .common.files import whole_folder
 from .common.loading import load_image_classifier, load_vision_model
 from .common.macs import count_macs
@@ -29,7 +29,6 @@ from .common.resources import locate_model
 from .common.risk import choose_confidence, last_safe, most_wrong, stop_when_sure
 from .common.splits import evaluation_splits
 from .common.views import size_made_by
-from .compare import sample
 from .evaluation.embeddings import image_embedder, image_maker
 from .evaluation.images import image_batches
 from .options.calibrate import parse

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from .common.data import sample
 from .common.files import whole_folder, write_json, write_text
 from .common.labels import check_labels, class_names, label_numbers
 from .common.loading import choose_device
@@ -164,14 +165,6 @@ def choose_images(arguments: argparse.Namespace, has_backbones: bool) -> Images:
         chosen = choose_classes(arguments.classes, names)
         test, names = of_classes(test, chosen), [names[index] for index in chosen]
     return Images(sample(test, arguments.limit, arguments.seed), names, split)
-
-
-def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
-    """Choose `limit` images at random, in their order; all if there are fewer or no limit is given."""
-    if limit is None or limit >= len(images):
-        return images
-    generator = torch.Generator().manual_seed(seed)
-    return images.select(torch.randperm(len(images), generator=generator)[:limit].sort().values.tolist())
 
 
 def compare(

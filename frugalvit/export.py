@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from .architectures import has_rois, image_side, load_model
 from .common.classes import match_labels
 from .common.comparison import macs_if_countable
-from .common.data import load_images, split_names
+from .common.data import load_images, sample, split_names
 from .common.exported import (
     PIXELS_IN_FLOAT,
     REPORT,
@@ -40,17 +41,13 @@ from .common.reading import Reader
 from .common.speed import duration, images_per_second
 from .common.tables import format_table
 from .common.views import ImageFormat, vision_config_of
-from .compare import sample
 from .configuration.configuration_base import pair
 from .evaluation.images import image_batches, images_to_evaluate
 from .evaluation.two_towers import load_tokenizer
 from .export_card import agreement_rows, speed_rows, write_card
 from .export_page import check_page, write_page
-from .info import image_side
 from .options.export import ALL, parse
-from .predict import has_rois
 from .tokens import check_elastic, choose_tokens
-from .validation import load_model
 from .version import __version__
 
 

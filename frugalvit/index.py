@@ -27,13 +27,13 @@ from tqdm import tqdm
 from .common.comparison import LIMIT
 from .common.files import LOCK, locked, misshapen, read_json, refuse_links, whole_file, write_json
 from .common.folders import image_files, say_unread
+from .common.image_files import decode_file
 from .common.metrics import check_scores
 from .common.reading import Reader, read_ahead
 from .common.speed import images_per_second
 from .common.tables import printable
 from .evaluation.two_towers import TwoTowers, load_two_towers, name_models
 from .options.index import parse
-from .predict import decode_file
 from .training.components.arguments import run_as_program
 
 

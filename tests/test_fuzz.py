@@ -24,11 +24,11 @@ from transformers import PreTrainedConfig
 
 from frugalvit.budget import scored_on, scores_of
 from frugalvit.common.exported import read_report
+from frugalvit.common.image_files import read_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.tables import format_table
 from frugalvit.curves import best_epoch, curves_of, read_epochs
 from frugalvit.index import read_about, read_shards
-from frugalvit.predict import read_images
 from frugalvit.training.components.checkpoints import damaged_files, read_state
 from frugalvit.training.components.runs import read_run
 from frugalvit.validation import check_weights
