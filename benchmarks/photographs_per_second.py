@@ -28,9 +28,9 @@ from transformers import pipeline
 
 from frugalvit import Classifier
 from frugalvit.common.command_line import CommandParser, positive
-from frugalvit.common.comparison import using_tokens
 from frugalvit.common.data import load_images, sample
 from frugalvit.common.decoding import decode_image, read_image
+from frugalvit.common.num_tokens import using_tokens
 from frugalvit.common.precision import bfloat16_is_fast
 from frugalvit.common.reading import count_threads
 from frugalvit.common.resources import checkpoint_path

@@ -1,12 +1,10 @@
 """`frugalvit budget`: the number of tokens that a model can afford on this machine."""
 
 import argparse
-import functools
 import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +14,11 @@ from huggingface_hub import ModelCard, snapshot_download, try_to_load_from_cache
 from transformers import AutoProcessor, PreTrainedModel
 
 from .architectures import image_side, image_size_of, load_model
-from .common.comparison import ImageSide, macs_if_countable, using_tokens
+from .common.contender import as_students, as_teacher, measure_speeds
 from .common.files import read_json, whole_folder
 from .common.loading import choose_device, split_revision
-from .common.macs import count_macs
 from .common.packing import PackedLinear, pack_linear_layers
 from .common.resources import locate_model
-from .common.speed import images_per_second
 from .common.tables import format_table
 from .contenders import load_teacher
 from .modeling.hosts import Anatomy
@@ -81,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         source = source_folder(name)
         teacher = find_teacher(arguments.teacher, source, device)
         dtype = getattr(torch, arguments.dtype)
-        rows = measure_counts(model, teacher, arguments.batch_size, dtype, device, arguments.rounds)
+        rows = measure_counts(model, teacher, arguments.batch_size, dtype, arguments.rounds)
         for row, score in zip(rows, scores_of(source, rows), strict=True):
             row |= score
 
@@ -167,44 +163,31 @@ def read_results(source: Path) -> dict:
 
 
 def measure_counts(
-    model: PreTrainedModel, teacher: Anatomy | None, batch_size: int, dtype: torch.dtype, device: str, rounds: int
+    model: PreTrainedModel, teacher: Anatomy | None, batch_size: int, dtype: torch.dtype, rounds: int
 ) -> list[dict[str, object]]:
     """Measure the cost of a teacher, if there is one, and of a model with each count of tokens, in increasing order.
 
     Args:
         model (`PreTrainedModel`): In evaluation mode; it is cast and packed, as the teacher is.
         teacher (`Anatomy`, *optional*): The teacher's anatomy.
-        batch_size (`int`), dtype (`torch.dtype`), device (`str`), rounds (`int`): See `images_per_second`.
+        batch_size (`int`), dtype (`torch.dtype`), rounds (`int`): See `measure_speeds`.
 
     Returns:
         `list[dict]`: Rows with `model` ("teacher" and "student", or "model" alone), `num_tokens` (latent tokens, a
-        teacher's patches, None where they are not counted), `macs` of an image with attention's products,
+        teacher's patches, None where there is no choice), `macs` of an image with attention's products,
         `latency (ms)` of a batch and `images/s`.
     """
     vision = image_side(model)
     channels, *size = image_size_of(vision)
-    rows, calls = [], {}
-
-    def add(role: str, count: int | None, macs: int | None, run: Callable, channels: int, size: tuple[int, int]):
-        images = torch.randn(batch_size, channels, *size).to(device, dtype)
-        calls[len(rows)] = lambda _: run(images)
-        rows.append({"model": role, "num_tokens": count, "macs": macs})
-
-    if teacher is not None:
-        whole = ImageSide(teacher).eval()
-        macs = macs_if_countable(whole, teacher.image_size)
-        add("teacher", teacher.num_patches, macs, whole, 3, teacher.image_size)
-        pack_linear_layers(teacher.source.to(dtype))
-    for count in getattr(vision.config, "trained_token_counts", [None]):
-        run = vision if count is None else functools.partial(vision, num_tokens=count)
-        with nullcontext() if count is None else using_tokens(vision, count):
-            macs = count_macs(vision, tuple(size), channels).macs_with_attention
-        add("student" if teacher else "model", count, macs, run, channels, size)
-    pack_linear_layers(vision.to(dtype))
-    # Each is given images of its own size.
-    speeds = images_per_second(calls, torch.empty(batch_size, device=device), rounds)
-    for index, row in enumerate(rows):
-        row |= {"latency (ms)": 1000 * batch_size / speeds[index], "images/s": speeds[index]}
+    contenders = [*([as_teacher(teacher)] if teacher else []), *as_students(vision, tuple(size), channels)]
+    rows = [
+        {"model": each.name if teacher else "model", "num_tokens": each.num_tokens, "macs": each.macs}
+        for each in contenders
+    ]
+    for whole in [*([teacher.source] if teacher else []), vision]:
+        pack_linear_layers(whole.to(dtype))
+    for row, speed in zip(rows, measure_speeds(contenders, batch_size, dtype, rounds), strict=True):
+        row |= {"latency (ms)": 1000 * batch_size / speed, "images/s": speed}
     return rows
 
 

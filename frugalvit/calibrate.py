@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from .budget import copy_with_configuration, source_folder
 from .common.classes import match_labels
-from .common.comparison import using_tokens
 from .common.data import load_images, sample, split_names
 from .common.files import whole_folder
 from .common.loading import load_image_classifier, load_vision_model
-from .common.macs import count_macs
+from .common.macs import macs_of
 from .common.metrics import check_scores
+from .common.num_tokens import WithTokens, using_tokens
 from .common.packing import pack_linear_layers
 from .common.reading import Reader, share_read
 from .common.resources import locate_model
@@ -121,11 +121,7 @@ def look(
 
 def costs_of(model: PreTrainedModel, counts: Iterable[int]) -> dict[int, int]:
     """Multiply-accumulates of an image with each number of tokens."""
-    costs = {}
-    for count in counts:
-        with using_tokens(model, count):
-            costs[count] = count_macs(model, model.config.image_size).macs_with_attention
-    return costs
+    return {count: macs_of(WithTokens(model, count), model.config.image_size) for count in counts}
 
 
 class LabelPromise:

@@ -2,13 +2,11 @@
 and memory."""
 
 import argparse
-import functools
 import itertools
 import json
 import multiprocessing
 import shlex
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -23,21 +21,19 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from .common.contender import Contender, measure_speeds
 from .common.data import sample
 from .common.files import whole_folder, write_json, write_text
 from .common.labels import check_labels, class_names, label_numbers
 from .common.loading import choose_device
-from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
 from .common.reading import Reader
-from .common.speed import duration, images_per_second
+from .common.speed import foretold
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
-from .contenders import Contender, load_students, load_teachers
+from .contenders import load_students, load_teachers
 from .evaluation.embeddings import (
     LabeledFeatures,
     choose_classes,
@@ -211,15 +207,9 @@ def compare(
         for contender in contenders
     ]
     reading = {"batch_size": batch_size, "num_workers": num_workers, "skip_corrupt": skip_corrupt}
-    costs = [macs_of(contender) for contender in contenders]
     looked_at = len(test) + (0 if train is None else len(train))
-    seconds = foretell(contenders, costs, looked_at, rounds * len(precisions), memory)
-    parts = [f"{duration(value)} for {name}" for name, value in seconds.items()]
-    tqdm.write(
-        f"{len(contenders)} models, {looked_at:,} images: about {duration(sum(seconds.values()))} "
-        f"({', '.join(parts)}).",
-        file=sys.stderr,
-    )
+    seconds = foretell(contenders, looked_at, rounds * len(precisions), memory)
+    tqdm.write(f"{len(contenders)} models, {looked_at:,} images: {foretold(seconds)}.", file=sys.stderr)
     embeddings, indices = embed_all(contenders, test, **reading)
     labels = None if labels is None else labels[indices]
     known = None if train is None else embed_all(contenders, train, **reading)
@@ -234,43 +224,33 @@ def compare(
             right |= learns(embeddings[number], labels, known[0][number], known_labels, seed)
         answers.append(right)
         row = {"model": contender.name, "method": contender.method, "image_size": list(contender.image_size)}
-        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": costs[number]}
+        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": contender.macs}
         for name, values in right.items():
             row |= describe_score(name, values, answers[0].get(name) if number else None)
         rows.append(row | {"cosine": mean_cosine(embeddings[number], embeddings[0])})
-    for row, speeds in zip(rows, measure_speeds(contenders, precisions, rounds), strict=True):
+    for row, speeds in zip(rows, measure_all_speeds(contenders, precisions, rounds), strict=True):
         row["images_per_second"] = speeds
     for row, contender in zip(rows, tqdm(contenders, desc="memory", leave=False, disable=None), strict=True):
         row["memory"] = peak_memory(contender.load) if memory and contender.load else None
     return rows
 
 
-@torch.inference_mode()
-def foretell(
-    contenders: Sequence[Contender], costs: Sequence[int], images: int, rounds: int, memory: bool
-) -> dict[str, float]:
+def foretell(contenders: Sequence[Contender], images: int, rounds: int, memory: bool) -> dict[str, float]:
     """Estimate the seconds of each part of a comparison, from the time that the largest contender takes for a few
     images. A model that does not fit into memory fails here.
 
     Args:
         contenders (sequence of `Contender`): All contenders.
-        costs (sequence of `int`): Their multiply-accumulates for an image.
         images (`int`): Number of images.
         rounds (`int`): Timed passes in batches, of all precisions.
         memory (`bool`): Whether memory is measured, too.
     """
-    largest = contenders[max(range(len(costs)), key=costs.__getitem__)]
-    pixels = torch.zeros(FIRST_IMAGES, 3, *largest.image_size, device=largest.device)
-    taken = []
-    # The first pass prepares much.
-    for _ in range(2):
-        started = time.perf_counter()
-        largest.model(pixels)
-        if pixels.device.type != "cpu":
-            torch.accelerator.synchronize()
-        taken.append(time.perf_counter() - started)
-    all_once = taken[-1] / FIRST_IMAGES * sum(costs) / max(costs)
-    draws = sum(cost * contender.draws for cost, contender in zip(costs, contenders, strict=True)) / sum(costs)
+    largest = max(contenders, key=lambda contender: contender.macs)
+    # The second of two passes, as the first prepares much.
+    [speed] = measure_speeds([largest], FIRST_IMAGES, limit=0)
+    costs = sum(contender.macs for contender in contenders)
+    all_once = costs / largest.macs / speed
+    draws = sum(contender.macs * contender.draws for contender in contenders) / costs
     passes = sum(size * (MORE_ROUNDS * SINGLE_SLOWER if size == 1 else 1) for size in BATCH_SIZES)
     seconds = {"accuracy": images * draws * all_once, "speed": rounds * passes * all_once}
     if memory:
@@ -376,45 +356,20 @@ def mean_cosine(embeddings: torch.Tensor, teacher: torch.Tensor) -> float | None
     return F.cosine_similarity(embeddings, teacher.mean(0), dim=-1).mean().item()
 
 
-def macs_of(contender: Contender) -> int:
-    """Multiply-accumulates of one image, attention's products counted."""
-    try:
-        return count_macs(contender.model, contender.image_size).macs_with_attention
-    except RuntimeError:
-        # What holds on to weights beside its modules runs as it is, in products that are counted.
-        image = torch.zeros(1, 3, *contender.image_size, device=contender.device)
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            contender.model(image)
-        return counter.get_total_flops() // 2
-
-
-def measure_speeds(
+def measure_all_speeds(
     contenders: Sequence[Contender], precisions: Sequence[str], rounds: int = 10
 ) -> list[dict[str, dict[str, float]]]:
-    """Measure images a second of each contender, by precision and batch size; their passes take turns."""
+    """Measure images a second of each contender, by precision and batch size."""
     found = [{precision: {} for precision in precisions} for _ in contenders]
-    times = {size: rounds * (MORE_ROUNDS if size == 1 else 1) for size in BATCH_SIZES}
-    # Two passes of each model are not counted.
-    total = len(precisions) * len(contenders) * sum(count + 2 for count in times.values())
-    with tqdm(total=total, desc="speed", leave=False, disable=None) as progress:
-        for precision in precisions:
-            for contender in contenders:
-                contender.model.to(PRECISIONS[precision])
-            for batch_size in BATCH_SIZES:
-                calls = {}
-                for number, contender in enumerate(contenders):
-                    shape = (batch_size, 3, *contender.image_size)
-                    images = torch.randn(shape, dtype=PRECISIONS[precision], device=contender.device)
-                    calls[number] = functools.partial(_call, contender.model, images, progress)
-                for number, speed in images_per_second(calls, images, times[batch_size]).items():
-                    found[number][precision][str(batch_size)] = speed
+    for precision in precisions:
+        for contender in contenders:
+            contender.model.to(PRECISIONS[precision])
+        for batch_size in BATCH_SIZES:
+            times = rounds * (MORE_ROUNDS if batch_size == 1 else 1)
+            speeds = measure_speeds(contenders, batch_size, PRECISIONS[precision], times)
+            for own, speed in zip(found, speeds, strict=True):
+                own[precision][str(batch_size)] = speed
     return found
-
-
-def _call(model, own_images: torch.Tensor, progress: tqdm, _):
-    """Run a model on images of its own size, in the place of those that are timed, and show progress."""
-    progress.update()
-    return model(own_images)
 
 
 def peak_memory(load: Callable[[], Contender], batch_size: int = BATCH_SIZES[-1]) -> int:
@@ -437,7 +392,7 @@ def peak_memory(load: Callable[[], Contender], batch_size: int = BATCH_SIZES[-1]
 def _peak_memory(load: Callable[[], Contender], batch_size: int) -> int:
     before = _largest_resident()
     contender = load()
-    contender.model(torch.zeros(batch_size, 3, *contender.image_size, device=contender.device))
+    contender.model(contender.noise(batch_size))
     if contender.device.type == "cuda":
         return torch.cuda.max_memory_allocated(contender.device)
     return _largest_resident() - before

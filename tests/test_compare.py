@@ -20,6 +20,7 @@ from vision_transformers import KINDS
 from frugalvit import checkpoint_path, count_macs, read_anatomy
 from frugalvit.cli import main
 from frugalvit.common.choices import SUBSET
+from frugalvit.common.contender import Contender
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.compare import (
@@ -29,14 +30,12 @@ from frugalvit.compare import (
     describe_score,
     draw_comparison,
     embed_all,
-    macs_of,
     peak_memory,
     right_classes,
 )
 from frugalvit.contenders import (
     LOWER_RESOLUTION,
     RANDOM_PATCHES,
-    Contender,
     RandomPatches,
     at_lower_resolution,
     load_student,
@@ -144,7 +143,7 @@ def test_lower_resolution():
         resized = resize_positions_(ViTForImageClassification.from_pretrained(VIT).eval(), 16)
         assert torch.allclose(contender.model(small), resized(small).logits, atol=1e-3)
         assert torch.allclose(contender.model(small), model.classifier(embedding), atol=1e-5)
-    assert macs_of(contender) == count_macs(resized, 16).macs_with_attention
+    assert contender.macs == count_macs(resized, 16).macs_with_attention
 
 
 @pytest.mark.parametrize("kind", ["vit", "dinov3", "timm-dinov3", "siglip-vision", "open_clip"])
@@ -254,7 +253,7 @@ def test_another_contender():
     names = dict(enumerate(images.features["label"].names))
     processor = ViTImageProcessor(size={"height": 32, "width": 32})
     mine = Contender(
-        "mine", "a method", model, model, processor, (8, 8), classifier=model.classify, id2label=names, draws=2
+        "mine", "a method", model, (8, 8), model, processor, classifier=model.classify, id2label=names, draws=2
     )
     student = load_student(STUDENT, device="cpu")
     first, second = compare([student, mine], images, rounds=1, memory=False)
@@ -270,7 +269,7 @@ def test_accuracy_goes_by_the_names_of_classes():
     for own in (names, names[::-1], [*names[2:], *names[:2]]):
         model, processor = Constant(), ViTImageProcessor(size={"height": 8, "width": 8})
         classes = {"classifier": model.classify, "id2label": dict(enumerate(own))}
-        [row] = compare([Contender("mine", "a method", model, model, processor, (8, 8), **classes)], images, rounds=1)
+        [row] = compare([Contender("mine", "a method", model, (8, 8), model, processor, **classes)], images, rounds=1)
         assert row["accuracy"] == images["label"].count(names.index(own[3])) / 40
 
 
@@ -301,7 +300,7 @@ def test_each_sees_images_as_it_takes_them():
     contenders = []
     for processor, size in takes:
         model = Pixels()
-        contenders.append(Contender(str(size), "a method", model, model, processor, size))
+        contenders.append(Contender(str(size), "a method", model, size, model, processor))
     embeddings, indices = embed_all(contenders, images, batch_size=2)
     assert indices == list(range(5)) and made == [1] * 5
     for found, (processor, size) in zip(embeddings, takes, strict=True):
@@ -414,7 +413,7 @@ def test_classes_of_models():
     def fits(labels):
         model = Constant()
         return right_classes(
-            Contender("mine", "method", model, model, None, (8, 8), model.classify, dict(enumerate(labels))), images
+            Contender("mine", "method", model, (8, 8), model, None, model.classify, dict(enumerate(labels))), images
         ).tolist()
 
     assert fits(names[::-1]) == list(range(10))[::-1]

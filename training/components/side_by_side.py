@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...common.comparison import compare_speeds, side_by_side, slower_than_teacher
+from ...common.contender import Contender, as_students, as_teacher, measure_speeds
 from ...common.files import write_json
 from ...common.names import without_place
+from ...common.speed import LIMIT
 from ...common.tables import format_markdown, format_table
 from ...modeling.hosts import Anatomy
 from ...modeling.modeling_sparseformer import (
@@ -16,6 +17,33 @@ from .cards import add_table
 from .checkpoints import TrainingState
 
 
+BATCH_SIZES = (1, 32)
+
+
+def contenders_of(
+    teacher: Anatomy, student: SparseFormerPreTrainedModel, sizes: Sequence[tuple[int, int]]
+) -> list[Contender]:
+    """The teacher, and the student with each count of tokens that it is made for; `sizes` are the height and width of
+    the teacher's and the student's images in pixels."""
+    return [as_teacher(teacher, sizes[0]), *as_students(student, sizes[1])]
+
+
+def describe_pair(
+    teacher: Anatomy, student: SparseFormerPreTrainedModel, sizes: Sequence[tuple[int, int]]
+) -> list[dict[str, object]]:
+    """Rows of costs of `contenders_of`.
+
+    A row has `model` (`"teacher"` or `"student"`), `num_tokens` (a teacher's patches, a student's latent tokens),
+    `tokens` in the last block, [CLS] and registers counted, `parameters` of the image side, and `macs`, the
+    multiply-accumulates of one image with attention's products.
+    """
+    names = ("num_tokens", "tokens", "parameters", "macs")
+    return [
+        {"model": each.name} | {name: getattr(each, name) for name in names}
+        for each in contenders_of(teacher, student, sizes)
+    ]
+
+
 def introduce(costs: list[dict], sizes: Sequence[tuple[int, int]], names: Sequence[str]) -> list[str]:
     """A line about each row of costs of `describe_pair`; `sizes` are those of the teacher's and the student's images,
     `names` those of their classes."""
@@ -23,10 +51,9 @@ def introduce(costs: list[dict], sizes: Sequence[tuple[int, int]], names: Sequen
     for cost in costs:
         role = cost["model"]
         height, width = sizes[role == "student"]
-        macs = "" if cost["macs"] is None else f"{cost['macs'] / 1e9:.3g} G multiply-accumulates, "
         lines.append(
-            f"{role.capitalize()}: {names[role == 'student']}, {cost['parameters']:,} parameters, {macs}"
-            f"{tokens_of(cost)}, {height} x {width} pixels."
+            f"{role.capitalize()}: {names[role == 'student']}, {cost['parameters']:,} parameters, "
+            f"{cost['macs'] / 1e9:.3g} G multiply-accumulates, {tokens_of(cost)}, {height} x {width} pixels."
         )
     return lines
 
@@ -54,7 +81,8 @@ def compare(
     dtype = weight.dtype
     teacher.source.to(dtype)
     student = student_class.from_pretrained(folder).to(weight.device, dtype)
-    rows = side_by_side(costs, scores_of(state, student.config), compare_speeds(teacher, student, *sizes))
+    found = zip(costs, scores_of(state, student.config), compare_speeds(teacher, student, sizes), strict=True)
+    rows = [{"model": cost["model"], **score, **cost, **speed} for cost, score, speed in found]
     print(f"Side by side, on {weight.device.type} in {str(dtype).removeprefix('torch.')}:\n\n{format_table(rows)}\n")
     if slow := slower_than_teacher(rows):
         print(
@@ -64,6 +92,32 @@ def compare(
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     write_json(folder / "results.json", results | {"comparison": rows})
     add_table(folder, "Beside the teacher", rows)
+
+
+def compare_speeds(
+    teacher: Anatomy, student: SparseFormerPreTrainedModel, sizes: Sequence[tuple[int, int]]
+) -> list[dict[str, float]]:
+    """Images per second of `contenders_of`, on one device and in one dtype, by batch size as `images/s, BATCH_SIZE`.
+
+    Measuring takes seconds; two passes of each batch where large models on a slow machine take longer.
+    """
+    contenders, dtype = contenders_of(teacher, student, sizes), next(teacher.model.parameters()).dtype
+    for contender in contenders:
+        contender.model.eval()
+    speeds = {f"images/s, {size}": measure_speeds(contenders, size, dtype, limit=LIMIT) for size in BATCH_SIZES}
+    return [dict(zip(speeds, own, strict=True)) for own in zip(*speeds.values(), strict=True)]
+
+
+def slower_than_teacher(rows: list[dict[str, object]]) -> list[str]:
+    """Sentences about the counts of tokens and batch sizes at which a student is not faster than its teacher."""
+    teacher, *students = rows
+    return [
+        f"{student[name] / teacher[name]:.2f} times its images/s in batches of {name.removeprefix('images/s, ')}"
+        + (f" with {student['num_tokens']} latent tokens" if len(students) > 1 else "")
+        for student in students
+        for name in student
+        if name.startswith("images/s") and student[name] <= teacher[name]
+    ]
 
 
 def scores_of(state: TrainingState, config) -> list[dict[str, float]]:
