@@ -15,7 +15,6 @@ from huggingface_hub import ModelCard
 from torch import nn
 from transformers import PreTrainedModel
 
-from .budget import copy_with_configuration, source_folder
 from .common.classes import match_labels
 from .common.data import load_images, sample, split_names
 from .common.files import whole_folder
@@ -31,6 +30,7 @@ from .common.splits import evaluation_splits
 from .common.views import size_made_by
 from .evaluation.embeddings import image_embedder, image_maker
 from .evaluation.images import image_batches
+from .model_folders import copy_with_configuration, source_folder
 from .options.calibrate import parse
 from .tokens import check_elastic
 
