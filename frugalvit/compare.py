@@ -16,7 +16,6 @@ import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -476,26 +475,16 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
     methods = {}
     for row in others:
         methods.setdefault(row["method"], []).append(point(row))
-    labels = []
+    x, y, error = point(teacher)
+    star = {"color": TEXT_COLOR, "linestyle": "none", "elinewidth": 0.8, "marker": "*", "markersize": 11}
+    axes.errorbar(x, y, error, **star, markeredgecolor="white", label=f"teacher, {teacher['model']}", zorder=3)
+    axes.axhline(y, color=OUTLINE_COLOR, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
     styles = [(color, style) for style in ("-", "--", ":") for color in LINE_COLORS]
     for (color, style), (method, points) in zip(itertools.cycle(styles), methods.items(), strict=False):
         x, y, error = np.array(sorted(points)).T
-        axes.errorbar(
-            *(x, y, error),
-            color=color,
-            linestyle=style,
-            linewidth=1.4,
-            elinewidth=0.8,
-            marker="o",
-            markersize=4.5,
-            markeredgecolor="white",
-            markeredgewidth=0.6,
-        )
-        labels.append((method, color, list(zip(x, y, strict=True))[::-1]))
-    x, y, error = point(teacher)
-    axes.errorbar(x, y, error, color=TEXT_COLOR, elinewidth=0.8, marker="*", markersize=11, markeredgecolor="white")
-    axes.axhline(y, color=OUTLINE_COLOR, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
-    labels.insert(0, (f"teacher, {teacher['model']}", TEXT_COLOR, [(x, y)]))
+        line = {"color": color, "linestyle": style, "linewidth": 1.4, "elinewidth": 0.8, "marker": "o"}
+        edge = {"markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.6}
+        axes.errorbar(x, y, error, **line, **edge, label=method)
 
     axes.set_xscale("log")
     axes.margins(x=0.12, y=0.12)
@@ -509,58 +498,8 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
     axes.spines[["bottom", "left"]].set_color(LEGEND_COLOR)
     axes.grid(color="#eeeeee", linewidth=0.6)
     axes.set_axisbelow(True)
-    _label_directly(axes, labels)
+    legend = {"fontsize": 7.5, "frameon": False, "labelcolor": TEXT_COLOR, "handlelength": 2.2}
+    # Below the axes, it covers no line.
+    for text in figure.legend(loc="outside lower center", ncols=2, **legend).get_texts():
+        text.set_parse_math(False)
     return figure
-
-
-# Where a label may stand beside its point: offset in points, and which of its corners is there.
-_PLACES = (
-    (7, 0, "left", "center"),
-    (0, 8, "center", "bottom"),
-    (0, -8, "center", "top"),
-    (-7, 0, "right", "center"),
-    (6, 6, "left", "bottom"),
-    (6, -6, "left", "top"),
-    (-6, 6, "right", "bottom"),
-    (-6, -6, "right", "top"),
-)
-
-
-def _label_directly(axes: Axes, labels: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]):
-    """Write each text in its color beside one of its points, where it covers no line and no other text.
-
-    Args:
-        axes (`Axes`): Axes in which the lines are drawn already.
-        labels (sequence): Text, color and points, the first choice first.
-    """
-    axes.figure.draw_without_rendering()
-    taken, panel = [], axes.get_window_extent()
-    # Points along all lines and error bars, close enough that no text fits between them.
-    paths = [line.get_transform().transform(line.get_xydata()) for line in axes.get_lines()]
-    paths += [axes.transData.transform(bar) for bars in axes.collections for bar in bars.get_segments()]
-    ink = np.concatenate([np.linspace(a, b, 100) for path in paths for a, b in itertools.pairwise(path)])
-    for text, color, points in labels:
-        best = None
-        for rank, (anchor, (dx, dy, ha, va)) in enumerate(itertools.product(points, _PLACES)):
-            label = axes.annotate(
-                text,
-                anchor,
-                (dx, dy),
-                textcoords="offset points",
-                ha=ha,
-                va=va,
-                fontsize=7.5,
-                color=color,
-                parse_math=False,
-            )
-            box = label.get_window_extent()
-            inside = ((ink > box.min - 3) & (ink < box.max + 3)).all(1).sum()
-            outside = sum(max(0, value + 12) for value in (*(panel.min - box.min), *(box.max - panel.max)))
-            cost = (100 * sum(box.overlaps(other) for other in taken) + inside + outside, rank)
-            if best is None or cost < best[0]:
-                if best:
-                    best[1].remove()
-                best = (cost, label, box)
-            else:
-                label.remove()
-        taken.append(best[2])
