@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -82,27 +81,26 @@ def main(argv: list[str] | None = None) -> None:
     )
     for method, folder in [*((None, folder) for folder in arguments.students), *named]:
         contenders += load_students(folder, method, **options)
-    images = choose_images(arguments, any(contender.classifier is None for contender in contenders))
+    has_backbones = any(contender.classifier is None for contender in contenders)
+    test, train, names, split = choose_images(arguments, has_backbones)
     with whole_folder(output) as folder:
         rows = compare(
             contenders,
-            images.test,
-            images.train,
+            test,
+            train,
             features=arguments.features,
-            batch_size=arguments.batch_size,
-            num_workers=arguments.num_workers,
-            skip_corrupt=arguments.skip_corrupt,
             seed=arguments.seed,
             precisions=precisions,
             rounds=arguments.rounds,
             memory=arguments.memory,
+            **{name: getattr(arguments, name) for name in ("batch_size", "num_workers", "skip_corrupt")},
         )
         settings = {
             "dataset": " ".join(arguments.eval_dataset or arguments.dataset),
-            "split": images.split,
-            "images": len(images.test),
-            "classes": len(images.names),
-            "train_images": None if images.train is None else len(images.train),
+            "split": split,
+            "images": len(test),
+            "classes": len(names),
+            "train_images": None if train is None else len(train),
             "seed": arguments.seed,
             "device": device,
             "threads": torch.get_num_threads(),
@@ -131,35 +129,33 @@ def split_name(text: str) -> tuple[str, str]:
     return name, folder
 
 
-@dataclass
-class Images:
-    """Images to judge by, the `names` of their classes, if they have labels, and images to learn from, if they are
-    needed."""
+def choose_images(
+    arguments: argparse.Namespace, has_backbones: bool
+) -> tuple[datasets.Dataset, datasets.Dataset | None, list[str], str]:
+    """Load the images that the arguments name.
 
-    test: datasets.Dataset
-    names: list[str]
-    split: str
-    train: datasets.Dataset | None = None
-
-
-def choose_images(arguments: argparse.Namespace, has_backbones: bool) -> Images:
-    """Load the images that the arguments name. Those to learn from are loaded if embeddings are to be judged."""
+    Returns:
+        `tuple`: Images to judge by; images to learn from, if embeddings with labels are to be judged; the names of
+        their classes, if they have labels; and the name of the split.
+    """
     test, split = read_evaluated(arguments)
     labeled = "label" in test.features and bool((label_numbers(test) >= 0).any())
+    train, names = None, []
     if labeled and (arguments.features or has_backbones):
         parts = read_labeled_parts(arguments)
+        test, names, split = parts.test, parts.names, parts.split
         train = sample(parts.train, arguments.train_limit, arguments.seed)
-        return Images(sample(parts.test, arguments.limit, arguments.seed), parts.names, parts.split, train)
-    if arguments.features or (arguments.classes and not labeled):
+    elif labeled:
+        check_labels(test, split)
+        names = class_names(test)
+        if arguments.classes:
+            chosen = choose_classes(arguments.classes, names)
+            test, names = of_classes(test, chosen), [names[index] for index in chosen]
+    elif arguments.features or arguments.classes:
         raise ValueError(f"The split {split!r} has no labels to compare with; name their column with --label-column.")
-    if not labeled:
-        return Images(sample(test.select_columns("image"), arguments.limit, arguments.seed), [], split)
-    check_labels(test, split)
-    names = class_names(test)
-    if arguments.classes:
-        chosen = choose_classes(arguments.classes, names)
-        test, names = of_classes(test, chosen), [names[index] for index in chosen]
-    return Images(sample(test, arguments.limit, arguments.seed), names, split)
+    else:
+        test = test.select_columns("image")
+    return sample(test, arguments.limit, arguments.seed), train, names, split
 
 
 def compare(
@@ -168,13 +164,11 @@ def compare(
     train: datasets.Dataset | None = None,
     *,
     features: bool = False,
-    batch_size: int = 64,
-    num_workers: int = 0,
-    skip_corrupt: bool = False,
     seed: int = 0,
     precisions: Sequence[str] = ("float32",),
     rounds: int = 10,
     memory: bool = True,
+    **reading,
 ) -> list[dict[str, object]]:
     """Measure contenders beside each other.
 
@@ -184,11 +178,11 @@ def compare(
         train (`datasets.Dataset`, *optional*): Images with labels of the same classes, from which neighbors and linear
             probes learn. Without it, these are not measured.
         features (`bool`): Leave out classifiers.
-        batch_size, num_workers, skip_corrupt: As in `image_batches`.
         seed (`int`): Chooses the images that are held back for linear probes.
         precisions (sequence of `str`): Some of `PRECISIONS`; models are left in the last of them.
         rounds (`int`): Timed passes of each model in batches; for single images `MORE_ROUNDS` times as many.
         memory (`bool`): Whether memory is measured, too.
+        reading: `batch_size` and others of `image_batches`.
 
     Returns:
         `list[dict]`: For each contender `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`.
@@ -205,7 +199,6 @@ def compare(
         None if features or labels is None or contender.classifier is None else right_classes(contender, test)
         for contender in contenders
     ]
-    reading = {"batch_size": batch_size, "num_workers": num_workers, "skip_corrupt": skip_corrupt}
     looked_at = len(test) + (0 if train is None else len(train))
     seconds = foretell(contenders, looked_at, rounds * len(precisions), memory)
     tqdm.write(f"{len(contenders)} models, {looked_at:,} images: {foretold(seconds)}.", file=sys.stderr)
@@ -292,12 +285,12 @@ class _Readers:
 
 @torch.inference_mode()
 def embed_all(
-    contenders: Sequence[Contender], images: datasets.Dataset, **reading
+    contenders: Sequence[Contender], images: datasets.Dataset, batch_size: int = 64, **reading
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Embed images by each contender, `(draws, images, embedding_size)` float32 on the CPU, and return the embeddings
     and the indices of the images that could be read. An image is decoded once."""
     readers, embeddings, indices = _Readers(contenders), [[] for _ in contenders], []
-    for pixel_values, batch in image_batches(readers, images, **reading):
+    for pixel_values, batch in image_batches(readers, images, batch_size, **reading):
         for contender, chosen, found in zip(contenders, readers.of, embeddings, strict=True):
             own = contender.fit(pixel_values[chosen].to(contender.device))
             found.append(torch.stack([contender.embed(own).float().cpu() for _ in range(contender.draws)]))
