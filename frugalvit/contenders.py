@@ -3,6 +3,7 @@
 Whoever has another way to make a model cheaper describes it as a `Contender`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from .common.contender import Contender, Vision, as_teacher, count_parameters
+from .common.contender import Contender, Vision, as_students, as_teacher, count_parameters
 from .common.loading import load_vision_model
+from .common.num_tokens import using_tokens
 from .common.views import size_made_by
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
 from .modeling.hosts import Anatomy, read_anatomy
@@ -142,15 +144,35 @@ class RandomPatches:
 
 
 def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Contender]:
-    """`load_student`, for each count of tokens that a SparseFormer is made for, the smallest first."""
+    """`load_student`, with each count of tokens that a SparseFormer is made for, the smallest first. They share one
+    model."""
     student = load_student(folder, method, name, **options)
-    *smaller, _ = getattr(getattr(student.model, "config", None), "elastic_token_counts", None) or [None]
-    if not smaller:
+    if len(getattr(getattr(student.model, "config", None), "trained_token_counts", [None])) == 1:
         return [student]
     # A point of a line each, where all students of a method share one.
-    method = method or student.name
-    counts = [*smaller, student.model.config.num_latent_tokens]
-    return [load_student(folder, method, name, num_tokens=count, **options) for count in counts]
+    return [
+        dataclasses.replace(
+            student,
+            name=f"{student.name}, {each.num_tokens} tokens",
+            method=method or student.name,
+            model=each.model,
+            embed=functools.partial(_embed_with, student, each.num_tokens),
+            tokens=each.tokens,
+            num_tokens=each.num_tokens,
+            load=functools.partial(_load_one_of, number, folder, method, name, **options),
+        )
+        for number, each in enumerate(as_students(student.model, student.image_size))
+    ]
+
+
+def _embed_with(student: Contender, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
+    with using_tokens(student.model, num_tokens):
+        return student.embed(pixel_values)
+
+
+def _load_one_of(number: int, *arguments, **options) -> Contender:
+    """Load one of the contenders of `load_students`."""
+    return load_students(*arguments, **options)[number]
 
 
 def load_student(
@@ -159,7 +181,6 @@ def load_student(
     name: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
-    num_tokens: int | None = None,
 ) -> Contender:
     """Load a SparseFormer, or any other model with an embedding.
 
@@ -168,14 +189,13 @@ def load_student(
         method (`str`, *optional*): Name of the method; "SparseFormer" if not given, or the name of another model.
         name (`str`, *optional*): Name of the row; the folder's if not given.
         device (`str`, *optional*), trust_remote_code (`bool`): As in `load_vision_model`.
-        num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; the configuration's if not given.
 
     Raises:
         ValueError: if there is no such model, or it has no embedding.
     """
     model, image_processor = load_vision_model(folder, device, trust_remote_code)
     model = without_agent(model).requires_grad_(False).eval()
-    load = functools.partial(load_student, folder, method, name, device, trust_remote_code, num_tokens)
+    load = functools.partial(load_student, folder, method, name, device, trust_remote_code)
     size, name, config = size_made_by(image_processor), name or Path(folder).name, getattr(model, "config", None)
     fields = {"embed": image_embedder(model, size), "image_processor": image_maker(image_processor), "load": load}
     sparse = getattr(config, "model_type", None) == "sparseformer"
@@ -185,9 +205,6 @@ def load_student(
         fields |= {"classifier": classifier, "id2label": dict(config.id2label)}
     if not sparse:
         return Contender(name, method or name, Vision(model, fields["embed"], classifier).eval(), size, **fields)
-    if num_tokens is not None:
-        model.set_num_tokens(num_tokens)
-        name = f"{name}, {num_tokens} tokens"
     tokens = config.num_prefix_tokens + config.default_num_tokens
     return Contender(name, method or "SparseFormer", model, size, tokens=tokens, **fields)
 
