@@ -39,17 +39,17 @@ from tqdm import tqdm
 import frugalvit
 import token_merging
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.comparison import using_tokens
-from frugalvit.common.data import load_images
+from frugalvit.common.data import load_images, sample
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_file, write_json
 from frugalvit.common.labels import class_names, label_numbers
 from frugalvit.common.loading import choose_device, load_image_classifier
+from frugalvit.common.num_tokens import using_tokens
 from frugalvit.common.precision import choose_mixed_precision
 from frugalvit.common.risk import stop_when_sure
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import EvalView, ImageFormat, seeded
-from frugalvit.compare import compare, sample
+from frugalvit.compare import compare
 from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
 from frugalvit.evaluation.embeddings import of_classes
 from frugalvit.modeling.hosts import read_anatomy

@@ -41,11 +41,11 @@ from tqdm import tqdm
 
 import frugalvit
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.comparison import using_tokens
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_file, write_json
 from frugalvit.common.loading import choose_device, load_image_classifier
+from frugalvit.common.num_tokens import using_tokens
 from frugalvit.common.risk import stop_when_sure
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table

@@ -20,14 +20,13 @@ from PIL import Image
 from tqdm import tqdm
 
 from frugalvit.common.command_line import CommandParser, positive
-from frugalvit.common.comparison import using_tokens
-from frugalvit.common.data import load_images
+from frugalvit.common.data import load_images, sample
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.num_tokens import using_tokens
 from frugalvit.common.reading import Reader, share_read
 from frugalvit.common.resources import checkpoint_path
 from frugalvit.common.tables import format_table
-from frugalvit.compare import sample
 from shared import add_results_argument, write_table
 
 

@@ -15,7 +15,8 @@ import torch
 from transformers import ViTImageProcessor
 
 from frugalvit import checkpoint_path, export
-from frugalvit.benchmark import VITS, build_model, image_size_of, measure_all
+from frugalvit.architectures import image_size_of
+from frugalvit.benchmark import VITS, build_model, measure_all
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.exported import REPORT, ExportedModule
 from frugalvit.common.resources import shipped_checkpoints

@@ -18,12 +18,11 @@ from tqdm.auto import tqdm
 from frugalvit import checkpoint_path
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import load_images
+from frugalvit.common.data import load_images, sample
 from frugalvit.common.exported import REPORT, ExportedModule, Part, export_parts, parts_of
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.tables import format_table
-from frugalvit.compare import sample
 from frugalvit.export import batches_for, compare_outputs
 from shared import add_results_argument, write_table
 

@@ -8,16 +8,15 @@ llava_prefill.json.
 """
 
 import argparse
-import statistics
-import time
+import functools
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from tqdm import tqdm
 from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 from frugalvit import SparseFormerVisionModel, swap_vision_tower
 from frugalvit.common.command_line import CommandParser
+from frugalvit.common.speed import median_seconds
 from frugalvit.common.tables import format_table
 from shared import add_results_argument, write_table
 
@@ -88,24 +87,18 @@ def make_llava(tokens: int) -> LlavaForConditionalGeneration:
     return swap_vision_tower(llava, SparseFormerVisionModel.from_teacher(llava.model.vision_tower, tokens))
 
 
-@torch.inference_mode()
 def time_first_token(models: dict[int, LlavaForConditionalGeneration], words: int, repeats: int) -> dict[int, float]:
     """Median seconds until each model's first token; models take turns."""
-    inputs = {}
+    calls = {}
     for tokens, model in models.items():
         size = model.config.vision_config.image_size
-        inputs[tokens] = {
-            "input_ids": torch.tensor([[IMAGE] * tokens + [1] * words]),
-            "pixel_values": torch.randn(1, 3, size, size),
-        }
-    seconds = {tokens: [] for tokens in models}
-    for _ in tqdm(range(repeats + 1), desc="time to first token"):
-        for tokens, model in models.items():
-            start = time.perf_counter()
-            model(**inputs[tokens], logits_to_keep=1).logits.argmax(-1)
-            seconds[tokens].append(time.perf_counter() - start)
-    # The first round warms up.
-    return {tokens: statistics.median(several[1:]) for tokens, several in seconds.items()}
+        calls[tokens] = functools.partial(
+            model,
+            input_ids=torch.tensor([[IMAGE] * tokens + [1] * words]),
+            pixel_values=torch.randn(1, 3, size, size),
+            logits_to_keep=1,
+        )
+    return median_seconds(calls, repeats)
 
 
 def count_prefill_macs(config: LlamaConfig, length: int) -> int:

@@ -16,8 +16,8 @@ import torch
 
 from frugalvit import checkpoint_path, count_macs
 from frugalvit.common.command_line import CommandParser, positive
-from frugalvit.common.comparison import using_tokens
 from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.num_tokens import using_tokens
 from frugalvit.common.packing import pack_linear_layers
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table

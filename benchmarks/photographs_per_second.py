@@ -13,11 +13,11 @@ Without --teacher, there is none. Writes photographs_per_second.json.
 import argparse
 import io
 import resource
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -28,14 +28,14 @@ from transformers import pipeline
 
 from frugalvit import Classifier
 from frugalvit.common.command_line import CommandParser, positive
-from frugalvit.common.comparison import using_tokens
-from frugalvit.common.data import load_images
+from frugalvit.common.data import load_images, sample
 from frugalvit.common.decoding import decode_image, read_image
+from frugalvit.common.num_tokens import using_tokens
 from frugalvit.common.precision import bfloat16_is_fast
 from frugalvit.common.reading import count_threads
 from frugalvit.common.resources import checkpoint_path
+from frugalvit.common.speed import median_seconds
 from frugalvit.common.tables import format_table
-from frugalvit.compare import sample
 from shared import add_results_argument, write_table
 
 
@@ -67,9 +67,10 @@ def main():
         for megapixels in arguments.megapixels:
             paths = write_photographs(records, megapixels, Path(folder))
             contenders = make_contenders(arguments)
-            speeds = take_turns(contenders, paths, arguments.rounds)
-            for (name, (classify, _)), speed in zip(contenders.items(), speeds, strict=True):
-                row = {"megapixels": megapixels, "contender": name, "images_per_second": speed}
+            calls = {name: partial(count_labels, label, paths) for name, (_, label) in contenders.items()}
+            seconds = median_seconds(calls, arguments.rounds, warmup=1)
+            for name, (classify, _) in contenders.items():
+                row = {"megapixels": megapixels, "contender": name, "images_per_second": len(paths) / seconds[name]}
                 rows.append(row | (stages(classify, paths) if isinstance(classify, Classifier) else {}))
                 print(format_table(rows[-1:]), flush=True)
             if memory is None and arguments.memory_images:
@@ -166,16 +167,10 @@ def open_clip_labels() -> Callable[[list[str]], Iterator]:
     return in_batches(model.eval().encode_image, transform)
 
 
-def take_turns(contenders: dict[str, tuple[object, Callable]], paths: list[str], rounds: int) -> list[float]:
-    """Photographs a second of each, the median of the rounds; a round before them is not counted."""
-    seconds = {name: [] for name in contenders}
-    for _ in range(rounds + 1):
-        for name, (_, label) in contenders.items():
-            start = time.perf_counter()
-            found = sum(1 for _ in label(paths))
-            seconds[name].append(time.perf_counter() - start)
-            assert found == len(paths), f"{name}: {found} of {len(paths)}"
-    return [len(paths) / statistics.median(times[1:]) for times in seconds.values()]
+def count_labels(label: Callable[[list[str]], Iterator], paths: list[str]):
+    """Label all photographs."""
+    found = sum(1 for _ in label(paths))
+    assert found == len(paths), f"{label}: {found} of {len(paths)}"
 
 
 @torch.inference_mode()

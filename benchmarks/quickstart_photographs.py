@@ -11,9 +11,8 @@ from pathlib import Path
 import datasets
 
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import load_images
+from frugalvit.common.data import load_images, sample
 from frugalvit.common.files import whole_file
-from frugalvit.compare import sample
 from shared import ROOT
 
 

@@ -14,7 +14,6 @@ import argparse
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -27,6 +26,7 @@ from frugalvit import count_macs
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.loading import load_with_image_processor
 from frugalvit.common.masks import MaskReader, load_masked_images
+from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import ImageFormat
 from frugalvit.evaluation.segmentation import picture_of, segmentation_scores
@@ -143,7 +143,7 @@ def measure(arguments, folders: list[Path]) -> dict[str, object]:
         "pixel_accuracy": statistics.mean(score["pixel_accuracy"] for score in scores),
         "parameters": model.num_parameters(),
         "macs_with_attention": count_macs(model, image_format.size).macs_with_attention,
-        "images_per_second": images_per_second(model, image_format.size),
+        "images_per_second": images_per_second({"": model}, torch.randn(8, 3, *image_format.size), rounds=7)[""],
         "memory_mb": memory(arguments, folders[0]),
         "mean_ious": mean_ious,
     }
@@ -159,19 +159,6 @@ def load(arguments, folder: Path):
     model.load_state_dict(load_file(last / "model.safetensors"))
     images = load_masked_images(arguments.eval_dataset, "train")
     return model, ImageFormat.from_processor(processor), images, MaskReader(len(CLASSES), [VOID])
-
-
-@torch.inference_mode()
-def images_per_second(model: nn.Module, size: tuple[int, int], batch_size: int = 8) -> float:
-    """Median of 7 forward passes."""
-    pixel_values = torch.randn(batch_size, 3, *size)
-    model(pixel_values=pixel_values)
-    seconds = []
-    for _ in range(7):
-        start = time.perf_counter()
-        model(pixel_values=pixel_values)
-        seconds.append(time.perf_counter() - start)
-    return batch_size / statistics.median(seconds)
 
 
 # A process of its own: what memory a forward pass adds at its peak. Linux counts the peak anew after a 5 there.

@@ -25,13 +25,13 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from frugalvit.common.contender import Contender, Vision
 from frugalvit.common.loading import load_vision_model
 from frugalvit.common.macs import count_macs
 from frugalvit.common.metrics import evaluate_classifier
 from frugalvit.common.precision import hold_teacher
 from frugalvit.common.splits import load_splits
 from frugalvit.common.views import EvalView, ImageFormat
-from frugalvit.contenders import Contender, Vision
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
 from frugalvit.modeling.inheritance import block_weights

@@ -22,6 +22,7 @@ from transformers import AutoModelForImageClassification, PreTrainedModel
 from .common.data import load_images
 from .common.decoding import decode_image
 from .common.files import check_file_path, read_json, write_json
+from .common.image_files import find_images, read_images
 from .common.loading import load_image_classifier
 from .common.tables import format_table
 from .common.views import prepare_images
@@ -31,7 +32,6 @@ from .modeling.initialization import initialize_attention_
 from .modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
 from .options.attention import parse
 from .pictures import LEGEND_COLOR, LEGEND_SIZE, LINE_COLORS, TEXT_COLOR, check_picture_path, label_lines, save_figure
-from .predict import find_images, read_images
 from .training import joint
 from .training.components.classifiers import starting_model
 from .training.options import train

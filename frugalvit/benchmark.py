@@ -7,6 +7,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import ViTConfig, ViTForImageClassification
 
+from .architectures import architecture_of, image_side, image_size_of
 from .common.exported import ExportedModule, is_exported
 from .common.files import check_file_path, write_json
 from .common.loading import choose_device, one_error
@@ -14,9 +15,6 @@ from .common.macs import count_macs
 from .common.speed import measure
 from .common.tables import format_table
 from .common.versions import origin
-from .common.views import vision_config_of
-from .configuration.configuration_base import pair
-from .info import architecture_of, image_side
 from .options.benchmark import parse
 
 
@@ -83,14 +81,6 @@ def build_model(name: str, trust_remote_code: bool = False) -> nn.Module:
         channels, *size = image_size_of(model)
         count_macs(model, tuple(size), channels)
     return model
-
-
-def image_size_of(model: nn.Module) -> tuple[int, int, int]:
-    """Channels, height and width of the images that a model takes."""
-    if hasattr(model, "default_cfg"):
-        return tuple(model.default_cfg["input_size"])
-    config = vision_config_of(model.config)
-    return (config.num_channels, *pair(config.image_size))
 
 
 def measure_all(

@@ -1,51 +1,28 @@
 """`frugalvit budget`: the number of tokens that a model can afford on this machine."""
 
 import argparse
-import functools
 import json
-import re
-import shutil
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import ModelCard, snapshot_download, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoProcessor, PreTrainedModel
 
-from .benchmark import image_size_of
-from .common.comparison import ImageSide, macs_if_countable, using_tokens
-from .common.files import read_json, whole_folder
-from .common.loading import choose_device, load_pretrained, split_revision
-from .common.macs import count_macs
+from .architectures import image_side, image_size_of, load_model
+from .common.contender import as_students, as_teacher, measure_speeds
+from .common.files import whole_folder
+from .common.loading import choose_device, split_revision
 from .common.packing import PackedLinear, pack_linear_layers
 from .common.resources import locate_model
-from .common.speed import images_per_second
 from .common.tables import format_table
 from .contenders import load_teacher
-from .info import image_side
+from .model_folders import Notes, copy_with_configuration, source_folder
 from .modeling.hosts import Anatomy
 from .modeling.swap import matching_processor
 from .options.budget import parse
-from .training.components.checkpoints import measured_of
-from .training.components.runs import NOT_IN_REPOSITORY
-from .validation import model_class
-
-
-# What a training may have noted of each count, the first choice first.
-SCORES = ("accuracy", "alignment")
-# Images that they may be of, the first choice first.
-PARTS = ("test", "evaluation")
-# What is read of the results that a training wrote.
-RESULTS = {
-    "arguments": {"teacher": str | None, "dataset": list[str] | None, "eval_dataset": list[str] | None},
-    "best": dict[str, float | int] | None,
-    "images": {f"{part} {what}": kind | None for part in PARTS for what, kind in (("split", str), ("images", int))},
-}
-# Weights of other frameworks, which no folder of ours needs.
-OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth")
 
 
 @dataclass
@@ -75,20 +52,21 @@ def main(argv: list[str] | None = None) -> None:
 
     device = str(choose_device(arguments.device))
     name = locate_model(arguments.model)
-    model = load_pretrained(name, device, False, "a model of frugalvit or Transformers", model_class)
+    model = load_model(name, device)
     if arguments.output and not hasattr(model, "set_num_tokens"):
         raise ValueError(f"{arguments.model!r} is a {type(model).__name__}, whose tokens cannot be chosen.")
     # Refused before anything is measured.
     with whole_folder(arguments.output, arguments.overwrite) if arguments.output else nullcontext() as folder:
         source = source_folder(name)
-        teacher = find_teacher(arguments.teacher, source, device)
+        notes = Notes(source)
+        teacher = find_teacher(arguments.teacher, notes, device)
         dtype = getattr(torch, arguments.dtype)
-        rows = measure_counts(model, teacher, arguments.batch_size, dtype, device, arguments.rounds)
-        for row, score in zip(rows, scores_of(source, rows), strict=True):
+        rows = measure_counts(model, teacher, arguments.batch_size, dtype, arguments.rounds)
+        for row, score in zip(rows, notes.scores(rows), strict=True):
             row |= score
 
         settings = {
-            "scored_on": scored_on(source),
+            "scored_on": notes.images(),
             "device": device,
             "dtype": arguments.dtype,
             "batch_size": arguments.batch_size,
@@ -122,28 +100,15 @@ def budget_of(arguments: argparse.Namespace) -> Budget | None:
     return None
 
 
-def source_folder(name: str) -> Path:
-    """The folder with the files of a model that was loaded."""
-    if (folder := Path(name).expanduser()).is_dir():
-        return folder
-    hub_id, revision = split_revision(name)
-    return Path(snapshot_download(hub_id, ignore_patterns=OTHER_WEIGHTS, **revision))
-
-
-def find_teacher(given: str | None, source: Path, device: str) -> Anatomy | None:
-    """Load the teacher that is given, or else the one that the training or the card in a folder names, if it is on
-    this machine.
+def find_teacher(given: str | None, notes: Notes, device: str) -> Anatomy | None:
+    """Load the teacher that is given, or else the one that the training or the card names, if it is on this machine.
 
     Raises:
         ValueError: if the given teacher is no vision transformer.
     """
     if given:
         return load_teacher(locate_model(given), device)[0]
-    named = [(read_results(source).get("arguments") or {}).get("teacher")]
-    if (source / "README.md").is_file():
-        base = ModelCard.load(source / "README.md").data.get("base_model")
-        named += [base] if isinstance(base, str) else base or []
-    for name in filter(None, named):
+    for name in notes.teachers():
         try:
             if Path(name).is_dir() or is_cached(name):
                 return load_teacher(name, device)[0]
@@ -158,105 +123,33 @@ def is_cached(name: str) -> bool:
     return hub_id.count("/") == 1 and isinstance(try_to_load_from_cache(hub_id, "config.json", **revision), str)
 
 
-def read_results(source: Path) -> dict:
-    """Read the `results.json` that a training wrote beside its model; empty if there is none.
-
-    Raises:
-        ValueError: if the file holds something else.
-    """
-    file = source / "results.json"
-    return read_json(file, RESULTS) if file.is_file() else {}
-
-
 def measure_counts(
-    model: PreTrainedModel, teacher: Anatomy | None, batch_size: int, dtype: torch.dtype, device: str, rounds: int
+    model: PreTrainedModel, teacher: Anatomy | None, batch_size: int, dtype: torch.dtype, rounds: int
 ) -> list[dict[str, object]]:
     """Measure the cost of a teacher, if there is one, and of a model with each count of tokens, in increasing order.
 
     Args:
         model (`PreTrainedModel`): In evaluation mode; it is cast and packed, as the teacher is.
         teacher (`Anatomy`, *optional*): The teacher's anatomy.
-        batch_size (`int`), dtype (`torch.dtype`), device (`str`), rounds (`int`): See `images_per_second`.
+        batch_size (`int`), dtype (`torch.dtype`), rounds (`int`): See `measure_speeds`.
 
     Returns:
         `list[dict]`: Rows with `model` ("teacher" and "student", or "model" alone), `num_tokens` (latent tokens, a
-        teacher's patches, None where they are not counted), `macs` of an image with attention's products,
+        teacher's patches, None where there is no choice), `macs` of an image with attention's products,
         `latency (ms)` of a batch and `images/s`.
     """
     vision = image_side(model)
     channels, *size = image_size_of(vision)
-    rows, calls = [], {}
-
-    def add(role: str, count: int | None, macs: int | None, run: Callable, channels: int, size: tuple[int, int]):
-        images = torch.randn(batch_size, channels, *size).to(device, dtype)
-        calls[len(rows)] = lambda _: run(images)
-        rows.append({"model": role, "num_tokens": count, "macs": macs})
-
-    if teacher is not None:
-        whole = ImageSide(teacher).eval()
-        macs = macs_if_countable(whole, teacher.image_size)
-        add("teacher", teacher.num_patches, macs, whole, 3, teacher.image_size)
-        pack_linear_layers(teacher.source.to(dtype))
-    for count in getattr(vision.config, "trained_token_counts", [None]):
-        run = vision if count is None else functools.partial(vision, num_tokens=count)
-        with nullcontext() if count is None else using_tokens(vision, count):
-            macs = count_macs(vision, tuple(size), channels).macs_with_attention
-        add("student" if teacher else "model", count, macs, run, channels, size)
-    pack_linear_layers(vision.to(dtype))
-    # Each is given images of its own size.
-    speeds = images_per_second(calls, torch.empty(batch_size, device=device), rounds)
-    for index, row in enumerate(rows):
-        row |= {"latency (ms)": 1000 * batch_size / speeds[index], "images/s": speeds[index]}
+    contenders = [*([as_teacher(teacher)] if teacher else []), *as_students(vision, tuple(size), channels)]
+    rows = [
+        {"model": each.name if teacher else "model", "num_tokens": each.num_tokens, "macs": each.macs}
+        for each in contenders
+    ]
+    for whole in [*([teacher.source] if teacher else []), vision]:
+        pack_linear_layers(whole.to(dtype))
+    for row, speed in zip(rows, measure_speeds(contenders, batch_size, dtype, rounds), strict=True):
+        row |= {"latency (ms)": 1000 * batch_size / speed, "images/s": speed}
     return rows
-
-
-def scores_of(source: Path, rows: list[dict[str, object]]) -> list[dict[str, float | None]]:
-    """Scores of rows from the training or the card in a folder: accuracy, or else alignment."""
-    found = measured_of(read_results(source).get("best") or {})
-    card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else None
-    counts = [row["num_tokens"] for row in rows if row["model"] != "teacher"]
-    for name in SCORES:
-        scores = {count: found[key] for count in counts if (key := f"{name}_{count}") in found}
-        if not scores and card:
-            scores = {count: score for count, score in read_table(card.text, name).items() if count in counts}
-            listed = [result.metric_value for result in card.data.eval_results or [] if result.metric_type == name]
-            # What the hub lists is that of the largest.
-            scores = {counts[-1]: listed[0]} | scores if listed else scores
-        if name in found:
-            scores = {counts[-1]: found[name]} | scores
-        if scores:
-            teacher = found.get(f"teacher_{name}")
-            return [{name: teacher if row["model"] == "teacher" else scores.get(row["num_tokens"])} for row in rows]
-    return [{SCORES[0]: None} for _ in rows]
-
-
-def scored_on(source: Path) -> str | None:
-    """The images that scores were measured on, in words, from the training or the card in a folder."""
-    results = read_results(source)
-    images, arguments = results.get("images") or {}, results.get("arguments") or {}
-    for part in PARTS:
-        if split := images.get(f"{part} split"):
-            names = arguments.get("eval_dataset") or arguments.get("dataset") or []
-            return f"{split} of {' '.join(names)} ({images.get(f'{part} images') or 0:,} images)"
-    if not (source / "README.md").is_file():
-        return None
-    listed = ModelCard.load(source / "README.md").data.eval_results or []
-    return next((" of ".join(filter(None, (each.dataset_split, each.dataset_name))) for each in listed), None)
-
-
-def read_table(text: str, name: str) -> dict[int, float]:
-    """Read a card's table with a column `num_tokens` and one of that name, whose numbers may be percentages."""
-    scores = {}
-    for table in re.findall(r"(?:^\|.*\|\n?)+", text, re.MULTILINE):
-        header, *rows = ([cell.strip("` ") for cell in line.split("|")[1:-1]] for line in table.splitlines())
-        if not {"num_tokens", name} <= {*header}:
-            continue
-        for row in rows:
-            cells = dict(zip(header, row, strict=False))
-            count, score = cells.get("num_tokens", ""), cells.get(name, "")
-            if re.fullmatch(r"[\d,]+", count) and (number := re.fullmatch(r"([\d.]+)( ?%)?", score)):
-                scores[int(count.replace(",", ""))] = float(number[1]) / (100 if number[2] else 1)
-    return scores
 
 
 def choose(rows: list[dict[str, object]], budget: Budget) -> dict[str, object]:
@@ -309,13 +202,3 @@ def save(model: PreTrainedModel, num_tokens: int, source: Path, folder: Path):
     if model.config.model_type in ("sparseformer_llava", "sparseformer_paligemma"):
         # It inserts as many tokens for an image. The image side may have been cast.
         matching_processor(AutoProcessor.from_pretrained(source), model.float()).save_pretrained(folder)
-
-
-def copy_with_configuration(model: PreTrainedModel, source: Path, folder: Path):
-    """Fill a folder with a model's files and its present configuration; weights stay the same to the bit."""
-    names = {path.name for path in source.iterdir() if path.is_file()}
-    for name in names - NOT_IN_REPOSITORY(source, names):
-        shutil.copyfile(source / name, folder / name)
-    # That of an older version would not know of the change.
-    model.write_code(folder)
-    model.config.save_pretrained(folder)

@@ -15,23 +15,22 @@ from huggingface_hub import ModelCard
 from torch import nn
 from transformers import PreTrainedModel
 
-from .budget import copy_with_configuration, source_folder
 from .common.classes import match_labels
-from .common.comparison import using_tokens
-from .common.data import load_images, split_names
+from .common.data import load_images, sample, split_names
 from .common.files import whole_folder
 from .common.loading import load_image_classifier, load_vision_model
-from .common.macs import count_macs
+from .common.macs import macs_of
 from .common.metrics import check_scores
+from .common.num_tokens import WithTokens, using_tokens
 from .common.packing import pack_linear_layers
 from .common.reading import Reader, share_read
 from .common.resources import locate_model
 from .common.risk import choose_confidence, last_safe, most_wrong, stop_when_sure
 from .common.splits import evaluation_splits
 from .common.views import size_made_by
-from .compare import sample
 from .evaluation.embeddings import image_embedder, image_maker
 from .evaluation.images import image_batches
+from .model_folders import copy_with_configuration, source_folder
 from .options.calibrate import parse
 from .tokens import check_elastic
 
@@ -122,11 +121,7 @@ def look(
 
 def costs_of(model: PreTrainedModel, counts: Iterable[int]) -> dict[int, int]:
     """Multiply-accumulates of an image with each number of tokens."""
-    costs = {}
-    for count in counts:
-        with using_tokens(model, count):
-            costs[count] = count_macs(model, model.config.image_size).macs_with_attention
-    return costs
+    return {count: macs_of(WithTokens(model, count), model.config.image_size) for count in counts}
 
 
 class Promise:

@@ -2,41 +2,36 @@
 and memory."""
 
 import argparse
-import functools
 import itertools
 import json
 import multiprocessing
 import shlex
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from .common.contender import Contender, measure_speeds
+from .common.data import sample
 from .common.files import whole_folder, write_json, write_text
 from .common.labels import check_labels, class_names, label_numbers
 from .common.loading import choose_device
-from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
 from .common.reading import Reader
-from .common.speed import duration, images_per_second
+from .common.speed import foretold
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
-from .contenders import Contender, load_students, load_teachers
+from .contenders import load_students, load_teachers
 from .evaluation.embeddings import (
     LabeledFeatures,
     choose_classes,
@@ -86,27 +81,26 @@ def main(argv: list[str] | None = None) -> None:
     )
     for method, folder in [*((None, folder) for folder in arguments.students), *named]:
         contenders += load_students(folder, method, **options)
-    images = choose_images(arguments, any(contender.classifier is None for contender in contenders))
+    has_backbones = any(contender.classifier is None for contender in contenders)
+    test, train, names, split = choose_images(arguments, has_backbones)
     with whole_folder(output) as folder:
         rows = compare(
             contenders,
-            images.test,
-            images.train,
+            test,
+            train,
             features=arguments.features,
-            batch_size=arguments.batch_size,
-            num_workers=arguments.num_workers,
-            skip_corrupt=arguments.skip_corrupt,
             seed=arguments.seed,
             precisions=precisions,
             rounds=arguments.rounds,
             memory=arguments.memory,
+            **{name: getattr(arguments, name) for name in ("batch_size", "num_workers", "skip_corrupt")},
         )
         settings = {
             "dataset": " ".join(arguments.eval_dataset or arguments.dataset),
-            "split": images.split,
-            "images": len(images.test),
-            "classes": len(images.names),
-            "train_images": None if images.train is None else len(images.train),
+            "split": split,
+            "images": len(test),
+            "classes": len(names),
+            "train_images": None if train is None else len(train),
             "seed": arguments.seed,
             "device": device,
             "threads": torch.get_num_threads(),
@@ -135,43 +129,33 @@ def split_name(text: str) -> tuple[str, str]:
     return name, folder
 
 
-@dataclass
-class Images:
-    """Images to judge by, the `names` of their classes, if they have labels, and images to learn from, if they are
-    needed."""
+def choose_images(
+    arguments: argparse.Namespace, has_backbones: bool
+) -> tuple[datasets.Dataset, datasets.Dataset | None, list[str], str]:
+    """Load the images that the arguments name.
 
-    test: datasets.Dataset
-    names: list[str]
-    split: str
-    train: datasets.Dataset | None = None
-
-
-def choose_images(arguments: argparse.Namespace, has_backbones: bool) -> Images:
-    """Load the images that the arguments name. Those to learn from are loaded if embeddings are to be judged."""
+    Returns:
+        `tuple`: Images to judge by; images to learn from, if embeddings with labels are to be judged; the names of
+        their classes, if they have labels; and the name of the split.
+    """
     test, split = read_evaluated(arguments)
     labeled = "label" in test.features and bool((label_numbers(test) >= 0).any())
+    train, names = None, []
     if labeled and (arguments.features or has_backbones):
         parts = read_labeled_parts(arguments)
+        test, names, split = parts.test, parts.names, parts.split
         train = sample(parts.train, arguments.train_limit, arguments.seed)
-        return Images(sample(parts.test, arguments.limit, arguments.seed), parts.names, parts.split, train)
-    if arguments.features or (arguments.classes and not labeled):
+    elif labeled:
+        check_labels(test, split)
+        names = class_names(test)
+        if arguments.classes:
+            chosen = choose_classes(arguments.classes, names)
+            test, names = of_classes(test, chosen), [names[index] for index in chosen]
+    elif arguments.features or arguments.classes:
         raise ValueError(f"The split {split!r} has no labels to compare with; name their column with --label-column.")
-    if not labeled:
-        return Images(sample(test.select_columns("image"), arguments.limit, arguments.seed), [], split)
-    check_labels(test, split)
-    names = class_names(test)
-    if arguments.classes:
-        chosen = choose_classes(arguments.classes, names)
-        test, names = of_classes(test, chosen), [names[index] for index in chosen]
-    return Images(sample(test, arguments.limit, arguments.seed), names, split)
-
-
-def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
-    """Choose `limit` images at random, in their order; all if there are fewer or no limit is given."""
-    if limit is None or limit >= len(images):
-        return images
-    generator = torch.Generator().manual_seed(seed)
-    return images.select(torch.randperm(len(images), generator=generator)[:limit].sort().values.tolist())
+    else:
+        test = test.select_columns("image")
+    return sample(test, arguments.limit, arguments.seed), train, names, split
 
 
 def compare(
@@ -180,13 +164,11 @@ def compare(
     train: datasets.Dataset | None = None,
     *,
     features: bool = False,
-    batch_size: int = 64,
-    num_workers: int = 0,
-    skip_corrupt: bool = False,
     seed: int = 0,
     precisions: Sequence[str] = ("float32",),
     rounds: int = 10,
     memory: bool = True,
+    **reading,
 ) -> list[dict[str, object]]:
     """Measure contenders beside each other.
 
@@ -196,11 +178,11 @@ def compare(
         train (`datasets.Dataset`, *optional*): Images with labels of the same classes, from which neighbors and linear
             probes learn. Without it, these are not measured.
         features (`bool`): Leave out classifiers.
-        batch_size, num_workers, skip_corrupt: As in `image_batches`.
         seed (`int`): Chooses the images that are held back for linear probes.
         precisions (sequence of `str`): Some of `PRECISIONS`; models are left in the last of them.
         rounds (`int`): Timed passes of each model in batches; for single images `MORE_ROUNDS` times as many.
         memory (`bool`): Whether memory is measured, too.
+        reading: `batch_size` and others of `image_batches`.
 
     Returns:
         `list[dict]`: For each contender `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`.
@@ -217,16 +199,9 @@ def compare(
         None if features or labels is None or contender.classifier is None else right_classes(contender, test)
         for contender in contenders
     ]
-    reading = {"batch_size": batch_size, "num_workers": num_workers, "skip_corrupt": skip_corrupt}
-    costs = [macs_of(contender) for contender in contenders]
     looked_at = len(test) + (0 if train is None else len(train))
-    seconds = foretell(contenders, costs, looked_at, rounds * len(precisions), memory)
-    parts = [f"{duration(value)} for {name}" for name, value in seconds.items()]
-    tqdm.write(
-        f"{len(contenders)} models, {looked_at:,} images: about {duration(sum(seconds.values()))} "
-        f"({', '.join(parts)}).",
-        file=sys.stderr,
-    )
+    seconds = foretell(contenders, looked_at, rounds * len(precisions), memory)
+    tqdm.write(f"{len(contenders)} models, {looked_at:,} images: {foretold(seconds)}.", file=sys.stderr)
     embeddings, indices = embed_all(contenders, test, **reading)
     labels = None if labels is None else labels[indices]
     known = None if train is None else embed_all(contenders, train, **reading)
@@ -241,43 +216,33 @@ def compare(
             right |= learns(embeddings[number], labels, known[0][number], known_labels, seed)
         answers.append(right)
         row = {"model": contender.name, "method": contender.method, "image_size": list(contender.image_size)}
-        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": costs[number]}
+        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": contender.macs}
         for name, values in right.items():
             row |= describe_score(name, values, answers[0].get(name) if number else None)
         rows.append(row | {"cosine": mean_cosine(embeddings[number], embeddings[0])})
-    for row, speeds in zip(rows, measure_speeds(contenders, precisions, rounds), strict=True):
+    for row, speeds in zip(rows, measure_all_speeds(contenders, precisions, rounds), strict=True):
         row["images_per_second"] = speeds
     for row, contender in zip(rows, tqdm(contenders, desc="memory", leave=False, disable=None), strict=True):
         row["memory"] = peak_memory(contender.load) if memory and contender.load else None
     return rows
 
 
-@torch.inference_mode()
-def foretell(
-    contenders: Sequence[Contender], costs: Sequence[int], images: int, rounds: int, memory: bool
-) -> dict[str, float]:
+def foretell(contenders: Sequence[Contender], images: int, rounds: int, memory: bool) -> dict[str, float]:
     """Estimate the seconds of each part of a comparison, from the time that the largest contender takes for a few
     images. A model that does not fit into memory fails here.
 
     Args:
         contenders (sequence of `Contender`): All contenders.
-        costs (sequence of `int`): Their multiply-accumulates for an image.
         images (`int`): Number of images.
         rounds (`int`): Timed passes in batches, of all precisions.
         memory (`bool`): Whether memory is measured, too.
     """
-    largest = contenders[max(range(len(costs)), key=costs.__getitem__)]
-    pixels = torch.zeros(FIRST_IMAGES, 3, *largest.image_size, device=largest.device)
-    taken = []
-    # The first pass prepares much.
-    for _ in range(2):
-        started = time.perf_counter()
-        largest.model(pixels)
-        if pixels.device.type != "cpu":
-            torch.accelerator.synchronize()
-        taken.append(time.perf_counter() - started)
-    all_once = taken[-1] / FIRST_IMAGES * sum(costs) / max(costs)
-    draws = sum(cost * contender.draws for cost, contender in zip(costs, contenders, strict=True)) / sum(costs)
+    largest = max(contenders, key=lambda contender: contender.macs)
+    # The second of two passes, as the first prepares much.
+    [speed] = measure_speeds([largest], FIRST_IMAGES, limit=0)
+    costs = sum(contender.macs for contender in contenders)
+    all_once = costs / largest.macs / speed
+    draws = sum(contender.macs * contender.draws for contender in contenders) / costs
     passes = sum(size * (MORE_ROUNDS * SINGLE_SLOWER if size == 1 else 1) for size in BATCH_SIZES)
     seconds = {"accuracy": images * draws * all_once, "speed": rounds * passes * all_once}
     if memory:
@@ -320,12 +285,12 @@ class _Readers:
 
 @torch.inference_mode()
 def embed_all(
-    contenders: Sequence[Contender], images: datasets.Dataset, **reading
+    contenders: Sequence[Contender], images: datasets.Dataset, batch_size: int = 64, **reading
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Embed images by each contender, `(draws, images, embedding_size)` float32 on the CPU, and return the embeddings
     and the indices of the images that could be read. An image is decoded once."""
     readers, embeddings, indices = _Readers(contenders), [[] for _ in contenders], []
-    for pixel_values, batch in image_batches(readers, images, **reading):
+    for pixel_values, batch in image_batches(readers, images, batch_size, **reading):
         for contender, chosen, found in zip(contenders, readers.of, embeddings, strict=True):
             own = contender.fit(pixel_values[chosen].to(contender.device))
             found.append(torch.stack([contender.embed(own).float().cpu() for _ in range(contender.draws)]))
@@ -383,45 +348,20 @@ def mean_cosine(embeddings: torch.Tensor, teacher: torch.Tensor) -> float | None
     return F.cosine_similarity(embeddings, teacher.mean(0), dim=-1).mean().item()
 
 
-def macs_of(contender: Contender) -> int:
-    """Multiply-accumulates of one image, attention's products counted."""
-    try:
-        return count_macs(contender.model, contender.image_size).macs_with_attention
-    except RuntimeError:
-        # What holds on to weights beside its modules runs as it is, in products that are counted.
-        image = torch.zeros(1, 3, *contender.image_size, device=contender.device)
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            contender.model(image)
-        return counter.get_total_flops() // 2
-
-
-def measure_speeds(
+def measure_all_speeds(
     contenders: Sequence[Contender], precisions: Sequence[str], rounds: int = 10
 ) -> list[dict[str, dict[str, float]]]:
-    """Measure images a second of each contender, by precision and batch size; their passes take turns."""
+    """Measure images a second of each contender, by precision and batch size."""
     found = [{precision: {} for precision in precisions} for _ in contenders]
-    times = {size: rounds * (MORE_ROUNDS if size == 1 else 1) for size in BATCH_SIZES}
-    # Two passes of each model are not counted.
-    total = len(precisions) * len(contenders) * sum(count + 2 for count in times.values())
-    with tqdm(total=total, desc="speed", leave=False, disable=None) as progress:
-        for precision in precisions:
-            for contender in contenders:
-                contender.model.to(PRECISIONS[precision])
-            for batch_size in BATCH_SIZES:
-                calls = {}
-                for number, contender in enumerate(contenders):
-                    shape = (batch_size, 3, *contender.image_size)
-                    images = torch.randn(shape, dtype=PRECISIONS[precision], device=contender.device)
-                    calls[number] = functools.partial(_call, contender.model, images, progress)
-                for number, speed in images_per_second(calls, images, times[batch_size]).items():
-                    found[number][precision][str(batch_size)] = speed
+    for precision in precisions:
+        for contender in contenders:
+            contender.model.to(PRECISIONS[precision])
+        for batch_size in BATCH_SIZES:
+            times = rounds * (MORE_ROUNDS if batch_size == 1 else 1)
+            speeds = measure_speeds(contenders, batch_size, PRECISIONS[precision], times)
+            for own, speed in zip(found, speeds, strict=True):
+                own[precision][str(batch_size)] = speed
     return found
-
-
-def _call(model, own_images: torch.Tensor, progress: tqdm, _):
-    """Run a model on images of its own size, in the place of those that are timed, and show progress."""
-    progress.update()
-    return model(own_images)
 
 
 def peak_memory(load: Callable[[], Contender], batch_size: int = BATCH_SIZES[-1]) -> int:
@@ -444,7 +384,7 @@ def peak_memory(load: Callable[[], Contender], batch_size: int = BATCH_SIZES[-1]
 def _peak_memory(load: Callable[[], Contender], batch_size: int) -> int:
     before = _largest_resident()
     contender = load()
-    contender.model(torch.zeros(batch_size, 3, *contender.image_size, device=contender.device))
+    contender.model(contender.noise(batch_size))
     if contender.device.type == "cuda":
         return torch.cuda.max_memory_allocated(contender.device)
     return _largest_resident() - before
@@ -528,26 +468,16 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
     methods = {}
     for row in others:
         methods.setdefault(row["method"], []).append(point(row))
-    labels = []
+    x, y, error = point(teacher)
+    star = {"color": TEXT_COLOR, "linestyle": "none", "elinewidth": 0.8, "marker": "*", "markersize": 11}
+    axes.errorbar(x, y, error, **star, markeredgecolor="white", label=f"teacher, {teacher['model']}", zorder=3)
+    axes.axhline(y, color=OUTLINE_COLOR, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
     styles = [(color, style) for style in ("-", "--", ":") for color in LINE_COLORS]
     for (color, style), (method, points) in zip(itertools.cycle(styles), methods.items(), strict=False):
         x, y, error = np.array(sorted(points)).T
-        axes.errorbar(
-            *(x, y, error),
-            color=color,
-            linestyle=style,
-            linewidth=1.4,
-            elinewidth=0.8,
-            marker="o",
-            markersize=4.5,
-            markeredgecolor="white",
-            markeredgewidth=0.6,
-        )
-        labels.append((method, color, list(zip(x, y, strict=True))[::-1]))
-    x, y, error = point(teacher)
-    axes.errorbar(x, y, error, color=TEXT_COLOR, elinewidth=0.8, marker="*", markersize=11, markeredgecolor="white")
-    axes.axhline(y, color=OUTLINE_COLOR, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
-    labels.insert(0, (f"teacher, {teacher['model']}", TEXT_COLOR, [(x, y)]))
+        line = {"color": color, "linestyle": style, "linewidth": 1.4, "elinewidth": 0.8, "marker": "o"}
+        edge = {"markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.6}
+        axes.errorbar(x, y, error, **line, **edge, label=method)
 
     axes.set_xscale("log")
     axes.margins(x=0.12, y=0.12)
@@ -561,58 +491,8 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
     axes.spines[["bottom", "left"]].set_color(LEGEND_COLOR)
     axes.grid(color="#eeeeee", linewidth=0.6)
     axes.set_axisbelow(True)
-    _label_directly(axes, labels)
+    legend = {"fontsize": 7.5, "frameon": False, "labelcolor": TEXT_COLOR, "handlelength": 2.2}
+    # Below the axes, it covers no line.
+    for text in figure.legend(loc="outside lower center", ncols=2, **legend).get_texts():
+        text.set_parse_math(False)
     return figure
-
-
-# Where a label may stand beside its point: offset in points, and which of its corners is there.
-_PLACES = (
-    (7, 0, "left", "center"),
-    (0, 8, "center", "bottom"),
-    (0, -8, "center", "top"),
-    (-7, 0, "right", "center"),
-    (6, 6, "left", "bottom"),
-    (6, -6, "left", "top"),
-    (-6, 6, "right", "bottom"),
-    (-6, -6, "right", "top"),
-)
-
-
-def _label_directly(axes: Axes, labels: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]):
-    """Write each text in its color beside one of its points, where it covers no line and no other text.
-
-    Args:
-        axes (`Axes`): Axes in which the lines are drawn already.
-        labels (sequence): Text, color and points, the first choice first.
-    """
-    axes.figure.draw_without_rendering()
-    taken, panel = [], axes.get_window_extent()
-    # Points along all lines and error bars, close enough that no text fits between them.
-    paths = [line.get_transform().transform(line.get_xydata()) for line in axes.get_lines()]
-    paths += [axes.transData.transform(bar) for bars in axes.collections for bar in bars.get_segments()]
-    ink = np.concatenate([np.linspace(a, b, 100) for path in paths for a, b in itertools.pairwise(path)])
-    for text, color, points in labels:
-        best = None
-        for rank, (anchor, (dx, dy, ha, va)) in enumerate(itertools.product(points, _PLACES)):
-            label = axes.annotate(
-                text,
-                anchor,
-                (dx, dy),
-                textcoords="offset points",
-                ha=ha,
-                va=va,
-                fontsize=7.5,
-                color=color,
-                parse_math=False,
-            )
-            box = label.get_window_extent()
-            inside = ((ink > box.min - 3) & (ink < box.max + 3)).all(1).sum()
-            outside = sum(max(0, value + 12) for value in (*(panel.min - box.min), *(box.max - panel.max)))
-            cost = (100 * sum(box.overlaps(other) for other in taken) + inside + outside, rank)
-            if best is None or cost < best[0]:
-                if best:
-                    best[1].remove()
-                best = (cost, label, box)
-            else:
-                label.remove()
-        taken.append(best[2])

@@ -3,18 +3,17 @@
 Whoever has another way to make a model cheaper describes it as a `Contender`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
-from torchvision.transforms import v2
 
-from .common.comparison import count_parameters
+from .common.contender import Contender, Vision, as_students, as_teacher, count_parameters
 from .common.loading import load_vision_model
+from .common.num_tokens import using_tokens
 from .common.views import size_made_by
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
 from .modeling.hosts import Anatomy, read_anatomy
@@ -28,75 +27,6 @@ BASELINES = ("lower-resolution", "random-patches")
 SHARES = (1 / 4, 2 / 5, 9 / 16)
 
 
-@dataclass
-class Contender:
-    """A model that is compared with others.
-
-    Args:
-        name (`str`): Name of its row.
-        method (`str`): Name of the method that made it; contenders of one method are a line of the picture.
-        model (`nn.Module`): The module that is timed and counted, called with pixel values `(batch, 3, height,
-            width)`.
-        embed (`Callable`): Takes pixel values to the embedding `(batch, embedding_size)`, comparable with the
-            teacher's.
-        image_processor: Turns `PIL.Image` into pixel values.
-        image_size (pair of `int`): Height and width in pixels that the model takes. If the image processor makes
-            others, images are resized by antialiased bilinear interpolation.
-        classifier (`Callable`, *optional*): Takes the embedding to logits `(batch, classes)`.
-        id2label (`dict`): Names of the classes.
-        tokens (`int`, *optional*): Tokens in its blocks, [CLS] and registers counted.
-        parameters (`int`, *optional*): Number of parameters of the image side; those of `model` if not given.
-        draws (`int`): Number of times that an image is embedded, if chance has a part; results are averaged.
-        load (`Callable`, *optional*): Makes the contender again, in another process; it has to be picklable. Without
-            it, memory is not measured.
-    """
-
-    name: str
-    method: str
-    model: nn.Module
-    embed: Callable[[torch.Tensor], torch.Tensor]
-    image_processor: object
-    image_size: tuple[int, int]
-    classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
-    id2label: dict[int, str] = field(default_factory=dict)
-    tokens: int | None = None
-    parameters: int | None = None
-    draws: int = 1
-    load: "Callable[[], Contender] | None" = None
-
-    def __post_init__(self):
-        if self.parameters is None:
-            self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    def fit(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Resize pixel values that the image processor made to the size that the model takes."""
-        if pixel_values.shape[-2:] == self.image_size:
-            return pixel_values
-        return v2.functional.resize(pixel_values, list(self.image_size), v2.InterpolationMode.BILINEAR, antialias=True)
-
-
-class Vision(nn.Module):
-    """An embedding and the classifier that reads it, if there is one, as one module.
-
-    Args:
-        source (`nn.Module`): The model that has the weights.
-        embed (`Callable`), classifier (`Callable`, *optional*): As of a `Contender`.
-    """
-
-    def __init__(self, source: nn.Module, embed: Callable, classifier: Callable | None = None):
-        super().__init__()
-        self.source = source
-        # Not modules of this one besides: they are the source's.
-        self.run = lambda images: embed(images) if classifier is None else classifier(embed(images))
-
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        return self.run(pixel_values)
-
-
 def load_teacher(folder: str, device: str | None = None, trust_remote_code: bool = False) -> tuple[Anatomy, object]:
     """Load a vision transformer, as an `Anatomy`, and its image processor.
 
@@ -108,23 +38,6 @@ def load_teacher(folder: str, device: str | None = None, trust_remote_code: bool
     anatomy = read_anatomy(model, size_made_by(image_processor))
     anatomy.require_plain("compare students with", embeds=True)
     return anatomy, image_maker(image_processor)
-
-
-def teacher_itself(anatomy: Anatomy, image_processor, name: str, load: Callable | None = None) -> Contender:
-    """The teacher as it is."""
-    return Contender(
-        name=name,
-        method="teacher",
-        model=Vision(anatomy.source, anatomy.embed, anatomy.classifier),
-        embed=anatomy.embed,
-        image_processor=image_processor,
-        image_size=anatomy.image_size,
-        classifier=anatomy.classifier,
-        id2label=anatomy.labels.get("id2label", {}),
-        tokens=anatomy.num_prefix_tokens + anatomy.num_patches,
-        parameters=count_parameters(anatomy),
-        load=load,
-    )
 
 
 def at_lower_resolution(
@@ -231,15 +144,35 @@ class RandomPatches:
 
 
 def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Contender]:
-    """`load_student`, for each count of tokens that a SparseFormer is made for, the smallest first."""
+    """`load_student`, with each count of tokens that a SparseFormer is made for, the smallest first. They share one
+    model."""
     student = load_student(folder, method, name, **options)
-    *smaller, _ = getattr(getattr(student.model, "config", None), "elastic_token_counts", None) or [None]
-    if not smaller:
+    if len(getattr(getattr(student.model, "config", None), "trained_token_counts", [None])) == 1:
         return [student]
     # A point of a line each, where all students of a method share one.
-    method = method or student.name
-    counts = [*smaller, student.model.config.num_latent_tokens]
-    return [load_student(folder, method, name, num_tokens=count, **options) for count in counts]
+    return [
+        dataclasses.replace(
+            student,
+            name=f"{student.name}, {each.num_tokens} tokens",
+            method=method or student.name,
+            model=each.model,
+            embed=functools.partial(_embed_with, student, each.num_tokens),
+            tokens=each.tokens,
+            num_tokens=each.num_tokens,
+            load=functools.partial(_load_one_of, number, folder, method, name, **options),
+        )
+        for number, each in enumerate(as_students(student.model, student.image_size))
+    ]
+
+
+def _embed_with(student: Contender, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
+    with using_tokens(student.model, num_tokens):
+        return student.embed(pixel_values)
+
+
+def _load_one_of(number: int, *arguments, **options) -> Contender:
+    """Load one of the contenders of `load_students`."""
+    return load_students(*arguments, **options)[number]
 
 
 def load_student(
@@ -248,7 +181,6 @@ def load_student(
     name: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
-    num_tokens: int | None = None,
 ) -> Contender:
     """Load a SparseFormer, or any other model with an embedding.
 
@@ -257,42 +189,24 @@ def load_student(
         method (`str`, *optional*): Name of the method; "SparseFormer" if not given, or the name of another model.
         name (`str`, *optional*): Name of the row; the folder's if not given.
         device (`str`, *optional*), trust_remote_code (`bool`): As in `load_vision_model`.
-        num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; the configuration's if not given.
 
     Raises:
         ValueError: if there is no such model, or it has no embedding.
     """
     model, image_processor = load_vision_model(folder, device, trust_remote_code)
-    model = without_agent(model).requires_grad_(False)
-    load = functools.partial(load_student, folder, method, name, device, trust_remote_code, num_tokens)
-    size, name = size_made_by(image_processor), name or Path(folder).name
-    embed = image_embedder(model, size)
-    config = getattr(model, "config", None)
-    if getattr(config, "model_type", None) == "sparseformer":
-        if num_tokens is not None:
-            model.set_num_tokens(num_tokens)
-            name = f"{name}, {num_tokens} tokens"
-        method, tokens = method or "SparseFormer", config.num_prefix_tokens + config.default_num_tokens
-        classifier, vision, parameters = getattr(model, "classifier", None), model, None
-    else:
-        anatomy = read_anatomy(model, size)
-        plain = not anatomy.obstacle
-        tokens = anatomy.num_prefix_tokens + anatomy.num_patches if plain else None
-        classifier = anatomy.classifier if plain else getattr(model, "classifier", None)
-        vision, parameters = Vision(model, embed, classifier), count_parameters(anatomy) if plain else None
-    return Contender(
-        name=name,
-        method=method or name,
-        model=vision.eval(),
-        embed=embed,
-        image_processor=image_maker(image_processor),
-        image_size=size,
-        classifier=classifier,
-        id2label=dict(config.id2label) if classifier is not None else {},
-        tokens=tokens,
-        parameters=parameters,
-        load=load,
-    )
+    model = without_agent(model).requires_grad_(False).eval()
+    load = functools.partial(load_student, folder, method, name, device, trust_remote_code)
+    size, name, config = size_made_by(image_processor), name or Path(folder).name, getattr(model, "config", None)
+    fields = {"embed": image_embedder(model, size), "image_processor": image_maker(image_processor), "load": load}
+    sparse = getattr(config, "model_type", None) == "sparseformer"
+    if not (sparse or (anatomy := read_anatomy(model, size)).obstacle):
+        return as_teacher(anatomy, name=name, method=method or name, **fields)
+    if (classifier := getattr(model, "classifier", None)) is not None:
+        fields |= {"classifier": classifier, "id2label": dict(config.id2label)}
+    if not sparse:
+        return Contender(name, method or name, Vision(model, fields["embed"], classifier).eval(), size, **fields)
+    tokens = config.num_prefix_tokens + config.default_num_tokens
+    return Contender(name, method or "SparseFormer", model, size, tokens=tokens, **fields)
 
 
 def load_teachers(
@@ -329,8 +243,9 @@ def load_teachers(
             anatomy.check("leave out patches of")
     except ValueError as error:
         raise ValueError(f"{error} To compare without what the teacher does with less: --baselines none.") from error
+    name = name or Path(folder).name
     load = functools.partial(_load_one, folder, name, seed=seed, device=device, trust_remote_code=trust_remote_code)
-    contenders = [teacher_itself(anatomy, image_processor, name or Path(folder).name, load)]
+    contenders = [as_teacher(anatomy, name=name, image_processor=image_processor, load=load)]
     for baseline in baselines:
         for size in sizes:
             again = functools.partial(load, baseline=baseline, image_size=size)
@@ -345,13 +260,11 @@ def _baseline(anatomy: Anatomy, image_processor, baseline: str, size: tuple[int,
     return with_random_patches(anatomy, image_processor, patches, seed, load=load)
 
 
-def _load_one(
-    folder: str, name: str | None, baseline: str | None = None, image_size=None, seed: int = 0, **options
-) -> Contender:
+def _load_one(folder: str, name: str, baseline: str | None = None, image_size=None, seed: int = 0, **options):
     """Load one of the contenders of `load_teachers`."""
     anatomy, image_processor = load_teacher(folder, **options)
     if baseline is None:
-        return teacher_itself(anatomy, image_processor, name or Path(folder).name)
+        return as_teacher(anatomy, name=name, image_processor=image_processor)
     return _baseline(anatomy, image_processor, baseline, image_size, seed, None)
 
 

@@ -14,19 +14,20 @@ from matplotlib.figure import Figure
 from PIL import Image
 from transformers import PreTrainedModel
 
+from .architectures import has_rois
 from .attention import measure_attention, patch_grid
 from .common.choices import SUBSET
-from .common.comparison import using_tokens
 from .common.data import load_images
 from .common.decoding import decode_image, read_image
 from .common.exported import ExportedModule
 from .common.loading import choose_device, load_image_classifier
+from .common.num_tokens import using_tokens
 from .common.resources import checkpoint_path, shipped_checkpoints
 from .common.views import prepare_images, restore_images
 from .features import draw_features, feature_maps, parts
 from .options.demo import parse
 from .pictures import draw_cells, draw_maps
-from .predict import draw_predictions, has_rois, predict
+from .predict import draw_predictions, predict
 
 
 TITLE = "frugalvit: vision transformers that need less"

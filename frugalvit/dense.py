@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from .common.files import check_file_path, whole_file
+from .common.image_files import find_images, read_images
 from .common.loading import load_vision_model, load_with_image_processor
 from .common.views import prepare_images, restore_images
 from .modeling.hosts import read_anatomy
 from .modeling.modeling_sparseformer import SparseFormerBackbone
 from .pictures import check_picture_path, draw_maps, save_figure
-from .predict import find_images, read_images
 
 
 # Images that are seen at once.

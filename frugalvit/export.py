@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from .architectures import has_rois, image_side, load_model
 from .common.classes import match_labels
-from .common.comparison import macs_if_countable
-from .common.data import load_images, split_names
+from .common.data import load_images, sample, split_names
 from .common.exported import (
     PIXELS_IN_FLOAT,
     REPORT,
@@ -35,22 +35,19 @@ from .common.files import whole_folder, write_json
 from .common.labels import class_names, label_numbers
 from .common.licenses import check_license
 from .common.loading import load_image_processor
+from .common.macs import macs_of
 from .common.metrics import check_scores
 from .common.reading import Reader
-from .common.speed import duration, images_per_second
+from .common.speed import duration, foretold, images_per_second
 from .common.tables import format_table
 from .common.views import ImageFormat, vision_config_of
-from .compare import sample
 from .configuration.configuration_base import pair
 from .evaluation.images import image_batches, images_to_evaluate
 from .evaluation.two_towers import load_tokenizer
 from .export_card import agreement_rows, speed_rows, write_card
 from .export_page import check_page, write_page
-from .info import image_side
 from .options.export import ALL, parse
-from .predict import has_rois
 from .tokens import check_elastic, choose_tokens
-from .validation import load_model
 from .version import __version__
 
 
@@ -115,11 +112,7 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
             started = time.perf_counter()
             macs = count(model, parts)
             seconds = foretell(parts, arguments.format, time.perf_counter() - started, images, calibration_images)
-            taken = [f"{duration(value)} for {name}" for name, value in seconds.items()]
-            tqdm.write(
-                f"Exporting to {arguments.format}: about {duration(sum(seconds.values()))} ({', '.join(taken)}).",
-                file=sys.stderr,
-            )
+            tqdm.write(f"Exporting to {arguments.format}: {foretold(seconds)}.", file=sys.stderr)
             started = time.perf_counter()
             calibration, float_layers = None, arguments.float_layers
             if arguments.precision == "int8":
@@ -316,12 +309,12 @@ def tokenizer_of(model: PreTrainedModel, name: str):
         return None
 
 
-def count(model: PreTrainedModel, parts: dict[str, Part]) -> int | None:
-    """Count the multiply-accumulates of one image; `None` if they cannot be counted."""
+def count(model: PreTrainedModel, parts: dict[str, Part]) -> int:
+    """Count the multiply-accumulates of one image."""
     [part] = [part for part in parts.values() if part.kind != "text_embeds"]
     vision = image_side(model)
     counted = part if part.kind == "image_features" else vision
-    return macs_if_countable(counted, pair(vision.config.image_size))
+    return macs_of(counted, pair(vision.config.image_size))
 
 
 @dataclass

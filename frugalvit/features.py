@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from .attention import patch_grid
+from .common.image_files import find_images, read_images
 from .common.loading import load_image_classifier
 from .common.views import prepare_images, restore_images
 from .dense import write_dense_features
 from .options.features import parse
 from .pictures import check_picture_path, draw_maps, save_figure
-from .predict import find_images, read_images
 
 
 def main(argv: list[str] | None = None) -> None:

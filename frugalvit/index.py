@@ -4,7 +4,6 @@
 """
 
 import argparse
-import functools
 import json
 import re
 import stat
@@ -24,16 +23,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from .common.comparison import LIMIT
 from .common.files import LOCK, locked, misshapen, read_json, refuse_links, whole_file, write_json
 from .common.folders import image_files, say_unread
+from .common.image_files import decode_file
 from .common.metrics import check_scores
 from .common.reading import Reader, read_ahead
-from .common.speed import images_per_second
+from .common.speed import LIMIT, images_per_second
 from .common.tables import printable
 from .evaluation.two_towers import TwoTowers, load_two_towers, name_models
 from .options.index import parse
-from .predict import decode_file
 from .training.components.arguments import run_as_program
 
 
@@ -95,21 +93,17 @@ def files_missing(output: Path, files: Sequence[list]) -> list[list]:
 def compare_speeds(towers: TwoTowers, folder: Path, files: Sequence[list], arguments: argparse.Namespace) -> str:
     """Measure images a second, without decoding them, of a CLIP with another image side and with its own."""
     own = load_two_towers(arguments.model, None, str(towers.device), arguments.trust_remote_code)
-    calls = {}
+    models, batches = {}, {}
     for name, side in (("new", towers), ("own", own)):
         reader = Reader(side.image_processor, side.share_read, arguments.exact)
         pixel_values = reader.batch([reader.pixels(_decode(folder, file, reader)) for file in files])
-        calls[name] = functools.partial(_embed, side, pixel_values.to(side.device))
-    speeds = images_per_second(calls, pixel_values.to(towers.device), limit=LIMIT)
+        batches[name] = pixel_values.to(side.device)
+        models[name] = side.embed_images
+    speeds = images_per_second(models, batches, limit=LIMIT)
     return (
         f"Without reading, in batches of {len(files)}: {speeds['new']:.4g} images/s, "
         f"{speeds['own']:.4g} with the CLIP's own image side."
     )
-
-
-@torch.inference_mode()
-def _embed(towers: TwoTowers, pixel_values: torch.Tensor, _) -> torch.Tensor:
-    return towers.embed_images(pixel_values)
 
 
 @dataclass

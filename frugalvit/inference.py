@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from torch import nn
 
-from .common.comparison import using_tokens
 from .common.decoding import CorruptImageError, read_image, read_record
 from .common.exported import is_exported
 from .common.loading import load_exported, load_image_classifier, load_image_processor, load_vision_model
 from .common.metrics import check_scores
+from .common.num_tokens import using_tokens
 from .common.packing import pack_linear_layers
 from .common.precision import choose_mixed_precision
 from .common.reading import Reader, read_ahead, share_read

@@ -1,26 +1,20 @@
 """`frugalvit predict`: labels of images, and pictures of the places where tokens look."""
 
-import glob
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .common.columns import features_of, find_image_column
-from .common.decoding import read_image, read_record
-from .common.exported import ExportedModule
-from .common.folders import image_files, parquet_files, say_unread
+from .architectures import has_rois
+from .common.image_files import decode_file, find_files, find_images, readable
 from .common.loading import load_image_classifier
 from .common.metrics import check_scores
 from .common.packing import pack_linear_layers
@@ -60,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     files = read_ahead(
         read, find_files(paths, arguments.image_column), 2 * arguments.batch_size, arguments.num_workers
     )
-    images = islice(_readable(files, arguments.skip_corrupt), arguments.limit)
+    images = islice(readable(files, arguments.skip_corrupt), arguments.limit)
     drawn, captions, count, written = [], [], 0, False
     with tqdm(desc="predict", unit=" images", leave=False, disable=None) as progress:
         while batch := list(islice(images, arguments.batch_size)):
@@ -183,13 +177,6 @@ def predict_pixels(
     return predictions
 
 
-def has_rois(model: PreTrainedModel) -> bool:
-    """Whether the model takes `output_rois=True`."""
-    if isinstance(model, ExportedModule):
-        return "rois" in model.outputs
-    return "rois" in getattr(model.config, "keys_to_ignore_at_inference", ())
-
-
 def draw_predictions(
     predictions: Sequence[Prediction], captions: Sequence[str] | None = None, all_steps: bool = False
 ):
@@ -210,109 +197,3 @@ def format_prediction(name: str, prediction: Prediction) -> str:
     tokens = "" if prediction.num_tokens is None else f" ({prediction.num_tokens} tokens)"
     lines = [f"{score:8.1%}  {printable(label)}" for label, score in prediction.labels]
     return "\n".join([f"{printable(name)}{tokens}", *lines])
-
-
-def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path]:
-    """Find the image and parquet files that arguments stand for: files, folders with all files in them, or patterns.
-    If several folders, for example of classes, have more images than `limit`, so many are taken, evenly spread.
-
-    Raises:
-        FileNotFoundError: if an argument stands for no file.
-    """
-    found = []
-    for argument in arguments:
-        path = Path(argument).expanduser()
-        if path.is_dir():
-            say_unread(path)
-            files = sorted([*image_files(path), *parquet_files(path)])
-            problem = "are no images in the folder"
-        elif path.exists() and not path.is_file():
-            raise ValueError(f"{argument!r} is no file but a device or a pipe, expected an image.")
-        elif path.exists():
-            files, problem = [path], ""
-        else:
-            files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
-            problem = (
-                "is no file that matches the pattern" if glob.has_magic(argument) else "is no such file or folder:"
-            )
-        if not files:
-            raise FileNotFoundError(f"There {problem} {argument!r}; give image files, folders or patterns.")
-        found += files
-    in_folders = len({path.parent for path in found}) > 1 and not any(path.suffix == ".parquet" for path in found)
-    if limit is not None and limit < len(found) and in_folders:
-        return [found[index * len(found) // limit] for index in range(limit)]
-    return found
-
-
-def read_images(
-    paths: Sequence[Path], skip_corrupt: bool = False, image_column: str | None = None
-) -> Iterator[tuple[str, Image.Image]]:
-    """Yield names and RGB images, see `to_rgb`, of image files and of parquet files with an image column.
-
-    Args:
-        paths (sequence of `Path`): The files.
-        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read, and print so.
-        image_column (`str`, *optional*): Column of parquet files, if names and types do not tell.
-
-    Raises:
-        ValueError: if a file is no image or is corrupt, or a parquet file has no column of images, or several.
-    """
-    files = find_files(paths, image_column)
-    yield from _readable(read_ahead(lambda file: decode_file(file[1], file[0]), files, 1), skip_corrupt)
-
-
-def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
-    """Yield names of image files, and of the images in parquet files, each with the argument of `decode_file`;
-    arguments and errors as of `read_images`."""
-    for path in paths:
-        if path.suffix.lower() == ".parquet":
-            for index, record in enumerate(_read_parquet(path, image_column)):
-                yield f"{path}[{index}]", record
-        else:
-            yield str(path), path
-
-
-def _readable(files: Iterator[tuple[tuple, Future]], skip_corrupt: bool) -> Iterator[tuple[str, object]]:
-    """Yield the name and the image of each file of `read_ahead`; with `skip_corrupt`, of those that can be read."""
-    for (name, _), future in files:
-        try:
-            yield name, future.result()
-        except (ValueError, PermissionError) as error:
-            if not skip_corrupt:
-                raise
-            tqdm.write(f"Left out: {printable(str(error))}", file=sys.stderr)
-
-
-def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
-    """Yield undecoded images of a parquet file, of the column that training takes, too."""
-    try:
-        file = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"Cannot read {str(path)!r}: it is no parquet file or is corrupt.") from error
-    with file:
-        column = find_image_column(features_of(file.schema_arrow), image_column, str(path))
-        for batch in file.iter_batches(64, columns=[column]):
-            for value in batch.column(0).to_pylist():
-                yield value if isinstance(value, dict) else {"path" if isinstance(value, str) else "bytes": value}
-
-
-def decode_file(
-    file: Path | dict,
-    name: str,
-    hint: str = " To go on without such images: --skip-corrupt.",
-    at_least: tuple[int, int] | None = None,
-) -> Image.Image:
-    """Read the RGB image in a file, or of an undecoded `datasets` record; `at_least` as in `read_image`.
-
-    Raises:
-        ValueError: if it is no image or is corrupt, with a hint what to do.
-    """
-    try:
-        return read_record(file, at_least) if isinstance(file, dict) else read_image(file, at_least=at_least)
-    except PermissionError:
-        raise
-    # Decoders raise whatever a broken file leads them to.
-    except Exception as error:
-        raise ValueError(
-            f"Cannot read {name!r}: it is no image that Pillow reads, or is corrupt ({error}).{hint}"
-        ) from error

@@ -15,13 +15,14 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError,
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
+from .architectures import load_model
 from .common.exported import is_exported
 from .common.files import forget_code, read_json, strangers, whole_folder
 from .common.licenses import check_license
 from .common.tables import format_table
 from .modeling.hub import model_card, upload_folder
 from .options.publish import parse
-from .validation import load_model, read_metadata, validate_exported, validate_repository
+from .validation import read_metadata, validate_exported, validate_repository
 
 
 # What goes along as it is, besides weights, configuration and code: cards, pictures in them, processors, tokenizers.

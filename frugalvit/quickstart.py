@@ -4,11 +4,11 @@ import time
 from pathlib import Path
 
 from .common.choices import NO_EVALUATION
-from .common.comparison import using_tokens
 from .common.data import load_images
 from .common.decoding import decode_image
 from .common.files import write_json
 from .common.loading import choose_device, load_image_classifier
+from .common.num_tokens import using_tokens
 from .common.precision import choose_mixed_precision
 from .common.resources import checkpoint_path, only_in_a_clone, shipped_checkpoints, shipped_images
 from .common.speed import duration

@@ -13,13 +13,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from .common.decoding import is_image_file, is_unread_picture, open_image
+from .common.image_files import decode_file
 from .common.reading import Reader
 from .common.tables import printable
 from .evaluation.two_towers import TwoTowers, load_two_towers
 from .index import Shard, describe, read_about, read_shards
 from .options.search import parse
 from .pictures import CAPTION_SIZE, TEXT_COLOR, check_picture_path, save_figure
-from .predict import decode_file
 
 
 try:

@@ -7,11 +7,10 @@ from pathlib import Path
 import datasets
 import torch
 
-from .common.data import load_images
+from .common.data import load_images, sample
 from .common.files import whole_folder
 from .common.loading import load_llava, load_vision_model
 from .common.reading import Reader
-from .compare import sample
 from .evaluation.images import image_batches
 from .modeling.modeling_sparseformer_vlm import grid_of
 from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower

@@ -5,9 +5,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .common.choices import CALIBRATED
-from .common.comparison import using_tokens
 from .common.exported import ExportedModule
-from .common.macs import count_macs
+from .common.macs import macs_of
+from .common.num_tokens import WithTokens
 
 
 def choose_tokens(model: PreTrainedModel, num_tokens: int | None, confidence: float | str | None) -> float | None:
@@ -89,6 +89,5 @@ class Adaptive(nn.Module):
         for count in reversed(self.model.config.adaptive_token_counts):
             here = self.images_by_count.get(count, 0)
             left, tokens = left + here, tokens + count * here
-            with using_tokens(self.model, count):
-                macs += left * count_macs(self.model, self.model.config.image_size).macs_with_attention
+            macs += left * macs_of(WithTokens(self.model, count), self.model.config.image_size)
         return {"mean_num_tokens": tokens / images, "mean_macs": macs / images}

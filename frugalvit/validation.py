@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import transformers
 from huggingface_hub import ModelCard, ModelCardData
 from PIL import Image
 from safetensors import SafetensorError, safe_open
@@ -18,10 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import frugalvit
 
+from .architectures import load_model
 from .common.exported import ExportedModule, example_of, read_report
 from .common.files import read_json
 from .common.licenses import license_problem
-from .common.loading import load_image_processor, load_pretrained
+from .common.loading import load_image_processor
 from .common.names import is_hub_id, places_in
 from .common.views import vision_config_of
 from .configuration.configuration_base import pair
@@ -35,27 +35,6 @@ ENDINGS = (".json", ".md", ".png", ".py", ".safetensors", ".txt")
 METADATA = ("library_name", "license", "pipeline_tag", "tags")
 # Problems in a message.
 MOST_LISTED = 6
-
-
-def model_class(config) -> type[PreTrainedModel]:
-    """The class that a model was saved from, this package's or Transformers'.
-
-    Raises:
-        ValueError: if neither has it.
-    """
-    architecture = next(iter(config.architectures or ()), None) if isinstance(config.architectures, list) else None
-    architecture = architecture if isinstance(architecture, str) else "none"
-    # Ours first: the newest Transformers may have a class of the same name.
-    found = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        raise ValueError(f"its architecture {architecture!r} is neither frugalvit's nor Transformers'")
-    return found
-
-
-def load_model(folder: str | os.PathLike) -> PreTrainedModel:
-    """Load a folder's model, of the class that it was saved from, on the CPU; raise a ValueError if it is not
-    whole."""
-    return load_pretrained(folder, "cpu", False, "a model of frugalvit or Transformers", model_class)
 
 
 def validate_repository(folder: str | os.PathLike) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
-from frugalvit.info import variants
+from frugalvit.architectures import variants
 from frugalvit.training.components.arguments import RECIPE_FILES, read_recipe
 
 

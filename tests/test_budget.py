@@ -31,7 +31,7 @@ from frugalvit import (
 from frugalvit import budget as budget_command
 from frugalvit.cli import main
 from frugalvit.common import packing
-from frugalvit.common.comparison import using_tokens
+from frugalvit.common.num_tokens import using_tokens
 from frugalvit.options.budget import number, seconds
 
 

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 from transformers import ViTForImageClassification, ViTImageProcessor
@@ -20,23 +18,21 @@ from vision_transformers import KINDS
 from frugalvit import checkpoint_path, count_macs, read_anatomy
 from frugalvit.cli import main
 from frugalvit.common.choices import SUBSET
+from frugalvit.common.contender import Contender
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.compare import (
-    _label_directly,
     classifies,
     compare,
     describe_score,
     draw_comparison,
     embed_all,
-    macs_of,
     peak_memory,
     right_classes,
 )
 from frugalvit.contenders import (
     LOWER_RESOLUTION,
     RANDOM_PATCHES,
-    Contender,
     RandomPatches,
     at_lower_resolution,
     load_student,
@@ -144,7 +140,7 @@ def test_lower_resolution():
         resized = resize_positions_(ViTForImageClassification.from_pretrained(VIT).eval(), 16)
         assert torch.allclose(contender.model(small), resized(small).logits, atol=1e-3)
         assert torch.allclose(contender.model(small), model.classifier(embedding), atol=1e-5)
-    assert macs_of(contender) == count_macs(resized, 16).macs_with_attention
+    assert contender.macs == count_macs(resized, 16).macs_with_attention
 
 
 @pytest.mark.parametrize("kind", ["vit", "dinov3", "timm-dinov3", "siglip-vision", "open_clip"])
@@ -254,7 +250,7 @@ def test_another_contender():
     names = dict(enumerate(images.features["label"].names))
     processor = ViTImageProcessor(size={"height": 32, "width": 32})
     mine = Contender(
-        "mine", "a method", model, model, processor, (8, 8), classifier=model.classify, id2label=names, draws=2
+        "mine", "a method", model, (8, 8), model, processor, classifier=model.classify, id2label=names, draws=2
     )
     student = load_student(STUDENT, device="cpu")
     first, second = compare([student, mine], images, rounds=1, memory=False)
@@ -270,7 +266,7 @@ def test_accuracy_goes_by_the_names_of_classes():
     for own in (names, names[::-1], [*names[2:], *names[:2]]):
         model, processor = Constant(), ViTImageProcessor(size={"height": 8, "width": 8})
         classes = {"classifier": model.classify, "id2label": dict(enumerate(own))}
-        [row] = compare([Contender("mine", "a method", model, model, processor, (8, 8), **classes)], images, rounds=1)
+        [row] = compare([Contender("mine", "a method", model, (8, 8), model, processor, **classes)], images, rounds=1)
         assert row["accuracy"] == images["label"].count(names.index(own[3])) / 40
 
 
@@ -301,7 +297,7 @@ def test_each_sees_images_as_it_takes_them():
     contenders = []
     for processor, size in takes:
         model = Pixels()
-        contenders.append(Contender(str(size), "a method", model, model, processor, size))
+        contenders.append(Contender(str(size), "a method", model, size, model, processor))
     embeddings, indices = embed_all(contenders, images, batch_size=2)
     assert indices == list(range(5)) and made == [1] * 5
     for found, (processor, size) in zip(embeddings, takes, strict=True):
@@ -332,78 +328,26 @@ def test_memory_is_of_a_process_of_its_own():
 
 
 def test_picture():
-    """A line for each method over speed; labels are there once and lie on nothing."""
+    """A line for each method over speed. The legend has names as they are, and covers nothing."""
 
     def row(model, method, accuracy, speed):
         speeds = {"float32": {"1": 1.0, "32": speed}}
         error = {"accuracy_error": 0.01, "cosine": 0.9}
         return {"model": model, "method": method, "accuracy": accuracy, "images_per_second": speeds, **error}
 
-    rows = [row("vit", "teacher", 0.9, 30.0)]
+    rows = [row("$v_$", "teacher", 0.9, 30.0)]
     rows += [row(str(x), "smaller", 0.9 - x / 1000, 30.0 + x) for x in (200, 100, 50)]
     rows += [row(str(x), "fewer", 0.9 - x / 900, 30.0 + x) for x in (50, 120)]
-    axes = draw_comparison(rows).axes[0]
-    smaller, fewer = axes.get_lines()[:2]
+    figure = draw_comparison(rows)
+    [axes], [legend] = figure.axes, figure.legends
+    star, smaller, fewer = (bars.lines[0] for bars in axes.containers)
+    assert star.get_xydata().tolist() == [[30, 90]]
     assert list(smaller.get_xdata()) == [80, 130, 230] and np.allclose(smaller.get_ydata(), [85, 80, 70])
     assert len(fewer.get_xdata()) == 2 and axes.get_xscale() == "log"
-    assert sorted(text.get_text() for text in axes.texts) == ["fewer", "smaller", "teacher, vit"]
-    for text, points in zip(axes.texts, ([(30, 90)], smaller.get_xydata(), fewer.get_xydata()), strict=True):
-        assert any(np.allclose(text.xy, point) for point in points)
-    assert [text.get_color() for text in axes.texts[1:]] == [smaller.get_color(), fewer.get_color()]
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
-    for line in (smaller, fewer):
-        path = axes.transData.transform(line.get_xydata())
-        points = np.concatenate([np.linspace(a, b, 500) for a, b in itertools.pairwise(path)])
-        assert not any(((box.min < points) & (points < box.max)).all(1).any() for box in boxes)
-
-
-class TestLabels:
-    """Labels of a picture stand beside their points, on nothing else."""
-
-    @pytest.fixture
-    def axes(self):
-        """Axes of 400 x 300 pixels, 10 x 10 units, with a line in the corner."""
-        figure = Figure(figsize=(4, 3), dpi=100)
-        FigureCanvasAgg(figure)
-        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 10), ylim=(0, 10))
-        axes.plot([0, 0.1], [0, 0])
-        return axes
-
-    def place(self, axes, *points):
-        """A label for each list of points, and their boxes in units."""
-        _label_directly(axes, [("a method", "red", own) for own in points])
-        boxes = [text.get_window_extent().transformed(axes.transData.inverted()) for text in axes.texts]
-        return axes.texts, boxes
-
-    def test_on_the_right_of_the_first_choice(self, axes):
-        [label], _ = self.place(axes, [(5, 5), (2, 8)])
-        assert (label.xy, label.get_position(), label.get_color()) == ((5, 5), (7, 0), "red")
-
-    def test_within_the_panel(self, axes):
-        labels, boxes = self.place(axes, [(9.8, 5)], [(5, 9.9)], [(0.1, 9.9)])
-        assert [label.xy for label in labels] == [(9.8, 5), (5, 9.9), (0.1, 9.9)]
-        for box in boxes:
-            assert box.x0 > 0 and box.y0 > 0 and box.x1 < 10 and box.y1 < 10
-
-    def test_not_on_lines(self, axes):
-        axes.plot([5, 10], [5, 5])
-        _, [box] = self.place(axes, [(5, 5)])
-        assert box.y0 > 5 or box.y1 < 5 or box.x1 < 5
-
-    def test_not_on_error_bars(self, axes):
-        axes.errorbar([5.6], [5], [1], linestyle="none")
-        _, [box] = self.place(axes, [(5, 5)])
-        assert box.x1 < 5.6 or box.x0 > 5.6 or box.y0 > 6 or box.y1 < 4
-
-    def test_not_on_each_other(self, axes):
-        _, boxes = self.place(axes, *[[(5, 5)]] * 4)
-        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
-
-    def test_beside_another_point_where_the_first_is_crowded(self, axes):
-        axes.plot([3, 7] * 20, np.linspace(4, 6, 40))
-        [label], _ = self.place(axes, [(5, 5), (2, 8)])
-        assert label.xy == (2, 8)
+    assert [text.get_text() for text in legend.get_texts()] == ["teacher, $v_$", "smaller", "fewer"]
+    assert smaller.get_color() != fewer.get_color()
+    figure.draw_without_rendering()
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 def test_classes_of_models():
@@ -414,7 +358,7 @@ def test_classes_of_models():
     def fits(labels):
         model = Constant()
         return right_classes(
-            Contender("mine", "method", model, model, None, (8, 8), model.classify, dict(enumerate(labels))), images
+            Contender("mine", "method", model, (8, 8), model, None, model.classify, dict(enumerate(labels))), images
         ).tolist()
 
     assert fits(names[::-1]) == list(range(10))[::-1]

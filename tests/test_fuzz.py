@@ -22,13 +22,13 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
-from frugalvit.budget import scored_on, scores_of
 from frugalvit.common.exported import read_report
+from frugalvit.common.image_files import read_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.tables import format_table
 from frugalvit.curves import best_epoch, curves_of, read_epochs
 from frugalvit.index import read_about, read_shards
-from frugalvit.predict import read_images
+from frugalvit.model_folders import Notes
 from frugalvit.training.components.checkpoints import damaged_files, read_state
 from frugalvit.training.components.runs import read_run
 from frugalvit.validation import check_weights
@@ -191,7 +191,8 @@ EPOCH = {"epoch": 1, "step": 2, "train_loss": 1.0, "accuracy": 0.5}
 
 def read_scores(folder) -> str:
     """Read scores as `frugalvit budget` prints them."""
-    return format_table(scores_of(folder, [{"model": "student", "num_tokens": 4}])) + str(scored_on(folder))
+    notes = Notes(folder)
+    return format_table(notes.scores([{"model": "student", "num_tokens": 4}])) + str(notes.images())
 
 
 def read_curves(folder) -> str:

@@ -20,8 +20,9 @@ from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, Sp
 from frugalvit.cli import main
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
+from frugalvit.common.image_files import find_images, read_images
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.predict import draw_predictions, find_images, predict, read_images
+from frugalvit.predict import draw_predictions, predict
 
 
 torch.set_num_threads(1)

@@ -10,10 +10,10 @@ import torch
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path, count_macs
 from frugalvit.cli import main
 from frugalvit.common.choices import SUBSET
-from frugalvit.common.comparison import using_tokens
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.labels import class_names
+from frugalvit.common.num_tokens import using_tokens
 
 
 SPLIT = "test[:24]"

@@ -25,7 +25,6 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..common.comparison import describe_pair
 from ..common.loading import load_vision_model
 from ..common.metrics import TopKAccuracy
 from ..common.precision import hold_teacher
@@ -42,7 +41,7 @@ from .components.checkpoints import TrainingState
 from .components.images import PlainImages, as_images, draw_image
 from .components.models import choose_attention
 from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
-from .components.side_by_side import compare, describe, introduce
+from .components.side_by_side import compare, contenders_of, describe, introduce
 from .components.students import (
     apply_recipe,
     build_optimizer,
@@ -447,16 +446,16 @@ def run_recipe(trainer: BootstrapTrainer, compares: bool):
     anatomy, student, say = trainer.anatomy, trainer.student, trainer.accelerator.print
     sizes = (trainer.teacher_format.size, trainer.student_format.size)
     main = trainer.accelerator.is_main_process
-    costs = describe_pair(anatomy, student, *sizes) if main else []
-    for line in introduce(costs, sizes, [type(model).__name__ for model in (anatomy.source, student)]):
-        say(line)
+    if main:
+        names = [type(model).__name__ for model in (anatomy.source, student)]
+        print("\n".join(introduce(contenders_of(anatomy, student, sizes), names)))
     say(trainer.outline())
     trainer.train()
     state = trainer.progress.now
     say(trainer.summary(state))
     say(f"It is {choice_of_epoch(trainer.data, trainer.run, state)}. See {trainer.run.output_dir}.")
     if compares and main:
-        compare(anatomy, type(student), sizes, costs, Path(trainer.run.output_dir), state)
+        compare(anatomy, type(student), sizes, Path(trainer.run.output_dir), state)
 
 
 @torch.inference_mode()

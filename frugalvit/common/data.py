@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
+import torch
 
 from .classes import compose
 from .columns import check_image_column, find_column, find_image_column, holds
@@ -170,6 +171,14 @@ def _part_of_folder(dataset, split: str, parts: dict[str, list[str]]) -> dict:
 def names_in(split: str) -> list[str]:
     """The splits that a text such as `"train[:50%]+test"` names."""
     return [part.partition("[")[0].strip() for part in split.split("+")]
+
+
+def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
+    """Choose `limit` images at random, in their order; all if there are fewer or no limit is given."""
+    if limit is None or limit >= len(images):
+        return images
+    generator = torch.Generator().manual_seed(seed)
+    return images.select(torch.randperm(len(images), generator=generator)[:limit].sort().values.tolist())
 
 
 @contextmanager

@@ -33,8 +33,8 @@ from transformers.utils import ModelOutput
 from ..configuration.configuration_base import pair
 from ..modeling.sparse_tokens import place_among
 from .choices import EXPORT_PRECISIONS as PRECISIONS
-from .comparison import using_tokens
 from .files import forget_code, misshapen, read_json
+from .num_tokens import using_tokens
 from .tables import first_line
 from .views import vision_config_of
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..configuration.configuration_base import pair
@@ -46,6 +47,20 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
     # Nothing was counted where there are no products.
     total = sum(flops.get("Global", {}).values())
     return Macs((total - attention) // 2, total // 2)
+
+
+def macs_of(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> int:
+    """The `macs_with_attention` of `count_macs`. A model that the meta device cannot run, as it holds on to weights
+    beside its modules' or reads the shapes of its images, runs as it is; arguments as those of `count_macs`."""
+    try:
+        return count_macs(model, image_size, num_channels).macs_with_attention
+    except RuntimeError:
+        weight = next(model.parameters())
+        image = torch.zeros(1, num_channels, *pair(image_size), dtype=weight.dtype, device=weight.device)
+        # Fused attention of some devices is not counted.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(image)
+        return counter.get_total_flops() // 2
 
 
 def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> int:

@@ -17,8 +17,8 @@ from frugalvit.common.decoding import (
     is_unread_picture,
     read_image,
 )
+from frugalvit.common.image_files import read_images
 from frugalvit.common.masks import MaskReader
-from frugalvit.predict import read_images
 
 
 GRADIENT = np.linspace(0, 255, 64).reshape(8, 8).round()

@@ -264,6 +264,8 @@ def test_comparisons_have_a_line_of_all_counts(elastic, pixel_values, tmp_path):
         with torch.no_grad():
             expected = model(pixel_values, num_tokens=count).logits
             torch.testing.assert_close(again.model(pixel_values).logits, expected)
+            torch.testing.assert_close(student.classifier(student.embed(pixel_values)), expected)
+    assert len({next(student.model.parameters()) for student in students}) == 1
 
 
 def test_one_count_is_one_contender(make_model, tmp_path):

@@ -22,7 +22,7 @@ from vision_transformers import KINDS, of_timm, of_transformers, randomize
 
 import frugalvit
 from frugalvit import impulse_init_, insert_context_broadcast, mimetic_init_
-from frugalvit.common.comparison import ImageSide
+from frugalvit.common.contender import as_teacher
 from frugalvit.common.macs import count_macs
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference
@@ -204,7 +204,7 @@ class TestResolutions:
         resized = read_anatomy(model).resized((24, 16))
         images = resized.example()
         expected = resized.embed(images)
-        assert count_macs(ImageSide(resized), (24, 16)).macs_with_attention > 0
+        assert count_macs(as_teacher(resized).model, (24, 16)).macs_with_attention > 0
         model.double()
         found = resized.embed(images.double())
         assert found.dtype == torch.float64 and difference(found, expected) < TOLERANCE
@@ -213,7 +213,7 @@ class TestResolutions:
 
     def test_multiply_accumulates_are_those_of_the_model_at_that_size(self):
         model = KINDS["dinov2"].make()
-        macs = count_macs(ImageSide(read_anatomy(model).resized((24, 16))), (24, 16))
+        macs = count_macs(as_teacher(read_anatomy(model).resized((24, 16))).model, (24, 16))
         assert macs.macs_with_attention == count_macs(model, (24, 16)).macs_with_attention
 
     def test_it_compiles_and_is_watched(self):

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from frugalvit.common import comparison
-from frugalvit.common.macs import count_macs
+from frugalvit.common import contender
+from frugalvit.common.macs import macs_of
 from frugalvit.training import train
 
 
@@ -38,17 +38,16 @@ COUNTED = {}
 def counted_once(request, monkeypatch):
     """Count the cost of a model once for each architecture; on a device that is not there, each time."""
 
-    def count(model, image_size):
-        # What `using_tokens` asks for is no part of the configuration.
-        if any(part._forward_pre_hooks for part in model.modules()):
-            return count_macs(model, image_size)
-        key = repr(model), str(getattr(model, "config", None)), str(image_size)
+    def count(model, image_size, num_channels):
+        # The one inside `WithTokens`.
+        config = getattr(getattr(model, "model", model), "config", None)
+        key = repr(model), str(config), getattr(model, "num_tokens", None), image_size, num_channels
         if key not in COUNTED:
-            COUNTED[key] = count_macs(model, image_size)
+            COUNTED[key] = macs_of(model, image_size, num_channels)
         return COUNTED[key]
 
     if "device" not in request.fixturenames:
-        monkeypatch.setattr(comparison, "count_macs", count)
+        monkeypatch.setattr(contender, "macs_of", count)
 
 
 @pytest.fixture(scope="session")

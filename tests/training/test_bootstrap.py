@@ -23,7 +23,6 @@ from transformers import (
 )
 
 from frugalvit import SparseFormerConfig, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
-from frugalvit.common import comparison
 from frugalvit.common.macs import count_macs
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.layers import divergence
@@ -422,7 +421,7 @@ def test_given_configuration_goes_before_the_recipes():
 
 
 def test_says_what_it_does_and_ends_with_both_side_by_side(teacher, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(comparison, "LIMIT", 0.1)
+    monkeypatch.setattr(side_by_side, "LIMIT", 0.1)
     arguments = {"images": 64, "epochs": 1}
     options = ("--recipe", "small", "--compare", "true")
     results = run(teacher, tmp_path / "out", *options, **arguments)
@@ -456,7 +455,7 @@ def test_says_what_it_does_and_ends_with_both_side_by_side(teacher, tmp_path, ca
 
 
 def test_a_comparison_of_what_has_no_classes_and_of_other_pixels(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(comparison, "LIMIT", 0.1)
+    monkeypatch.setattr(side_by_side, "LIMIT", 0.1)
     name, _ = save_clip(tmp_path / "clip")
     results = run(name, tmp_path / "out", "--compare", "true", "--image-size", "48", images=64, epochs=1)
     teacher, student = results["comparison"]
@@ -626,7 +625,7 @@ def test_counts_are_chosen_by_a_sandwich_rule():
 
 
 def test_elastic_and_side_by_side(teacher, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(comparison, "LIMIT", 0.0)
+    monkeypatch.setattr(side_by_side, "LIMIT", 0.0)
     elastic(teacher, tmp_path / "out", "--compare", epochs=1)
     rows = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["comparison"]
     assert [row["model"] for row in rows] == ["teacher", *["student"] * 5]

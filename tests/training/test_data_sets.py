@@ -22,11 +22,11 @@ from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images, load_table, split_names
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.folders import find_parts
+from frugalvit.common.image_files import find_images, read_images
 from frugalvit.common.labels import class_names, label_numbers
 from frugalvit.common.masks import load_masked_images, load_masked_splits
 from frugalvit.common.splits import default_split, hold_back, load_splits
 from frugalvit.evaluation.images import images_to_evaluate
-from frugalvit.predict import find_images, read_images
 from frugalvit.training import bootstrap, joint
 from frugalvit.training.components.arguments import DataArguments, RunArguments
 from frugalvit.training.components.cards import choice_of_epoch

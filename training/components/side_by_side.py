@@ -4,38 +4,47 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...common.comparison import compare_speeds, side_by_side, slower_than_teacher
+import torch
+
+from ...common.contender import Contender, as_students, as_teacher, measure_speeds
 from ...common.files import write_json
 from ...common.names import without_place
+from ...common.speed import LIMIT
 from ...common.tables import format_markdown, format_table
 from ...modeling.hosts import Anatomy
-from ...modeling.modeling_sparseformer import (
-    SparseFormerPreTrainedModel,
-)
+from ...modeling.modeling_sparseformer import SparseFormerPreTrainedModel
 from .cards import add_table
 from .checkpoints import TrainingState
 
 
-def introduce(costs: list[dict], sizes: Sequence[tuple[int, int]], names: Sequence[str]) -> list[str]:
-    """A line about each row of costs of `describe_pair`; `sizes` are those of the teacher's and the student's images,
-    `names` those of their classes."""
-    lines = []
-    for cost in costs:
-        role = cost["model"]
-        height, width = sizes[role == "student"]
-        macs = "" if cost["macs"] is None else f"{cost['macs'] / 1e9:.3g} G multiply-accumulates, "
-        lines.append(
-            f"{role.capitalize()}: {names[role == 'student']}, {cost['parameters']:,} parameters, {macs}"
-            f"{tokens_of(cost)}, {height} x {width} pixels."
-        )
-    return lines
+# Columns of a table, and batch sizes of its speeds.
+COSTS = ("num_tokens", "tokens", "parameters", "macs")
+BATCH_SIZES = (1, 32)
 
 
-def tokens_of(cost: dict) -> str:
-    """The tokens of a row of `describe_pair` in words: patches or latent tokens, and [CLS] and registers."""
-    kind = "patches" if cost["model"] == "teacher" else "latent tokens"
-    others = cost["tokens"] - cost["num_tokens"]
-    return f"{cost['num_tokens']:,} {kind}" + {0: "", 1: " and [CLS]"}.get(
+def contenders_of(
+    teacher: Anatomy, student: SparseFormerPreTrainedModel, sizes: Sequence[tuple[int, int]]
+) -> list[Contender]:
+    """The teacher, and the student with each count of tokens that it is made for; `sizes` are the height and width of
+    the teacher's and the student's images in pixels."""
+    return [as_teacher(teacher, sizes[0]), *as_students(student, sizes[1])]
+
+
+def introduce(contenders: Sequence[Contender], names: Sequence[str]) -> list[str]:
+    """A line about each of `contenders_of`; `names` are those of the teacher's class and of the student's."""
+    return [
+        f"{each.name.capitalize()}: {names[each.name == 'student']}, {each.parameters:,} parameters, "
+        f"{each.macs / 1e9:.3g} G multiply-accumulates, {tokens_of(each)}, "
+        f"{' x '.join(map(str, each.image_size))} pixels."
+        for each in contenders
+    ]
+
+
+def tokens_of(contender: Contender) -> str:
+    """The tokens of a contender in words: patches or latent tokens, and [CLS] and registers."""
+    kind = "patches" if contender.name == "teacher" else "latent tokens"
+    others = contender.tokens - contender.num_tokens
+    return f"{contender.num_tokens:,} {kind}" + {0: "", 1: " and [CLS]"}.get(
         others, f" and {others} more, [CLS] and registers"
     )
 
@@ -44,7 +53,6 @@ def compare(
     teacher: Anatomy,
     student_class: type[SparseFormerPreTrainedModel],
     sizes: Sequence[tuple[int, int]],
-    costs: list[dict],
     folder: Path,
     state: TrainingState,
 ):
@@ -54,7 +62,10 @@ def compare(
     dtype = weight.dtype
     teacher.source.to(dtype)
     student = student_class.from_pretrained(folder).to(weight.device, dtype)
-    rows = side_by_side(costs, scores_of(state, student.config), compare_speeds(teacher, student, *sizes))
+    contenders = contenders_of(teacher, student, sizes)
+    costs = [{name: getattr(each, name) for name in COSTS} for each in contenders]
+    found = zip(contenders, scores_of(state, student.config), costs, compare_speeds(contenders, dtype), strict=True)
+    rows = [{"model": each.name, **score, **cost, **speed} for each, score, cost, speed in found]
     print(f"Side by side, on {weight.device.type} in {str(dtype).removeprefix('torch.')}:\n\n{format_table(rows)}\n")
     if slow := slower_than_teacher(rows):
         print(
@@ -64,6 +75,30 @@ def compare(
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     write_json(folder / "results.json", results | {"comparison": rows})
     add_table(folder, "Beside the teacher", rows)
+
+
+def compare_speeds(contenders: Sequence[Contender], dtype: torch.dtype) -> list[dict[str, float]]:
+    """Images per second of contenders, which are on one device and in `dtype`, by batch size as `images/s,
+    BATCH_SIZE`.
+
+    Measuring takes seconds; two passes of each batch where large models on a slow machine take longer.
+    """
+    for contender in contenders:
+        contender.model.eval()
+    speeds = {f"images/s, {size}": measure_speeds(contenders, size, dtype, limit=LIMIT) for size in BATCH_SIZES}
+    return [dict(zip(speeds, own, strict=True)) for own in zip(*speeds.values(), strict=True)]
+
+
+def slower_than_teacher(rows: list[dict[str, object]]) -> list[str]:
+    """Sentences about the counts of tokens and batch sizes at which a student is not faster than its teacher."""
+    teacher, *students = rows
+    return [
+        f"{student[name] / teacher[name]:.2f} times its images/s in batches of {name.removeprefix('images/s, ')}"
+        + (f" with {student['num_tokens']} latent tokens" if len(students) > 1 else "")
+        for student in students
+        for name in student
+        if name.startswith("images/s") and student[name] <= teacher[name]
+    ]
 
 
 def scores_of(state: TrainingState, config) -> list[dict[str, float]]:

@@ -1,0 +1,108 @@
+"""Architectures: what the name of a model stands for, and what a model takes and gives."""
+
+import difflib
+import os
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+import frugalvit
+
+from .common.exported import ExportedModule
+from .common.loading import check_folder, load_pretrained, one_error, split_revision
+from .common.resources import locate_model
+from .common.views import vision_config_of
+from .configuration.configuration_base import pair
+from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
+from .registry import configuration_classes
+
+
+# Kinds of models that are expected, for messages.
+COUNTED, SAVED = "a model to count", "a model of frugalvit or Transformers"
+
+
+def variants() -> dict[str, type[PreTrainedConfig]]:
+    """The papers' models of all families, by name, each with the class of its configuration."""
+    families = [config_class for config_class in configuration_classes() if hasattr(config_class, "variants")]
+    return {name: config_class for config_class in families for name in config_class.variants()}
+
+
+def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The class and the configuration of a vision model.
+
+    Args:
+        name (`str`): One of `variants()`, a model that ships, a model folder or a hub id.
+
+    Raises:
+        ValueError: if there is no such variant or model, or its architecture is unknown.
+    """
+    known = variants()
+    if name in known:
+        config = known[name].from_variant(name)
+        projects = getattr(config, "projection_dim", None) is not None
+        classifier = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
+        return SparseFormerVisionModelWithProjection if projects else classifier, config
+    located = locate_model(name)
+    if located == name and not Path(name).is_dir() and "/" not in name:
+        close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
+        hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
+        raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
+    folder, revision = split_revision(located)
+    check_folder(Path(located).expanduser(), COUNTED)
+    with one_error(name, COUNTED):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
+    try:
+        found = model_class(config)
+    except ValueError as error:
+        raise ValueError(f"{name!r} cannot be counted: {error}.") from error
+    vision = vision_config_of(config)
+    if not hasattr(vision, "image_size") or not hasattr(vision, "num_channels"):
+        raise ValueError(
+            f"{name!r} is a {found.__name__}, expected a vision model with `image_size` and `num_channels`."
+        )
+    return found, config
+
+
+def image_side(model: PreTrainedModel) -> PreTrainedModel:
+    """The image side of a CLIP or a LLaVA; other models as they are."""
+    if vision_config_of(model.config) is not model.config:
+        return model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
+    return model
+
+
+def model_class(config) -> type[PreTrainedModel]:
+    """The class that a model was saved from, this package's or Transformers'.
+
+    Raises:
+        ValueError: if neither has it.
+    """
+    architecture = next(iter(config.architectures or ()), None) if isinstance(config.architectures, list) else None
+    architecture = architecture if isinstance(architecture, str) else "none"
+    # Ours first: the newest Transformers may have a class of the same name.
+    found = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise ValueError(f"its architecture {architecture!r} is neither frugalvit's nor Transformers'")
+    return found
+
+
+def load_model(name: str | os.PathLike, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """Load a model, of the class that it was saved from; arguments and errors as in `load_pretrained`."""
+    return load_pretrained(name, device, False, SAVED, model_class)
+
+
+def image_size_of(model: nn.Module) -> tuple[int, int, int]:
+    """Channels, height and width of the images that a model takes."""
+    if hasattr(model, "default_cfg"):
+        return tuple(model.default_cfg["input_size"])
+    config = vision_config_of(model.config)
+    return (config.num_channels, *pair(config.image_size))
+
+
+def has_rois(model: PreTrainedModel) -> bool:
+    """Whether the model takes `output_rois=True`."""
+    if isinstance(model, ExportedModule):
+        return "rois" in model.outputs
+    return "rois" in getattr(model.config, "keys_to_ignore_at_inference", ())

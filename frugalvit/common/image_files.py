@@ -1,0 +1,124 @@
+"""Images that commands name: files, folders and patterns of them, and parquet files."""
+
+import glob
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+from tqdm import tqdm
+
+from .columns import features_of, find_image_column
+from .decoding import read_image, read_record
+from .folders import image_files, parquet_files, say_unread
+from .reading import read_ahead
+from .tables import printable
+
+
+def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path]:
+    """Find the image and parquet files that arguments stand for: files, folders with all files in them, or patterns.
+    If several folders, for example of classes, have more images than `limit`, so many are taken, evenly spread.
+
+    Raises:
+        FileNotFoundError: if an argument stands for no file.
+    """
+    found = []
+    for argument in arguments:
+        path = Path(argument).expanduser()
+        if path.is_dir():
+            say_unread(path)
+            files = sorted([*image_files(path), *parquet_files(path)])
+            problem = "are no images in the folder"
+        elif path.exists() and not path.is_file():
+            raise ValueError(f"{argument!r} is no file but a device or a pipe, expected an image.")
+        elif path.exists():
+            files, problem = [path], ""
+        else:
+            files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
+            problem = (
+                "is no file that matches the pattern" if glob.has_magic(argument) else "is no such file or folder:"
+            )
+        if not files:
+            raise FileNotFoundError(f"There {problem} {argument!r}; give image files, folders or patterns.")
+        found += files
+    in_folders = len({path.parent for path in found}) > 1 and not any(path.suffix == ".parquet" for path in found)
+    if limit is not None and limit < len(found) and in_folders:
+        return [found[index * len(found) // limit] for index in range(limit)]
+    return found
+
+
+def read_images(
+    paths: Sequence[Path], skip_corrupt: bool = False, image_column: str | None = None
+) -> Iterator[tuple[str, Image.Image]]:
+    """Yield names and RGB images, see `to_rgb`, of image files and of parquet files with an image column.
+
+    Args:
+        paths (sequence of `Path`): The files.
+        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read, and print so.
+        image_column (`str`, *optional*): Column of parquet files, if names and types do not tell.
+
+    Raises:
+        ValueError: if a file is no image or is corrupt, or a parquet file has no column of images, or several.
+    """
+    files = find_files(paths, image_column)
+    yield from readable(read_ahead(lambda file: decode_file(file[1], file[0]), files, 1), skip_corrupt)
+
+
+def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
+    """Yield names of image files, and of the images in parquet files, each with the argument of `decode_file`;
+    arguments and errors as of `read_images`."""
+    for path in paths:
+        if path.suffix.lower() == ".parquet":
+            for index, record in enumerate(_read_parquet(path, image_column)):
+                yield f"{path}[{index}]", record
+        else:
+            yield str(path), path
+
+
+def readable(files: Iterator[tuple[tuple, Future]], skip_corrupt: bool) -> Iterator[tuple[str, object]]:
+    """Yield the name and the image of each file of `read_ahead`; with `skip_corrupt`, of those that can be read."""
+    for (name, _), future in files:
+        try:
+            yield name, future.result()
+        except (ValueError, PermissionError) as error:
+            if not skip_corrupt:
+                raise
+            tqdm.write(f"Left out: {printable(str(error))}", file=sys.stderr)
+
+
+def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
+    """Yield undecoded images of a parquet file, of the column that training takes, too."""
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"Cannot read {str(path)!r}: it is no parquet file or is corrupt.") from error
+    with file:
+        column = find_image_column(features_of(file.schema_arrow), image_column, str(path))
+        for batch in file.iter_batches(64, columns=[column]):
+            for value in batch.column(0).to_pylist():
+                yield value if isinstance(value, dict) else {"path" if isinstance(value, str) else "bytes": value}
+
+
+def decode_file(
+    file: Path | dict,
+    name: str,
+    hint: str = " To go on without such images: --skip-corrupt.",
+    at_least: tuple[int, int] | None = None,
+) -> Image.Image:
+    """Read the RGB image in a file, or of an undecoded `datasets` record; `at_least` as in `read_image`.
+
+    Raises:
+        ValueError: if it is no image or is corrupt, with a hint what to do.
+    """
+    try:
+        return read_record(file, at_least) if isinstance(file, dict) else read_image(file, at_least=at_least)
+    except PermissionError:
+        raise
+    # Decoders raise whatever a broken file leads them to.
+    except Exception as error:
+        raise ValueError(
+            f"Cannot read {name!r}: it is no image that Pillow reads, or is corrupt ({error}).{hint}"
+        ) from error
