@@ -13,13 +13,16 @@ Writes clip_TABLE.json.
 """
 
 import argparse
+import copy
 import functools
+import math
 import statistics
 import tempfile
 from pathlib import Path
 
 import datasets
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoProcessor,
     CLIPModel,
@@ -267,6 +270,8 @@ def measure_llavas(arguments, seed: int, students=STUDENTS) -> dict[str, dict[st
     processor = AutoProcessor.from_pretrained(folder)
     images, match_on = test_images(arguments), take_first(train_images(arguments), MATCHED_IMAGES)
     rows = {"LLaVA with CLIP, 64 tokens": answer_accuracy(llava, processor, images)}
+    if students is STUDENTS_INHERITED:
+        rows["LLaVA with CLIP, 16 means of four patches"] = answer_accuracy(with_means(llava), processor, images)
     for name in students:
         student = bootstrap_student(arguments, clip, name, seed)
         rows[f"{name}, swapped"] = swapped_accuracy(folder, student, images)
@@ -280,6 +285,20 @@ def measure_llavas(arguments, seed: int, students=STUDENTS) -> dict[str, dict[st
                     images,
                 )
     return rows
+
+
+def with_means(llava: LlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
+    """A LLaVA that is given the means of two by two of its patches. Readable tokens of a grid learn to be these."""
+
+    def average(projector, arguments):
+        (patches,) = arguments
+        side = math.isqrt(patches.shape[1])
+        return (F.avg_pool2d(patches.mT.unflatten(2, (side, side)), 2).flatten(2).mT,)
+
+    llava = copy.deepcopy(llava)
+    llava.model.multi_modal_projector.register_forward_pre_hook(average)
+    llava.config.image_seq_length //= 4
+    return llava
 
 
 def train_llava(arguments, clip: Path, seed: int) -> Path:
