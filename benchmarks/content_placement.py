@@ -19,7 +19,7 @@ again; `table` puts all that are there into content_students_NAME.json. Caltech-
 `larger` shows a student images of 448 pixels, for which it was not trained (content_placement_larger.json). `looks`
 lets an image's number of tokens follow from what its splits are worth, and from how sure the student is, and lets the
 teacher's own attention choose the cells (content_placement_looks.json). `picture` draws what tokens of a grid see and
-those of trees, of the student that ships (content_placement.png).
+those of trees, of the student that ships (content_placement.webp).
 """
 
 import argparse
@@ -483,7 +483,7 @@ def draw_picture(arguments):
     for axis in axes.flat:
         axis.set_xticks([])
         axis.set_yticks([])
-    save_figure(figure, arguments.results_dir / "content_placement.png")
+    save_figure(figure, arguments.results_dir / "content_placement.webp")
 
 
 def seen_by(image: torch.Tensor, rois: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:

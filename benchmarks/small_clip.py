@@ -28,13 +28,13 @@ from frugalvit.training.components.arguments import (
     argument,
     check,
     check_at_least,
+    read_values,
     run_as_program,
 )
 from frugalvit.training.components.augmentation import SmallDataView
 from frugalvit.training.components.cards import count_measured, name_images, say_license
 from frugalvit.training.components.checkpoints import TrainingState
 from frugalvit.training.components.images import labeled_images
-from frugalvit.training.components.models import read_values
 from frugalvit.training.components.optimizers import optimizer_with_schedule
 from frugalvit.training.components.runs import RecipeTrainingArguments, recipe_arguments, start_run
 from frugalvit.training.trainer import RecipeTrainer

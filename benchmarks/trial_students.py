@@ -23,8 +23,9 @@ from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.configuration.configuration_base import pair
 from frugalvit.modeling import inheritance
+from frugalvit.modeling.focusing import adjust_rois
 from frugalvit.modeling.layers import in_float32
-from frugalvit.modeling.modeling_sparseformer import SparseFormerModel, adjust_rois
+from frugalvit.modeling.modeling_sparseformer import SparseFormerModel
 from frugalvit.modeling.pyramid import GridImage, grid_rois, points_in, sample_features
 from frugalvit.training import bootstrap
 
@@ -49,9 +50,8 @@ class ContextTokens(nn.Module):
             embedded, _ = base.final_focusing_layer.sampling(embedding, rois, image)
             return torch.cat([hidden_states, (embedding + embedded).to(hidden_states.dtype)], dim=1), *others
 
-        def leave(layer, args, outputs):
-            hidden_states, *others = outputs
-            return hidden_states[:, :-count], *others
+        def leave(layer, args, hidden_states):
+            return hidden_states[:, :-count]
 
         base.layers[0].register_forward_pre_hook(join)
         base.layers[-1].register_forward_hook(leave)
@@ -85,10 +85,10 @@ class SecondLook(nn.Module):
 
     def hang_into(self, base: SparseFormerModel, images: dict):
         def look(layer, args):
-            hidden_states, rois, *others = args
+            hidden_states, *others = args
             prefix = base.config.num_prefix_tokens
             front, tokens = hidden_states[:, :prefix], hidden_states[:, prefix:]
-            rois = adjust_rois(rois, self.deltas(self.norm(tokens)))
+            rois = images["rois"] = adjust_rois(images["rois"], self.deltas(self.norm(tokens)))
             grid = base.config.token_grid
             # RoIs of half the size are read from the image at twice the size, up to its own.
             sizes = [grid, tuple(2 * cells for cells in grid)]
@@ -96,7 +96,7 @@ class SecondLook(nn.Module):
                 [self.image_at(images["pixel_values"], size) for size in sizes], rois, self.sampling
             )
             sampled, _ = self.sampling(tokens, rois, patches)
-            return torch.cat([front, tokens + self.out_proj(sampled).to(tokens.dtype)], dim=1), rois, *others
+            return torch.cat([front, tokens + self.out_proj(sampled).to(tokens.dtype)], dim=1), *others
 
         base.layers[self.block].register_forward_pre_hook(look)
 
@@ -131,7 +131,11 @@ def hang_into(base: SparseFormerModel, trial: str):
     def remember(module, args, kwargs):
         images["pixel_values"] = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
 
+    def remember_rois(layer, args, outputs):
+        images["rois"] = outputs[1]
+
     base.register_forward_pre_hook(remember, with_kwargs=True)
+    base.final_focusing_layer.register_forward_hook(remember_rois)
     base.trial = nn.ModuleList(TRIALS[trial](base))
     for part in base.trial:
         part.hang_into(base, images)

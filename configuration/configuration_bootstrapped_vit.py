@@ -17,7 +17,7 @@ WEIGHTS = {"none": (1.0, 1.0, 10.0), "weights": (0.5, 0.5, 5.0)}
 class BootstrappedViTConfig(AttentionStartConfig):
     r"""
     Configuration of a vision transformer that is trained together with an agent CNN (Zhang et al., *Bootstrapping
-    ViTs*, arXiv 2112.03552). The defaults are ViT-S with Agent-S; `from_variant` has the rest.
+    ViTs*, arXiv 2112.03552), by `frugalvit joint`. The defaults are ViT-S with Agent-S; `from_variant` has the rest.
 
     Args:
         vit_config (`ViTConfig` or `dict`, *optional*): The transformer, Transformers' own.

@@ -75,8 +75,11 @@ def _one_or_pair(size: int | list[int] | tuple[int, ...]) -> int | tuple[int, ..
     return sides[0] if len(sides) == 2 and sides[0] == sides[1] else sides
 
 
-# What a layer can do with its tokens, in the order in which the configuration lists it.
-STEPS = ("sampling", "position_encoding", "attention", "mlp", "roi_adjustment")
+# The papers' orders of operations, and those of the focusing layer in folders from before they had names.
+GENERATIONS = {
+    "bootstrapped": ("sampling", "position_encoding", "attention", "mlp", "roi_adjustment"),
+    "v1": ("attention", "roi_adjustment", "sampling", "mlp"),
+}
 # Where tokens that embed patches look, and what says which cells of a tree are split.
 PLACEMENTS = ("grid", "content")
 PLACEMENT_RULES = ("detail", "contrast", "entropy", "learned")
@@ -146,12 +149,11 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
         focusing_hidden_size (`int`, *optional*, defaults to 384): Width of the iterated focusing layer.
         num_focusing_iterations (`int`, *optional*, defaults to 4):
             Executions of the focusing layer; the one at full width comes on top ("4+1" in the paper).
-        focusing_steps (sequence of `str`, *optional*):
-            Operations of the focusing layer in one execution, in order; of "sampling", "position_encoding",
-            "attention", "mlp" and "roi_adjustment".
-        final_focusing_steps (sequence of `str`, *optional*):
-            The same for the layer at full width. If it attends (v1), it is a whole transformer block and counts as
-            the first of the `num_hidden_layers`.
+        generation (`str`, *optional*, defaults to `"bootstrapped"`):
+            Order of operations of the focusing layers. `"bootstrapped"`: sampling, position encoding, attention, MLP,
+            adjustment of RoIs; at full width the first two alone. `"v1"`: attention, adjustment of RoIs, sampling,
+            MLP; the layer at full width is a whole transformer block and counts as the first of the
+            `num_hidden_layers`.
         roi_encoding (`str`, *optional*, defaults to `"reference"`):
             Frequencies and order of the sinusoidal encoding of RoIs: `"reference"`, as the authors' code has them, or
             `"paper"`, as the supplement prints them, see `encode_rois`.
@@ -290,14 +292,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
     placement_random_share: float | int = 0.0
     focusing_hidden_size: int = 384
     num_focusing_iterations: int = 4
-    focusing_steps: list[str] | tuple[str, ...] = (
-        "sampling",
-        "position_encoding",
-        "attention",
-        "mlp",
-        "roi_adjustment",
-    )
-    final_focusing_steps: list[str] | tuple[str, ...] = ("sampling", "position_encoding")
+    generation: str = "bootstrapped"
     roi_encoding: str = "reference"
     focusing_num_attention_heads: int | None = None
     focusing_intermediate_size: int | None = None
@@ -366,8 +361,12 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             raise ValueError("`glance_grid` is gone; tokens that choose where to look have `placement='content'`.")
         for name in ("num_glance_layers", "num_pyramid_levels"):
             kwargs.pop(name, None)
-        self.focusing_steps = tuple(self.focusing_steps)
-        self.final_focusing_steps = tuple(self.final_focusing_steps)
+        if steps := kwargs.pop("focusing_steps", None):
+            known = [name for name, of_generation in GENERATIONS.items() if of_generation == tuple(steps)]
+            if not known:
+                raise ValueError(f"`focusing_steps` is {steps}, expected one of {[*GENERATIONS.values()]}.")
+            self.generation = known[0]
+        kwargs.pop("final_focusing_steps", None)
         if self.num_mixed_points is None:
             self.num_mixed_points = max(self.num_sampling_points, 32)
         if self.num_attention_heads is None:
@@ -384,7 +383,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
         if self.patch_size is not None:
             self.patch_size = _one_or_pair(self.patch_size)
             self.stem_channels = 16 * self.num_channels
-            self.num_focusing_iterations, self.final_focusing_steps = 0, ("sampling",)
+            self.num_focusing_iterations = 0
             self.shared_token_embedding = False
             # `validate` refuses values that make no sense.
             with contextlib.suppress(TypeError, ValueError, IndexError, ZeroDivisionError):
@@ -534,8 +533,8 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
 
     @property
     def final_focusing_is_block(self) -> bool:
-        """Whether the layer that focuses at full width attends and so is the first block of the cortex (v1)."""
-        return "attention" in self.final_focusing_steps
+        """Whether the layer that focuses at full width is the first block of the cortex."""
+        return self.generation == "v1" and self.patch_size is None
 
     def validate_counts(self):
         """Counts and sizes are positive."""
@@ -597,22 +596,13 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
                 "width of its attention heads."
             )
 
-    def validate_steps(self):
-        """The lists of steps name known operations, each once, and can run."""
-        for name in ("focusing_steps", "final_focusing_steps"):
-            steps = getattr(self, name)
-            if unknown := [step for step in steps if step not in STEPS]:
-                raise ValueError(f"`{name}` has unknown steps {unknown}; the steps are {list(STEPS)}.")
-            if len(set(steps)) != len(steps):
-                raise ValueError(f"`{name}`={list(steps)} lists a step twice; each may come once.")
-        if "sampling" not in [*self.focusing_steps, *self.final_focusing_steps]:
-            raise ValueError("No focusing step samples the image: put 'sampling' into `focusing_steps`.")
+    def validate_generation(self):
+        """v1 has nothing that joins after the focusing stage, as its first block is in there."""
         if self.final_focusing_is_block and (self.num_prefix_tokens or self.rope_theta is not None):
             raise ValueError(
                 "[CLS] and registers have no RoI and join after the focusing stage, and rotary positions are those of "
-                "its last RoIs, but the full-width focusing layer attends and is a cortex block: set "
-                "`use_cls_token=False`, no `num_register_tokens` and no `rope_theta`, or take 'attention' out of "
-                "`final_focusing_steps`."
+                "its last RoIs, but the full-width focusing layer of `generation='v1'` is a cortex block: set "
+                "`use_cls_token=False`, no `num_register_tokens` and no `rope_theta`, or choose 'bootstrapped'."
             )
 
     def validate_patches(self):
@@ -716,6 +706,7 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
             norm_type=("layer_norm", "rms_norm"),
             sampling_padding_mode=("border", "zeros"),
             roi_encoding=("reference", "paper"),
+            generation=tuple(GENERATIONS),
             placement=PLACEMENTS,
             placement_rule=PLACEMENT_RULES,
             decoder_type=DECODERS,
@@ -744,14 +735,12 @@ class SparseFormerConfig(BackboneConfigMixin, FrugalViTConfig):
 def _v1(width: int, layers: int, tokens: int, drop_path_rate: float) -> dict:
     """SparseFormer as first published (Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent
     Tokens*), where the layer that focuses at full width is a cortex block."""
-    steps = ("attention", "roi_adjustment", "sampling", "mlp")
     return {
         "num_latent_tokens": tokens,
         "num_sampling_points": 36,
         "stem_channels": 96,
         "focusing_hidden_size": width // 2,
-        "focusing_steps": steps,
-        "final_focusing_steps": steps,
+        "generation": "v1",
         "focusing_num_attention_heads": 64,
         "hidden_size": width,
         "num_hidden_layers": layers,

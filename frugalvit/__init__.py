@@ -17,26 +17,21 @@ if TYPE_CHECKING:
     from .common.macs import count_macs as count_macs
     from .common.packing import pack_linear_layers as pack_linear_layers
     from .common.resources import checkpoint_path as checkpoint_path
-    from .configuration.configuration_agent_cnn import AgentCNNConfig as AgentCNNConfig
-    from .configuration.configuration_bootstrapped_vit import BootstrappedViTConfig as BootstrappedViTConfig
-    from .configuration.configuration_convmixer import ConvMixerConfig as ConvMixerConfig
-    from .configuration.configuration_sparseformer import SparseFormerConfig as SparseFormerConfig
-    from .configuration.configuration_sparseformer_clip import SparseFormerCLIPConfig as SparseFormerCLIPConfig
-    from .configuration.configuration_sparseformer_clip import SparseFormerSiglipConfig as SparseFormerSiglipConfig
-    from .configuration.configuration_sparseformer_llava import SparseFormerLlavaConfig as SparseFormerLlavaConfig
-    from .configuration.configuration_sparseformer_paligemma import (
-        SparseFormerPaliGemmaConfig as SparseFormerPaliGemmaConfig,
-    )
-    from .configuration.configuration_vit_context_broadcast import (
-        ViTContextBroadcastConfig as ViTContextBroadcastConfig,
-    )
-    from .configuration.configuration_vit_impulse_init import ViTImpulseInitConfig as ViTImpulseInitConfig
+    from .configuration.configuration_agent_cnn import *
+    from .configuration.configuration_bootstrapped_vit import *
+    from .configuration.configuration_convmixer import *
+    from .configuration.configuration_sparseformer import *
+    from .configuration.configuration_sparseformer_clip import *
+    from .configuration.configuration_sparseformer_llava import *
+    from .configuration.configuration_sparseformer_paligemma import *
+    from .configuration.configuration_vit_context_broadcast import *
+    from .configuration.configuration_vit_impulse_init import *
     from .evaluation.embeddings import extract_features as extract_features
     from .inference import Classifier as Classifier
     from .inference import Embedder as Embedder
     from .modeling.context_broadcast import ContextBroadcast as ContextBroadcast
-    from .modeling.context_broadcast_insertion import insert_context_broadcast as insert_context_broadcast
-    from .modeling.context_broadcast_insertion import remove_context_broadcast as remove_context_broadcast
+    from .modeling.context_broadcast_hosts import insert_context_broadcast as insert_context_broadcast
+    from .modeling.context_broadcast_hosts import remove_context_broadcast as remove_context_broadcast
     from .modeling.generalized_convolution import GeneralizedConv2d as GeneralizedConv2d
     from .modeling.heads import swap_backbone as swap_backbone
     from .modeling.hosts import read_anatomy as read_anatomy
@@ -45,49 +40,16 @@ if TYPE_CHECKING:
     from .modeling.initialization import initialize_attention_ as initialize_attention_
     from .modeling.initialization import mimetic_init_ as mimetic_init_
     from .modeling.llava_tower import SparseFormerVisionTower as SparseFormerVisionTower
-    from .modeling.modeling_agent_cnn import AgentCNNForImageClassification as AgentCNNForImageClassification
-    from .modeling.modeling_agent_cnn import AgentCNNModel as AgentCNNModel
-    from .modeling.modeling_agent_cnn import AgentCNNPreTrainedModel as AgentCNNPreTrainedModel
-    from .modeling.modeling_bootstrapped_vit import (
-        BootstrappedViTForImageClassification as BootstrappedViTForImageClassification,
-    )
-    from .modeling.modeling_convmixer import ConvMixerForImageClassification as ConvMixerForImageClassification
-    from .modeling.modeling_convmixer import ConvMixerModel as ConvMixerModel
-    from .modeling.modeling_convmixer import ConvMixerPreTrainedModel as ConvMixerPreTrainedModel
-    from .modeling.modeling_sparseformer import SparseFormerBackbone as SparseFormerBackbone
-    from .modeling.modeling_sparseformer import (
-        SparseFormerForImageClassification as SparseFormerForImageClassification,
-    )
-    from .modeling.modeling_sparseformer import (
-        SparseFormerForSemanticSegmentation as SparseFormerForSemanticSegmentation,
-    )
-    from .modeling.modeling_sparseformer import SparseFormerModel as SparseFormerModel
-    from .modeling.modeling_sparseformer import SparseFormerPreTrainedModel as SparseFormerPreTrainedModel
-    from .modeling.modeling_sparseformer import SparseFormerVisionModel as SparseFormerVisionModel
-    from .modeling.modeling_sparseformer import (
-        SparseFormerVisionModelWithProjection as SparseFormerVisionModelWithProjection,
-    )
-    from .modeling.modeling_sparseformer_clip import SparseFormerCLIPModel as SparseFormerCLIPModel
-    from .modeling.modeling_sparseformer_clip import SparseFormerSiglipModel as SparseFormerSiglipModel
-    from .modeling.modeling_sparseformer_llava import (
-        SparseFormerLlavaForConditionalGeneration as SparseFormerLlavaForConditionalGeneration,
-    )
+    from .modeling.modeling_agent_cnn import *
+    from .modeling.modeling_bootstrapped_vit import *
+    from .modeling.modeling_convmixer import *
+    from .modeling.modeling_sparseformer import *
+    from .modeling.modeling_sparseformer_clip import *
+    from .modeling.modeling_sparseformer_llava import *
     from .modeling.modeling_sparseformer_llava import SparseFormerLlavaProcessor as SparseFormerLlavaProcessor
-    from .modeling.modeling_sparseformer_paligemma import (
-        SparseFormerPaliGemmaForConditionalGeneration as SparseFormerPaliGemmaForConditionalGeneration,
-    )
-    from .modeling.modeling_vit_context_broadcast import (
-        ViTContextBroadcastForImageClassification as ViTContextBroadcastForImageClassification,
-    )
-    from .modeling.modeling_vit_context_broadcast import ViTContextBroadcastModel as ViTContextBroadcastModel
-    from .modeling.modeling_vit_context_broadcast import (
-        ViTContextBroadcastPreTrainedModel as ViTContextBroadcastPreTrainedModel,
-    )
-    from .modeling.modeling_vit_impulse_init import (
-        ViTImpulseInitForImageClassification as ViTImpulseInitForImageClassification,
-    )
-    from .modeling.modeling_vit_impulse_init import ViTImpulseInitModel as ViTImpulseInitModel
-    from .modeling.modeling_vit_impulse_init import ViTImpulseInitPreTrainedModel as ViTImpulseInitPreTrainedModel
+    from .modeling.modeling_sparseformer_paligemma import *
+    from .modeling.modeling_vit_context_broadcast import *
+    from .modeling.modeling_vit_impulse_init import *
     from .modeling.open_clip_adapter import OpenClipVisual as OpenClipVisual
     from .modeling.open_clip_adapter import from_open_clip as from_open_clip
     from .modeling.open_clip_adapter import to_open_clip as to_open_clip

@@ -124,17 +124,26 @@ def costs_of(model: PreTrainedModel, counts: Iterable[int]) -> dict[int, int]:
     return {count: macs_of(WithTokens(model, count), model.config.image_size) for count in counts}
 
 
-class LabelPromise:
-    """The promise that few images get another label with few tokens, if these are sure, than with more.
+class Promise:
+    """A promise that few tokens seldom answer otherwise.
 
     Args:
-        disagreement, certainty (`float`): `risk` and `certainty` of `choose_confidence`.
+        disagreement, certainty (`float`): `risk` and `certainty` of `most_wrong`.
     """
-
-    load = staticmethod(load_image_classifier)
 
     def __init__(self, disagreement: float, certainty: float):
         self.disagreement, self.certainty = disagreement, certainty
+
+    def terms(self, images: int, reference: str) -> dict[str, object]:
+        """Terms of the promise for a configuration, made from so many images and a reference in words."""
+        asked = {"disagreement": self.disagreement, "certainty": self.certainty}
+        return {**asked, "images": images, "reference": reference}
+
+
+class LabelPromise(Promise):
+    """The promise that few images get another label with few tokens, if these are sure, than with more."""
+
+    load = staticmethod(load_image_classifier)
 
     def counts_of(self, config) -> list[int]:
         """Numbers of tokens with which images are looked at."""
@@ -196,14 +205,8 @@ class LabelPromise:
                 f"looks together would cost {macs / costs[last]:.2f} times as much as {last} tokens alone. Ask for a "
                 "larger --disagreement, or for other --token-counts."
             )
-        calibration = {
-            "token_counts": list(logits),
-            "confidence": confidence,
-            "disagreement": self.disagreement,
-            "certainty": self.certainty,
-            "images": len(labels),
-            "reference": reference,
-        }
+        terms = self.terms(len(labels), reference)
+        calibration = {"token_counts": list(logits), "confidence": confidence, **terms}
         return {"calibration": calibration, "shares": shares, "macs": macs, "saved": costs[last] / macs}
 
     def keep(self, model: PreTrainedModel, found: dict[str, object]):
@@ -224,20 +227,21 @@ class LabelPromise:
         )
 
 
-class CosinePromise:
+class CosinePromise(Promise):
     """The promise that few images have an embedding with few tokens that is far from the one with the most.
 
     All images get as many tokens. Looking again with more at some images would cost more than it saves.
 
     Args:
-        disagreement, certainty (`float`): As of `LabelPromise`.
+        disagreement, certainty (`float`): As of `Promise`.
         cosine (`float`): Cosine of two embeddings from which on they agree.
     """
 
     load = staticmethod(load_vision_model)
 
     def __init__(self, disagreement: float, certainty: float, cosine: float):
-        self.disagreement, self.certainty, self.cosine = disagreement, certainty, cosine
+        super().__init__(disagreement, certainty)
+        self.cosine = cosine
 
     def counts_of(self, config) -> list[int]:
         """Numbers of tokens to choose from."""
@@ -292,13 +296,7 @@ class CosinePromise:
                 "Ask for a smaller --cosine or a larger --disagreement."
             )
         costs, chosen = costs_of(model, counts), counts[last]
-        calibration = {
-            "cosine": self.cosine,
-            "disagreement": self.disagreement,
-            "certainty": self.certainty,
-            "images": len(expected),
-            "reference": reference,
-        }
+        calibration = {"cosine": self.cosine, **self.terms(len(expected), reference)}
         means = {count: each.double().mean().item() for count, each in cosines.items()}
         found = {"num_tokens": chosen, "calibration": calibration, "cosines": means, "macs": costs[chosen]}
         return found | {"saved": costs[counts[0]] / costs[chosen]}

@@ -4,57 +4,27 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import os
+import re
 import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
 
 
-# A family's public names in `configuration_<family>.py` and in `modeling_<family>.py`.
-FAMILIES = {
-    "agent_cnn": (
-        ["AgentCNNConfig"],
-        ["AgentCNNModel", "AgentCNNForImageClassification", "AgentCNNPreTrainedModel"],
-    ),
-    "bootstrapped_vit": (["BootstrappedViTConfig"], ["BootstrappedViTForImageClassification"]),
-    "convmixer": (
-        ["ConvMixerConfig"],
-        ["ConvMixerModel", "ConvMixerForImageClassification", "ConvMixerPreTrainedModel"],
-    ),
-    "sparseformer": (
-        ["SparseFormerConfig"],
-        [
-            "SparseFormerModel",
-            "SparseFormerBackbone",
-            "SparseFormerForImageClassification",
-            "SparseFormerForSemanticSegmentation",
-            "SparseFormerPreTrainedModel",
-            "SparseFormerVisionModel",
-            "SparseFormerVisionModelWithProjection",
-        ],
-    ),
-    "sparseformer_clip": (
-        ["SparseFormerCLIPConfig", "SparseFormerSiglipConfig"],
-        ["SparseFormerCLIPModel", "SparseFormerSiglipModel"],
-    ),
-    "sparseformer_llava": (["SparseFormerLlavaConfig"], ["SparseFormerLlavaForConditionalGeneration"]),
-    "sparseformer_paligemma": (
-        ["SparseFormerPaliGemmaConfig"],
-        ["SparseFormerPaliGemmaForConditionalGeneration"],
-    ),
-    "vit_context_broadcast": (
-        ["ViTContextBroadcastConfig"],
-        [
-            "ViTContextBroadcastModel",
-            "ViTContextBroadcastForImageClassification",
-            "ViTContextBroadcastPreTrainedModel",
-        ],
-    ),
-    "vit_impulse_init": (
-        ["ViTImpulseInitConfig"],
-        ["ViTImpulseInitModel", "ViTImpulseInitForImageClassification", "ViTImpulseInitPreTrainedModel"],
-    ),
-}
+# A family's public names are those in `__all__` of `configuration_<family>.py` and `modeling_<family>.py`.
+FAMILIES = (
+    "agent_cnn",
+    "bootstrapped_vit",
+    "convmixer",
+    "sparseformer",
+    "sparseformer_clip",
+    "sparseformer_llava",
+    "sparseformer_paligemma",
+    "vit_context_broadcast",
+    "vit_impulse_init",
+)
 
 FUNCTIONS = {
     "AlignLlavaArguments": "frugalvit.training.align_llava",
@@ -78,7 +48,7 @@ FUNCTIONS = {
     "ImageClassificationTrainer": "frugalvit.training.train",
     "impulse_init_": "frugalvit.modeling.initialization",
     "initialize_attention_": "frugalvit.modeling.initialization",
-    "insert_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
+    "insert_context_broadcast": "frugalvit.modeling.context_broadcast_hosts",
     "JointArguments": "frugalvit.training.joint",
     "JointTrainer": "frugalvit.training.joint",
     "MapAlignmentLoss": "frugalvit.training.losses",
@@ -89,7 +59,7 @@ FUNCTIONS = {
     "OpenClipVisual": "frugalvit.modeling.open_clip_adapter",
     "pack_linear_layers": "frugalvit.common.packing",
     "read_anatomy": "frugalvit.modeling.hosts",
-    "remove_context_broadcast": "frugalvit.modeling.context_broadcast_insertion",
+    "remove_context_broadcast": "frugalvit.modeling.context_broadcast_hosts",
     "SegmentationArguments": "frugalvit.training.segment",
     "SegmentationTrainer": "frugalvit.training.segment",
     "SparseFormerLlavaProcessor": "frugalvit.modeling.modeling_sparseformer_llava",
@@ -103,19 +73,33 @@ FUNCTIONS = {
 def public_names() -> dict[str, str]:
     """The names that `frugalvit` offers and the modules that define them."""
     names = dict(FUNCTIONS)
-    for family, (configurations, models) in FAMILIES.items():
-        names |= dict.fromkeys(configurations, f"frugalvit.configuration.configuration_{family}")
-        names |= dict.fromkeys(models, f"frugalvit.modeling.modeling_{family}")
+    # Modeling files export the configurations, too.
+    for room in ("modeling", "configuration"):
+        folder = os.path.dirname(importlib.util.find_spec(f"frugalvit.{room}").origin)
+        for family in FAMILIES:
+            names |= dict.fromkeys(
+                _exports(os.path.join(folder, f"{room}_{family}.py")), f"frugalvit.{room}.{room}_{family}"
+            )
     return names
+
+
+def _exports(file: str) -> list[str]:
+    """The names in a file's `__all__`. So does Transformers' `define_import_structure` find them; importing that would
+    import Transformers."""
+    with open(file, encoding="utf-8") as source:
+        listed = re.search(r"^__all__ = \[(.*?)\]", source.read(), re.MULTILINE | re.DOTALL)[1]
+    return re.findall(r'"(\w+)"', listed)
+
+
+def _classes(room: str, family: str) -> list[type]:
+    """The classes that a family's file in `configuration/` or `modeling/` exports."""
+    module = importlib.import_module(f"frugalvit.{room}.{room}_{family}")
+    return [getattr(module, name) for name in module.__all__]
 
 
 def configuration_classes() -> list[type]:
     """The configurations of all families."""
-    return [
-        getattr(importlib.import_module(f"frugalvit.configuration.configuration_{family}"), name)
-        for family, (configurations, _) in FAMILIES.items()
-        for name in configurations
-    ]
+    return [found for family in FAMILIES for found in _classes("configuration", family)]
 
 
 _LOCK = threading.RLock()
@@ -159,7 +143,7 @@ def register_configurations() -> None:
 
     found = configuration_classes()
     if is_torch_available():
-        altered = importlib.import_module("frugalvit.modeling.context_broadcast_classes")
+        altered = importlib.import_module("frugalvit.modeling.context_broadcast_hosts")
         found += [getattr(altered, f"ContextBroadcast{name}") for name in altered.CONFIGURATIONS]
     for config_class in found:
         transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
@@ -183,8 +167,7 @@ def register_processors(family: str) -> None:
     import transformers
 
     processors = {"torchvision": transformers.ViTImageProcessor, "pil": transformers.ViTImageProcessorPil}
-    module = importlib.import_module(f"frugalvit.configuration.configuration_{family}")
-    for config_class in (getattr(module, name) for name in FAMILIES[family][0]):
+    for config_class in _classes("configuration", family):
         transformers.AutoImageProcessor.register(config_class, image_processor_classes=processors, exist_ok=True)
 
 
@@ -193,9 +176,8 @@ def register_models(family: str) -> None:
     """Register a family's models, each with the Auto classes that its `auto_classes` names."""
     import transformers
 
-    module = importlib.import_module(f"frugalvit.modeling.modeling_{family}")
-    for model_class in (getattr(module, name) for name in FAMILIES[family][1]):
-        for auto_class, name in model_class.auto_classes.items():
+    for model_class in _classes("modeling", family):
+        for auto_class, name in getattr(model_class, "auto_classes", {}).items():
             if name == model_class.__name__:
                 getattr(transformers, auto_class).register(model_class.config_class, model_class, exist_ok=True)
 

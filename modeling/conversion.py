@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ..configuration.configuration_base import pair
-from ..configuration.configuration_sparseformer import VARIANTS, SparseFormerConfig
+from ..configuration.configuration_sparseformer import GENERATIONS, VARIANTS, SparseFormerConfig
 from .modeling_sparseformer import (
     SparseFormerForImageClassification,
     SparseFormerPreTrainedModel,
@@ -320,12 +320,13 @@ def _names(config: SparseFormerConfig, transition: bool) -> dict[str, str]:
         if config.transition_layer_norm:
             names |= _both("layers.1.1", "sparseformer.transition_layernorm")
 
-    layers = [("focusing_layer", config.focusing_steps)]
+    focusing = GENERATIONS[config.generation]
+    layers = [("focusing_layer", focusing)]
     cortex = [("attention", "mlp")] * config.num_hidden_layers
     if config.final_focusing_is_block:
-        cortex[0] = config.final_focusing_steps
+        cortex[0] = focusing
     else:
-        layers.append(("final_focusing_layer", config.final_focusing_steps))
+        layers.append(("final_focusing_layer", ("sampling", "position_encoding")))
     layers += [(f"layers.{i}", steps) for i, steps in enumerate(cortex)]
     for i, (layer, steps) in enumerate(layers):
         for step in steps:

@@ -5,14 +5,16 @@ import importlib.util
 import inspect
 import json
 import re
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
+import transformers
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
-from ..configuration.configuration_base import pair
+from ..configuration.configuration_base import HubConfigMixin, pair
 
 
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+(\.+[\w.]*)\s+import\s", re.MULTILINE)
@@ -331,6 +333,40 @@ class HubModel(PreTrainedModel):
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
         """Does nothing: `save_pretrained` writes the source files itself."""
+
+
+class AlteredConfigMixin(HubConfigMixin):
+    """A configuration of Transformers for an `AlteredModel`."""
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        # Where this configuration was registered, its models follow when one is loaded.
+        module = sys.modules[type(self).__module__]
+        for name in self.architectures or ():
+            model = getattr(module, name, None)
+            if isinstance(model, type) and issubclass(model, AlteredModel):
+                model.register()
+
+
+class AlteredModel(HubModel):
+    """A model of Transformers with something of this package in it. Its module makes a class for each of Transformers'
+    when it is first asked for one."""
+
+    def save_pretrained(self, save_directory, **kwargs):
+        """As `HubModel.save_pretrained`. Weights keep the names that they have here, as Transformers does not know
+        that the names of older checkpoints of the host belong to this model type."""
+        super().save_pretrained(save_directory, **{"save_original_format": False} | kwargs)
+
+    def image_processor_config(self):
+        """None: the host's image processor is saved beside it, as always."""
+
+    @classmethod
+    def register(cls):
+        """Let Transformers' Auto classes load the class and its base model, whose code this process has."""
+        transformers.AutoConfig.register(cls.config_class.model_type, cls.config_class, exist_ok=True)
+        module = sys.modules[cls.family_class().__module__]
+        for auto_class, name in cls.auto_classes.items():
+            getattr(transformers, auto_class).register(cls.config_class, getattr(module, name), exist_ok=True)
 
 
 def upload_folder(

@@ -76,7 +76,7 @@ class InitializationReport:
 
 
 @dataclass
-class AttentionLayer:
+class BlockParts:
     """Parts of a block that initializations read and write: layers, or views of their weights.
 
     Args:
@@ -104,18 +104,18 @@ class AttentionLayer:
 
 
 @dataclass
-class VisionTransformer:
+class TransformerParts:
     """Parts of a vision transformer that initializations read and write.
 
     Args:
-        layers (`list[AttentionLayer]`): Its blocks, in order.
+        layers (`list[BlockParts]`): Its blocks, in order.
         positions (`torch.Tensor`): `(prefix + height * width, hidden_size)`, those of [CLS] and registers first.
         learns_positions (`bool`): Whether the positions are a parameter.
         grid (pair of `int`): Height and width in patches.
         pre_norm (`nn.Module`, *optional*): The norm of tokens before the first block.
     """
 
-    layers: list[AttentionLayer]
+    layers: list[BlockParts]
     positions: torch.Tensor
     learns_positions: bool
     grid: tuple[int, int]
@@ -126,14 +126,14 @@ class VisionTransformer:
         return self.positions[len(self.positions) - self.grid[0] * self.grid[1] :]
 
 
-def read_vision_transformer(model: nn.Module | VisionTransformer) -> VisionTransformer:
-    """A vision transformer whose tokens differ by the positions that are added to them.
+def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
+    """Return the parts of a vision transformer whose tokens differ by the positions that are added to them.
 
     Raises:
         ValueError: if the model is none, does to queries and keys what these initializations leave out, or computes
             something else than a plain vision transformer with the same weights.
     """
-    if isinstance(model, VisionTransformer):
+    if isinstance(model, TransformerParts):
         return model
     if hasattr(own := getattr(model, "base_model", model), "parts_to_initialize"):
         return own.parts_to_initialize()
@@ -154,22 +154,22 @@ def read_vision_transformer(model: nn.Module | VisionTransformer) -> VisionTrans
     for block in anatomy.blocks:
         parts = block.attention
         projections = (parts.query, parts.key, parts.value, parts.output)
-        layers.append(AttentionLayer(block.attention_norm, *projections, parts.num_heads, block.linears))
-    return VisionTransformer(
+        layers.append(BlockParts(block.attention_norm, *projections, parts.num_heads, block.linears))
+    return TransformerParts(
         layers, anatomy.positions, anatomy.learns_positions, anatomy.grid, pre_norm=anatomy.pre_norm
     )
 
 
-def parts_of_layers(model: nn.Module) -> VisionTransformer:
+def parts_of_layers(model: nn.Module) -> TransformerParts:
     """The parts that initializations need, of a base model of this package whose blocks are `PreNormLayer`s."""
     layers = []
     for layer in model.layers:
         attention = layer.attention
         projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-        layers.append(AttentionLayer(layer.layernorm_before, *projections, model.config.num_attention_heads, linears))
+        layers.append(BlockParts(layer.layernorm_before, *projections, model.config.num_attention_heads, linears))
     positions = model.embeddings.position_embeddings
-    return VisionTransformer(layers, positions[0], positions.requires_grad, model.embeddings.grid)
+    return TransformerParts(layers, positions[0], positions.requires_grad, model.embeddings.grid)
 
 
 def is_drawn(model: nn.Module) -> bool:
@@ -261,7 +261,7 @@ def impulse_init_(
     if solver == "pinv" and kernel_size != 3:
         raise ValueError(f"`kernel_size` is {kernel_size}, but `solver='pinv'` has an order for 3 x 3 kernels only.")
 
-    vit = read_vision_transformer(model)
+    vit = read_parts(model)
     _set_positions(vit, positions, position_std, generator)
     raw = {kind: _pseudo_input(kind, vit, generator) for kind in dict.fromkeys(kinds)}
     solve = _Solver(solver, vit.grid, mass, steps, renormalize_every, generator)
@@ -310,7 +310,7 @@ def mimetic_init_(
         ValueError: if the model is none of those, or an argument makes no sense.
     """
     _check("value_init", value_init, VALUE_INITS)
-    vit = read_vision_transformer(model)
+    vit = read_parts(model)
     _set_positions(vit, positions, position_std, generator)
     report = InitializationReport()
     for index, layer in enumerate(vit.layers):
@@ -371,7 +371,7 @@ def _initialize_linears(
     model: nn.Module, initialize, value_init: str, positions: str, position_std: float, generator
 ) -> InitializationReport:
     _check("value_init", value_init, VALUE_INITS)
-    vit = read_vision_transformer(model)
+    vit = read_parts(model)
     _set_positions(vit, positions, position_std, generator)
     for layer in vit.layers:
         for linear in layer.linears:
@@ -421,7 +421,7 @@ START_FIELDS = {
 }
 
 
-def start_attention_(model: nn.Module | VisionTransformer, config, **options) -> InitializationReport:
+def start_attention_(model: nn.Module | TransformerParts, config, **options) -> InitializationReport:
     """Initialize the attention of a fresh model as its configuration says, an `AttentionStartConfig`; `options` are
     further ones."""
     initialize = INITIALIZATIONS[config.initialization]
@@ -484,7 +484,7 @@ def _check(name: str, value, known):
         raise ValueError(f"`{name}` is {value!r}, expected one of {', '.join(map(repr, known))}.")
 
 
-def _set_positions(vit: VisionTransformer, positions: str, std: float, generator: torch.Generator | None):
+def _set_positions(vit: TransformerParts, positions: str, std: float, generator: torch.Generator | None):
     _check("positions", positions, POSITIONS)
     if positions == "random" and not vit.learns_positions:
         raise ValueError("`positions` is 'random', but this model's are fixed; expected 'sincos' or 'keep'.")
@@ -496,7 +496,7 @@ def _set_positions(vit: VisionTransformer, positions: str, std: float, generator
         vit.patch_positions.copy_(encoding)
 
 
-def _pseudo_input(kind: str, vit: VisionTransformer, generator) -> torch.Tensor:
+def _pseudo_input(kind: str, vit: TransformerParts, generator) -> torch.Tensor:
     positions = _tokens_of_positions(vit)
     if kind == "pe":
         return positions
@@ -505,24 +505,24 @@ def _pseudo_input(kind: str, vit: VisionTransformer, generator) -> torch.Tensor:
     return chance.to(positions) + (positions if kind == "pe+uniform" else 0)
 
 
-def _tokens_of_positions(vit: VisionTransformer) -> torch.Tensor:
+def _tokens_of_positions(vit: TransformerParts) -> torch.Tensor:
     """The first block's input for patches without content, `(patches, hidden_size)` in float32."""
     positions = vit.patch_positions.float()
     return positions if vit.pre_norm is None else copy.deepcopy(vit.pre_norm).float()(positions)
 
 
-def _normalized(inputs: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+def _normalized(inputs: torch.Tensor, layer: BlockParts) -> torch.Tensor:
     return copy.deepcopy(layer.norm).float()(inputs)
 
 
-def _zero_biases(layer: AttentionLayer):
+def _zero_biases(layer: BlockParts):
     """Set the biases of queries and keys to zero."""
     for projection in (layer.query, layer.key):
         if projection.bias is not None:
             projection.bias.zero_()
 
 
-def _set_values(layer: AttentionLayer, value_init: str, generator: torch.Generator | None):
+def _set_values(layer: BlockParts, value_init: str, generator: torch.Generator | None):
     if value_init == "default":
         return
     left, right = mimetic_factors(layer.value.weight.shape[1], 0.4, -0.4, generator)
@@ -530,7 +530,7 @@ def _set_values(layer: AttentionLayer, value_init: str, generator: torch.Generat
     layer.output.weight.copy_(right.T)
 
 
-def _describe(index: int, layer: AttentionLayer, inputs: torch.Tensor, grid, offsets) -> list[HeadReport]:
+def _describe(index: int, layer: BlockParts, inputs: torch.Tensor, grid, offsets) -> list[HeadReport]:
     reports = []
     for head, offset in enumerate(offsets):
         query, key = (layer.head(projection, head).float().T for projection in (layer.query, layer.key))
@@ -555,6 +555,6 @@ def _describe(index: int, layer: AttentionLayer, inputs: torch.Tensor, grid, off
     return reports
 
 
-def _describe_unstructured(index: int, layer: AttentionLayer, vit: VisionTransformer) -> list[HeadReport]:
+def _describe_unstructured(index: int, layer: BlockParts, vit: TransformerParts) -> list[HeadReport]:
     inputs = _normalized(_tokens_of_positions(vit), layer)
     return _describe(index, layer, inputs, vit.grid, [(0, 0)] * layer.num_heads)

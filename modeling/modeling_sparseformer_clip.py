@@ -136,7 +136,7 @@ class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
         "AutoModel": "SparseFormerCLIPModel",
         "AutoModelForZeroShotImageClassification": "SparseFormerCLIPModel",
     }
-    _no_split_modules = ["CLIPTextEmbeddings", "CLIPEncoderLayer", "SparseFormerLayer", "SparseFormerLatents"]
+    _no_split_modules = ["CLIPTextEmbeddings", "CLIPEncoderLayer"]
 
     def __init__(self, config: SparseFormerCLIPConfig):
         config.validate()
@@ -232,7 +232,7 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
     }
     # SigLIP was trained on texts of one length, which not all of its tokenizers know.
     text_padding = "max_length"
-    _no_split_modules = ["SiglipTextEmbeddings", "SiglipEncoderLayer", "SparseFormerLayer", "SparseFormerLatents"]
+    _no_split_modules = ["SiglipTextEmbeddings", "SiglipEncoderLayer"]
 
     def __init__(self, config: SparseFormerSiglipConfig):
         config.validate()

@@ -15,15 +15,15 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
-from ..configuration.configuration_base import HubConfigMixin, pair
+from ..configuration.configuration_base import pair
 from ..configuration.configuration_sparseformer import (
     SparseFormerConfig,
     check_feature_layers,
     read_vision_config,
 )
 from .dense import FeatureMaps, shares_of_tokens, spread
-from .hub import HubModel
-from .modeling_sparseformer import SparseFormerModel, SparseFormerModelOutput, check_places
+from .hub import AlteredConfigMixin, AlteredModel
+from .modeling_sparseformer import SparseFormerModel, SparseFormerModelOutput
 
 
 # What Transformers' classes are called without `Config`, `Model` and `ForConditionalGeneration`.
@@ -46,7 +46,6 @@ class SparseFormerGridTower(SparseFormerModel):
     """
 
     def __init__(self, config: SparseFormerConfig, num_front_tokens: int = 0):
-        check_places(config)
         super().__init__(config)
         self.num_front_tokens = num_front_tokens
         self.feature_maps = FeatureMaps(config)
@@ -99,7 +98,7 @@ class SparseFormerGridTower(SparseFormerModel):
         return torch.cat([front, mean, spread(tokens, shares).flatten(2).mT], dim=1)
 
 
-class GridTowerConfigMixin(HubConfigMixin):
+class GridTowerConfigMixin(AlteredConfigMixin):
     """A configuration of Transformers with a SparseFormer as its vision tower.
 
     `vision_config` is that of the tower that was there before, on which all else counts, but for its `patch_size`: it
@@ -114,10 +113,6 @@ class GridTowerConfigMixin(HubConfigMixin):
         self.tower_config = read_vision_config({} if tower_config is None else tower_config)
         self.tower_front_tokens = tower_front_tokens
         super().__post_init__(**kwargs)
-        # Where this configuration was registered, its models follow when one is loaded.
-        for name in self.architectures or ():
-            if name.startswith(_PREFIX):
-                __getattr__(name).register()
 
     @property
     def image_grid(self) -> int:
@@ -148,7 +143,7 @@ def part_name(model: nn.Module, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in model._modules), None)
 
 
-class GridTowerMixin(HubModel):
+class GridTowerMixin(AlteredModel):
     """A model of Transformers with a SparseFormer as its vision tower; `swap_vision_tower` puts one together."""
 
     def __init__(self, config):
@@ -168,21 +163,6 @@ class GridTowerMixin(HubModel):
         """Choose the vision tower's latent tokens of all calls, as of a SparseFormer alone. The grid, and so the
         number of image tokens, stays as it is."""
         self.grid_tower.set_num_tokens(num_tokens)
-
-    def save_pretrained(self, save_directory, **kwargs):
-        """As `HubModel.save_pretrained`. Weights keep the names that they have here, as Transformers does not know
-        that the names of older checkpoints of the host belong to this model type."""
-        super().save_pretrained(save_directory, **{"save_original_format": False} | kwargs)
-
-    def image_processor_config(self):
-        """None: the processor that `matching_processor` makes is saved beside it."""
-
-    @classmethod
-    def register(cls):
-        """Let Transformers' Auto classes load the class and its base model, whose code this process has."""
-        transformers.AutoConfig.register(cls.config_class.model_type, cls.config_class, exist_ok=True)
-        for auto_class, name in cls.auto_classes.items():
-            getattr(transformers, auto_class).register(cls.config_class, __getattr__(name), exist_ok=True)
 
 
 def make_tower(config: PreTrainedConfig) -> SparseFormerGridTower:

@@ -1,7 +1,8 @@
 """ViTContextBroadcast: a plain vision transformer with Context Broadcasting, and its distilled form.
 
 After Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (arXiv 2210.08457), which adds a
-line to DeiT. That line stands in `context_broadcast.py`, which puts it into any vision transformer, this one too.
+line to DeiT. That line stands in `context_broadcast.py`, which puts it into blocks of this family and others.
+`ContextBroadcastViT…` are not these: Transformers' ViT into which it was inserted (`context_broadcast_hosts.py`).
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration.configuration_vit_context_broadcast import ViTContextBroadcastConfig
 from .context_broadcast import ContextBroadcast, broadcast_layers
 from .hub import HubModel
-from .initialization import VisionTransformer, is_drawn, parts_of_layers, start_attention_
+from .initialization import TransformerParts, is_drawn, parts_of_layers, start_attention_
 from .layers import (
     PatchEmbeddings,
     PreNormLayer,
@@ -142,7 +143,7 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
         broadcast_layers(self.layers, config, has_class_token=True)
         self.post_init()
 
-    def parts_to_initialize(self) -> VisionTransformer:
+    def parts_to_initialize(self) -> TransformerParts:
         """The parts that initializations write to."""
         return parts_of_layers(self)
 

@@ -18,7 +18,7 @@ from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from .context_broadcast import ContextBroadcast, broadcast_layers
 from .hub import HubModel
 from .impulse import sincos_position_encoding
-from .initialization import VisionTransformer, is_drawn, parts_of_layers, start_attention_
+from .initialization import TransformerParts, is_drawn, parts_of_layers, start_attention_
 from .layers import (
     GenericForImageClassification,
     PatchEmbeddings,
@@ -154,7 +154,7 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
         broadcast_layers(self.layers, config, has_class_token=config.pooling == "cls")
         self.post_init()
 
-    def parts_to_initialize(self) -> VisionTransformer:
+    def parts_to_initialize(self) -> TransformerParts:
         """The parts that initializations write to."""
         return parts_of_layers(self)
 

@@ -23,7 +23,7 @@ from frugalvit.common.views import ImageFormat
 from frugalvit.contenders import load_students, load_teachers
 from frugalvit.evaluation.embeddings import LabeledFeatures, image_embedder, image_maker
 from frugalvit.evaluation.knn import neighbor_scores
-from frugalvit.evaluation.linear import PENALTIES, LinearProbe, fit_probe, hold_back
+from frugalvit.evaluation.linear import PENALTIES, LinearProbe, choose_held_back, fit_probe
 
 
 torch.set_num_threads(1)
@@ -125,7 +125,7 @@ def test_linear_probe_is_the_minimum():
 def test_penalty_is_chosen_by_images_that_are_held_back():
     """The one of which a probe of the others is right most often, the strongest of equals."""
     train = noise(images=60, size=20)
-    held_back = hold_back(train.labels, seed=3)
+    held_back = choose_held_back(train.labels, seed=3)
     sizes = train.labels.bincount()
     assert train.labels[held_back].bincount().tolist() == [size // 5 for size in sizes.tolist()]
     known, asked = (LabeledFeatures(train.features[part], train.labels[part]) for part in (~held_back, held_back))
@@ -136,8 +136,8 @@ def test_penalty_is_chosen_by_images_that_are_held_back():
     assert len(set(right)) > 1
     assert fit_probe(train, seed=3).penalty == PENALTIES[right.index(max(right))]
     # The only image of a class stays, of two one goes.
-    assert hold_back(torch.tensor([0, 1, 1, 2]), seed=0).tolist()[::3] == [False, False]
-    assert hold_back(torch.tensor([0, 1, 1, 2]), seed=0).sum() == 1
+    assert choose_held_back(torch.tensor([0, 1, 1, 2]), seed=0).tolist()[::3] == [False, False]
+    assert choose_held_back(torch.tensor([0, 1, 1, 2]), seed=0).sum() == 1
 
 
 def test_classes(tmp_path):

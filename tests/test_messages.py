@@ -17,7 +17,7 @@ from frugalvit.common.loading import choose_device, load_image_classifier, load_
 from frugalvit.info import describe
 from frugalvit.training.components.arguments import ArgumentParser, OptimizerArguments, RunArguments
 from frugalvit.training.components.classifiers import load_or_create
-from frugalvit.training.options.train import ModelArguments, RecipeArguments
+from frugalvit.training.options.train import LearningArguments, ModelArguments
 from frugalvit.training.segment import MaskedImageArguments, SegmenterArguments
 from frugalvit.training.segment import build_model as build_segmenter
 
@@ -27,7 +27,7 @@ LOADERS = {
     "classifier": load_image_classifier,
     "teacher": load_vision_model,
     "info": describe,
-    "train": lambda folder: load_or_create(ModelArguments(model=folder), RecipeArguments(), ["a", "b"]),
+    "train": lambda folder: load_or_create(ModelArguments(model=folder), LearningArguments(), ["a", "b"]),
     "segment": lambda folder: build_segmenter(
         SegmenterArguments(model=folder, drop_path=0), MaskedImageArguments(dataset=["x"], num_labels=2)
     ),
@@ -137,7 +137,7 @@ def test_weights_that_are_none(name, load, folder):
         (lambda: OptimizerArguments(weight_decay=math.nan), "--weight-decay is nan"),
         (lambda: OptimizerArguments(lr_scheduler="warmup_stable_decay"), "expected one of linear, cosine"),
         (lambda: OptimizerArguments(lr_scheduler="reduce_lr_on_plateau"), "expected one of linear, cosine"),
-        (lambda: RecipeArguments(mixup=math.inf), "--mixup is inf, expected 0 or more"),
+        (lambda: LearningArguments(mixup=math.inf), "--mixup is inf, expected 0 or more"),
         (lambda: RunArguments(output_dir="x", max_grad_norm=math.inf), "--max-grad-norm is inf"),
         (lambda: choose_device("meta"), "The device 'meta' cannot be used here"),
     ],
@@ -153,7 +153,7 @@ def test_values_that_cannot_be(make, message):
 )
 def test_new_models_that_cannot_be(overrides):
     with pytest.raises(ValueError):
-        load_or_create(ModelArguments(model_type="vit", config_overrides=overrides), RecipeArguments(), ["a", "b"])
+        load_or_create(ModelArguments(model_type="vit", config_overrides=overrides), LearningArguments(), ["a", "b"])
 
 
 @pytest.mark.parametrize(("written", "precision"), [("no", "no"), ('"no"', "no"), ("bf16", "bf16")])

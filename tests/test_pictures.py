@@ -186,6 +186,20 @@ def test_saved_picture_is_large_and_not_blank(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["rois.png"]
 
 
+@pytest.mark.parametrize("photograph", [False, True])
+def test_webp_is_smaller_and_looks_the_same(tmp_path, photograph):
+    """Few colors lose nothing; of a photograph, here noise, a lossless file would be larger."""
+    noise = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(0))
+    figure = draw_rois(noise if photograph else torch.full((1, 3, 32, 32), 0.3), make_rois())
+    files = [tmp_path / f"rois.{ending}" for ending in ("png", "webp")]
+    for file in files:
+        save_figure(figure, file)
+    assert files[1].stat().st_size < files[0].stat().st_size / 2
+    exact, found = (np.asarray(Image.open(file).convert("RGB"), dtype=float) for file in files)
+    error = np.abs(found - exact).mean()
+    assert 0 < error < 4 if photograph else error == 0
+
+
 def test_failed_save_leaves_the_old_picture(tmp_path, monkeypatch):
     path = tmp_path / "rois.png"
     path.write_text("old")

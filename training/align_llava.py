@@ -26,7 +26,7 @@ from ..common.choices import NO_EVALUATION
 from ..common.conversations import (
     NO_ANSWER,
     default_prompt,
-    hold_back,
+    hold_back_conversations,
     is_conversations,
     read_conversations,
 )
@@ -351,7 +351,7 @@ def load_questions(data: DataArguments, asking: AnswerArguments, seed: int) -> t
         evaluation = read_conversations(data.eval_dataset[0], asking.image_folder)
         return Questions(*train), Questions(*evaluation), Questions(None)
     data.evaluated = "a tenth, held back"
-    train, held_back = hold_back(*train, seed)
+    train, held_back = hold_back_conversations(*train, seed)
     return Questions(*train), Questions(*held_back), Questions(None)
 
 

@@ -416,28 +416,28 @@ def make_trainer(
         parts (pair of images, *optional*): Images to train and to evaluate on, in the place of those that the options
             name.
     """
-    pair, alignment, data, schedule, run = groups
+    options, alignment, data, schedule, run = groups
     # What is not there is said before a teacher is loaded.
     for images in () if parts else filter(None, (data.dataset, data.eval_dataset)):
         find_source(images, data.dataset_config)
     # Its images' size decides what the arguments are that make the run what it is.
-    teacher, processor = teacher or load_vision_model(pair.teacher, "cpu", pair.trust_remote_code)
+    teacher, processor = teacher or load_vision_model(options.teacher, "cpu", options.trust_remote_code)
     teacher_format = ImageFormat.from_processor(processor)
     apply_recipe(groups, teacher_format.size)
     start_run(run, PROG, argv, list(groups))
-    say_license(run, pair.teacher)
+    say_license(run, options.teacher)
     train, evaluation, test = (*parts, None) if parts else load_splits(data, alignment.label_loss_weight > 0)
     anatomy = read_anatomy(teacher.requires_grad_(False), teacher_format.size)
-    check_teacher(anatomy, pair.teacher)
-    student = build_student(pair, anatomy, teacher_format)
-    args = recipe_arguments(BootstrapArguments, run, data, pair, alignment, schedule)
+    check_teacher(anatomy, options.teacher)
+    student = build_student(options, anatomy, teacher_format)
+    args = recipe_arguments(BootstrapArguments, run, data, options, alignment, schedule)
     return BootstrapTrainer(
         *(anatomy, student, args, train, evaluation, test, processor),
         run=run,
         data=data,
-        base_model=pair.teacher,
-        attn_implementation=pair.attn_implementation,
-        compile_teacher=pair.compile_teacher,
+        base_model=options.teacher,
+        attn_implementation=options.attn_implementation,
+        compile_teacher=options.compile_teacher,
     )
 
 

@@ -25,16 +25,16 @@ from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
-from .components.arguments import DataArguments, RunArguments, run_as_program
+from .components.arguments import DataArguments, RunArguments, read_values, run_as_program
 from .components.augmentation import SmallDataView
 from .components.callbacks import HintDecayCallback
 from .components.cards import count_measured, name_images, say_license, write_card
 from .components.checkpoints import TrainingState
 from .components.images import labeled_images
-from .components.models import choose_attention, configure_start, read_values
+from .components.models import choose_attention, configure_start
 from .components.optimizers import optimizer_with_schedule
 from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
-from .options.joint import CLIPPING, PROG, JointOptimizerArguments, RecipeArguments, TwinArguments, parse
+from .options.joint import CLIPPING, PROG, JointOptimizerArguments, LearningArguments, TwinArguments, parse
 from .trainer import RecipeTrainer
 
 
@@ -43,7 +43,7 @@ PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
 
 
 @dataclass
-class JointArguments(RecipeArguments, JointOptimizerArguments, RecipeTrainingArguments):
+class JointArguments(LearningArguments, JointOptimizerArguments, RecipeTrainingArguments):
     """Transformers' `TrainingArguments`, and the options of `frugalvit joint` by the same names.
     `ImageClassificationArguments` says which of `TrainingArguments` are not read.
 
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_trainer(groups: tuple, argv: list[str] | None) -> JointTrainer:
     """Return the trainer for the options of the command; `argv` are its arguments, for the card."""
-    twins, data, recipe, optimization, run = groups
+    twins, data, learning, optimization, run = groups
     if run.max_grad_norm is None:
         run.max_grad_norm = CLIPPING.get(twins.variant.removesuffix("-res"), 0.0)
     start_run(run, PROG, argv, list(groups))
@@ -167,7 +167,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> JointTrainer:
     model = build_twins(twins, class_names(train), run.seed)
     if run.compile:
         model.compile()
-    args = recipe_arguments(JointArguments, run, data, recipe, optimization)
+    args = recipe_arguments(JointArguments, run, data, learning, optimization)
     return JointTrainer(
         *(model, args, train, evaluation, test),
         run=run,

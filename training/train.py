@@ -30,7 +30,7 @@ from .components.images import labeled_images
 from .components.models import choose_attention
 from .components.optimizers import learning_rate_factors, optimizer_with_schedule
 from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
-from .options.train import PROG, RecipeArguments, parse
+from .options.train import PROG, LearningArguments, parse
 from .trainer import RecipeTrainer
 
 
@@ -39,7 +39,7 @@ MOST_ENLARGED = 3
 
 
 @dataclass
-class ImageClassificationArguments(RecipeArguments, OptimizerArguments, RecipeTrainingArguments):
+class ImageClassificationArguments(LearningArguments, OptimizerArguments, RecipeTrainingArguments):
     """Transformers' `TrainingArguments`, and the options of `frugalvit train` by the same names.
 
     Arguments of `TrainingArguments` about optimizer and schedule, such as `optim` and `warmup_steps`, are not read,
@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_trainer(groups: tuple, argv: list[str] | None) -> ImageClassificationTrainer:
     """Return the trainer for the options of the command; `argv` are its arguments, for the card."""
-    arguments, data, recipe, optimization, run = groups
+    arguments, data, learning, optimization, run = groups
     start_run(run, PROG, argv, list(groups))
     say_license(run, arguments.model)
     train, evaluation, test = load_splits(data, learns_labels=True)
@@ -198,7 +198,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> ImageClassificationTr
         variant = choose_variant(arguments, pixels)
         chosen = f"--model-type {arguments.model_type} --config-overrides {arguments.config_overrides}"
         PartialState().print(f"No model is named; images of {pixels} pixels have {variant}: {chosen}")
-    model, processor = build_model(arguments, recipe, class_names(train), run.seed)
+    model, processor = build_model(arguments, learning, class_names(train), run.seed)
     size = min(ImageFormat.from_processor(processor).size)
     if pixels and not is_chosen and size > MOST_ENLARGED * pixels:
         PartialState().print(
@@ -207,7 +207,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> ImageClassificationTr
         )
     if run.compile:
         model.compile()
-    args = recipe_arguments(ImageClassificationArguments, run, data, arguments, recipe, optimization)
+    args = recipe_arguments(ImageClassificationArguments, run, data, arguments, learning, optimization)
     return ImageClassificationTrainer(
         *(model, args, train, evaluation, test, processor),
         run=run,
@@ -229,26 +229,27 @@ def classes_of(config, names: list[str]) -> list[int] | None:
     return None if own == names or unnamed else match_labels(names, config.id2label)
 
 
-def load_teacher(recipe: RecipeArguments, image_format: ImageFormat, num_labels: int, accelerator: Accelerator):
+def load_teacher(learning: LearningArguments, image_format: ImageFormat, num_labels: int, accelerator: Accelerator):
     """Return the loss of distillation, a function of the student's logits and its pixels.
 
     It is the divergence from the teacher's distribution, times temperature^2, or, with `distill_kind="hard"`, the
     cross-entropy with the teacher's best class (DeiT).
     """
-    teacher, processor = load_image_classifier(recipe.distill_from, accelerator.device, recipe.trust_remote_code)
+    teacher, processor = load_image_classifier(learning.distill_from, accelerator.device, learning.trust_remote_code)
     hold_teacher(accelerator, teacher)
     teacher_format = ImageFormat.from_processor(processor)
     if teacher.config.num_labels != num_labels:
         raise ValueError(
-            f"--distill-from {recipe.distill_from} has {teacher.config.num_labels} classes, the data set {num_labels}."
+            f"--distill-from {learning.distill_from} has {teacher.config.num_labels} classes, the data set "
+            f"{num_labels}."
         )
 
     def loss(logits: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), accelerator.autocast():
             expected = teacher(pixel_values=teacher_format.convert(pixel_values, image_format)).logits.float()
-        if recipe.distill_kind == "hard":
+        if learning.distill_kind == "hard":
             return F.cross_entropy(logits, expected.argmax(1))
-        return divergence(logits, expected, recipe.distill_temperature)
+        return divergence(logits, expected, learning.distill_temperature)
 
     return loss
 

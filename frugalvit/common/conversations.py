@@ -85,7 +85,7 @@ def _turns(values, where: str) -> list[tuple[str, str]]:
     return list(zip(texts[::2], texts[1::2], strict=True))
 
 
-def hold_back(images: datasets.Dataset, conversations: list, seed: int) -> tuple[tuple, tuple]:
+def hold_back_conversations(images: datasets.Dataset, conversations: list, seed: int) -> tuple[tuple, tuple]:
     """Images and conversations to train on and, a tenth of them, to evaluate on, which the seed chooses.
 
     Raises:

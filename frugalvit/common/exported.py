@@ -31,7 +31,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
-from ..modeling.modeling_sparseformer import place_among
+from ..modeling.sparse_tokens import place_among
 from .choices import EXPORT_PRECISIONS as PRECISIONS
 from .files import forget_code, misshapen, read_json
 from .num_tokens import using_tokens

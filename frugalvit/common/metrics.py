@@ -31,27 +31,30 @@ def check_scores(scores: torch.Tensor | np.ndarray, what: str = "scores"):
         )
 
 
-class TopKAccuracy(evaluate.Metric):
+class _Metric(evaluate.Metric):
+    """A metric that keeps `kept` of predictions and references, and writes nothing to disk."""
+
+    kept = datasets.Sequence(datasets.Value("int64"))
+
+    def __init__(self):
+        super().__init__(keep_in_memory=True)
+
+    def _info(self):
+        features = datasets.Features({"predictions": self.kept, "references": self.kept})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", inputs_description="", features=features)
+
+
+class TopKAccuracy(_Metric):
     """Share of images whose label, or one of whose labels, is among the k highest scores.
 
     Call `add_batch(predictions=scores, references=labels)` with scores `(batch, labels)` and labels `(batch,)`, or
     `(batch, several)`, filled up with -1, then `compute()`, which returns `{"accuracy": …}` for k = 1 and
-    `{"top5_accuracy": …}` for k = 5. Nothing is written to disk.
+    `{"top5_accuracy": …}` for k = 5.
     """
 
     def __init__(self, k: int = 1):
         self.k = k
-        super().__init__(keep_in_memory=True)
-
-    def _info(self):
-        return evaluate.MetricInfo(
-            description=self.__doc__,
-            citation="",
-            inputs_description="",
-            features=datasets.Features(
-                {name: datasets.Sequence(datasets.Value("int64")) for name in ("predictions", "references")}
-            ),
-        )
+        super().__init__()
 
     def add_batch(self, *, predictions, references):
         """Keep the k best labels of each image, `(batch, k)`, rather than all scores, which have to be finite."""
@@ -66,40 +69,29 @@ class TopKAccuracy(evaluate.Metric):
         return {name: float(np.mean(right))}
 
 
-class SegmentationScores(evaluate.Metric):
+def accuracies() -> evaluate.CombinedEvaluations:
+    """`TopKAccuracy` of 1 and of 5, to be called as one: `accuracy` and `top5_accuracy`."""
+    return evaluate.combine([TopKAccuracy(1), TopKAccuracy(5)])
+
+
+class SegmentationScores(_Metric):
     """Mean intersection over union, mean accuracy and pixel accuracy of all pixels together.
 
     Call `add_batch(predictions=maps, references=masks)` with class numbers of one shape, then `compute()`, which
     returns `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value a class. A class that does
     not occur and is not predicted has no intersection over union (`None`) and does not count in the means; one that is
-    only predicted has 0. Only a confusion matrix is kept, until `compute()`.
+    only predicted has 0. Of a batch, only the number of pixels of each class is kept.
 
     Args:
         num_labels (`int`): Classes.
         ignore_index (`int`): Reference that does not count.
     """
 
+    kept = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))
+
     def __init__(self, num_labels: int, ignore_index: int = 255):
         self.num_labels, self.ignore_index = num_labels, ignore_index
-        self.confusion = np.zeros((num_labels, num_labels), dtype=np.int64)
-        super().__init__(keep_in_memory=True)
-
-    def _info(self):
-        return evaluate.MetricInfo(
-            description=self.__doc__,
-            citation="",
-            inputs_description="",
-            features=datasets.Features(
-                {
-                    name: datasets.Sequence(datasets.Sequence(datasets.Value("uint16")))
-                    for name in ("predictions", "references")
-                }
-            ),
-        )
-
-    def add(self, *, prediction, reference):
-        """`add_batch` of one map and mask."""
-        self.add_batch(predictions=prediction, references=reference)
+        super().__init__()
 
     def add_batch(self, *, predictions, references):
         """Count pixels of predictions and references, arrays of class numbers of one shape.
@@ -117,23 +109,20 @@ class SegmentationScores(evaluate.Metric):
                 raise ValueError(
                     f"Got {name} from {values.min()} to {values.max()}, expected 0 to {self.num_labels - 1}."
                 )
-        pairs = references * self.num_labels + predictions
-        self.confusion += np.bincount(pairs, minlength=self.confusion.size).reshape(self.confusion.shape)
+        right = references[predictions == references]
+        predicted, right, real = (np.bincount(x, minlength=self.num_labels) for x in (predictions, right, references))
+        super().add_batch(predictions=[[predicted, right]], references=[[real]])
 
-    def compute(self, *, predictions=None, references=None) -> dict[str, object]:
-        """The scores of all that was added, these arrays included, if they are given."""
-        if predictions is not None or references is not None:
-            self.add_batch(predictions=predictions, references=references)
-        confusion, self.confusion = self.confusion, np.zeros_like(self.confusion)
-        right = np.diag(confusion).astype(float)
-        references, predictions = confusion.sum(1), confusion.sum(0)
-        union = references + predictions - right
-        occurs, present = union > 0, references > 0
+    def _compute(self, predictions, references):
+        predicted, right = np.sum(predictions, axis=0)
+        [real] = np.sum(references, axis=0)
+        union = real + predicted - right
+        occurs, present = union > 0, real > 0
         iou = np.divide(right, union, out=np.full(self.num_labels, np.nan), where=occurs)
         return {
             "mean_iou": float(iou[occurs].mean()) if occurs.any() else None,
-            "mean_accuracy": float((right[present] / references[present]).mean()) if present.any() else None,
-            "pixel_accuracy": float(right.sum() / references.sum()) if present.any() else None,
+            "mean_accuracy": float((right[present] / real[present]).mean()) if present.any() else None,
+            "pixel_accuracy": float(right.sum() / real.sum()) if present.any() else None,
             "iou": [float(value) if known else None for value, known in zip(iou, occurs, strict=True)],
         }
 
@@ -162,9 +151,10 @@ def evaluate_segmenter(accelerator: Accelerator, model: torch.nn.Module, loader,
         predictions, labels = accelerator.gather_for_metrics((logits.argmax(1).int(), labels))
         scores.add_batch(predictions=predictions.cpu().numpy(), references=labels.cpu().numpy())
     model.train(was_training)
-    if not scores.confusion.any():
+    found = scores.compute()
+    if found["mean_iou"] is None:
         raise ValueError("No pixel of the evaluation masks counts; check --ignored-labels and --reduce-labels.")
-    return {name: value for name, value in scores.compute().items() if name != "iou"}
+    return {name: value for name, value in found.items() if name != "iou"}
 
 
 @torch.inference_mode()
@@ -185,7 +175,7 @@ def evaluate_classifier(
     """
     was_training = model.training
     model.eval()
-    accuracy, top5, loss, count = TopKAccuracy(1), TopKAccuracy(5), 0.0, 0
+    measured, loss, count = accuracies(), 0.0, 0
     for batch in loader:
         logits = model(pixel_values=batch["pixel_values"]).logits.float()
         logits = logits if classes is None else logits[:, classes]
@@ -194,7 +184,6 @@ def evaluate_classifier(
             logits, labels = accelerator.gather_for_metrics((logits, labels))
         loss += negative_log_likelihood(logits, labels).item()
         count += len(labels)
-        for metric in (accuracy, top5):
-            metric.add_batch(predictions=logits.cpu().numpy(), references=labels.cpu().numpy())
+        measured.add_batch(predictions=logits.cpu().numpy(), references=labels.cpu().numpy())
     model.train(was_training)
-    return {"loss": loss / count, **accuracy.compute(), **top5.compute()}
+    return {"loss": loss / count, **measured.compute()}

@@ -16,7 +16,7 @@ _VALIDATION_NAME = re.compile(r"ILSVRC2012_val_\d{8}")
 
 
 @dataclass(frozen=True)
-class Answers:
+class RightAnswers:
     """The right classes of images.
 
     Args:
@@ -29,7 +29,7 @@ class Answers:
     classes: list[int] | None = None
 
 
-def right_answers(protocol: str, images: datasets.Dataset, id2label: Mapping[int, str]) -> Answers:
+def right_answers(protocol: str, images: datasets.Dataset, id2label: Mapping[int, str]) -> RightAnswers:
     """Return the right classes of each image of a data set.
 
     Args:
@@ -46,7 +46,7 @@ def right_answers(protocol: str, images: datasets.Dataset, id2label: Mapping[int
             f"--protocol {protocol} is for models with ImageNet's 1,000 classes; this has {len(id2label)}."
         )
     if protocol == "imagenet-real":
-        return Answers(_real_labels(images))
+        return RightAnswers(_real_labels(images))
     if "label" not in images.features:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
     names, labels = images.features["label"].names, images["label"]
@@ -57,15 +57,17 @@ def right_answers(protocol: str, images: datasets.Dataset, id2label: Mapping[int
     if protocol == "imagenet-v2" and set(names) - {str(index) for index in range(IMAGENET_CLASSES)}:
         raise ValueError(f"ImageNet-V2's classes are named 0 to 999; this data set's {', '.join(names[:3])}, …")
     known = match_labels(names, id2label)
-    return Answers([[known[label]] for label in labels])
+    return RightAnswers([[known[label]] for label in labels])
 
 
-def _imagenet_a(names: Sequence[str], labels: Sequence[int]) -> Answers:
+def _imagenet_a(names: Sequence[str], labels: Sequence[int]) -> RightAnswers:
     synsets = _table("imagenet_a_synsets.txt")
     if unknown := sorted(set(names) - set(synsets)):
         raise ValueError(f"ImageNet-A's classes are 200 of WordNet's numbers; {unknown[0]!r} is none of them.")
     places = [synsets.index(name) for name in names]
-    return Answers([[places[label]] for label in labels], [int(index) for index in _table("imagenet_a_indices.txt")])
+    return RightAnswers(
+        [[places[label]] for label in labels], [int(index) for index in _table("imagenet_a_indices.txt")]
+    )
 
 
 def _real_labels(images: datasets.Dataset) -> list[list[int]]:

@@ -6,6 +6,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from ..common.metrics import accuracies
 from .embeddings import LabeledFeatures, evaluate_features
 
 
@@ -21,13 +22,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 def neighbor_accuracy(train: LabeledFeatures, test: LabeledFeatures, neighbors: int = 20) -> dict[str, object]:
     """`neighbors`, `accuracy` and `top5_accuracy` of `neighbor_scores`."""
-    best = neighbor_scores(train, test.features, neighbors).topk(min(5, int(train.labels.max()) + 1)).indices
-    right = best == test.labels[:, None]
-    return {
-        "neighbors": neighbors,
-        "accuracy": right[:, 0].double().mean().item(),
-        "top5_accuracy": right.any(1).double().mean().item(),
-    }
+    scores = neighbor_scores(train, test.features, neighbors)
+    return {"neighbors": neighbors, **accuracies().compute(predictions=scores, references=test.labels)}
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
+from ..common.metrics import accuracies
 from .embeddings import LabeledFeatures, evaluate_features
 
 
@@ -24,13 +25,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def probe_accuracy(train: LabeledFeatures, test: LabeledFeatures, seed: int = 0) -> dict[str, object]:
     """`penalty`, `accuracy` and `top5_accuracy` of `fit_probe`."""
     probe = fit_probe(train, seed)
-    scores = probe(test.features)
-    right = scores.topk(min(5, scores.shape[1])).indices == test.labels[:, None]
-    return {
-        "penalty": probe.penalty,
-        "accuracy": right[:, 0].double().mean().item(),
-        "top5_accuracy": right.any(1).double().mean().item(),
-    }
+    measured = accuracies().compute(predictions=probe(test.features), references=test.labels)
+    return {"penalty": probe.penalty, **measured}
 
 
 class LinearProbe(nn.Module):
@@ -97,7 +93,7 @@ def fit_probe(train: LabeledFeatures, seed: int = 0) -> LinearProbe:
     if len(train.labels.unique()) < 2:
         raise ValueError(f"All {len(train)} labeled images are of one class; expected at least two.")
     classes = int(train.labels.max()) + 1
-    held_back = hold_back(train.labels, seed)
+    held_back = choose_held_back(train.labels, seed)
     known, asked = (LabeledFeatures(train.features[part], train.labels[part]) for part in (~held_back, held_back))
     probe, best, penalty = None, -1.0, PENALTIES[0]
     for candidate in tqdm(PENALTIES, desc="penalty", leave=False, disable=None):
@@ -108,7 +104,7 @@ def fit_probe(train: LabeledFeatures, seed: int = 0) -> LinearProbe:
     return LinearProbe(train, classes, penalty)
 
 
-def hold_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
+def choose_held_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
     """Whether each image is held back, `(images,)` bool: one in `HELD_BACK` of each class, one of a smaller class, but
     never its only one."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))

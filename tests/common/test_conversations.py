@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from frugalvit.common.conversations import NO_ANSWER, encode, hold_back, read_conversations
+from frugalvit.common.conversations import NO_ANSWER, encode, hold_back_conversations, read_conversations
 from tiny import IMAGE, WORDS, make_llava, make_processor, word_tokenizer
 
 
@@ -76,12 +76,12 @@ def test_files_that_are_none(tmp_path):
 def test_a_tenth_is_held_back(write):
     records = [{"image": "a.png", "conversations": said(f"{number} ?", "cat")} for number in range(30)]
     read = read_conversations(write(records))
-    (images, train), (held_images, held) = hold_back(*read, seed=0)
+    (images, train), (held_images, held) = hold_back_conversations(*read, seed=0)
     assert len(train) == len(images) == 27 and len(held) == len(held_images) == 3
     assert sorted(train + held) == sorted(read[1])
-    assert hold_back(*read, seed=0)[1][1] == held != hold_back(*read, seed=1)[1][1]
+    assert hold_back_conversations(*read, seed=0)[1][1] == held != hold_back_conversations(*read, seed=1)[1][1]
     with pytest.raises(ValueError, match="one conversation; expected more"):
-        hold_back(read[0].select([0]), read[1][:1], seed=0)
+        hold_back_conversations(read[0].select([0]), read[1][:1], seed=0)
 
 
 @given(st.lists(st.tuples(st.sampled_from(WORDS[2:10]), st.sampled_from(WORDS[7:10])), min_size=1), st.integers(0, 9))

@@ -74,7 +74,10 @@ SPARSEFORMERS = (
     frugalvit.SparseFormerForSemanticSegmentation,
     frugalvit.SparseFormerBackbone,
 )
-SPARSEFORMER_FILES = {"context_broadcast.py", "dense.py", "placement.py", "pyramid.py", "segmentation.py"}
+SPARSEFORMER_FILES = {
+    *("context_broadcast.py", "cortex.py", "dense.py", "focusing.py", "patch_stage.py", "placement.py", "pyramid.py"),
+    *("segmentation.py", "sparse_tokens.py"),
+}
 # What tells the generations of SparseFormer apart is left as it is.
 KINDS = {
     "bootstrapped": Kind(

@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Tr
 
 import frugalvit
 from frugalvit import ContextBroadcast, count_context_broadcast, insert_context_broadcast, remove_context_broadcast
-from frugalvit.modeling import context_broadcast_insertion
+from frugalvit.modeling import context_broadcast_hosts
 from tiny import randomize
 
 
@@ -492,8 +492,8 @@ class TestPlaces:
             pass
 
         model = MyViT(transformers.ViTConfig(**SMALL))
-        monkeypatch.setattr(context_broadcast_insertion.logger, "propagate", True)
-        monkeypatch.setattr(context_broadcast_insertion.logger.parent, "propagate", True)
+        monkeypatch.setattr(context_broadcast_hosts.logger, "propagate", True)
+        monkeypatch.setattr(context_broadcast_hosts.logger.parent, "propagate", True)
         insert_context_broadcast(model)
         assert type(model) is MyViT
         assert "saving it will not keep Context Broadcasting" in caplog.text

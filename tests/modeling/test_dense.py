@@ -454,9 +454,3 @@ def test_layers_chosen_later_have_to_exist():
 def test_images_smaller_than_a_cell(size):
     with pytest.raises(ValueError, match="pixels, expected at least 8 x 8, a cell of the feature map"):
         make()(images(*size))
-
-
-def test_tokens_without_places():
-    steps = {"focusing_steps": ["sampling", "attention"], "final_focusing_steps": ["sampling"]}
-    with pytest.raises(ValueError, match="no step of .* adjusts any"):
-        make(patch_size=None, **steps)

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.contenders import load_students
-from frugalvit.modeling.modeling_sparseformer import initial_rois
+from frugalvit.modeling.focusing import initial_rois
 from kinds import SPARSEFORMERS
 
 

@@ -36,7 +36,7 @@ from frugalvit.modeling.initialization import (
     initialize_attention_,
     kaiming_uniform_init_,
     mimetic_init_,
-    read_vision_transformer,
+    read_parts,
     trunc_normal_init_,
 )
 
@@ -274,7 +274,7 @@ HOSTS = {
 def grid_attention(model, grid):
     """The real maps among patches of the first layer, on tokens that are positions alone: `(heads, N, N)`."""
     found = {}
-    read = read_vision_transformer(model)
+    read = read_parts(model)
     module = getattr(model, "base_model", model)
     if hasattr(module, "blocks"):
         attention = module.blocks[0].attn
@@ -304,7 +304,7 @@ def test_every_head_of_every_host_attends_to_its_offset(name):
         (layer, head) for layer in (0, 1) for head in range(4)
     ]
     grid = (6, 8) if "rectangle" in name else (8, 8)
-    layers = read_vision_transformer(model).layers
+    layers = read_parts(model).layers
     projections = [projection for layer in layers for projection in (layer.query, layer.key)]
     assert not any(projection.bias.any() for projection in projections if projection.bias is not None)
     maps = grid_attention(model, grid)

@@ -177,11 +177,6 @@ class TestStart:
         inherited = classifier.base_model.latents.initial_rois
         assert torch.equal(model.base_model.latents.initial_rois[:5], inherited)
 
-    def test_needs_rois_that_move(self, make_config):
-        config = make_config("bootstrapped", focusing_steps=["sampling", "attention"])
-        with pytest.raises(ValueError, match="no step of .* adjusts any"):
-            SparseFormerForSemanticSegmentation(config)
-
     def test_auto_class_and_image_processor(self, model, tmp_path):
         model.save_pretrained(tmp_path)
         processor = AutoImageProcessor.from_pretrained(tmp_path)

@@ -53,7 +53,7 @@ class TestAttention:
         focusing = (2, config.focusing_num_attention_heads, 5, 32 // config.focusing_num_attention_heads)
         cortex = (2, config.num_attention_heads, 5 + config.use_cls_token, 64 // config.num_attention_heads)
         # v1's tokens attend before they have seen anything: once for all images.
-        first = (1, *focusing[1:]) if config.focusing_steps[0] == "attention" else focusing
+        first = (1, *focusing[1:]) if config.generation == "v1" else focusing
         # A classifier that reads [CLS] asks for nothing else in the end.
         last = (*cortex[:2], 1, cortex[3]) if config.pooling == "cls" else cortex
         shapes = [first, *[focusing] * 3, cortex, cortex, last]
@@ -124,7 +124,10 @@ class TestOutputs:
         inputs, results = [], []
         for layer in model.layers:
             layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-            layer.register_forward_hook(lambda _, arguments, output: results.append(output[0]))
+            # v1's first block is a focusing layer, which returns RoIs, too.
+            layer.register_forward_hook(
+                lambda _, arguments, output: results.append(output[0] if isinstance(output, tuple) else output)
+            )
         outputs = model(pixel_values, output_hidden_states=True)
         expected = [inputs[0], *results]
         for states, own in zip(outputs.hidden_states, expected, strict=True):
@@ -266,13 +269,8 @@ BAD_FIELDS = {
     "no iterations": ({"num_focusing_iterations": 0}, "`num_focusing_iterations` is 0, expected at least 1"),
     "one point": ({"num_sampling_points": 1}, "`num_sampling_points` is 1, expected at least 2"),
     "tiny images": ({"image_size": 3}, "`image_size` is 3, expected .* at least 4"),
-    "unknown step": (
-        {"focusing_steps": ["sample"]},
-        r"`focusing_steps` has unknown steps \['sample'\]; the steps are",
-    ),
-    "step twice": ({"focusing_steps": ["sampling", "mlp", "mlp"]}, "lists a step twice"),
-    "nothing sampled": ({"focusing_steps": ["mlp"], "final_focusing_steps": []}, "No focusing step samples the image"),
-    "[CLS] in a focusing block": ({"final_focusing_steps": ["attention", "mlp"]}, "set `use_cls_token=False`"),
+    "generation": ({"generation": "v2"}, r"`generation` is 'v2', expected one of \['bootstrapped', 'v1'\]"),
+    "[CLS] in a focusing block": ({"generation": "v1"}, "set `use_cls_token=False`"),
     "pooled [CLS] without [CLS]": ({"use_cls_token": False}, "`pooling='cls'` needs `use_cls_token=True`"),
     "pooling": ({"pooling": "max"}, r"`pooling` is 'max', expected one of \['cls', 'class_mean', 'mean',"),
     "padding": ({"sampling_padding_mode": "reflect"}, r"`sampling_padding_mode` is 'reflect', expected one of"),
@@ -307,6 +305,10 @@ class TestBadInput:
             with pytest.raises(StrictDataclassError, match=message):
                 use()
         assert not list(tmp_path.glob("config/*"))
+
+    def test_steps_of_no_generation(self):
+        with pytest.raises(ValueError, match=r"`focusing_steps` is \['sampling', 'mlp'\], expected one of"):
+            SparseFormerConfig(focusing_steps=["sampling", "mlp"])
 
     def test_projection_width(self, make_config):
         config = make_config("bootstrapped", projection_dim=None)

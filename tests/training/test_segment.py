@@ -247,10 +247,10 @@ class TestScores:
 
     def test_counts_anew_after_computing(self):
         scores = SegmentationScores(2)
-        scores.add(prediction=np.array([[0, 1]]), reference=np.array([[0, 1]]))
+        scores.add_batch(predictions=np.array([[0, 1]]), references=np.array([[0, 1]]))
         assert scores.compute()["mean_iou"] == 1
         assert scores.compute(predictions=np.array([1, 1]), references=np.array([0, 0]))["mean_iou"] == 0
-        assert scores.compute()["mean_iou"] is None
+        assert scores.compute(predictions=np.array([1]), references=np.array([255]))["mean_iou"] is None
 
     @pytest.mark.parametrize(("predictions", "references"), [([2], [0]), ([-1], [0]), ([0], [7])])
     def test_numbers_that_are_no_classes(self, predictions, references):

@@ -146,7 +146,7 @@ def test_a_start_leaves_alone_what_it_is_told_to(name):
         initialization=name,
         initialization_options="value_init=default",
     )
-    model, _ = classifiers.build_model(arguments, classifiers.RecipeArguments(), ["ant", "bee"])
+    model, _ = classifiers.build_model(arguments, classifiers.LearningArguments(), ["ant", "bee"])
     attention = model.vit.layers[0].attention
     assert attention.v_proj.weight.std() < 0.03
     assert model.vit.embeddings.position_embeddings.std() > 2
@@ -189,7 +189,7 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
         arguments = classifiers.ModelArguments(
             model_type=model_type, config_overrides=sizes.get(model_type, heads), **start
         )
-        model, _ = classifiers.build_model(arguments, classifiers.RecipeArguments(), ["ant", "bee"], seed=3)
+        model, _ = classifiers.build_model(arguments, classifiers.LearningArguments(), ["ant", "bee"], seed=3)
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():

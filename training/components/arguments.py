@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import os
 import re
@@ -99,6 +100,26 @@ def check_range(arguments, *names: str):
         value = getattr(arguments, name)
         fits = value is None or (len(value) == 2 and 0 < value[0] <= value[1])
         check(value, fits, name, "two positive numbers, lower first")
+
+
+def read_values(argument_name: str, text: str) -> dict:
+    """Read `"image_size=32,hidden_act=gelu"` and the like as a dict; values are JSON where they can be, else text."""
+    values = {}
+    for part in filter(None, re.split(r",(?=\w+=)", text)):
+        name, equals, value = part.partition("=")
+        check(part, bool(equals), argument_name, "name=value pairs with commas between")
+        try:
+            values[name] = json.loads(value)
+        except json.JSONDecodeError:
+            values[name] = value
+    return values
+
+
+def write_values(values: dict) -> str:
+    """Write values as text that `read_values` reads."""
+    return ",".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()
+    )
 
 
 @dataclass

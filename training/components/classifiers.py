@@ -14,12 +14,13 @@ from ...common.loading import load_image_processor
 from ...common.views import ImageFormat
 from ...configuration.configuration_base import pair
 from ...configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
-from ...modeling.context_broadcast_insertion import insert_context_broadcast
+from ...modeling.context_broadcast_hosts import insert_context_broadcast
 from ...modeling.hosts.timm import TIMM
 from ...modeling.hosts.transformers import resize_positions_
 from ...modeling.hub import image_processor_config
 from ...modeling.reference_initialization import REFERENCE
-from ..options.train import ModelArguments, RecipeArguments
+from ..options.train import LearningArguments, ModelArguments
+from .arguments import write_values
 from .models import (
     configure_start,
     initialize,
@@ -28,7 +29,6 @@ from .models import (
     new_model,
     read_config,
     set_drop_path,
-    write_values,
 )
 
 
@@ -89,24 +89,24 @@ def starting_model(values: dict, config):
         values (`dict`): The run's arguments, from its `run.json`.
         config (`PreTrainedConfig`): The trained model's configuration.
     """
-    arguments, recipe = (
+    arguments, learning = (
         group(**{f.name: values[f.name] for f in fields(group) if f.name in values})
-        for group in (ModelArguments, RecipeArguments)
+        for group in (ModelArguments, LearningArguments)
     )
     if not (arguments.model or arguments.model_type or arguments.config_overrides):
         choose_variant(arguments, config.image_size)
     set_seed(values["seed"])
     names = [config.id2label[label] for label in range(config.num_labels)]
-    return build_model(arguments, recipe, names, values["seed"])[0]
+    return build_model(arguments, learning, names, values["seed"])[0]
 
 
-def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[str], seed: int = 0):
+def build_model(arguments: ModelArguments, learning: LearningArguments, names: list[str], seed: int = 0):
     """Return the classifier for these class names, in float32, and its image processor.
 
     `seed` is that of fresh weights of this package's families; the weights of other models are drawn by PyTorch's
     random numbers as they are.
     """
-    model, processor = load_or_create(arguments, recipe, names, seed)
+    model, processor = load_or_create(arguments, learning, names, seed)
     if arguments.context_broadcast:
         report = insert_context_broadcast(
             model,
@@ -123,7 +123,7 @@ def build_model(arguments: ModelArguments, recipe: RecipeArguments, names: list[
     return model, processor
 
 
-def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: list[str], seed: int = 0):
+def load_or_create(arguments: ModelArguments, learning: LearningArguments, names: list[str], seed: int = 0):
     """Return a pretrained or a new model, before Context Broadcasting is inserted, and its image processor."""
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     if arguments.model:
@@ -131,7 +131,7 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
         config = read_config(arguments.model, KIND, arguments.trust_remote_code, num_labels=len(names), **labels)
         if config.model_type == TIMM:
             prepare_timm_config(config)
-        set_drop_path(config, recipe.drop_path)
+        set_drop_path(config, learning.drop_path)
         model_args = getattr(config, "model_args", None)
         if config.model_type == TIMM and arguments.train_image_size:
             # For training alone, so that it is not saved.
@@ -159,7 +159,7 @@ def load_or_create(arguments: ModelArguments, recipe: RecipeArguments, names: li
             set_image_size(processor, arguments.image_size)
         return model, processor
 
-    config = new_config(arguments.model_type or "vit", arguments.config_overrides, recipe.drop_path, **labels)
+    config = new_config(arguments.model_type or "vit", arguments.config_overrides, learning.drop_path, **labels)
     is_configured = configure_start(config, arguments.initialization, arguments.initialization_options, seed)
     if hasattr(config, "image_mean"):
         config.image_mean, config.image_std = arguments.image_mean, arguments.image_std

@@ -1,7 +1,6 @@
 """Models as a recipe's arguments describe them."""
 
 import inspect
-import json
 import re
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from ...configuration.configuration_base import AttentionStartConfig, FrugalViTC
 from ...modeling.hosts.timm import TIMM
 from ...modeling.initialization import INITIALIZATIONS, START_FIELDS, initialize_attention_
 from ...modeling.reference_initialization import REFERENCE, reference_init_
-from .arguments import check
+from .arguments import read_values
 from .optimizers import classifiers_inside
 
 
@@ -174,23 +173,3 @@ def check_numbers(overrides: dict):
                 raise ValueError(f"--config-overrides: {name} is {value}, expected numbers up to {LARGEST_SIZE:,}.")
             if re.search("layers$|^depths?$", name) and isinstance(number, int) and number > MOST_LAYERS:
                 raise ValueError(f"--config-overrides: {name} is {value}, expected {MOST_LAYERS:,} at most.")
-
-
-def read_values(argument_name: str, text: str) -> dict:
-    """Read `"image_size=32,hidden_act=gelu"` and the like as a dict; values are JSON where they can be, else text."""
-    values = {}
-    for part in filter(None, re.split(r",(?=\w+=)", text)):
-        name, equals, value = part.partition("=")
-        check(part, bool(equals), argument_name, "name=value pairs with commas between")
-        try:
-            values[name] = json.loads(value)
-        except json.JSONDecodeError:
-            values[name] = value
-    return values
-
-
-def write_values(values: dict) -> str:
-    """Write values as text that `read_values` reads."""
-    return ",".join(
-        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()
-    )

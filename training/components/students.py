@@ -9,7 +9,7 @@ from torch import nn
 
 from ...common.loading import load_vision_model
 from ...common.views import ImageFormat
-from ...configuration.configuration_base import pair as pair_of  # `pair` is student and teacher here
+from ...configuration.configuration_base import pair
 from ...modeling.hosts import Anatomy
 from ...modeling.modeling_sparseformer import (
     SparseFormerForImageClassification,
@@ -18,7 +18,8 @@ from ...modeling.modeling_sparseformer import (
     SparseFormerVisionModelWithProjection,
 )
 from ..options.bootstrap import LARGEST_SMALL, RECIPES, ScheduleArguments, StudentArguments
-from .models import parse_overrides, read_values, write_values
+from .arguments import read_values, write_values
+from .models import parse_overrides
 from .optimizers import make_optimizer, parameter_groups
 
 
@@ -45,19 +46,19 @@ def apply_recipe(arguments: Sequence, size: tuple[int, int]):
         arguments (sequence): Dataclasses of arguments, `StudentArguments` first; they are changed.
         size (pair of `int`): Height and width of the teacher's images in pixels.
     """
-    pair = arguments[0]
+    options = arguments[0]
     # A student that was trained before would lose by large steps.
-    small = "paper" if pair.student or max(size) > LARGEST_SMALL else "small"
-    pair.recipe = pair.recipe or ("inherited" if pair.focusing == "inherited" else small)
-    values = RECIPES[pair.recipe] | {"epochs": 20}
-    if pair.student:
+    small = "paper" if options.student or max(size) > LARGEST_SMALL else "small"
+    options.recipe = options.recipe or ("inherited" if options.focusing == "inherited" else small)
+    values = RECIPES[options.recipe] | {"epochs": 20}
+    if options.student:
         # It has its configuration, and its weights are good enough to begin with.
         values |= {"config_overrides": "", "learning_rate": values["learning_rate"] / 4, "warmup_epochs": 0.0}
         values["epochs"] = 5
     if any(getattr(group, "teacher_cache", None) for group in arguments):
         values["token_loss_weight"] = 0.0
-    overrides = values.pop("config_overrides"), pair.config_overrides
-    pair.config_overrides = write_values(read_values("config_overrides", ",".join(filter(None, overrides))))
+    overrides = values.pop("config_overrides"), options.config_overrides
+    options.config_overrides = write_values(read_values("config_overrides", ",".join(filter(None, overrides))))
     fill_in(arguments, values)
 
 
@@ -76,37 +77,37 @@ def check_teacher(teacher: Anatomy, name: str):
 
 
 def build_student(
-    pair: StudentArguments, teacher: Anatomy, teacher_format: ImageFormat
+    options: StudentArguments, teacher: Anatomy, teacher_format: ImageFormat
 ) -> SparseFormerPreTrainedModel:
     """Return a new student with the teacher's blocks, or that of `--student` with the tokens and pixels that are asked
     for."""
-    if pair.student:
-        student, _ = load_vision_model(pair.student, "cpu")
+    if options.student:
+        student, _ = load_vision_model(options.student, "cpu")
         if not isinstance(student, SparseFormerPreTrainedModel):
-            raise ValueError(f"--student {pair.student} is no SparseFormer but a {type(student).__name__}.")
+            raise ValueError(f"--student {options.student} is no SparseFormer but a {type(student).__name__}.")
         projects = isinstance(student, SparseFormerVisionModelWithProjection)
         width = student.config.projection_dim if projects else student.config.pooled_size
         teacher_width = teacher.embedding_size
         if width != teacher_width or projects != (teacher.projection is not None):
             raise ValueError(
-                f"--student {pair.student} gives embeddings {width} wide and --teacher {teacher_width}, before or "
+                f"--student {options.student} gives embeddings {width} wide and --teacher {teacher_width}, before or "
                 "after a projection; these cannot be aligned. Give the teacher that the student was bootstrapped from."
             )
-        if pair.placement == "content" and student.config.placement != "content":
-            student.place_by_content(pair.placement_rule)
-        if pair.num_latent_tokens not in (None, student.config.num_latent_tokens):
-            student.resize_tokens(pair.num_latent_tokens)
-        if pair.elastic_token_counts:
-            counts = {*map(student.config.round_tokens, pair.elastic_token_counts)}
+        if options.placement == "content" and student.config.placement != "content":
+            student.place_by_content(options.placement_rule)
+        if options.num_latent_tokens not in (None, student.config.num_latent_tokens):
+            student.resize_tokens(options.num_latent_tokens)
+        if options.elastic_token_counts:
+            counts = {*map(student.config.round_tokens, options.elastic_token_counts)}
             student.config.elastic_token_counts = sorted(counts)
         student.set_num_tokens(None)
-        if pair.image_size:
-            set_image_size(student.config, pair.image_size)
+        if options.image_size:
+            set_image_size(student.config, options.image_size)
         return student
-    if teacher_format.reverse_channels and pair.focusing == "inherited":
+    if teacher_format.reverse_channels and options.focusing == "inherited":
         raise ValueError(
-            f"--teacher {pair.teacher} takes blue, green and red; a student gets red, green and blue, for which the "
-            "teacher's patches are not made. Leave --focusing inherited out."
+            f"--teacher {options.teacher} takes blue, green and red; a student gets red, green and blue, for which "
+            "the teacher's patches are not made. Leave --focusing inherited out."
         )
     height, width = teacher_format.size
     image_size = height if height == width else [height, width]
@@ -117,24 +118,24 @@ def build_student(
             SparseFormerVisionModel if teacher.projection is None else SparseFormerVisionModelWithProjection
         )
     looks = {}
-    if pair.placement == "content":
-        looks = {"placement": "content", "placement_rule": pair.placement_rule}
+    if options.placement == "content":
+        looks = {"placement": "content", "placement_rule": options.placement_rule}
     student = student_class.from_teacher(
         teacher,
-        num_latent_tokens=pair.num_latent_tokens,
-        elastic_token_counts=pair.elastic_token_counts,
-        truncate=pair.truncate,
-        inherit_blocks=pair.inherit_blocks,
-        focusing=pair.focusing,
-        break_ties=pair.break_ties,
+        num_latent_tokens=options.num_latent_tokens,
+        elastic_token_counts=options.elastic_token_counts,
+        truncate=options.truncate,
+        inherit_blocks=options.inherit_blocks,
+        focusing=options.focusing,
+        break_ties=options.break_ties,
         image_mean=teacher_format.mean,
         image_std=teacher_format.std,
         resample=teacher_format.resample,
         resize_size=teacher_format.resize,
-        **{"image_size": image_size, **looks, **parse_overrides("sparseformer", pair.config_overrides)},
+        **{"image_size": image_size, **looks, **parse_overrides("sparseformer", options.config_overrides)},
     )
-    if pair.image_size:
-        set_image_size(student.config, pair.image_size)
+    if options.image_size:
+        set_image_size(student.config, options.image_size)
     return student
 
 
@@ -153,18 +154,18 @@ def token_counts_to_train(config, seed: str) -> list[int]:
 def set_image_size(config, image_size: int):
     """Change the size of images in the preprocessing; the model takes any."""
     if config.resize_size is not None:
-        config.resize_size = round(config.resize_size * image_size / min(pair_of(config.image_size)))
+        config.resize_size = round(config.resize_size * image_size / min(pair(config.image_size)))
     config.image_size = image_size
 
 
 def format_of(config) -> ImageFormat:
     """The format of images that a SparseFormer's configuration asks for."""
     return ImageFormat(
-        pair_of(config.image_size), config.image_mean, config.image_std, config.resample, config.resize_size
+        pair(config.image_size), config.image_mean, config.image_std, config.resample, config.resize_size
     )
 
 
-def freeze(student: SparseFormerPreTrainedModel, pair, num_blocks: int) -> set[nn.Parameter]:
+def freeze(student: SparseFormerPreTrainedModel, options, num_blocks: int) -> set[nn.Parameter]:
     """Freeze a student but for its focusing stage and the blocks to tune.
 
     Without inherited blocks, the whole transformer stays trainable, and only the inherited classifier, projection or
@@ -172,8 +173,8 @@ def freeze(student: SparseFormerPreTrainedModel, pair, num_blocks: int) -> set[n
 
     Args:
         student (`SparseFormerPreTrainedModel`): Changed in place.
-        pair (`StudentArguments` or `BootstrapArguments`): Names the blocks to tune.
-        num_blocks (`int`): Blocks of the teacher, of which `pair.tune` may be a share.
+        options (`StudentArguments` or `BootstrapArguments`): Names the blocks to tune.
+        num_blocks (`int`): Blocks of the teacher, of which `options.tune` may be a share.
 
     Returns:
         `set[nn.Parameter]`: The inherited parameters that are tuned.
@@ -185,13 +186,13 @@ def freeze(student: SparseFormerPreTrainedModel, pair, num_blocks: int) -> set[n
         for owner in (student, student.base_model):
             if isinstance(module := getattr(owner, name, None), nn.Module):
                 module.requires_grad_(False)
-    if not pair.inherit_blocks:
+    if not options.inherit_blocks:
         return set()
     base = student.base_model
     layers, inherits_patches = base.layers, base.config.patch_size is not None
-    tune = 1 / 3 if pair.tune is None else pair.tune
+    tune = 1 / 3 if options.tune is None else options.tune
     count = int(tune) if tune >= 1 else round(tune * num_blocks)
-    if pair.tune_all or (inherits_patches and pair.tune is None):
+    if options.tune_all or (inherits_patches and options.tune is None):
         count = len(layers)
     if count > len(layers):
         raise ValueError(f"--tune asks for {count} blocks, the student has {len(layers)}; --tune-all tunes them all.")

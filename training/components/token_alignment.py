@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...modeling.hosts import Anatomy
-from ...modeling.modeling_sparseformer import sample_features
+from ...modeling.pyramid import sample_features
 
 
 # Points on each side of a token's RoI at which the teacher's tokens are read and averaged.

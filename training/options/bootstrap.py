@@ -257,7 +257,12 @@ GROUPS = [StudentArguments, AlignmentArguments, DataArguments, ScheduleArguments
 
 
 def make_parser() -> ArgumentParser:
-    return ArgumentParser(GROUPS, PROG, "Bootstrap a SparseFormer from a vision transformer, without labels.")
+    return ArgumentParser(
+        GROUPS,
+        PROG,
+        "Bootstrap a SparseFormer from a vision transformer, without labels. (A BootstrappedViT is another method's: "
+        "`frugalvit joint` trains it.)",
+    )
 
 
 def parse(argv: list[str] | None = None) -> tuple:

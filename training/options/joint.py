@@ -49,8 +49,8 @@ class TwinArguments:
 
 
 @dataclass
-class RecipeArguments:
-    """Views of the images, and the optimizer."""
+class LearningArguments:
+    """How they learn: views of the images, and the optimizer."""
 
     crop: str = argument(
         "padded",
@@ -94,14 +94,15 @@ class JointRunArguments(RunArguments):
     )
 
 
-GROUPS = [TwinArguments, DataArguments, RecipeArguments, JointOptimizerArguments, JointRunArguments]
+GROUPS = [TwinArguments, DataArguments, LearningArguments, JointOptimizerArguments, JointRunArguments]
 
 
 def make_parser() -> ArgumentParser:
     return ArgumentParser(
         GROUPS,
         PROG,
-        "Train a ViT together with an agent CNN, from which it learns its biases (Zhang et al., Bootstrapping ViTs).",
+        "Train a BootstrappedViT: a ViT together with an agent CNN, from which it learns its biases (Zhang et al., "
+        "Bootstrapping ViTs).",
     )
 
 

@@ -69,8 +69,8 @@ class ModelArguments:
 
 
 @dataclass
-class RecipeArguments:
-    """The recipe for little data."""
+class LearningArguments:
+    """How it learns; the defaults are for little data."""
 
     crop: str = argument(
         "padded",
@@ -126,7 +126,7 @@ class RecipeArguments:
         check_range(self, "crop_scale", "crop_ratio")
 
 
-GROUPS = [ModelArguments, DataArguments, RecipeArguments, OptimizerArguments, RunArguments]
+GROUPS = [ModelArguments, DataArguments, LearningArguments, OptimizerArguments, RunArguments]
 
 
 def make_parser() -> ArgumentParser:

@@ -1,0 +1,429 @@
+"""The focusing stage of the papers' SparseFormers: tokens look at the image where their RoIs say, and move these.
+
+Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent Tokens* (v1) and *Bootstrapping SparseFormers
+from Vision Foundation Models* (CVPR 2024). An early convolution makes a map of the image. A focusing layer, narrower
+than the cortex, is executed several times, and one at full width once. The papers order its operations differently:
+`SparseFormerV1FocusingLayer` is the first one's, `SparseFormerFocusingLayer` the later one's.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..configuration.configuration_sparseformer import SparseFormerConfig
+from .cortex import cortex_attention, cortex_mlp, cortex_norm
+from .layers import MLP, SelfAttention, drop_path, in_float32
+from .pyramid import sample_features
+
+
+def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
+    """RoIs before any adjustment, `(num_tokens, 4)` as left, top, right, bottom.
+
+    The first root**2 tokens, root = floor(sqrt(num_tokens)), get boxes of side 0.5 on a grid, x in the outer loop; the
+    remaining ones see the whole image, and so do all tokens if there are fewer than 4 (the reference implementation
+    divides by zero there). With `counts`, smaller numbers of tokens, the tokens of the first count are laid out so,
+    and then those that each next count adds.
+    """
+    if counts:
+        added = [high - low for low, high in zip([0, *counts], [*counts, num_tokens], strict=False)]
+        return torch.cat([initial_rois(count) for count in added])
+    rois = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat(num_tokens, 1)
+    root = math.isqrt(num_tokens)
+    if root > 1:
+        corner = torch.linspace(0, 0.5, root)
+        left_top = torch.cartesian_prod(corner, corner)
+        rois[: root**2] = torch.cat([left_top, left_top + 0.5], dim=1)
+    return rois
+
+
+def initial_sampling_offsets(num_points: int) -> torch.Tensor:
+    """Offsets from the center of a RoI before training, `(num_points, 2)` as x, y.
+
+    Cell centers of a square grid, x in the inner loop, or uniform in +-0.5 if `num_points` is no square.
+    """
+    root = math.isqrt(num_points)
+    if root**2 != num_points:
+        return torch.rand(num_points, 2) - 0.5
+    center = (torch.arange(root) + 0.5) / root - 0.5
+    return torch.cartesian_prod(center, center).flip(1)
+
+
+# exp(8) is a factor of almost 3,000 in one adjustment; the bound keeps five of them finite in float32.
+MAX_LOG_SCALE = 8.0
+
+
+def adjust_rois(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+    """Move and scale RoIs by normalized deltas (equations 2 and 3 of the bootstrapping paper), in float32.
+
+    Args:
+        rois (`torch.Tensor`): `(batch, tokens, 4)` as left, top, right, bottom.
+        deltas (`torch.Tensor`): `(batch, tokens, 4)`: shift in units of width and height, log scale of both.
+    """
+    rois, deltas = in_float32(rois), in_float32(deltas)
+    left_top, right_bottom = rois.chunk(2, dim=-1)
+    shift, log_scale = deltas.chunk(2, dim=-1)
+    size = (right_bottom - left_top).abs()
+    center = (left_top + right_bottom) * 0.5 + shift * size
+    half = 0.5 * size * log_scale.clamp(max=MAX_LOG_SCALE).exp()
+    return torch.cat([center - half, center + half], dim=-1)
+
+
+def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Place sampling points in RoIs, in float32.
+
+    Offsets are standardized over the points of a token and divided by 3, so that nearly all points lie within half the
+    RoI's (signed) size of its center.
+
+    Args:
+        rois (`torch.Tensor`): `(batch, tokens, 4)`.
+        offsets (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y.
+
+    Returns:
+        `torch.Tensor`: `(batch, tokens, points, 2)`, 0 to 1 across the image.
+    """
+    rois, offsets = in_float32(rois), in_float32(offsets)
+    left_top, right_bottom = rois.unsqueeze(2).chunk(2, dim=-1)
+    # ExecuTorch has no `var_mean`.
+    variance, mean = offsets.var(dim=2, keepdim=True), offsets.mean(dim=2, keepdim=True)
+    # The square root has no finite gradient at 0, where all points of a token coincide.
+    offsets = (offsets - mean) / (3 * (variance.clamp(min=1e-12).sqrt() + 1e-5))
+    return (left_top + right_bottom) * 0.5 + offsets * (right_bottom - left_top)
+
+
+class ClipGradient(torch.autograd.Function):
+    """Identity whose gradient is clamped to +-`bound`."""
+
+    @staticmethod
+    def forward(ctx, points, bound):
+        ctx.bound = bound
+        return points.view_as(points)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-ctx.bound, ctx.bound), None
+
+
+def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -> torch.Tensor:
+    """Sinusoidal encoding of RoIs, `(batch, tokens, 4)` to `(batch, tokens, hidden_size)`, in float32.
+
+    Supplement A.2 of the bootstrapping paper prints d/8 frequencies from 1 to 128, each with a sine and a cosine,
+    interleaved: `kind="paper"`. The reference implementation, and so `kind="reference"`, spaces d/4 frequencies from 1
+    to 128, takes the sine of the even and the cosine of the odd ones, and puts all sines of a coordinate before its
+    cosines.
+    """
+    count = hidden_size // (8 if kind == "paper" else 4)
+    frequencies = torch.linspace(0, math.log(128), count, device=rois.device).exp()
+    angles = (in_float32(rois) * math.pi).unsqueeze(-1) * frequencies
+    if kind == "paper":
+        return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(2)
+    return torch.cat([angles[..., 0::2].sin(), angles[..., 1::2].cos()], dim=-1).flatten(2)
+
+
+class SparseFormerStem(nn.Module):
+    """Early convolution: `(batch, num_channels, height, width)` to `(batch, stem_channels, height / 4, width / 4)`."""
+
+    def __init__(self, config: SparseFormerConfig):
+        super().__init__()
+        self.convolution = nn.Conv2d(config.num_channels, config.stem_channels, kernel_size=7, stride=2, padding=3)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        pixel_values = pixel_values.to(self.convolution.weight.dtype)
+        # Pooling, normalizing and sampling are several times faster where a pixel's channels lie side by side.
+        pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
+        # The paper's ReLU comes before pooling; after it, the same costs a quarter.
+        features = F.max_pool2d(self.convolution(pixel_values), kernel_size=3, stride=2, padding=1).relu()
+        # LayerNorm over channels without parameters; sampling reads it in float32.
+        features = in_float32(features.permute(0, 2, 3, 1))
+        return F.layer_norm(features, features.shape[-1:], eps=1e-5).permute(0, 3, 1, 2)
+
+
+def focusing_eps(config: SparseFormerConfig) -> float:
+    """Epsilon of LayerNorms before the cortex."""
+    eps = config.focusing_layer_norm_eps
+    return config.layer_norm_eps if eps is None else eps
+
+
+class SparseFormerLatents(nn.Module):
+    """The learned tokens and RoIs that every image starts from, and [CLS] and registers, which join them before the
+    cortex.
+
+    Args:
+        config (`SparseFormerConfig`): The configuration.
+        num_rois (`int`, *optional*): Number of RoIs; `num_latent_tokens` by default.
+    """
+
+    def __init__(self, config: SparseFormerConfig, num_rois: int | None = None):
+        super().__init__()
+        num_rois = num_rois or config.num_latent_tokens
+        self.num_latent_tokens = config.num_latent_tokens
+        self.num_class_tokens = config.use_cls_token * config.num_class_tokens
+        self.num_register_tokens = config.num_register_tokens
+        num_embeddings = 1 if config.shared_token_embedding else num_rois
+        self.token_embedding = nn.Parameter(torch.empty(num_embeddings, config.latent_size))
+        self.initial_rois = nn.Parameter(torch.empty(num_rois, 4, dtype=torch.float32))
+        self.cls_token = self.register_tokens = None
+        if self.num_class_tokens:
+            self.cls_token = nn.Parameter(torch.empty(self.num_class_tokens, config.hidden_size))
+        if self.num_register_tokens:
+            self.register_tokens = nn.Parameter(torch.empty(self.num_register_tokens, config.hidden_size))
+
+    def forward(self, batch_size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the first tokens, `(1, num_tokens, latent_size)`, and their RoIs, `(1, num_tokens, 4)` in float32,
+        alike for all images, and [CLS] and registers, `(batch, prefix tokens, hidden_size)`."""
+        tokens, rois = self.token_embedding.expand(self.num_latent_tokens, -1), in_float32(self.initial_rois)
+        # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
+        return tokens[:num_tokens].repeat(1, 1, 1), rois[:num_tokens].repeat(1, 1, 1), self.prefix(batch_size)
+
+    def prefix(self, batch_size: int) -> torch.Tensor | None:
+        """[CLS] and registers of all images, None without any."""
+        prefix = [token for token in (self.cls_token, self.register_tokens) if token is not None]
+        return torch.cat(prefix).repeat(batch_size, 1, 1) if prefix else None
+
+    def _apply(self, fn, recurse: bool = True):
+        # RoIs stay float32 in models that are cast, as in those that are loaded in half precision.
+        rois = self.initial_rois.detach()
+        super()._apply(fn, recurse)
+        if self.initial_rois.itemsize < torch.float32.itemsize:
+            self.initial_rois.data = rois.to(self.initial_rois.device, torch.float32)
+        return self
+
+    @torch.no_grad()
+    def break_ties(self, first: int = 0, std: float = 0.05):
+        """Move apart the RoIs of tokens, from number `first` on, that start on the same RoI with the same embedding as
+        another one.
+
+        They would get equal gradients and stay copies of each other for good: 12 of the paper's 48 tokens.
+        """
+        embedding = self.token_embedding.expand(self.num_latent_tokens, -1).to(self.initial_rois)
+        starts = torch.cat([self.initial_rois, embedding], dim=1)
+        tied = (starts[first:, None] == starts).all(dim=-1).sum(dim=1) > 1
+        rois = self.initial_rois[first:]
+        rois[tied] += std * torch.randn_like(rois[tied])
+
+    @torch.no_grad()
+    def resize_tokens(self, num_latent_tokens: int):
+        """Keep the first tokens as they are, drop the last or add new ones that start like those of a new model, but
+        each on a RoI of its own."""
+        kept = min(num_latent_tokens, self.num_latent_tokens)
+        rois = initial_rois(num_latent_tokens - kept).to(self.initial_rois)
+        self.initial_rois = nn.Parameter(torch.cat([self.initial_rois[:kept], rois]), self.initial_rois.requires_grad)
+        if len(self.token_embedding) == self.num_latent_tokens:
+            embedding = self.token_embedding
+            # New tokens start as copies of the mean token: the cortex has seen nothing else.
+            new = embedding.mean(0, keepdim=True).expand(num_latent_tokens - kept, -1)
+            self.token_embedding = nn.Parameter(torch.cat([embedding[:kept], new]), embedding.requires_grad)
+        self.num_latent_tokens = num_latent_tokens
+        self.break_ties(first=kept)
+
+
+class SparseFormerMixing(nn.Module):
+    """Adaptive mixing: a token generates the two matrices that decode what it sampled.
+
+    A channels x channels matrix, a mixed_points x points matrix, then one linear layer to the token width. v1 adds a
+    bias and a GELU after each product, bootstrapped models have one GELU after both.
+    """
+
+    def __init__(self, config: SparseFormerConfig, hidden_size: int):
+        super().__init__()
+        self.shapes = (
+            (config.stem_channels, config.stem_channels),
+            (config.num_mixed_points, config.num_sampling_points),
+        )
+        bottleneck = config.mixing_hidden_size or hidden_size // 4
+        self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
+        self.bottleneck = nn.Linear(hidden_size, bottleneck)
+        self.generator = nn.Linear(bottleneck, sum(rows * columns for rows, columns in self.shapes))
+        if config.mixing_bias:
+            self.channel_bias = nn.Parameter(torch.empty(config.stem_channels))
+            self.point_bias = nn.Parameter(torch.empty(config.num_mixed_points, 1))
+        else:
+            self.channel_bias = self.point_bias = None
+        self.out_proj = nn.Linear(config.num_mixed_points * config.stem_channels, hidden_size)
+
+    def forward(self, tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """Mix what each token sampled, `(batch, tokens, points, channels)`, by matrices made from the token,
+        `(batch, tokens, hidden_size)` or a batch of 1 for all images, to `(batch, tokens, hidden_size)`."""
+        parameters = self.generator(self.bottleneck(self.layernorm(tokens)))
+        channel_matrix, point_matrix = (
+            matrix.unflatten(-1, shape)
+            for matrix, shape in zip(
+                parameters.split([rows * columns for rows, columns in self.shapes], dim=-1), self.shapes, strict=True
+            )
+        )
+        mixed = sampled.to(parameters.dtype) @ channel_matrix
+        if self.channel_bias is not None:
+            mixed = F.gelu(mixed + self.channel_bias).to(parameters.dtype)
+        mixed = point_matrix @ mixed
+        if self.point_bias is not None:
+            mixed = mixed + self.point_bias
+        return self.out_proj(F.gelu(mixed).flatten(2))
+
+
+class SparseFormerSampling(nn.Module):
+    """Each token samples features at points in its RoI and mixes them."""
+
+    def __init__(self, config: SparseFormerConfig, hidden_size: int):
+        super().__init__()
+        self.num_points = config.num_sampling_points
+        self.padding_mode = config.sampling_padding_mode
+        self.clip_gradients = config.clip_sampling_gradients
+        self.offset_layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
+        self.offset_proj = nn.Linear(hidden_size, 2 * config.num_sampling_points, bias=False)
+        self.offset_bias = nn.Parameter(torch.empty(2 * config.num_sampling_points))
+        self.mixing = SparseFormerMixing(config, hidden_size)
+
+    def forward(
+        self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual branch `(batch, tokens, hidden_size)` and the points `(batch, tokens, points, 2)`."""
+        offsets = in_float32(self.offset_proj(self.offset_layernorm(tokens))) + in_float32(self.offset_bias)
+        points = locate_sampling_points(rois, offsets.unflatten(-1, (self.num_points, 2)))
+        # Gradients are clipped for each image after this.
+        points = points.expand(features.shape[0], -1, -1, -1)
+        if self.clip_gradients and self.training:
+            points = ClipGradient.apply(points, 1 / features.shape[2])
+        return self.mixing(tokens, sample_features(features, points, self.padding_mode)), points
+
+
+class SparseFormerPositionEncoding(nn.Module):
+    """Linear map of the sinusoidal encoding of RoIs; no gradient flows into the RoIs."""
+
+    def __init__(self, config: SparseFormerConfig, hidden_size: int):
+        super().__init__()
+        self.hidden_size, self.kind = hidden_size, config.roi_encoding
+        self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
+        self.proj = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, rois: torch.Tensor) -> torch.Tensor:
+        encoding = encode_rois(rois.detach(), self.hidden_size, self.kind)
+        return self.proj(self.layernorm(encoding.to(self.layernorm.weight.dtype)))
+
+
+class SparseFormerRoIDeltas(nn.Module):
+    """Tokens `(batch, tokens, hidden_size)` to RoI deltas `(batch, tokens, 4)`, by one or two linear layers."""
+
+    def __init__(self, config: SparseFormerConfig, hidden_size: int):
+        super().__init__()
+        self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
+        self.dense = nn.Linear(hidden_size, hidden_size) if config.num_roi_delta_layers == 2 else None
+        self.out_proj = nn.Linear(hidden_size, 4, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        tokens = self.layernorm(tokens)
+        return self.out_proj(tokens if self.dense is None else F.gelu(self.dense(tokens)))
+
+
+class SparseFormerFocusingLayer(GradientCheckpointingLayer):
+    """A layer that looks, then thinks, then moves its RoIs, as in the bootstrapping paper.
+
+    Args:
+        config (`SparseFormerConfig`): The configuration.
+        drop_path_rates (sequence of `float`): One for each execution of the layer.
+        full_width (`bool`, *optional*, defaults to `False`): Whether it has the width of the cortex, whose attention
+            and MLP it then has, or the focusing width.
+    """
+
+    encodes_positions = True
+
+    def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float], full_width: bool = False):
+        super().__init__()
+        self.drop_path_rates = tuple(drop_path_rates)
+        # v1's code drops RoI deltas along with the residual branches.
+        self.drops_roi_deltas = config.num_roi_delta_layers == 1
+        hidden_size = config.hidden_size if full_width else config.focusing_hidden_size
+        self.stage_embedding = None
+        if not full_width and config.stage_embedding and config.num_focusing_iterations > 1:
+            self.stage_embedding = nn.Parameter(torch.empty(config.num_focusing_iterations, hidden_size))
+        self.sampling = SparseFormerSampling(config, hidden_size)
+        if self.encodes_positions:
+            self.position_encoding = SparseFormerPositionEncoding(config, hidden_size)
+        if full_width:
+            norm, attention, mlp = cortex_norm(config), cortex_attention(config), cortex_mlp(config)
+        else:
+            norm = functools.partial(nn.LayerNorm, eps=focusing_eps(config))
+            attention = SelfAttention(config, hidden_size, config.focusing_num_attention_heads)
+            mlp = MLP(hidden_size, config.focusing_intermediate_size, config.focusing_hidden_act)
+        self.layernorm_before, self.attention = norm(hidden_size), attention
+        self.layernorm_after, self.mlp = norm(hidden_size), mlp
+        self.roi_deltas = SparseFormerRoIDeltas(config, hidden_size)
+
+    def forward(
+        self, hidden_states: torch.Tensor, rois: torch.Tensor, features: torch.Tensor, iteration: int = 0, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            hidden_states (`torch.Tensor`): `(batch, tokens, width)`, or a batch of 1 for all images.
+            rois (`torch.Tensor`): `(batch, tokens, 4)`, or a batch of 1 for all images.
+            features (`torch.Tensor`): `(batch, channels, height, width)`, a map of the image.
+            iteration (`int`, *optional*, defaults to 0): Number of the execution.
+
+        Returns:
+            Tokens, adjusted RoIs, and the points that were sampled, `(batch, tokens, points, 2)`.
+        """
+        hidden_states = self.in_stage(hidden_states, iteration)
+        branch, points = self.sampling(hidden_states, rois, features)
+        hidden_states = hidden_states + self.drop_path(branch, iteration)
+        hidden_states = hidden_states + self.position_encoding(rois)
+        branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
+        hidden_states = hidden_states + self.drop_path(branch, iteration)
+        branch = self.mlp(self.layernorm_after(hidden_states))
+        hidden_states = hidden_states + self.drop_path(branch, iteration)
+        return hidden_states, self.adjust(rois, hidden_states, iteration), points
+
+    def in_stage(self, hidden_states: torch.Tensor, iteration: int) -> torch.Tensor:
+        """Tokens with the embedding of the execution, if there is one."""
+        return hidden_states if self.stage_embedding is None else hidden_states + self.stage_embedding[iteration]
+
+    def drop_path(self, branch: torch.Tensor, iteration: int) -> torch.Tensor:
+        """Drop a residual branch at the rate of the execution."""
+        return drop_path(branch, self.drop_path_rates[iteration], self.training)
+
+    def adjust(self, rois: torch.Tensor, hidden_states: torch.Tensor, iteration: int) -> torch.Tensor:
+        """Move and scale RoIs as tokens say."""
+        deltas = self.roi_deltas(hidden_states)
+        return adjust_rois(rois, self.drop_path(deltas, iteration) if self.drops_roi_deltas else deltas)
+
+
+class SparseFormerV1FocusingLayer(SparseFormerFocusingLayer):
+    """A layer that attends, moves its RoIs, then looks, as in the first paper. The one at full width is the cortex's
+    first block."""
+
+    encodes_positions = False
+
+    def forward(
+        self, hidden_states: torch.Tensor, rois: torch.Tensor, features: torch.Tensor, iteration: int = 0, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As that of `SparseFormerFocusingLayer`."""
+        hidden_states = self.in_stage(hidden_states, iteration)
+        branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
+        hidden_states = hidden_states + self.drop_path(branch, iteration)
+        rois = self.adjust(rois, hidden_states, iteration)
+        branch, points = self.sampling(hidden_states, rois, features)
+        hidden_states = hidden_states + self.drop_path(branch, iteration)
+        branch = self.mlp(self.layernorm_after(hidden_states))
+        hidden_states = hidden_states + self.drop_path(branch, iteration)
+        # Before the first sampling, all images have the same RoIs.
+        return hidden_states, rois.expand(hidden_states.shape[0], -1, -1), points
+
+
+class SparseFormerLastLook(GradientCheckpointingLayer):
+    """The layer at full width of the bootstrapping paper, which looks once more and moves no RoIs."""
+
+    def __init__(self, config: SparseFormerConfig, drop_path_rate: float):
+        super().__init__()
+        self.drop_path_rate = drop_path_rate
+        self.sampling = SparseFormerSampling(config, config.hidden_size)
+        self.position_encoding = SparseFormerPositionEncoding(config, config.hidden_size)
+
+    def forward(
+        self, hidden_states: torch.Tensor, rois: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and the points that were sampled; shapes as those of `SparseFormerFocusingLayer`."""
+        branch, points = self.sampling(hidden_states, rois, features)
+        hidden_states = hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+        return hidden_states + self.position_encoding(rois), points
