@@ -1,5 +1,6 @@
 """`frugalvit benchmark`: images a second of models, side by side, and beside the speed that the machine can have."""
 
+import itertools
 import json
 
 import torch
@@ -11,7 +12,7 @@ from .architectures import architecture_of, image_side, image_size_of
 from .common.exported import ExportedModule, is_exported
 from .common.files import check_file_path, write_json
 from .common.loading import choose_device, one_error
-from .common.macs import count_macs
+from .common.macs import count_macs, macs_of
 from .common.speed import measure
 from .common.tables import format_table
 from .common.versions import origin
@@ -101,37 +102,32 @@ def measure_all(
         rounds (`int`): Timed passes of each model; in proportion more for batches that are smaller than the largest.
         compiled (`bool`): Whether each model is also measured compiled, as another row.
     """
+    channels, *size = image_size
+    programs = {name: model for name, model in models.items() if isinstance(model, ExportedModule)}
     macs = {
-        name: model.report.get("macs")
-        if isinstance(model, ExportedModule)
-        else count_macs(model, image_size[1:], image_size[0]).macs_with_attention
+        name: model.report.get("macs") if name in programs else macs_of(model, tuple(size), channels)
         for name, model in models.items()
     }
     rows = []
-    progress = tqdm(total=len(dtypes) * len(batch_sizes), desc="measuring", leave=False, disable=None)
-    for dtype in dtypes:
+    settings = [*itertools.product(dtypes, batch_sizes)]
+    for dtype, batch_size in tqdm(settings, desc="measuring", leave=False, disable=None):
         # A program computes in what it was exported with.
-        cast = {
+        timed = {
             name: model.to(device, dtype)
             for name, model in models.items()
-            if dtype == dtypes[0] or not isinstance(model, ExportedModule)
+            if dtype == dtypes[0] or name not in programs
         }
-        for batch_size in batch_sizes:
-            candidates, costs = dict(cast), dict(macs)
-            if compiled:
-                # One program a batch size, as serving compiles it.
-                torch.compiler.reset()
-                for name, model in cast.items():
-                    if isinstance(model, ExportedModule):
-                        continue
-                    candidates[f"{name}, compiled"] = torch.compile(model, dynamic=False)
-                    costs[f"{name}, compiled"] = macs[name]
-            pixel_values = torch.randn(batch_size, *image_size).to(device, dtype)
-            more = min(max(batch_sizes) // batch_size, MOST_ROUNDS)
-            for row in measure(candidates, costs, pixel_values, rounds * more):
-                program = models.get(row["row"])
-                name = program.precision if isinstance(program, ExportedModule) else str(dtype).removeprefix("torch.")
-                rows.append({**row, "dtype": name, "macs": costs[row["row"]]})
-            progress.update()
-    progress.close()
+        costs = dict(macs)
+        if compiled:
+            # One program a batch size, as serving compiles it.
+            torch.compiler.reset()
+            for name in [name for name in models if name not in programs]:
+                timed[f"{name}, compiled"] = torch.compile(timed[name], dynamic=False)
+                costs[f"{name}, compiled"] = macs[name]
+        pixel_values = torch.randn(batch_size, *image_size).to(device, dtype)
+        more = min(max(batch_sizes) // batch_size, MOST_ROUNDS)
+        for row in measure(timed, costs, pixel_values, rounds * more):
+            program = programs.get(row["row"])
+            precision = program.precision if program else str(dtype).removeprefix("torch.")
+            rows.append({**row, "dtype": precision, "macs": costs[row["row"]]})
     return rows

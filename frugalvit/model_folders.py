@@ -36,7 +36,7 @@ def source_folder(name: str) -> Path:
 
 
 class Notes:
-    """What a folder says of its model, in the `results.json` of the training and in the card.
+    """Notes on a model, in the `results.json` of its training and in its card.
 
     Args:
         folder (`Path`): The folder. There may be neither.
