@@ -16,6 +16,7 @@ from .common.loading import check_folder, load_pretrained, one_error, split_revi
 from .common.resources import locate_model
 from .common.views import vision_config_of
 from .configuration.configuration_base import pair
+from .modeling import modeling_sparseformer_vlm
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .registry import configuration_classes
 
@@ -69,7 +70,8 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
 def image_side(model: PreTrainedModel) -> PreTrainedModel:
     """The image side of a CLIP or a LLaVA; other models as they are."""
     if vision_config_of(model.config) is not model.config:
-        return model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
+        parts = model if hasattr(model, "vision_model") else model.model
+        return parts.vision_model if hasattr(parts, "vision_model") else parts.vision_tower
     return model
 
 
@@ -82,7 +84,8 @@ def model_class(config) -> type[PreTrainedModel]:
     architecture = next(iter(config.architectures or ()), None) if isinstance(config.architectures, list) else None
     architecture = architecture if isinstance(architecture, str) else "none"
     # Ours first: the newest Transformers may have a class of the same name.
-    found = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
+    modules = (frugalvit, transformers, modeling_sparseformer_vlm)
+    found = next(filter(None, (getattr(module, architecture, None) for module in modules)), None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(f"its architecture {architecture!r} is neither frugalvit's nor Transformers'")
     return found

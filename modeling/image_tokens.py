@@ -1,12 +1,29 @@
-"""Image tokens of models that read images and texts: an error if a prompt has more or fewer places than there are
-tokens, and the places of image tokens in the output."""
+"""A SparseFormer as the tower of models that read images and texts: an error if a prompt has more or fewer places than
+there are image tokens, and the places of these in the output."""
 
 import torch
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import ModelOutput
 
+from ..configuration.configuration_sparseformer import SparseFormerConfig
+from .modeling_sparseformer import SparseFormerModel
 
-class CheckedImageTokens:
-    """Mixin of a `LlavaModel` or `PaliGemmaModel`, with a clear message if numbers of places and features differ."""
+
+# A folder's configuration is read before its model's file; it names its tower's kind.
+if SparseFormerConfig.model_type not in CONFIG_MAPPING:
+    AutoConfig.register(SparseFormerConfig.model_type, SparseFormerConfig)
+
+
+class SparseFormerTowerMixin:
+    """Mixin of a `LlavaModel` or `PaliGemmaModel` whose vision tower is a SparseFormer, with a clear message if there
+    are more or fewer places than features."""
+
+    def __init__(self, config: PreTrainedConfig):
+        # The tower is built by `AutoModel`, which has to know it where this file is loaded as remote code. There,
+        # a configuration from another process, as vLLM's are, may be of a class of the same name, read once more.
+        AutoModel.register(type(config.vision_config), SparseFormerModel, exist_ok=True)
+        super().__init__(config)
 
     def get_placeholder_mask(
         self, input_ids: torch.LongTensor | None, inputs_embeds: torch.Tensor, image_features: torch.Tensor

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoProcessor,
     CLIPImageProcessor,
@@ -19,7 +18,6 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.image_utils import make_flat_list_of_images
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from transformers.models.llava.modeling_llava import LlavaCausalLMOutputWithPast, LlavaModelOutputWithPast
 from transformers.processing_utils import Unpack
@@ -30,14 +28,7 @@ from ..configuration.configuration_base import pair
 from ..configuration.configuration_sparseformer import SparseFormerConfig
 from ..configuration.configuration_sparseformer_llava import SparseFormerLlavaConfig
 from .hub import HubModel, image_processor_config
-from .image_tokens import CheckedImageTokens
-from .modeling_sparseformer import SparseFormerModel
-
-
-# LLaVA builds its tower by `AutoModel`, which has to know it where this file is loaded as remote code.
-if SparseFormerConfig.model_type not in CONFIG_MAPPING:
-    AutoConfig.register(SparseFormerConfig.model_type, SparseFormerConfig)
-AutoModel.register(SparseFormerConfig, SparseFormerModel, exist_ok=True)
+from .image_tokens import SparseFormerTowerMixin
 
 
 def _given(**arguments) -> dict:
@@ -46,7 +37,7 @@ def _given(**arguments) -> dict:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-class SparseFormerLlavaModel(CheckedImageTokens, LlavaModel):
+class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
     """`LlavaModel` whose images may have different numbers of tokens."""
 
     config: SparseFormerLlavaConfig

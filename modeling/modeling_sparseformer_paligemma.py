@@ -1,24 +1,15 @@
 """PaliGemma and PaliGemma 2 whose vision tower is a SparseFormer, bootstrapped from their SigLIP."""
 
 from torch import nn
-from transformers import AutoConfig, AutoModel, PaliGemmaForConditionalGeneration, PaliGemmaModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoModel, PaliGemmaForConditionalGeneration, PaliGemmaModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from ..configuration.configuration_sparseformer import SparseFormerConfig
 from ..configuration.configuration_sparseformer_paligemma import SparseFormerPaliGemmaConfig
 from .hub import HubModel
-from .image_tokens import CheckedImageTokens
-from .modeling_sparseformer import SparseFormerModel
+from .image_tokens import SparseFormerTowerMixin
 
 
-# PaliGemma builds its tower by `AutoModel`, which has to know it where this file is loaded as remote code.
-if SparseFormerConfig.model_type not in CONFIG_MAPPING:
-    AutoConfig.register(SparseFormerConfig.model_type, SparseFormerConfig)
-AutoModel.register(SparseFormerConfig, SparseFormerModel, exist_ok=True)
-
-
-class SparseFormerPaliGemmaModel(CheckedImageTokens, PaliGemmaModel):
+class SparseFormerPaliGemmaModel(SparseFormerTowerMixin, PaliGemmaModel):
     """`PaliGemmaModel` with a SparseFormer as its vision tower."""
 
     config: SparseFormerPaliGemmaConfig
