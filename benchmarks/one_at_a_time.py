@@ -14,10 +14,11 @@ import functools
 
 import torch
 
-from frugalvit import checkpoint_path, count_macs
+from frugalvit import checkpoint_path
 from frugalvit.common.command_line import CommandParser, positive
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.common.num_tokens import using_tokens
+from frugalvit.common.macs import macs_of
+from frugalvit.common.num_tokens import WithTokens
 from frugalvit.common.packing import pack_linear_layers
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
@@ -43,11 +44,10 @@ def main():
         for batch_size in arguments.batch_sizes:
             calls, macs = {}, {}
             for kind, (teacher, student) in {"plain": plain, "packed": packed}.items():
-                calls[kind, None], macs[None] = teacher, count_macs(plain[0], SIZE).macs_with_attention
+                calls[kind, None], macs[None] = teacher, macs_of(plain[0], SIZE)
                 for count in arguments.tokens:
                     calls[kind, count] = functools.partial(student, num_tokens=count)
-                    with using_tokens(plain[1], count):
-                        macs[count] = count_macs(plain[1], SIZE).macs_with_attention
+                    macs[count] = macs_of(WithTokens(plain[1], count), SIZE)
             images = torch.randn(batch_size, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
             speeds = images_per_second(calls, images, rounds=100, limit=arguments.seconds)
             rows += [

@@ -21,6 +21,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
 from tqdm import tqdm
 
+from .common.classes import match_labels
 from .common.contender import Contender, measure_speeds
 from .common.data import sample
 from .common.files import whole_folder, write_json, write_text
@@ -39,7 +40,6 @@ from .evaluation.embeddings import (
     read_evaluated,
     read_labeled_parts,
 )
-from .evaluation.imagenet import match_labels
 from .evaluation.images import image_batches
 from .evaluation.knn import neighbor_scores
 from .evaluation.linear import fit_probe
