@@ -24,6 +24,8 @@ class SparseFormerTowerMixin:
         # a configuration from another process, as vLLM's are, may be of a class of the same name, read once more.
         AutoModel.register(type(config.vision_config), SparseFormerModel, exist_ok=True)
         super().__init__(config)
+        # Those of a tower that is loaded alone are this model's own; vLLM would leave them out.
+        self._keys_to_ignore_on_load_unexpected = set()
 
     def get_placeholder_mask(
         self, input_ids: torch.LongTensor | None, inputs_embeds: torch.Tensor, image_features: torch.Tensor

@@ -45,6 +45,9 @@ class SparseFormerGridTower(SparseFormerModel):
             Tokens before those of cells: class and register tokens as far as there are any, then the mean token.
     """
 
+    # Those of a tower that is loaded alone are the model's own; vLLM would leave them out.
+    _keys_to_ignore_on_load_unexpected = None
+
     def __init__(self, config: SparseFormerConfig, num_front_tokens: int = 0):
         super().__init__(config)
         self.num_front_tokens = num_front_tokens
