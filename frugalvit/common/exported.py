@@ -31,6 +31,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
+from ..modeling.modeling_sparseformer_vlm import GridTowerMixin
 from ..modeling.sparse_tokens import place_among
 from .choices import EXPORT_PRECISIONS as PRECISIONS
 from .files import forget_code, misshapen, read_json
@@ -191,7 +192,16 @@ def _image_features(model: PreTrainedModel, pixel_values: torch.Tensor) -> torch
 def parts_of(
     model: PreTrainedModel, output_rois: bool = False, token_counts: Sequence[int] = (), any_size: bool = False
 ) -> dict[str, Part]:
-    """The programs that a model becomes, by name; arguments as of `Part`."""
+    """The programs that a model becomes, by name; arguments as of `Part`.
+
+    Raises:
+        ValueError: if the model cuts images into tiles, or pools its grid of patches.
+    """
+    if isinstance(model, GridTowerMixin):
+        raise ValueError(
+            f"A {type(model).__name__} prepares its grid in ways that no program does. Export the SparseFormer that "
+            "was swapped into it, from its own folder."
+        )
     options = {"token_counts": token_counts, "any_size": any_size}
     if hasattr(model, "get_text_features"):
         return {"vision_model": Part(model, "image_embeds", **options), "text_model": Part(model, "text_embeds")}

@@ -1,6 +1,7 @@
 """LLaVA with a SparseFormer as its vision tower, of Transformers and of the original code base."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -568,6 +569,20 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
     loaded, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("make", [make_llava, make_paligemma])
+def test_a_server_builds_it_of_a_configuration_from_another_process(make):
+    """As vLLM: classes of remote code are made once more there, and names that a model ignores are left out."""
+    llava = make()
+    model = swap_vision_tower(llava, make_tower(llava))
+    again = type("SparseFormerConfig", (frugalvit.SparseFormerConfig,), {"__module__": "another.process"})
+    model.config.vision_config = again(**model.config.vision_config.to_dict())
+    base = type(model.model)(model.config)
+    assert {*base.state_dict()} == {*model.model.state_dict()}
+    for built in (base, model):
+        ignored = [re.compile(pattern) for pattern in built._keys_to_ignore_on_load_unexpected]
+        assert not [name for name in built.state_dict() for pattern in ignored if pattern.search(name)]
 
 
 def test_auto_model_is_the_model_without_its_head():

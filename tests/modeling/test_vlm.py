@@ -1,6 +1,7 @@
 """Models that count on a grid of patches, with a SparseFormer as their vision tower."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from vlms import IMAGE, ROWS, SIZE, TILED, VISION, VLM, VLMS
 
 from frugalvit import SparseFormerBackbone, match_channels_, matching_processor, read_anatomy, swap_vision_tower
 from frugalvit.cli import main
+from frugalvit.common.exported import parts_of
 from frugalvit.common.loading import load_vision_model
 from frugalvit.common.views import ImageFormat
 from tiny import make_llava, make_tower
@@ -117,6 +119,9 @@ def test_a_saved_model_loads_with_and_without_the_package(image_grid, vlm, proce
     loaded, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert type(loaded) is type(model) and type(loaded).__name__ == f"SparseFormer{vlm.name}ForConditionalGeneration"
     assert not any(report.values())
+    # vLLM leaves out what a model ignores.
+    ignored = "|".join(loaded._keys_to_ignore_on_load_unexpected)
+    assert not ignored or not [name for name in loaded.state_dict() if re.search(ignored, name)]
     inputs = dict(ask(AutoProcessor.from_pretrained(folder), vlm))
     expected = model(**inputs).logits
     assert torch.equal(loaded(**inputs).logits, expected)
@@ -154,6 +159,10 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
     model, made = AutoModelForImageTextToText.from_pretrained(out), AutoProcessor.from_pretrained(out)
     inputs = ask(made, vlm)
     torch.testing.assert_close(model(**inputs).logits, swapped(vlm, 4)(**inputs).logits)
+    assert main(["info", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["tokens"] == 7 + model.config.tower_config.num_prefix_tokens
+    with pytest.raises(ValueError, match="Export the SparseFormer that was swapped into it"):
+        parts_of(model)
 
 
 @torch.no_grad()
