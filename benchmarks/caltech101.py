@@ -15,7 +15,7 @@ alone (3 blocks), and one for six counts of tokens (elastic), also asked with fe
 sure. Test images choose nothing: the last step of each run is what counts. Runs are kept under --runs-dir and found
 again; `table` puts all that are there into caltech101_students.json, caltech101_adaptive.json and
 caltech101_elastic.png. `compare` is `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is
-off the shelf, and what `diffrate` made (compare_caltech101.json and .png). `tome` tunes it, too, on the views and by
+off the shelf, and what `diffrate` made (compare_caltech101.json and .png, by --title). `tome` tunes it, too, on the views and by
 the loss of the students (caltech101_tome.json). `diffrate` first searches DiffRate's rates
 (github.com/OpenGVLab/DiffRate) for the cost of 64 tokens, on the same views with labels, and tunes it then as ToMe
 (caltech101_diffrate.json). `features` bootstraps from the pretrained ViT itself on the images of 81 classes, and
@@ -96,6 +96,7 @@ def main():
     parser.add_argument("--diffrate", help="checkout of DiffRate")
     parser.add_argument("--search-macs", type=float, default=1.43e9, help="that DiffRate may cost (default: 1.43e9)")
     parser.add_argument("--merged", type=int, nargs="+", default=[8, 12, 16], help="ToMe's r (default: 8 12 16)")
+    parser.add_argument("--title", default="Caltech-101", help="name of the data to compare on (default: %(default)s)")
     parser.add_argument("--limit", type=int, default=600, help="test images to compare with (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed passes of each model (default: %(default)s)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["fixed"])
@@ -284,9 +285,9 @@ def compare_all(arguments):
     precisions = ["float32", "bf16"] if fast else ["float32"]
     images = sample(load_images([arguments.test], "train"), arguments.limit, seed)
     rows = compare(contenders, images, batch_size=32, precisions=precisions, rounds=arguments.rounds, memory=False)
-    write_comparison(
-        arguments, "compare_caltech101", len(images), rows, data="Caltech-101, test images chosen at random, 224 px"
-    )
+    name = f"compare_{arguments.title.lower().replace('-', '')}"
+    data = f"{arguments.title}, test images chosen at random, 224 px"
+    write_comparison(arguments, name, len(images), rows, data=data)
 
 
 def tune_tome(arguments):

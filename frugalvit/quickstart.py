@@ -27,8 +27,8 @@ TOKENS = [9, 16, 25, 36, 49, 64]
 # The teacher with images of so many pixels costs about what 16, 36 and 64 tokens do.
 RESOLUTIONS = [56, 84, 112]
 # To learn from and to judge by, and a tenth of them.
-PHOTOGRAPHS, HELD_BACK = 640, 300
-QUICK_PHOTOGRAPHS, QUICK_HELD_BACK = 64, 30
+PHOTOGRAPHS, HELD_BACK = 560, 300
+QUICK_PHOTOGRAPHS, QUICK_HELD_BACK = 56, 30
 # For few photographs more and smaller steps than the recipe's are better.
 BATCH_SIZE, LEARNING_RATE = 8, 5e-4
 # Timed passes of each model.
