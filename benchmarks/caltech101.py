@@ -16,7 +16,7 @@ sure. Test images choose nothing: the last step of each run is what counts. Runs
 again; `table` puts all that are there into caltech101_students.json, caltech101_adaptive.json and
 caltech101_elastic.png. `compare` is `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe) besides, as it is
 off the shelf, and what `diffrate` made (compare_caltech101.json and .png; of other data, named by --title). `tome`
-tunes it, too, on the views and by the loss of the students (caltech101_tome.json). `diffrate` first searches DiffRate's
+tunes it, too, on the views and by the loss of the students (caltech101_tome.json). `diffrate` first searches its
 rates (github.com/OpenGVLab/DiffRate) for the cost of 64 tokens, on the same views with labels, and tunes it then as
 ToMe (caltech101_diffrate.json). `features` bootstraps from the pretrained ViT itself on the images of 81 classes, and
 judges the embeddings of teacher and student by the 20 others (caltech101_features.json).
