@@ -17,7 +17,6 @@ from .common.num_tokens import using_tokens
 from .common.views import size_made_by
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
 from .modeling.hosts import Anatomy, read_anatomy
-from .modeling.layers import rotary_table, rotate_half
 
 
 LOWER_RESOLUTION = "teacher at lower resolution"
@@ -120,27 +119,10 @@ class RandomPatches:
         kept = noise.topk(self.patches).indices.to(tokens.device)
         patches = tokens[:, front:].gather(1, kept[..., None].expand(-1, -1, tokens.shape[-1]))
         tokens = torch.cat([tokens[:, :front], patches], dim=1)
-        rotate = self.rotation(kept, tokens.dtype)
+        rotate = anatomy.rotation(tokens.dtype, kept)
         for block in anatomy.blocks:
             tokens = block(tokens, rotate)
         return anatomy.pool(tokens)
-
-    def rotation(self, kept: torch.Tensor, dtype: torch.dtype) -> Callable | None:
-        """As `Anatomy.rotation`, but only of the patches `kept`, `(batch, patches)`."""
-        rotary, front = self.anatomy.rotary, self.anatomy.num_prefix_tokens
-        if rotary is None:
-            return None
-        order = rotary.channels.to(kept.device)
-        centers = self.anatomy.patch_centers()[kept]
-        table = rotary_table(centers, rotary.theta, rotary.scale, rotary.shift, len(order))
-        # One tensor for all heads.
-        cos, sin = (values[:, None].to(dtype) for values in table)
-
-        def rotate(states: torch.Tensor) -> torch.Tensor:
-            patches = rotate_half(states[:, :, front:][..., order], cos, sin)[..., order.argsort()]
-            return torch.cat([states[:, :, :front], patches], dim=2)
-
-        return rotate
 
 
 def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Contender]:

@@ -614,12 +614,17 @@ class Anatomy:
         pooled = self.normalize(pooled) if self.pool_before_norm else pooled
         return pooled if self.projection is None else self.projection(pooled)
 
-    def rotation(self, dtype: torch.dtype = torch.float32) -> Callable | None:
-        """Rotates the patches among queries or keys, `(batch, heads, prefix + patches, head_dim)`."""
+    def rotation(self, dtype: torch.dtype = torch.float32, kept: torch.Tensor | None = None) -> Callable | None:
+        """Rotates the patches among queries or keys, `(batch, heads, prefix + patches, head_dim)`; only those `kept`,
+        `(batch, patches)`, if given."""
         if self.rotary is None:
             return None
         rotary, order = self.rotary, self.rotary.channels.to(self.device)
-        cos, sin = rotary_table(self.patch_centers(), rotary.theta, rotary.scale, rotary.shift, len(order))
+        centers = self.patch_centers()
+        if kept is not None:
+            # One axis for all heads.
+            centers = centers[kept].unsqueeze(1)
+        cos, sin = rotary_table(centers, rotary.theta, rotary.scale, rotary.shift, len(order))
 
         def rotate(states: torch.Tensor) -> torch.Tensor:
             front, patches = states[:, :, : self.num_prefix_tokens], states[:, :, self.num_prefix_tokens :]
