@@ -45,7 +45,14 @@ from .focusing import (
     initial_sampling_offsets,
 )
 from .hub import HubModel, image_processor_config
-from .layers import GenericForImageClassification, SelfAttention, check_pixel_values, in_float32, rotary_table
+from .layers import (
+    GenericForImageClassification,
+    SelfAttention,
+    check_pixel_values,
+    in_float32,
+    pool_tokens,
+    rotary_table,
+)
 from .patch_stage import (
     SparseFormerGridLatents,
     SparseFormerPatchLayer,
@@ -551,22 +558,16 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
 
     def pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Pool tokens before the final LayerNorm, `(batch, tokens, hidden_size)`, to `(batch, pooled_size)`."""
-        config, pooling = self.config, self.config.pooling
-        if pooling == "cls":
-            chosen = config.pooled_class_tokens or range(config.num_class_tokens)
-            return self.layernorm(torch.stack([hidden_states[:, index] for index in chosen], dim=1)).flatten(1)
-        if pooling == "cls_and_latent_mean":
-            hidden_states = self.layernorm(hidden_states)
-            return torch.cat([hidden_states[:, 0], hidden_states[:, config.num_prefix_tokens :].mean(dim=1)], dim=1)
-        if pooling == "class_mean":
-            pooled = hidden_states[:, : config.num_class_tokens]
-        elif pooling in ("latent_mean", "latent_attention"):
-            pooled = hidden_states[:, config.num_prefix_tokens :]
-        else:
-            pooled = hidden_states
-        if pooling in ("attention", "latent_attention"):
-            return self.pooling_head(self.layernorm(pooled))
-        return self.layernorm(pooled.mean(dim=1)) if config.pool_before_norm else self.layernorm(pooled).mean(dim=1)
+        config = self.config
+        return pool_tokens(
+            hidden_states,
+            config.pooling,
+            self.layernorm,
+            config.num_prefix_tokens,
+            config.pooled_class_tokens or range(config.num_class_tokens),
+            config.pool_before_norm,
+            self.pooling_head,
+        )
 
 
 class SparseFormerForImageClassification(

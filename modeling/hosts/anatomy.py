@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..layers import rotary_table, rotate_half
+from ..layers import pool_tokens, rotary_table, rotate_half
 
 
 # Largest difference between what was read and what the model computes, relative to its largest value.
@@ -599,19 +599,15 @@ class Anatomy:
 
     def pool(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens after the last block, `(batch, prefix + patches, hidden_size)`, to the embedding, as it was read."""
-        tokens = tokens if self.pool_before_norm else self.normalize(tokens)
-        latent = tokens[:, self.num_prefix_tokens :]
-        if self.pooling == "cls":
-            pooled = tokens[:, self.class_tokens or range(self.num_class_tokens)].flatten(1)
-        elif self.pooling == "class_mean":
-            pooled = tokens[:, : self.num_class_tokens].mean(1)
-        elif self.pooling == "cls_and_latent_mean":
-            pooled = torch.cat([tokens[:, 0], latent.mean(1)], dim=1)
-        elif self.pooling in ("attention", "latent_attention"):
-            pooled = self.pooling_head(tokens if self.pooling == "attention" else latent)
-        else:
-            pooled = (tokens if self.pooling == "mean" else latent).mean(1)
-        pooled = self.normalize(pooled) if self.pool_before_norm else pooled
+        pooled = pool_tokens(
+            tokens,
+            self.pooling,
+            self.normalize,
+            self.num_prefix_tokens,
+            self.class_tokens or range(self.num_class_tokens),
+            self.pool_before_norm,
+            self.pooling_head,
+        )
         return pooled if self.projection is None else self.projection(pooled)
 
     def rotation(self, dtype: torch.dtype = torch.float32, kept: torch.Tensor | None = None) -> Callable | None:
