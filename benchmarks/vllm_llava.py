@@ -17,29 +17,27 @@ from pathlib import Path
 import torch
 import vllm
 from PIL import Image
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-)
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlamaConfig, LlavaProcessor
 
-from frugalvit import SparseFormerVisionModel, checkpoint_path, matching_processor, swap_vision_tower
+from frugalvit import (
+    SparseFormerLlavaConfig,
+    SparseFormerLlavaForConditionalGeneration,
+    SparseFormerVisionModel,
+    checkpoint_path,
+    matching_processor,
+)
 from frugalvit.common.command_line import CommandParser, positive
 from frugalvit.common.data import load_images, sample
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import load_image_processor
 from frugalvit.common.tables import format_table
+from llava_prefill import SMALL
 from shared import add_results_argument, write_table
 from small_clip import word_tokenizer
 
 
 TOWER = "caltech101-sparseformer"
 PROMPT = "<image> what is in this photograph ?"
-LANGUAGE = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
 
 
 def main():
@@ -70,7 +68,7 @@ def main():
         )
         rows = [measure(engine, images, count, arguments.words, expected[count]) for count in arguments.tokens]
     print(format_table(rows))
-    settings = {"images": len(images), "words": arguments.words, "language_model": LANGUAGE, "vllm": vllm.__version__}
+    settings = {"images": len(images), "words": arguments.words, "language_model": SMALL, "vllm": vllm.__version__}
     write_table(arguments.results_dir / "vllm_llava.json", settings, rows, threads=torch.get_num_threads())
 
 
@@ -81,32 +79,17 @@ def make_llava(folder: Path):
     tokenizer = word_tokenizer([PROMPT.removeprefix("<image>"), "a thing or another , seen from here or there"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.backend_tokenizer.post_processor = None
-    vision = tower.config
-    side = vision.image_size
-    llava = LlavaForConditionalGeneration(
-        LlavaConfig(
-            vision_config=CLIPVisionConfig(
-                image_size=side,
-                patch_size=vision.patch_size,
-                hidden_size=vision.hidden_size,
-                intermediate_size=vision.intermediate_size,
-                num_hidden_layers=vision.num_hidden_layers,
-                num_attention_heads=vision.num_attention_heads,
-            ),
-            text_config=LlamaConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **LANGUAGE),
-            image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        )
+    config = SparseFormerLlavaConfig(
+        vision_config=tower.config,
+        text_config=LlamaConfig(**SMALL | {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
     )
-    processor = LlavaProcessor(
-        load_image_processor(checkpoint_path(TOWER), False, "the tower"),
-        tokenizer,
-        patch_size=vision.patch_size,
-        num_additional_image_tokens=1,
-        vision_feature_select_strategy="default",
-    )
-    model = swap_vision_tower(llava, tower)
+    model = SparseFormerLlavaForConditionalGeneration(config)
+    model.model.vision_tower.load_state_dict(tower.state_dict())
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
+    image_processor = load_image_processor(checkpoint_path(TOWER), False, "the tower")
+    processor = LlavaProcessor(image_processor, tokenizer, vision_feature_select_strategy="default")
     matching_processor(processor, model).save_pretrained(folder)
 
 
