@@ -18,6 +18,7 @@ from .common.views import vision_config_of
 from .configuration.configuration_base import pair
 from .modeling import modeling_sparseformer_vlm
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
+from .modeling.modeling_sparseformer_vlm import TOWERS, part_name
 from .registry import configuration_classes
 
 
@@ -70,8 +71,8 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
 def image_side(model: PreTrainedModel) -> PreTrainedModel:
     """The image side of a CLIP or a LLaVA; other models as they are."""
     if vision_config_of(model.config) is not model.config:
-        parts = model if hasattr(model, "vision_model") else model.model
-        return parts.vision_model if hasattr(parts, "vision_model") else parts.vision_tower
+        parts = model if part_name(model, TOWERS) else model.model
+        return getattr(parts, part_name(parts, TOWERS))
     return model
 
 

@@ -23,15 +23,15 @@ FOCUSING_EPS = 1e-5
 def inherit(
     model_class: type,
     teacher: nn.Module | Anatomy,
-    num_latent_tokens: int | None = None,
-    truncate: float | int | None = None,
-    inherit_blocks: bool = True,
-    focusing: str = "paper",
-    check: bool = True,
-    break_ties: bool = True,
+    num_latent_tokens: int | None,
+    truncate: float | int | None,
+    inherit_blocks: bool,
+    focusing: str,
+    check: bool,
+    break_ties: bool,
     **fields,
 ) -> nn.Module:
-    """`from_teacher` of a model's class; `SparseFormerPreTrainedModel.from_teacher` documents it."""
+    """`from_teacher` of a model's class, which documents it and has the defaults."""
     anatomy = read_anatomy(teacher)
     anatomy.require_plain("bootstrap from", embeds=True)
     if focusing not in FOCUSINGS:
