@@ -22,7 +22,7 @@ LONG_MODULES = (
     "tests/training/test_processes.py",
     "tests/training/test_bootstrap.py",
     "tests/training/test_recipes.py",
-    "tests/training/test_data_sets.py",
+    "tests/common/test_data_sets.py",
     "tests/modeling/test_hub.py",
     "tests/modeling/test_llava.py",
     "tests/training/test_train.py",
@@ -149,3 +149,33 @@ def hub(monkeypatch):
         yield handler
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory) -> str:
+    """A file of 12 images with masks."""
+    from drawn import write_scenes
+
+    return write_scenes(tmp_path_factory.mktemp("scenes") / "scenes.parquet")
+
+
+@pytest.fixture
+def write_parquet(tmp_path):
+    """Writes images whose color tells their index; `corrupt` lists those whose bytes are cut off."""
+
+    import datasets
+    import numpy as np
+
+    from drawn import encode
+
+    def write(name="images.parquet", count=12, corrupt=(), labels=True, size=8, names=("even", "odd")):
+        images = []
+        for index in range(count):
+            data = encode(np.full((size, size, 3), 10 * index, dtype=np.uint8))
+            images.append({"bytes": data[:40] if index in corrupt else data, "path": None})
+        columns = {"image": images} | ({"label": [index % 2 for index in range(count)]} if labels else {})
+        features = {"image": datasets.Image()} | ({"label": datasets.ClassLabel(names=list(names))} if labels else {})
+        datasets.Dataset.from_dict(columns, datasets.Features(features)).to_parquet(tmp_path / name)
+        return str(tmp_path / name)
+
+    return write

@@ -39,7 +39,7 @@ from frugalvit import SparseFormerForImageClassification, SparseFormerVisionMode
 from frugalvit.registry import register
 
 
-sys.path.insert(0, str(Path(__file__).with_name("modeling")))
+sys.path.insert(0, str(Path(__file__).with_name("helpers")))
 from tiny import SMALL, make_llava, make_processor, make_tower, randomize, word_tokenizer
 
 

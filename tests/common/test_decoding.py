@@ -48,12 +48,14 @@ TURNED[0x0112] = 6
         (HALF, "png", 127 + COLOR * (128 / 255), {}),
         (np.stack([GRAY, np.zeros_like(GRAY)], -1), "png", np.full((8, 8), 255), {}),
         (COLOR, "png", np.rot90(COLOR, -1), {"exif": TURNED}),
+        (Image.fromarray(GRAY).convert("P"), "png", GRAY, {}),
+        (Image.fromarray(COLOR).convert("CMYK"), "tif", COLOR, {}),
     ],
     ids=lambda value: str(value.dtype) if isinstance(value, np.ndarray) else str(value)[:8],
 )
 def test_is_read_the_same_everywhere(image, ending, expected, options, tmp_path):
     file = tmp_path / f"image.{ending}"
-    Image.fromarray(image).save(file, **options)
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(file, **options)
     expected = expected if expected.ndim == 3 else expected[..., None].repeat(3, axis=2)
     [(_, predicted)] = read_images([file])
     for read in (

@@ -1,14 +1,11 @@
 """Tiny ViTs on a few embedded images, and data sets made on the spot."""
 
-import io
 import json
 import shutil
 
 import datasets
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit.common import contender
@@ -141,26 +138,3 @@ def finished_run(shared_runs, tmp_path):
         return json.loads((tmp_path / name / "results.json").read_text(encoding="utf-8"))
 
     return copy
-
-
-def encode(pixels: np.ndarray, format: str = "PNG") -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format)
-    return buffer.getvalue()
-
-
-@pytest.fixture
-def write_parquet(tmp_path):
-    """Writes images whose color tells their index; `corrupt` lists those whose bytes are cut off."""
-
-    def write(name="images.parquet", count=12, corrupt=(), labels=True, size=8, names=("even", "odd")):
-        images = []
-        for index in range(count):
-            data = encode(np.full((size, size, 3), 10 * index, dtype=np.uint8))
-            images.append({"bytes": data[:40] if index in corrupt else data, "path": None})
-        columns = {"image": images} | ({"label": [index % 2 for index in range(count)]} if labels else {})
-        features = {"image": datasets.Image()} | ({"label": datasets.ClassLabel(names=list(names))} if labels else {})
-        datasets.Dataset.from_dict(columns, datasets.Features(features)).to_parquet(tmp_path / name)
-        return str(tmp_path / name)
-
-    return write

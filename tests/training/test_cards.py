@@ -9,8 +9,9 @@ from PIL import Image
 from frugalvit import publish
 from frugalvit.common.names import places_in, portable_command
 from frugalvit.training import bootstrap, train
-from frugalvit.training.components.arguments import RunArguments
-from frugalvit.training.components.cards import add_table, hub_ids, license_of, say_license
+from frugalvit.training.components.arguments import DataArguments, RunArguments
+from frugalvit.training.components.cards import add_table, choice_of_epoch, hub_ids, license_of, say_license
+from frugalvit.training.components.checkpoints import TrainingState
 from frugalvit.validation import check_card
 
 
@@ -135,3 +136,20 @@ def test_a_table_takes_the_place_of_its_earlier_one(tmp_path):
         add_table(tmp_path, "Beside the teacher", [{"model": "student", "accuracy": accuracy}])
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert text.count("## Beside the teacher") == 1 and "0.5" in text and "0.25" not in text and "# Title" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "split", "said"),
+    [
+        # The one split of a file to evaluate on is not taken for the training images.
+        ({"eval_dataset": ["test.parquet"]}, "train", "train of --eval-dataset"),
+        ({}, "train, held back", "train, held back"),
+    ],
+)
+def test_the_images_are_named_on_which_an_epoch_was_chosen(options, split, said):
+    data = DataArguments(**options)
+    data.evaluated = split
+    run = RunArguments(output_dir="out", epochs=1)
+    run.record = {"images": {"evaluation images": 60}}
+    chosen = choice_of_epoch(data, run, TrainingState(1, 4, best={"epoch": 1}))
+    assert chosen == f"epoch 1 of 1, chosen and measured on {said} (60 images)"

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoProcessor, CLIPModel, CLIPProcessor
 from frugalvit.cli import main
 
 
-with patch.object(sys, "path", [str(Path(__file__).resolve().parents[1] / "benchmarks"), *sys.path]):
+with patch.object(sys, "path", [str(Path(__file__).resolve().parents[2] / "benchmarks"), *sys.path]):
     small_clip = importlib.import_module("small_clip")
 
 

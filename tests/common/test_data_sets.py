@@ -3,7 +3,6 @@
 import argparse
 import gc
 import io
-import json
 import os
 import re
 import shutil
@@ -13,11 +12,9 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
-from transformers import AutoModelForImageClassification
 
+from drawn import draw, draw_classes, save
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images, load_table, split_names
 from frugalvit.common.decoding import decode_image
@@ -27,17 +24,12 @@ from frugalvit.common.labels import class_names, label_numbers
 from frugalvit.common.masks import load_masked_images, load_masked_splits
 from frugalvit.common.splits import default_split, hold_back, load_splits
 from frugalvit.evaluation.images import images_to_evaluate
-from frugalvit.training import bootstrap, joint
-from frugalvit.training.components.arguments import DataArguments, RunArguments
-from frugalvit.training.components.cards import choice_of_epoch
-from frugalvit.training.components.checkpoints import TrainingState
+from frugalvit.training.components.arguments import DataArguments
 from frugalvit.training.segment import MaskedImageArguments
 
 
 # `datasets` leaves the files open that it looks into for their columns; they are closed, with a warning, as garbage.
 LEFT_OPEN = pytest.mark.filterwarnings("ignore:.*metadata.csv:pytest.PytestUnraisableExceptionWarning")
-SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
-VIT = "image_size=32,patch_size=16,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
 
 
 @pytest.fixture(autouse=True)
@@ -45,18 +37,6 @@ def garbage_of_its_own(request):
     yield
     if request.node.get_closest_marker("filterwarnings"):
         gc.collect()
-
-
-def draw(folder: Path, count: int, start: int = 0, name: str = "{}.png"):
-    """Images whose color tells their number."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for index in range(start, start + count):
-        Image.new("RGB", (32, 32), (index, 0, 0)).save(folder / name.format(index))
-
-
-def draw_classes(folder: Path, count: int, classes=("cat", "dog"), start: int = 0):
-    for label, name in enumerate(classes):
-        draw(folder / name, count, start + label * count)
 
 
 def write_metadata(folder: Path, count: int, **columns):
@@ -227,34 +207,17 @@ def test_the_same_share_of_each_class_is_held_back(write_parquet):
             hold_back(few)
 
 
-def test_evaluated_classes_are_trained(tmp_path, tiny_run, capsys):
+def test_evaluated_classes_are_trained(tmp_path, capsys):
     names = [f"class-{index}" for index in range(10)]
     draw_classes(tmp_path / "images", 5, names)
-    sorted_by_class = {"train_split": "train[:80%]", "eval_split": "train[80%:]", "batch_size": 8}
+    sorted_by_class = {"train_split": "train[:80%]", "eval_split": "train[80%:]"}
+    data = DataArguments(dataset=[str(tmp_path / "images")], **sorted_by_class)
     message = r"none of 2 classes that are evaluated: class-8, class-9 \(2\)"
     with pytest.raises(ValueError, match=rf"\(train\[:80%\]\) there are {message}.*sorted by class"):
-        tiny_run(dataset=tmp_path / "images", **sorted_by_class)
+        load_splits(data, learns_labels=True)
     # What is learned without labels is evaluated on any.
-    train, evaluation, _ = load_splits(
-        DataArguments(dataset=[str(tmp_path / "images")], train_split="train[:80%]", eval_split="train[80%:]")
-    )
+    train, evaluation, _ = load_splits(data)
     assert (len(train), len(evaluation)) == (40, 10) and "none of 2 classes" in capsys.readouterr().out
-    results = tiny_run(
-        *("--config-overrides", VIT),
-        **{"dataset": tmp_path / "images", "train_split": None, "eval_split": None, "batch_size": 8, "epochs": 1},
-    )
-    assert results["best"]["step"] == 5
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "epoch 1 of 1, chosen and measured on train, held back (5 images)" in card
-
-
-def test_the_one_split_of_a_file_to_evaluate_on_is_not_taken_for_the_training_images():
-    data = DataArguments(eval_dataset=["test.parquet"])
-    data.evaluated = "train"
-    run = RunArguments(output_dir="out", epochs=1)
-    run.record = {"images": {"evaluation images": 60}}
-    said = choice_of_epoch(data, run, TrainingState(1, 4, best={"epoch": 1}))
-    assert said == "epoch 1 of 1, chosen and measured on train of --eval-dataset (60 images)"
 
 
 @pytest.mark.parametrize(
@@ -275,7 +238,7 @@ def test_the_first_images_of_class_folders_are_no_sample(options, said, tmp_path
     assert printed.startswith(f"Note: {said}") if said else not printed
 
 
-def test_labels_of_minus_one_are_none(tmp_path, write_parquet, tiny_run, capsys):
+def test_labels_of_minus_one_are_none(tmp_path, write_parquet, capsys):
     def write(name, labels, folder="unlabeled"):
         features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["even", "odd"])})
         images = load_images(write_parquet(count=len(labels))).remove_columns("label")
@@ -286,20 +249,17 @@ def test_labels_of_minus_one_are_none(tmp_path, write_parquet, tiny_run, capsys)
 
     secret = write("test", [-1] * 6)
     labeled, some = write("train", [0, 1] * 12), write("some", [0, -1, 1, None], "other")
-    plain = {"train_split": None, "eval_split": None}
     data = DataArguments(dataset=[labeled], eval_dataset=[secret])
     train, evaluation, _ = load_splits(data)
     assert "label" in train.features and "label" not in evaluation.features and len(evaluation) == 6
     assert "The images of the split 'train' have no labels" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="The evaluation images have no labels"):
-        tiny_run(dataset=labeled, eval_dataset=secret, **plain)
     # Some are a mistake where they are to be learned from, and otherwise as good as none.
-    with pytest.raises(
-        ValueError, match="Image 1 of the split 'train' has no label, as 1 others of 4; choose another"
+    for learned, evaluated, message in (
+        (labeled, some, "Image 1 of the split 'train' has no label, as 1 others of 4; choose another"),
+        (secret, labeled, "Image 0 of the split 'train' has no label, as 5 others of 6"),
     ):
-        tiny_run(dataset=labeled, eval_dataset=some, **plain)
-    with pytest.raises(ValueError, match="Image 0 of the split 'train' has no label, as 5 others of 6"):
-        tiny_run(dataset=secret, eval_dataset=labeled, **plain)
+        with pytest.raises(ValueError, match=message):
+            load_splits(DataArguments(dataset=[learned], eval_dataset=[evaluated]), learns_labels=True)
     train, evaluation, _ = load_splits(DataArguments(dataset=[some], eval_dataset=[some]))
     assert "label" not in train.features and "label" not in evaluation.features
     # By default the labels count: of two splits, the one that has them.
@@ -343,56 +303,6 @@ def test_masks_are_held_back_or_found(tmp_path):
 def test_nothing_is_held_back_from_a_stream(write_parquet):
     with pytest.raises(ValueError, match=r"nothing can be held back from a stream. Give --eval-split \(of train\)"):
         load_splits(DataArguments(dataset=[write_parquet()], streaming=True, steps_per_epoch=1))
-
-
-@pytest.mark.parametrize(("layout", "measured"), [(flat, {"alignment"}), (validation, {"alignment", "accuracy"})])
-def test_bootstraps_on_folders(layout, measured, teacher, tmp_path, capsys):
-    """The README's command."""
-    layout(tmp_path / "images")
-    options = [
-        *("--teacher", str(teacher), "--dataset", str(tmp_path / "images"), "--output", str(tmp_path / "out")),
-        *("--config-overrides", SMALL, "--batch-size", "6", "--epochs", "1", "--recipe", "paper", "--no-compare"),
-    ]
-    if layout is validation:
-        options += ["--class-names", *"0123456789"]
-    bootstrap.main(options)
-    best = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["best"]
-    assert best["step"] == 3 and measured <= best.keys() and ("accuracy" in best) == ("accuracy" in measured)
-    assert ("2 of 20 images of train are held back" in capsys.readouterr().out) == (layout is flat)
-
-
-@pytest.mark.parametrize("recipe", ["train", "bootstrap", "joint"])
-def test_without_evaluation_the_last_epoch_is_kept(recipe, teacher, tmp_path, tiny_run):
-    out = tmp_path / "out"
-    if recipe == "train":
-        tiny_run(eval_split="none")
-    elif recipe == "bootstrap":
-        bootstrap.main(
-            [
-                *("--teacher", str(teacher), "--output", str(out), "--config-overrides", SMALL),
-                *("--train-split", "train[:64]", "--eval-split", "none", "--batch-size", "16", "--epochs", "2"),
-                *("--recipe", "paper", "--no-compare"),
-            ]
-        )
-    else:
-        sizes = "hidden_size=36,num_hidden_layers=2,intermediate_size=48,patch_size=8"
-        joint.main(
-            [
-                *("--output", str(out), "--vit", f"{sizes},image_size=32", "--agent", sizes),
-                *("--train-split", "train[:64]", "--eval-split", "none", "--batch-size", "16", "--epochs", "2"),
-            ]
-        )
-    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    assert results["best"] == results["epochs"][-1] and results["best"]["epoch"] == 2
-    assert not {"accuracy", "alignment"} & results["best"].keys()
-    card = (out / "README.md").read_text(encoding="utf-8")
-    assert "epoch 2 of 2, none was evaluated" in card and "not evaluated" in card
-    assert "accuracy" not in card and "model-index" not in card
-    last = load_file(out / "checkpoints" / "step-00000008" / "model.safetensors")
-    kept = AutoModelForImageClassification.from_pretrained(out).state_dict()
-    # Of a student, the base model alone is in checkpoints.
-    prefix = "sparseformer." if recipe == "bootstrap" else ""
-    assert all(torch.equal(kept[prefix + name], weight) for name, weight in last.items())
 
 
 VEHICLES = ["bus", "car", "train"]
@@ -463,11 +373,6 @@ def test_class_folders_are_class_folders(name, make, parts, left_out, tmp_path, 
     assert found == parts
     printed = capsys.readouterr().err
     assert re.search(left_out, printed) if left_out else "Left out" not in printed
-
-
-def save(path, size=(8, 8)):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size).save(path)
 
 
 @pytest.mark.parametrize(

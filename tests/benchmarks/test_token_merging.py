@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def token_merging():
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "token_merging.py"
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "token_merging.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

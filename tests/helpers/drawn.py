@@ -1,0 +1,57 @@
+"""Images, and images with masks, as files."""
+
+import io
+from pathlib import Path
+
+import datasets
+import numpy as np
+from PIL import Image
+
+
+def encode(pixels: np.ndarray, format: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format)
+    return buffer.getvalue()
+
+
+def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.ndarray]:
+    """An image of rectangles and their classes, of which there are four; the image is 60 times the class."""
+    generator = np.random.default_rng(seed)
+    mask = np.zeros((height, width), np.uint8)
+    for label in (1, 2, 3):
+        top, left = generator.integers(0, height - 12), generator.integers(0, width - 12)
+        mask[top : top + generator.integers(8, 25), left : left + generator.integers(8, 25)] = label
+    return np.repeat(60 * mask[:, :, None], 3, axis=2), mask
+
+
+def write_scenes(path: Path, count: int = 12, change=None) -> str:
+    """Write scenes to a parquet file and return its name; `change` may alter the columns."""
+    scenes = [scene(seed) for seed in range(count)]
+    columns = {
+        "image": [{"bytes": encode(image), "path": None} for image, _ in scenes],
+        "annotation": [{"bytes": encode(mask), "path": None} for _, mask in scenes],
+    }
+    if change:
+        change(columns)
+    table = datasets.Dataset.from_dict(columns)
+    for column in columns:
+        table = table.cast_column(column, datasets.Image())
+    table.to_parquet(path)
+    return str(path)
+
+
+def draw(folder: Path, count: int, start: int = 0, name: str = "{}.png"):
+    """Images whose color tells their number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(start, start + count):
+        Image.new("RGB", (32, 32), (index, 0, 0)).save(folder / name.format(index))
+
+
+def draw_classes(folder: Path, count: int, classes=("cat", "dog"), start: int = 0):
+    for label, name in enumerate(classes):
+        draw(folder / name, count, start + label * count)
+
+
+def save(path, size=(8, 8)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size).save(path)
