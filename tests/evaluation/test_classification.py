@@ -23,6 +23,7 @@ from transformers import (
     ViTImageProcessor,
 )
 
+from drawn import encode
 from frugalvit.cli import main
 from frugalvit.common.data import load_images
 from frugalvit.common.metrics import TopKAccuracy
@@ -37,26 +38,21 @@ LABELS = ["airplane", "bird", "cat", "dog", "frog", "horse", "ship"]
 COUNT = 23
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A random ViT for 7 classes."""
+def random_vit(folder: Path, labels: list[str]) -> Path:
     torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
-    )
-    config.id2label, config.label2id = dict(enumerate(LABELS)), {label: i for i, label in enumerate(LABELS)}
-    model = ViTForImageClassification(config)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
+    model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **sizes, **names))
     torch.nn.init.normal_(model.classifier.weight)
-    folder = tmp_path_factory.mktemp("models") / "vit"
     model.save_pretrained(folder)
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
     return folder
 
 
-def encode(image: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "PNG")
-    return buffer.getvalue()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random ViT for 7 classes."""
+    return random_vit(tmp_path_factory.mktemp("models") / "vit", LABELS)
 
 
 def write_images(path, names=LABELS, broken=()):
@@ -109,6 +105,16 @@ def fails(*arguments, capsys) -> str:
     return next(line for line in error.splitlines() if line.startswith("frugalvit evaluate: error: "))
 
 
+def evaluated(folder, path, *more, capsys) -> dict:
+    """What the command writes."""
+    output = path.parent / "results.json"
+    code, _, error = run(
+        *("classification", "--model", folder, "--dataset", path, "--output", output, *more), capsys=capsys
+    )
+    assert code == 0, error
+    return json.loads(output.read_text())
+
+
 def test_equals_brute_force(folder, tmp_path, capsys):
     encoded, labels = write_images(tmp_path / "images.parquet")
     arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--batch-size", 5]
@@ -123,25 +129,17 @@ def test_equals_brute_force(folder, tmp_path, capsys):
     assert {file.name for file in tmp_path.iterdir()} == {"images.parquet", "results.json"}
 
 
-def test_a_loop_left_early_cuts_nothing(folder, tmp_path, capsys):
+@pytest.mark.parametrize("count", [COUNT, 9])
+def test_a_loop_left_early_cuts_nothing_and_a_limit_does(count, folder, tmp_path, capsys):
     """Transformers' `Trainer` leaves its loader at the last batch; Accelerate takes it for the one that is read."""
     loader = Accelerator().prepare(DataLoader(range(5), batch_size=4))
     batches = iter(loader)
     assert [len(next(batches)) for _ in range(2)] == [4, 1] and GradientState().remainder == 1
     encoded, labels = write_images(tmp_path / "images.parquet")
-    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--output", tmp_path / "results.json"]
-    run("classification", *arguments, capsys=capsys)
-    results, expected = json.loads((tmp_path / "results.json").read_text()), brute_force(folder, encoded, labels)
-    assert {name: results[name] for name in expected} == pytest.approx(expected)
-
-
-def test_limit(folder, tmp_path, capsys):
-    encoded, labels = write_images(tmp_path / "images.parquet")
-    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--limit", 9]
-    run("classification", *arguments, "--output", tmp_path / "results.json", capsys=capsys)
-    results = json.loads((tmp_path / "results.json").read_text())
-    expected = brute_force(folder, encoded[:9], labels[:9])
-    assert results["images"] == 9
+    limit = [] if count == COUNT else ["--limit", count]
+    results = evaluated(folder, tmp_path / "images.parquet", *limit, capsys=capsys)
+    expected = brute_force(folder, encoded[:count], labels[:count])
+    assert results["images"] == count
     assert {name: results[name] for name in expected} == pytest.approx(expected)
 
 
@@ -221,30 +219,22 @@ def test_image_folder(folder, tmp_path, capsys):
     for label in ("cat", "dog"):
         (tmp_path / "images" / "test" / label).mkdir(parents=True)
         Image.new("RGB", (32, 32), "red").save(tmp_path / "images" / "test" / label / "0.png")
-    arguments = ["--model", folder, "--dataset", tmp_path / "images", "--output", tmp_path / "results.json"]
-    code, _, _ = run("classification", *arguments, capsys=capsys)
-    assert code == 0 and json.loads((tmp_path / "results.json").read_text())["images"] == 2
+    assert evaluated(folder, tmp_path / "images", capsys=capsys)["images"] == 2
 
 
-def test_unlabeled_images(folder, images, tmp_path, capsys):
-    table = pq.read_table(images)
-    pq.write_table(table.drop_columns(["label"]).replace_schema_metadata(), tmp_path / "x.parquet")
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (None, "no labels"),
+        ([0, 1, -1] + [2] * (COUNT - 3), "Image 2 of the data set has no label"),
+        ([7] * COUNT, "8 classes"),
+    ],
+)
+def test_labels_that_do_not_fit(labels, message, folder, images, tmp_path, capsys):
+    table = pq.read_table(images).drop_columns(["label"]).replace_schema_metadata()
+    pq.write_table(table if labels is None else table.append_column("label", pa.array(labels)), tmp_path / "x.parquet")
     arguments = ["--model", folder, "--dataset", tmp_path / "x.parquet"]
-    assert "no labels" in fails("classification", *arguments, capsys=capsys)
-
-
-def test_missing_label(folder, images, tmp_path, capsys):
-    table = pq.read_table(images)
-    table = table.set_column(1, "label", pa.array([0, 1, -1] + [2] * (COUNT - 3)))
-    pq.write_table(table, tmp_path / "x.parquet")
-    arguments = ["--model", folder, "--dataset", tmp_path / "x.parquet"]
-    assert "Image 2 of the data set has no label" in fails("classification", *arguments, capsys=capsys)
-
-
-def test_too_many_classes(folder, tmp_path, capsys):
-    write_images(tmp_path / "images.parquet", [*LABELS, "truck"])
-    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet"]
-    assert "8 classes" in fails("classification", *arguments, capsys=capsys)
+    assert message in fails("classification", *arguments, capsys=capsys)
 
 
 def test_no_such_data_split_model_or_output(folder, images, tmp_path, capsys):
@@ -270,17 +260,7 @@ IMAGENET = [f"class {index}" for index in range(1000)]
 @pytest.fixture(scope="module")
 def imagenet_folder(tmp_path_factory):
     """A random ViT for 1,000 classes."""
-    torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
-    )
-    config.id2label, config.label2id = dict(enumerate(IMAGENET)), {label: i for i, label in enumerate(IMAGENET)}
-    model = ViTForImageClassification(config)
-    torch.nn.init.normal_(model.classifier.weight)
-    folder = tmp_path_factory.mktemp("models") / "imagenet"
-    model.save_pretrained(folder)
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
-    return folder
+    return random_vit(tmp_path_factory.mktemp("models") / "imagenet", IMAGENET)
 
 
 def write_folder(path, names):
@@ -303,13 +283,6 @@ def timm_table(name: str) -> list[str]:
     return (Path(timm.data.__file__).parent / "_info" / name).read_text().split()
 
 
-def evaluate_folder(folder, path, tmp_path, *more, capsys) -> dict:
-    arguments = ["--model", folder, "--dataset", path, "--split", "train", "--output", tmp_path / "out.json", *more]
-    code, _, error = run("classification", *arguments, capsys=capsys)
-    assert code == 0, error
-    return json.loads((tmp_path / "out.json").read_text())
-
-
 class TestImageNet:
     def test_folders_by_synset(self, imagenet_folder, tmp_path, capsys):
         synsets = timm_table("imagenet_synsets.txt")
@@ -317,7 +290,7 @@ class TestImageNet:
         names = [f"{synsets[index]}/{index}" for index in indices]
         write_folder(tmp_path / "images" / "train", names)
         logits = logits_of(imagenet_folder, tmp_path / "images" / "train", names)
-        results = evaluate_folder(imagenet_folder, tmp_path / "images", tmp_path, capsys=capsys)
+        results = evaluated(imagenet_folder, tmp_path / "images", "--split", "train", capsys=capsys)
         expected = torch.nn.functional.cross_entropy(logits, torch.tensor(indices)).item()
         assert results["images"] == 4 and results["loss"] == pytest.approx(expected, rel=1e-5)
         assert match_labels(synsets[::-1], dict(enumerate(IMAGENET))) == list(range(999, -1, -1))
@@ -330,7 +303,7 @@ class TestImageNet:
         logits = logits_of(imagenet_folder, tmp_path / "images" / "train", names)
         expected = torch.nn.functional.cross_entropy(logits, torch.tensor(indices)).item()
         more = ("--protocol", "imagenet-v2")
-        results = evaluate_folder(imagenet_folder, tmp_path / "images", tmp_path, *more, capsys=capsys)
+        results = evaluated(imagenet_folder, tmp_path / "images", "--split", "train", *more, capsys=capsys)
         assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["protocol"] == "imagenet-v2"
 
     def test_real_labels_are_several(self, imagenet_folder, tmp_path, capsys):
@@ -345,7 +318,7 @@ class TestImageNet:
         counting = [(row, real[number]) for row, number in zip(logits, numbers, strict=True) if real[number]]
         loss = -sum(row.softmax(0)[labels].sum().log().item() for row, labels in counting) / len(counting)
         more = ("--protocol", "imagenet-real", "--batch-size", 2)
-        results = evaluate_folder(imagenet_folder, tmp_path / "images", tmp_path, *more, capsys=capsys)
+        results = evaluated(imagenet_folder, tmp_path / "images", "--split", "train", *more, capsys=capsys)
         assert (results["images"], results["skipped"]) == (len(numbers) - 1, 1)
         assert results["loss"] == pytest.approx(loss, rel=1e-5)
         # A model that always names one of several labels is right with each of them.
@@ -362,7 +335,7 @@ class TestImageNet:
         write_folder(tmp_path / "images" / "train", names)
         logits = logits_of(imagenet_folder, tmp_path / "images" / "train", names)[:, indices]
         more = ("--protocol", "imagenet-a")
-        results = evaluate_folder(imagenet_folder, tmp_path / "images", tmp_path, *more, capsys=capsys)
+        results = evaluated(imagenet_folder, tmp_path / "images", "--split", "train", *more, capsys=capsys)
         expected = torch.nn.functional.cross_entropy(logits, torch.tensor(chosen)).item()
         assert results["loss"] == pytest.approx(expected, rel=1e-5)
         ranks = [(row > row[place]).sum().item() for row, place in zip(logits, chosen, strict=True)]
@@ -392,11 +365,8 @@ class TestRobustness:
         with torch.no_grad():
             logits = model(torch.cat(attacked)).logits
         expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
-        arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--output", tmp_path / "out.json"]
-        run("classification", *arguments, capsys=capsys)
-        clean = json.loads((tmp_path / "out.json").read_text())
-        run("classification", *arguments, "--attack", "fgsm", "--eps", "4/255", capsys=capsys)
-        results = json.loads((tmp_path / "out.json").read_text())
+        clean = evaluated(folder, tmp_path / "images.parquet", capsys=capsys)
+        results = evaluated(folder, tmp_path / "images.parquet", "--attack", "fgsm", "--eps", "4/255", capsys=capsys)
         assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["loss"] > clean["loss"] + 0.01
         assert results["fgsm_eps"] == pytest.approx(4 / 255) and "fgsm_eps" not in clean
 
@@ -411,9 +381,8 @@ class TestRobustness:
         pixel_values[..., 8:24, 8:24] = 0
         with torch.no_grad():
             expected = torch.nn.functional.cross_entropy(model(pixel_values).logits, torch.tensor(labels)).item()
-        arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--output", tmp_path / "out.json"]
-        run("classification", *arguments, "--occlude", "center", "--ratio", "1/4", capsys=capsys)
-        results = json.loads((tmp_path / "out.json").read_text())
+        options = ("--occlude", "center", "--ratio", "1/4")
+        results = evaluated(folder, tmp_path / "images.parquet", *options, capsys=capsys)
         assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["occluded_share"] == 0.25
 
     @pytest.mark.parametrize("value", ["0", "1.5", "many", "1/0"])

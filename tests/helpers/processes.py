@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+
 
 SCRIPT = Path(__file__).with_name("without_frugalvit.py")
 
@@ -32,6 +34,21 @@ def run_without_frugalvit(directory: Path, *arguments, own_cache: bool = False):
         return
     error = ask_server(directory, arguments)
     assert error is None, error[-4000:]
+
+
+def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, inputs: dict, **options) -> list:
+    """Logits of a saved model, loaded, and saved and loaded again; it ships the same code each time."""
+    save_file(inputs, directory / "inputs")
+    run_without_frugalvit(
+        *(directory, "compute", folder, loader, directory / "inputs", directory / "outputs"), **options
+    )
+    if isinstance(folder, Path):
+        code, *again = (
+            {path.name: path.read_bytes() for path in saved.glob("*.py")}
+            for saved in (folder, directory / "outputs-loaded", directory / "outputs-saved-again")
+        )
+        assert again == [code, code]
+    return [*load_file(directory / "outputs").values()]
 
 
 def ask_server(directory: str | Path, arguments: list[str]) -> str | None:

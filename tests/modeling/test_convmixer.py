@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from frugalvit import ConvMixerConfig, ConvMixerForImageClassification, ConvMixerModel
@@ -91,17 +90,3 @@ def test_parameters_of_table_4():
             model = ConvMixerForImageClassification(ConvMixerConfig.from_variant(name))
         layer = width * (kernel_size**2 + 1) + width * (width + 1) + 4 * width
         assert model.num_parameters() == width * (12 + 1 + 2) + 8 * layer + width * 10 + 10
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"spatial_filters": "gabor"}, r"`spatial_filters` is 'gabor', expected one of \['trained'"),
-        ({"kernel_size": 0}, "`kernel_size` is 0, expected at least 1"),
-        ({"image_size": 2}, "Images of `image_size`=2 hold no patch of 4 pixels"),
-        ({"batch_norm_eps": 0.0}, "`batch_norm_eps` is 0.0, expected a positive number"),
-    ],
-)
-def test_impossible_configurations(fields, message, make_config):
-    with pytest.raises(StrictDataclassError, match=message):
-        make_config("convmixer", **fields)

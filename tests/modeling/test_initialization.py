@@ -263,6 +263,7 @@ HOSTS = {
     "vit-rectangle": lambda: ViTModel(ViTConfig(image_size=[24, 32], patch_size=4, **SIZES | HEADS)).eval(),
     "vit-without-bias": lambda: vit(num_attention_heads=4, qkv_bias=False),
     "deit-two-prefix-tokens": lambda: vit(DeiTForImageClassification, DeiTConfig, num_attention_heads=4),
+    "vit_impulse_init": lambda: own_vit(num_attention_heads=4),
     "timm": timm_vit,
     "timm-mean-pooled": lambda: timm_vit(global_pool="avg", class_token=False, fc_norm=False),
     "timm-registers": lambda: timm_vit(reg_tokens=3),

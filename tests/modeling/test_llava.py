@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
-from processes import run_without_frugalvit
-from safetensors.torch import load_file, save_file
+from processes import compute_without_frugalvit, run_without_frugalvit
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModel,
@@ -181,11 +181,7 @@ def test_a_saved_model_loads_with_and_without_the_package(folder, tmp_path):
     inputs = dict(AutoProcessor.from_pretrained(folder)(images=picture(), text="<image> what ?", return_tensors="pt"))
     expected = swapped()[0](**inputs).logits
     assert torch.equal(model(**inputs).logits, expected)
-    save_file(inputs, tmp_path / "inputs")
-    run_without_frugalvit(
-        *(tmp_path, "compute", folder, "AutoModelForImageTextToText", tmp_path / "inputs", tmp_path / "outputs")
-    )
-    for given in load_file(tmp_path / "outputs").values():
+    for given in compute_without_frugalvit(tmp_path, folder, "AutoModelForImageTextToText", inputs):
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
 
 

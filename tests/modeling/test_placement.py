@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -216,23 +215,6 @@ def test_a_grids_student_is_placed_by_content():
         torch.testing.assert_close(model(pixels, num_tokens=count).logits, logits, atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="placed by content already"):
         model.place_by_content()
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"patch_size": None}, "`placement` is 'content' without `patch_size`"),
-        ({"token_grid": [4, 4]}, r"`token_grid` is \[4, 4\] with `placement='content'`"),
-        ({"placement": "contents"}, "`placement` is 'contents'"),
-        ({"placement_rule": "random"}, "`placement_rule` is 'random'"),
-        ({"num_latent_tokens": 3}, "3 tokens are fewer than the 4 cells"),
-        ({"num_placement_levels": 1}, "`num_placement_levels` is 1, expected 2 or more"),
-        ({"placement_random_share": 2.0}, "`placement_random_share` is 2.0"),
-    ],
-)
-def test_what_makes_no_tree_is_refused(fields, message):
-    with pytest.raises((StrictDataclassError, ValueError), match=message):
-        SparseFormerConfig(**TREE | fields)
 
 
 def test_is_exported_for_any_batch():

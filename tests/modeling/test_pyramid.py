@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,20 +70,6 @@ def test_images_are_segmented_by_patches():
     outputs = SparseFormerForSemanticSegmentation(config)(torch.randn(2, 3, 30, 34), output_token_maps=True)
     assert outputs.logits.shape == (2, 3, 8, 9)
     torch.testing.assert_close(outputs.token_maps.sum(1), torch.ones(2, 8, 9))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"token_grid": [4, 4], "patch_size": None}, "`token_grid` is .* without `patch_size`"),
-        ({"token_grid": [3, 4]}, r"`token_grid`=\(3, 4\) has 12 cells, expected `num_latent_tokens`=16"),
-        ({"num_latent_tokens": 17}, "17 tokens make no grid"),
-        ({"glance_grid": [2, 2]}, "`glance_grid` is gone"),
-    ],
-)
-def test_configurations_that_contradict_themselves(fields, message):
-    with pytest.raises((ValueError, StrictDataclassError), match=message):
-        SparseFormerConfig(**{**TINY, **fields})
 
 
 def test_folders_of_students_that_had_no_glance_load():

@@ -4,9 +4,7 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 
 from frugalvit import (
     SparseFormerForImageClassification,
@@ -147,23 +145,6 @@ class TestInitialization:
         assert torch.equal(loaded(pixel_values).pooler_output, model.vit(pixel_values).pooler_output)
         assert expected.logits.shape == (2, 3) and not solved
 
-    def test_heads_attend_to_impulses_with_the_mass_asked_for(self, make_config):
-        config = make_config("vit_impulse_init", impulse_mass=0.7, hidden_size=96, num_attention_heads=4)
-        model = ViTImpulseInitModel(config)
-        tokens = F.layer_norm(model.embeddings.position_embeddings[0], (96,))
-        for layer in model.layers:
-            attention = layer.attention
-            queries, keys = (
-                projection(tokens).unflatten(-1, (4, 24)).transpose(0, 1)
-                for projection in (attention.q_proj, attention.k_proj)
-            )
-            weights = (queries @ keys.mT * attention.scaling).softmax(-1).view(4, 8, 8, 8, 8)
-            # From a position inside, every head looks at a neighbor, and no two at the same.
-            looks = [tuple(int(i) for i in (head[4, 4] == head[4, 4].max()).nonzero()[0]) for head in weights]
-            assert len(set(looks)) == 4 and all(3 <= y <= 5 and 3 <= x <= 5 for y, x in looks)
-            for head, (y, x) in zip(weights, looks, strict=True):
-                assert head[4, 4, y, x].item() == pytest.approx(0.7, abs=0.1)
-
     @pytest.mark.parametrize("initialization", ["impulse", "mimetic", "trunc_normal", "kaiming_uniform"])
     def test_same_seed_same_weights(self, initialization, make_config):
         weights = []
@@ -175,17 +156,12 @@ class TestInitialization:
             weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
         assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
-    def test_values_follow_the_configuration(self, make_config):
-        for value_init, expected in (("mimetic", -0.4), ("default", 0.0)):
-            model = ViTImpulseInitModel(make_config("vit_impulse_init", impulse_value_init=value_init))
-            attention = model.layers[1].attention
-            product = attention.v_proj.weight.T @ attention.o_proj.weight.T
-            assert product.diagonal().mean().item() == pytest.approx(expected, abs=0.05)
-
     @pytest.mark.parametrize(
         ("initialization", "value_init", "expected"),
         [
             ("impulse", None, -0.4),
+            ("impulse", "default", 0),
+            ("impulse", "mimetic", -0.4),
             ("mimetic", None, -0.4),
             ("trunc_normal", None, 0),
             ("trunc_normal", "mimetic", -0.4),
@@ -237,31 +213,3 @@ class TestInitialization:
         model = ViTImpulseInitModel(make_config("vit_impulse_init", position_embedding="random"))
         positions = model.embeddings.position_embeddings
         assert positions.requires_grad and positions.std().item() == pytest.approx(0.36, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_attention_heads": 3}, "`hidden_size`=64 is not divisible by `num_attention_heads`=3"),
-        ({"hidden_size": 66}, "`hidden_size`=66 is not a multiple of 4"),
-        ({"patch_size": 5}, "Patches of `patch_size`=5 do not tile images of `image_size`=32"),
-        ({"patch_size": [4, 5]}, r"Patches of `patch_size`=\[4, 5\] do not tile"),
-        ({"position_embedding": "rotary"}, "`position_embedding` is 'rotary', expected one of"),
-        ({"pooling": "max"}, "`pooling` is 'max', expected one of"),
-        ({"initialization": "xavier"}, r"`initialization` is 'xavier', expected one of \['impulse'"),
-        ({"impulse_value_init": "zero"}, "`impulse_value_init` is 'zero', expected one of"),
-        ({"position_std": 0}, "`position_std` is 0"),
-        ({"impulse_mass": 1.0}, "`impulse_mass` is 1.0, expected a number above 0 and below 1"),
-        ({"impulse_kernel_size": 0}, "`impulse_kernel_size` is 0, expected at least 1"),
-        ({"impulse_solver": "svd"}, r"`impulse_solver` is 'svd', expected one of \['closed_form', 'adam'"),
-        ({"impulse_steps": 0}, "`impulse_steps` is 0, expected at least 1"),
-        ({"impulse_renormalize_every": 0}, "`impulse_renormalize_every` is 0, expected at least 1"),
-        ({"impulse_pseudo_input": "noise"}, "`impulse_pseudo_input` is 'noise', expected one or two of"),
-        ({"impulse_pseudo_input": ["pe", "pe", "pe"]}, "expected one or two of"),
-        ({"impulse_solver": "pinv", "impulse_kernel_size": 5}, "has an order for 3 x 3 kernels only"),
-        ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),
-    ],
-)
-def test_impossible_configurations(fields, message, make_config):
-    with pytest.raises(StrictDataclassError, match=message):
-        make_config("vit_impulse_init", **fields)

@@ -1,0 +1,185 @@
+"""Configurations that cannot be are one clear error when they are made, however they are made."""
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+
+from frugalvit import AgentCNNConfig, BootstrappedViTConfig, SparseFormerConfig, SparseFormerModel
+from kinds import KINDS
+
+
+def of_kind(kind: str, **fields):
+    return KINDS[kind].config_class.from_variant(KINDS[kind].variant, **{**KINDS[kind].fields, **fields})
+
+
+def bootstrapped_vit(vit=(), agent=(), **fields):
+    sizes = {"hidden_size": 36, "num_hidden_layers": 3, "intermediate_size": 40, "patch_size": 4}
+    vit = {**sizes, "image_size": 32, "num_attention_heads": 6, **dict(vit)}
+    return BootstrappedViTConfig(vit_config=vit, agent_config={**sizes, "num_positions": 6, **dict(agent)}, **fields)
+
+
+PATCHES = {"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "hidden_size": 32, "num_attention_heads": 2}
+MAKE = {
+    "sparseformer": SparseFormerConfig,
+    "patches": lambda **fields: SparseFormerConfig(**PATCHES | fields),
+    "content": lambda **fields: SparseFormerConfig(**PATCHES | {"placement": "content"} | fields),
+    "elastic": lambda **fields: SparseFormerConfig(num_latent_tokens=9, **fields),
+    "vit_impulse_init": lambda **fields: of_kind("vit_impulse_init", **fields),
+    "vit_context_broadcast": lambda **fields: of_kind("vit_context_broadcast", **fields),
+    "convmixer": lambda **fields: of_kind("convmixer", **fields),
+    "agent_cnn": AgentCNNConfig,
+    "bootstrapped_vit": bootstrapped_vit,
+}
+BAD_FIELDS = {
+    "sparseformer": [
+        (
+            {"hidden_size": 96, "num_attention_heads": 5},
+            "`hidden_size`=96 is not divisible by `num_attention_heads`=5",
+        ),
+        (
+            {"focusing_hidden_size": 64, "focusing_num_attention_heads": 3},
+            "`focusing_hidden_size`=64 is not divisible by `focusing_num_attention_heads`=3",
+        ),
+        ({"hidden_size": 100, "num_attention_heads": 1}, "`hidden_size`=100 is not a multiple of 8"),
+        ({"num_latent_tokens": 0}, "`num_latent_tokens` is 0, expected at least 1"),
+        ({"hidden_size": -8}, "`hidden_size` is -8, expected at least 1"),
+        ({"num_attention_heads": 0}, "`num_attention_heads` is 0, expected at least 1"),
+        ({"num_focusing_iterations": 0}, "`num_focusing_iterations` is 0, expected at least 1"),
+        ({"num_sampling_points": 1}, "`num_sampling_points` is 1, expected at least 2"),
+        ({"image_size": 3}, "`image_size` is 3, expected .* at least 4"),
+        ({"generation": "v2"}, r"`generation` is 'v2', expected one of \['bootstrapped', 'v1'\]"),
+        ({"generation": "v1"}, "set `use_cls_token=False`"),
+        ({"use_cls_token": False}, "`pooling='cls'` needs `use_cls_token=True`"),
+        ({"pooling": "max"}, r"`pooling` is 'max', expected one of \['cls', 'class_mean', 'mean',"),
+        ({"sampling_padding_mode": "reflect"}, r"`sampling_padding_mode` is 'reflect', expected one of"),
+        ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),
+        ({"layer_norm_eps": 0.0}, "`layer_norm_eps` is 0.0, expected a positive number"),
+    ],
+    "patches": [
+        ({"token_grid": [4, 4], "patch_size": None}, "`token_grid` is .* without `patch_size`"),
+        ({"token_grid": [3, 4]}, r"`token_grid`=\(3, 4\) has 12 cells, expected `num_latent_tokens`=16"),
+        ({"num_latent_tokens": 17}, "17 tokens make no grid"),
+        ({"glance_grid": [2, 2]}, "`glance_grid` is gone"),
+    ],
+    "content": [
+        ({"patch_size": None}, "`placement` is 'content' without `patch_size`"),
+        ({"token_grid": [4, 4]}, r"`token_grid` is \[4, 4\] with `placement='content'`"),
+        ({"placement": "contents"}, "`placement` is 'contents'"),
+        ({"placement_rule": "random"}, "`placement_rule` is 'random'"),
+        ({"num_latent_tokens": 3}, "3 tokens are fewer than the 4 cells"),
+        ({"num_placement_levels": 1}, "`num_placement_levels` is 1, expected 2 or more"),
+        ({"placement_random_share": 2.0}, "`placement_random_share` is 2.0"),
+    ],
+    "elastic": [
+        ({"elastic_token_counts": [4, 4, 9]}, "expected increasing counts"),
+        ({"elastic_token_counts": [0, 9]}, "expected increasing counts"),
+        ({"elastic_token_counts": []}, "expected increasing counts"),
+        ({"elastic_token_counts": [4, 8]}, "the last is `num_latent_tokens`=9"),
+        ({"num_tokens": 10}, "`num_tokens` is 10, expected 1 to"),
+        ({"elastic_token_counts": [7, 9], "patch_size": 4}, "7 tokens make no grid"),
+        ({"num_tokens": 7, "patch_size": 4}, "7 tokens make no grid"),
+    ],
+    "vit_impulse_init": [
+        ({"num_attention_heads": 3}, "`hidden_size`=64 is not divisible by `num_attention_heads`=3"),
+        ({"hidden_size": 66}, "`hidden_size`=66 is not a multiple of 4"),
+        ({"patch_size": 5}, "Patches of `patch_size`=5 do not tile images of `image_size`=32"),
+        ({"patch_size": [4, 5]}, r"Patches of `patch_size`=\[4, 5\] do not tile"),
+        ({"position_embedding": "rotary"}, "`position_embedding` is 'rotary', expected one of"),
+        ({"pooling": "max"}, "`pooling` is 'max', expected one of"),
+        ({"initialization": "xavier"}, r"`initialization` is 'xavier', expected one of \['impulse'"),
+        ({"impulse_value_init": "zero"}, "`impulse_value_init` is 'zero', expected one of"),
+        ({"position_std": 0}, "`position_std` is 0"),
+        ({"impulse_mass": 1.0}, "`impulse_mass` is 1.0, expected a number above 0 and below 1"),
+        ({"impulse_kernel_size": 0}, "`impulse_kernel_size` is 0, expected at least 1"),
+        ({"impulse_solver": "svd"}, r"`impulse_solver` is 'svd', expected one of \['closed_form', 'adam'"),
+        ({"impulse_steps": 0}, "`impulse_steps` is 0, expected at least 1"),
+        ({"impulse_renormalize_every": 0}, "`impulse_renormalize_every` is 0, expected at least 1"),
+        ({"impulse_pseudo_input": "noise"}, "`impulse_pseudo_input` is 'noise', expected one or two of"),
+        ({"impulse_pseudo_input": ["pe", "pe", "pe"]}, "expected one or two of"),
+        ({"impulse_solver": "pinv", "impulse_kernel_size": 5}, "has an order for 3 x 3 kernels only"),
+        ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),
+    ],
+    "vit_context_broadcast": [
+        ({"context_broadcast": "cbs"}, "`context_broadcast` is 'cbs'"),
+        ({"context_broadcast_position": "end"}, "`context_broadcast_position` has 'end'"),
+        ({"patch_size": 5}, "do not tile images"),
+        ({"num_attention_heads": 3}, "not divisible by `num_attention_heads`"),
+    ],
+    "convmixer": [
+        ({"spatial_filters": "gabor"}, r"`spatial_filters` is 'gabor', expected one of \['trained'"),
+        ({"kernel_size": 0}, "`kernel_size` is 0, expected at least 1"),
+        ({"image_size": 2}, "Images of `image_size`=2 hold no patch of 4 pixels"),
+        ({"batch_norm_eps": 0.0}, "`batch_norm_eps` is 0.0, expected a positive number"),
+    ],
+    "agent_cnn": [
+        ({"stem": "resnet"}, "`stem` is 'resnet', expected one of"),
+        ({"norm_position": "end"}, "`norm_position` is 'end'"),
+        ({"num_positions": 0}, "`num_positions` is 0"),
+        ({"downsample_after": [6]}, "`downsample_after` has 6, expected blocks from 0 to 5"),
+        ({"downsample_after": [1, 1]}, "expected different blocks"),
+        ({"image_size": 16, "stem": "res", "downsample_after": [0, 1]}, "a stride of 32 pixels"),
+        ({"dropout": 1.0}, "`dropout` is 1.0"),
+    ],
+    "bootstrapped_vit": [
+        ({"sharing": "all"}, "`sharing` is 'all', expected one of"),
+        ({"mlp_dropout": 1}, "`mlp_dropout` is 1, expected 0 <= rate < 1"),
+        ({"embedding_dropout": -1}, "`embedding_dropout` is -1, expected 0 <= rate < 1"),
+        ({"vit": {"num_hidden_layers": 2}}, "`num_hidden_layers`=2, `agent_config` `num_hidden_layers`=3"),
+        ({"vit": {"hidden_size": 48}}, "`hidden_size`=48, `agent_config` `hidden_size`=36; expected the same"),
+        ({"sharing": "weights", "agent": {"num_positions": 9}}, "`num_attention_heads`=6.*`num_positions`=9"),
+        ({"sharing": "weights", "agent": {"intermediate_size": 41}}, "`intermediate_size`=40"),
+        ({"hint_layers": [0, 3]}, "`hint_layers` has 3, expected blocks from 0 to 2"),
+        ({"hint_weight": -1}, "`hint_weight` is -1"),
+        ({"temperature": 0}, "`temperature` is 0"),
+        ({"agent": {"patch_size": 64}}, "too small|no position of a map"),
+        ({"temprature": 2}, "did you mean `temperature`"),
+    ],
+}
+OF_ANY_FAMILY = [
+    ({"num_hidden_layers": 0}, "`num_hidden_layers` is 0, expected at least 1"),
+    ({"image_size": [8, 8, 8]}, "expected one size or a height and a width"),
+    ({"image_mean": [0.5]}, "`image_mean` has 1 values, expected one number or one for each of the"),
+    ({"image_std": 0.0}, "`image_std` is 0.0, expected numbers to divide by"),
+    ({"problem_type": "segmentation"}, "problem_type.*'segmentation'.* expected one of"),
+    ({"resample": 9}, "`resample` is 9, expected one of"),
+    ({"hidden_size": "768"}, "'hidden_size' expected int, got str"),
+    ({"num_hiden_layers": 6}, "no field `num_hiden_layers`; did you mean `num_hidden_layers`"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"), [(family, *row) for family, rows in BAD_FIELDS.items() for row in rows]
+)
+def test_of_one_family(family, fields, message):
+    with pytest.raises((StrictDataclassError, ValueError), match=message):
+        MAKE[family](**fields)
+
+
+@pytest.mark.parametrize(("fields", "message"), OF_ANY_FAMILY)
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_any_family(kind, fields, message):
+    with pytest.raises(StrictDataclassError, match=message):
+        of_kind(kind, **fields)
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_FIELDS["sparseformer"])
+def test_assigned_later(fields, message, tmp_path):
+    config = SparseFormerConfig(hidden_size=64, focusing_hidden_size=32)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    for use in (lambda: SparseFormerModel(config), lambda: config.save_pretrained(tmp_path / "config")):
+        with pytest.raises(StrictDataclassError, match=message):
+            use()
+    assert not list(tmp_path.glob("config/*"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unknown_fields_that_resemble_none_are_kept(kind, tmp_path):
+    of_kind(kind, dataset="cifar10").save_pretrained(tmp_path)
+    assert KINDS[kind].config_class.from_pretrained(tmp_path).dataset == "cifar10"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_variants_that_are_none(kind):
+    variant = KINDS[kind].variant
+    with pytest.raises(ValueError, match=f"variant '{variant}x'. Did you mean: .*{variant}"):
+        KINDS[kind].config_class.from_variant(f"{variant}x")
