@@ -1,7 +1,6 @@
 """Messages: one clear line about a wrong folder, argument or label, before much is allocated."""
 
 import json
-import math
 import time
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit.cli import main
 from frugalvit.common.data import load_images
-from frugalvit.common.loading import choose_device, load_image_classifier, load_vision_model
+from frugalvit.common.loading import load_image_classifier, load_vision_model
 from frugalvit.info import describe
-from frugalvit.training.components.arguments import ArgumentParser, OptimizerArguments, RunArguments
 from frugalvit.training.components.classifiers import load_or_create
 from frugalvit.training.options.train import LearningArguments, ModelArguments
 from frugalvit.training.segment import MaskedImageArguments, SegmenterArguments
@@ -130,40 +128,12 @@ def test_weights_that_are_none(name, load, folder):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: OptimizerArguments(warmup_epochs=math.inf), "--warmup-epochs is inf, expected 0 or more"),
-        (lambda: OptimizerArguments(learning_rate=math.inf), "--learning-rate is inf"),
-        (lambda: OptimizerArguments(weight_decay=math.nan), "--weight-decay is nan"),
-        (lambda: OptimizerArguments(lr_scheduler="warmup_stable_decay"), "expected one of linear, cosine"),
-        (lambda: OptimizerArguments(lr_scheduler="reduce_lr_on_plateau"), "expected one of linear, cosine"),
-        (lambda: LearningArguments(mixup=math.inf), "--mixup is inf, expected 0 or more"),
-        (lambda: RunArguments(output_dir="x", max_grad_norm=math.inf), "--max-grad-norm is inf"),
-        (lambda: choose_device("meta"), "The device 'meta' cannot be used here"),
-    ],
-)
-def test_values_that_cannot_be(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
     "overrides",
     ["patch_size=0", "hidden_act=no_such", "num_hidden_layers=10000000", "hidden_size=1e99", "hidden_size=text"],
 )
 def test_new_models_that_cannot_be(overrides):
     with pytest.raises(ValueError):
         load_or_create(ModelArguments(model_type="vit", config_overrides=overrides), LearningArguments(), ["a", "b"])
-
-
-@pytest.mark.parametrize(("written", "precision"), [("no", "no"), ('"no"', "no"), ("bf16", "bf16")])
-def test_files_of_arguments(written, precision, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    file = tmp_path / "arguments.yaml"
-    file.write_text(f"mixed_precision: {written}\noutput_dir: ~/runs/first\ncompile: true\noverwrite: false\n")
-    (run,) = ArgumentParser([RunArguments], "frugalvit train", "").parse(["--config", str(file)])
-    assert (run.mixed_precision, run.output_dir) == (precision, f"{tmp_path}/runs/first")
-    assert run.compile and not run.overwrite
 
 
 @pytest.mark.parametrize(

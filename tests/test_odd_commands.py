@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import odd_commands
+
 
 def test_end_with_a_result_or_one_line(tmp_path):
     """A sample of them; FRUGALVIT_ODD_COMMANDS=all tries all of them, for half an hour."""
-    program, count = Path(__file__).with_name("odd_commands.py"), os.environ.get("FRUGALVIT_ODD_COMMANDS", "12")
+    program, count = Path(odd_commands.__file__), os.environ.get("FRUGALVIT_ODD_COMMANDS", "12")
     process = subprocess.run(
         [sys.executable, program, tmp_path, *([] if count == "all" else [count])],
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification
+from transformers import AutoImageProcessor
 
 import frugalvit
 from frugalvit.common.versions import commit
@@ -88,13 +88,6 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = frugalvit.SparseFormr
     with pytest.raises(ImportError):
         from frugalvit import SparseFormr  # noqa: F401
-
-
-def test_import_registers_with_auto_classes():
-    config = AutoConfig.for_model("sparseformer", **SMALL)
-    assert type(config) is frugalvit.SparseFormerConfig
-    assert type(AutoModel.from_config(config)) is frugalvit.SparseFormerModel
-    assert type(AutoModelForImageClassification.from_config(config)) is frugalvit.SparseFormerForImageClassification
 
 
 def test_image_processor_is_found_by_the_configuration_alone(tmp_path):

@@ -14,42 +14,10 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.models._hub import save_for_hf
-from transformers import (
-    BitImageProcessor,
-    CLIPImageProcessor,
-    CLIPVisionModel,
-    ConvNextImageProcessor,
-    DeiTForMaskedImageModeling,
-    DeiTImageProcessor,
-    DeiTModel,
-    Dinov2Backbone,
-    Dinov2Model,
-    DINOv3ViTImageProcessor,
-    EfficientNetImageProcessor,
-    LevitImageProcessor,
-    MobileViTImageProcessor,
-    PoolFormerImageProcessor,
-    PPLCNetImageProcessor,
-    PreTrainedModel,
-    RadioModel,
-    Siglip2ImageProcessor,
-    SiglipImageProcessor,
-    TimmWrapperConfig,
-    TimmWrapperForImageClassification,
-    TimmWrapperImageProcessor,
-    TimmWrapperModel,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTForMaskedImageModeling,
-    ViTImageProcessor,
-    ViTMAEForPreTraining,
-    ViTMAEModel,
-    ViTModel,
-)
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
-from frugalvit.common.loading import load_image_classifier, load_vision_model, split_revision
+from frugalvit.common.loading import choose_device, load_image_classifier, load_vision_model, split_revision
 from frugalvit.common.views import EvalView, ImageFormat, restore_images, size_made_by
 from frugalvit.evaluation.two_towers import load_two_towers
 from frugalvit.info import describe
@@ -66,8 +34,12 @@ def cached(tmp_path, monkeypatch):
     repository = tmp_path / "models--someone--model"
     for count, (name, commit) in zip((3, 2), COMMITS.items(), strict=True):
         folder = repository / "snapshots" / commit
-        ViTForImageClassification(ViTConfig(**VIT, intermediate_size=32, num_labels=count)).save_pretrained(folder)
-        ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1 * count] * 3).save_pretrained(folder)
+        transformers.ViTForImageClassification(
+            transformers.ViTConfig(**VIT, intermediate_size=32, num_labels=count)
+        ).save_pretrained(folder)
+        transformers.ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1 * count] * 3).save_pretrained(
+            folder
+        )
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / name).write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -86,7 +58,9 @@ def test_training_goes_on_from_a_revision(cached, tiny_run, tmp_path):
     tiny_run(model="someone/model@v1", config_overrides=None, epochs=1)
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "base_model: someone/model\n" in card and "--model someone/model@v1" in card
-    assert (torch.tensor(ViTImageProcessor.from_pretrained(tmp_path / "out").image_mean) - 0.2).abs().max() < 1e-6
+    assert (
+        torch.tensor(transformers.ViTImageProcessor.from_pretrained(tmp_path / "out").image_mean) - 0.2
+    ).abs().max() < 1e-6
 
 
 def test_revisions_that_are_none(cached, tmp_path):
@@ -104,16 +78,16 @@ def test_revisions_that_are_none(cached, tmp_path):
 TINY = {"num_hidden_layers": 2, "image_size": 32, "patch_size": 8, "hidden_size": 32, "num_attention_heads": 2}
 
 
-def make(model_class: type[PreTrainedModel], **options) -> PreTrainedModel:
+def make(model_class: type[transformers.PreTrainedModel], **options) -> transformers.PreTrainedModel:
     fields = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
-    fields = TINY | (fields if model_class is ViTMAEForPreTraining else {"encoder_stride": 8})
+    fields = TINY | (fields if model_class is transformers.ViTMAEForPreTraining else {"encoder_stride": 8})
     torch.manual_seed(0)
     return model_class(model_class.config_class(**fields), **options).eval()
 
 
-def write(model: PreTrainedModel, folder: Path) -> Path:
+def write(model: transformers.PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
     return folder
 
 
@@ -134,11 +108,11 @@ PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        (make(ViTModel), ViTModel),
-        (make(ViTModel, add_pooling_layer=False), ViTModel),
-        (make(ViTForMaskedImageModeling), ViTModel),
-        (make(DeiTForMaskedImageModeling), DeiTModel),
-        (make(ViTMAEForPreTraining), ViTMAEModel),
+        (make(transformers.ViTModel), transformers.ViTModel),
+        (make(transformers.ViTModel, add_pooling_layer=False), transformers.ViTModel),
+        (make(transformers.ViTForMaskedImageModeling), transformers.ViTModel),
+        (make(transformers.DeiTForMaskedImageModeling), transformers.DeiTModel),
+        (make(transformers.ViTMAEForPreTraining), transformers.ViTMAEModel),
     ],
     ids=["with pooler", "without pooler", "masked image modeling", "DeiT's", "MAE"],
 )
@@ -152,9 +126,9 @@ def test_what_the_embedding_does_not_read_may_be_there_or_not(saved, loaded, tmp
 
 
 def test_a_backbone_is_its_base_model(tmp_path):
-    saved = make(Dinov2Backbone)
+    saved = make(transformers.Dinov2Backbone)
     model, _ = load_vision_model(write(saved, tmp_path / "model"), "cpu")
-    assert type(model) is Dinov2Model
+    assert type(model) is transformers.Dinov2Model
     with torch.no_grad():
         [expected] = saved(PIXELS).feature_maps
         found = read_anatomy(model).patch_tokens(PIXELS).mT.view(expected.shape)
@@ -162,12 +136,14 @@ def test_a_backbone_is_its_base_model(tmp_path):
 
 
 def test_a_mask_token_may_be_missing(tmp_path):
-    folder = write(make(Dinov2Model), tmp_path / "model")
+    folder = write(make(transformers.Dinov2Model), tmp_path / "model")
     edit_weights(folder, lambda weights: weights.pop("embeddings.mask_token"))
-    assert type(load_vision_model(folder, "cpu")[0]) is Dinov2Model
+    assert type(load_vision_model(folder, "cpu")[0]) is transformers.Dinov2Model
 
 
-@pytest.mark.parametrize("model_class", [RadioModel, CLIPVisionModel, ViTForImageClassification])
+@pytest.mark.parametrize(
+    "model_class", [transformers.RadioModel, transformers.CLIPVisionModel, transformers.ViTForImageClassification]
+)
 def test_a_folder_that_names_no_class(model_class, tmp_path):
     """The class follows from the configuration. Where a classifier could be meant, it is a classifier."""
     folder = write(make(model_class), tmp_path / "model")
@@ -191,9 +167,9 @@ def test_a_folder_that_names_no_class(model_class, tmp_path):
     ids=["missing", "left over", "of another shape"],
 )
 def test_weights_that_the_embedding_reads_must_be_there(edit, message, tmp_path):
-    folder = write(make(ViTModel), tmp_path / "model")
+    folder = write(make(transformers.ViTModel), tmp_path / "model")
     edit_weights(folder, edit)
-    with pytest.raises(ValueError, match=f"is no complete ViTModel: its {message}"):
+    with pytest.raises(ValueError, match=f"is no complete transformers.ViTModel: its {message}"):
         load_vision_model(folder, "cpu")
 
 
@@ -219,7 +195,9 @@ def test_timms_folders(architecture, num_classes, place, tmp_path, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     name = folder if place == "folder" else "someone/model"
     model, processor = load_vision_model(name, "cpu")
-    assert type(model) is (TimmWrapperForImageClassification if num_classes else TimmWrapperModel)
+    assert type(model) is (
+        transformers.TimmWrapperForImageClassification if num_classes else transformers.TimmWrapperModel
+    )
     with torch.no_grad():
         torch.testing.assert_close(model.timm_model(PIXELS), expected(PIXELS), rtol=0, atol=0)
     image_format = ImageFormat.from_processor(processor)
@@ -233,11 +211,11 @@ def test_timms_folders(architecture, num_classes, place, tmp_path, monkeypatch):
 def test_a_headless_timm_model_saved_by_transformers(tmp_path):
     """The model's configuration notes the classes of the model that it was made from."""
     write_timm(tmp_path / "timm", 3)
-    config = TimmWrapperConfig.from_pretrained(tmp_path / "timm")
+    config = transformers.TimmWrapperConfig.from_pretrained(tmp_path / "timm")
     config.model_args.pop("num_classes", None)
-    TimmWrapperModel(config).save_pretrained(tmp_path / "model")
+    transformers.TimmWrapperModel(config).save_pretrained(tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))["num_classes"] == 3
-    assert type(load_vision_model(tmp_path / "model", "cpu")[0]) is TimmWrapperModel
+    assert type(load_vision_model(tmp_path / "model", "cpu")[0]) is transformers.TimmWrapperModel
 
 
 def test_incomplete_timm_folders_are_refused(tmp_path):
@@ -248,7 +226,7 @@ def test_incomplete_timm_folders_are_refused(tmp_path):
 
 
 def test_a_folder_that_does_not_say_how_images_are_prepared(tmp_path):
-    make(ViTModel).save_pretrained(tmp_path)
+    make(transformers.ViTModel).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="without a preprocessor_config.json it does not say how its images are"):
         load_vision_model(tmp_path, "cpu")
     (tmp_path / "preprocessor_config.json").write_text("{")
@@ -269,45 +247,57 @@ def square(side: int) -> dict[str, int]:
     return {"height": side, "width": side}
 
 
-def timm_processor(**settings) -> TimmWrapperImageProcessor:
-    return TimmWrapperImageProcessor(
+def timm_processor(**settings) -> transformers.TimmWrapperImageProcessor:
+    return transformers.TimmWrapperImageProcessor(
         {"input_size": [3, 64, 64], "mean": [0.5, 0.4, 0.3], "std": [0.2] * 3, **settings}
     )
 
 
 C_RADIO = {"do_center_crop": False, "do_normalize": False}
 PROCESSORS = {
-    "DINOv2": (BitImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
+    "DINOv2": (transformers.BitImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
     # Resizes numbers that are not rounded.
-    "DINOv3": (DINOv3ViTImageProcessor(size=square(64)), 1),
-    "SigLIP": (SiglipImageProcessor(size=square(64)), 0),
-    "AIMv2": (CLIPImageProcessor(size={"shortest_edge": 64}, crop_size=square(64)), 0),
-    "I-JEPA": (ViTImageProcessor(size=square(64)), 0),
-    "Pixio": (BitImageProcessor(size=square(64), do_center_crop=False), 0),
-    "DeiT, its own size": (DeiTImageProcessor(size=square(64), crop_size=square(64)), 0),
-    "C-RADIO, with a size": (CLIPImageProcessor(size=square(64), **C_RADIO), 0),
+    "DINOv3": (transformers.DINOv3ViTImageProcessor(size=square(64)), 1),
+    "SigLIP": (transformers.SiglipImageProcessor(size=square(64)), 0),
+    "AIMv2": (transformers.CLIPImageProcessor(size={"shortest_edge": 64}, crop_size=square(64)), 0),
+    "I-JEPA": (transformers.ViTImageProcessor(size=square(64)), 0),
+    "Pixio": (transformers.BitImageProcessor(size=square(64), do_center_crop=False), 0),
+    "DeiT, its own size": (transformers.DeiTImageProcessor(size=square(64), crop_size=square(64)), 0),
+    "C-RADIO, with a size": (transformers.CLIPImageProcessor(size=square(64), **C_RADIO), 0),
     # Resize by PIL, which rounds otherwise than torchvision.
     "timm": (timm_processor(interpolation="bicubic", crop_pct=64 / 72), 1),
     "timm, bilinear": (timm_processor(interpolation="bilinear", crop_pct=1.0), 1),
     "timm, squashed": (timm_processor(interpolation="bicubic", crop_pct=1.0, crop_mode="squash"), 1),
     # Half a pixel at the edges of the crop.
     "timm, rounded": (timm_processor(interpolation="bicubic", crop_pct=64 / 67), 1),
-    "factor": (ViTImageProcessor(size=square(64), rescale_factor=1 / 127.5, image_mean=[1.0] * 3), 0),
-    "no factor": (ViTImageProcessor(size=square(64), do_rescale=False, image_mean=[120.0, 110, 90]), 0),
-    "no normalization": (ViTImageProcessor(size=square(64), do_normalize=False, rescale_factor=0.1), 0),
-    "neither": (ViTImageProcessor(size=square(64), do_normalize=False, do_rescale=False), 0),
-    "inverted": (ViTImageProcessor(size=square(64), image_std=[-0.5, -0.4, -0.3]), 0),
-    "one channel apart": (ViTImageProcessor(size=square(64), image_mean=[0.1, 0.5, 0.9], image_std=[1.0, 0.2, 3]), 0),
-    "offset": (EfficientNetImageProcessor(size=square(64), rescale_offset=True, rescale_factor=1 / 127.5), 0),
-    "normalized twice": (EfficientNetImageProcessor(size=square(64), include_top=True), 0),
-    "normalized once": (EfficientNetImageProcessor(size=square(64), include_top=False), 0),
-    "blue first": (MobileViTImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
-    "red first": (MobileViTImageProcessor(size={"shortest_edge": 72}, do_flip_channel_order=False), 0),
-    "padded": (MobileViTImageProcessor(size={"shortest_edge": 56}, crop_size=square(64)), 0),
-    "blue first, normalized": (PPLCNetImageProcessor(resize_short=72, size=square(72), crop_size=square(64)), 0),
-    "LeViT": (LevitImageProcessor(size={"shortest_edge": 64}, crop_size=square(64)), 0),
-    "PoolFormer": (PoolFormerImageProcessor(size={"shortest_edge": 64}, crop_size=square(64), crop_pct=0.9), 0),
-    "ConvNeXt": (ConvNextImageProcessor(size={"shortest_edge": 64}, crop_pct=0.875), 0),
+    "factor": (transformers.ViTImageProcessor(size=square(64), rescale_factor=1 / 127.5, image_mean=[1.0] * 3), 0),
+    "no factor": (transformers.ViTImageProcessor(size=square(64), do_rescale=False, image_mean=[120.0, 110, 90]), 0),
+    "no normalization": (transformers.ViTImageProcessor(size=square(64), do_normalize=False, rescale_factor=0.1), 0),
+    "neither": (transformers.ViTImageProcessor(size=square(64), do_normalize=False, do_rescale=False), 0),
+    "inverted": (transformers.ViTImageProcessor(size=square(64), image_std=[-0.5, -0.4, -0.3]), 0),
+    "one channel apart": (
+        transformers.ViTImageProcessor(size=square(64), image_mean=[0.1, 0.5, 0.9], image_std=[1.0, 0.2, 3]),
+        0,
+    ),
+    "offset": (
+        transformers.EfficientNetImageProcessor(size=square(64), rescale_offset=True, rescale_factor=1 / 127.5),
+        0,
+    ),
+    "normalized twice": (transformers.EfficientNetImageProcessor(size=square(64), include_top=True), 0),
+    "normalized once": (transformers.EfficientNetImageProcessor(size=square(64), include_top=False), 0),
+    "blue first": (transformers.MobileViTImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
+    "red first": (transformers.MobileViTImageProcessor(size={"shortest_edge": 72}, do_flip_channel_order=False), 0),
+    "padded": (transformers.MobileViTImageProcessor(size={"shortest_edge": 56}, crop_size=square(64)), 0),
+    "blue first, normalized": (
+        transformers.PPLCNetImageProcessor(resize_short=72, size=square(72), crop_size=square(64)),
+        0,
+    ),
+    "LeViT": (transformers.LevitImageProcessor(size={"shortest_edge": 64}, crop_size=square(64)), 0),
+    "PoolFormer": (
+        transformers.PoolFormerImageProcessor(size={"shortest_edge": 64}, crop_size=square(64), crop_pct=0.9),
+        0,
+    ),
+    "ConvNeXt": (transformers.ConvNextImageProcessor(size={"shortest_edge": 64}, crop_pct=0.875), 0),
 }
 
 
@@ -369,7 +359,7 @@ def test_pictures_show_what_a_model_saw(name):
     assert (255 * seen[0] - expected).abs().mean() < 1
 
 
-class FarFromTraining(ViTImageProcessor):
+class FarFromTraining(transformers.ViTImageProcessor):
     """One that also mirrors images."""
 
     def resize(self, image, *arguments, **options):
@@ -392,10 +382,10 @@ def test_formats_convert_into_each_other():
 @pytest.mark.parametrize(
     ("processor", "side"),
     [
-        (DeiTImageProcessor(size=square(72), crop_size=square(64)), 120),
-        (Siglip2ImageProcessor(patch_size=8, max_num_patches=64), 120),
-        (Siglip2ImageProcessor(patch_size=8, max_num_patches=70), 120),
-        (CLIPImageProcessor(size={"shortest_edge": 64}, do_resize=False, **C_RADIO), 64),
+        (transformers.DeiTImageProcessor(size=square(72), crop_size=square(64)), 120),
+        (transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=64), 120),
+        (transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=70), 120),
+        (transformers.CLIPImageProcessor(size={"shortest_edge": 64}, do_resize=False, **C_RADIO), 64),
     ],
     ids=["DeiT", "NaFlex", "NaFlex, patches left", "C-RADIO"],
 )
@@ -410,14 +400,14 @@ def test_processors_that_leave_the_shape_open_are_followed_on_squares(processor,
         (timm_processor(crop_mode="border"), "by timm's crop_mode 'border', which training does not follow"),
         (timm_processor(input_size=[3, 64, 32]), "resized to 64 x 32 by timm's crop_mode 'center'"),
         (timm_processor(interpolation="lanczos"), "resized by 'lanczos'; expected PIL's"),
-        (ViTImageProcessor(size=square(64), resample=1), "resized by 1; expected PIL's"),
+        (transformers.ViTImageProcessor(size=square(64), resample=1), "resized by 1; expected PIL's"),
         (
-            DeiTImageProcessor(size={"height": 72, "width": 80}, crop_size=square(64)),
+            transformers.DeiTImageProcessor(size={"height": 72, "width": 80}, crop_size=square(64)),
             "DeiTImageProcessor resizes images in a way that training does not follow",
         ),
         (FarFromTraining(size=square(64)), r"FarFromTraining prepares .* its pixels differ by [0-9.]+ of 255 levels"),
         (
-            ViTImageProcessor(size=square(64), rescale_factor=0.0, do_normalize=False),
+            transformers.ViTImageProcessor(size=square(64), rescale_factor=0.0, do_normalize=False),
             "makes the same pixels of black and white",
         ),
     ],
@@ -435,3 +425,8 @@ def test_what_training_cannot_follow_is_still_seen():
     seen = restore_images(processor, processor([image], return_tensors="pt")["pixel_values"])[0]
     mirrored = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1).flip(-1) / 255
     torch.testing.assert_close(seen, mirrored, rtol=0, atol=0.005)
+
+
+def test_a_device_that_computes_nothing_is_refused():
+    with pytest.raises(ValueError, match="The device 'meta' cannot be used here"):
+        choose_device("meta")

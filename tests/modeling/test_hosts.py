@@ -276,33 +276,33 @@ class TestInheritedStarts:
     """Students that begin as their teacher at a lower resolution."""
 
     @pytest.fixture
-    def smaller(self, kind, anatomy):
-        """The teacher at half of its size, and images of both sizes."""
-        if kind is KINDS["timm-mobileclip-b"]:
+    def anatomy(self, kind, anatomy):
+        if not kind.patches:
             pytest.skip("it has a convolutional stem")
-        size = tuple(pixels // 2 for pixels in anatomy.image_size)
-        images = anatomy.example()
-        return anatomy.resized(size), images, F.interpolate(images, size, mode="bilinear", antialias=True)
+        return anatomy
+
+    @staticmethod
+    def assert_is(outputs, teacher, images):
+        """A student's outputs are what its teacher gives for images that are as small as the teacher is."""
+        images = F.interpolate(images, teacher.image_size, mode="bilinear", antialias=True)
+        if teacher.classifier is not None:
+            assert difference(outputs.logits, teacher.run_classifier(images)) < TOLERANCE
+        else:
+            embedding = outputs.get("image_embeds", outputs.get("pooler_output"))
+            assert difference(embedding, teacher.embed(images)) < TOLERANCE
 
     @torch.no_grad()
-    def test_before_training_a_student_is_its_teacher_at_a_lower_resolution(self, anatomy, smaller):
+    def test_before_training_a_student_is_its_teacher_at_a_lower_resolution(self, anatomy):
         """With as many tokens as patches, it is the teacher itself."""
-        resized, images, small_images = smaller
-        for teacher, seen in ((resized, small_images), (anatomy, images)):
+        images = anatomy.example()
+        for teacher in (anatomy.resized(tuple(pixels // 2 for pixels in anatomy.image_size)), anatomy):
             options = {"focusing": "inherited", "num_latent_tokens": teacher.num_patches}
             student = student_class(anatomy).from_teacher(anatomy, **options)
             assert student.config.token_grid == teacher.grid
-            outputs = student(images)
-            if anatomy.classifier is not None:
-                assert difference(outputs.logits, teacher.run_classifier(seen)) < TOLERANCE
-            else:
-                embedding = outputs.get("image_embeds", outputs.get("pooler_output"))
-                assert difference(embedding, teacher.embed(seen)) < TOLERANCE
+            self.assert_is(student(images), teacher, images)
 
-    def test_trees_are_the_teacher_at_both_ends(self, kind, anatomy):
+    def test_trees_are_the_teacher_at_both_ends(self, anatomy):
         """No cell split, and all of them."""
-        if kind is KINDS["timm-mobileclip-b"]:
-            pytest.skip("it has a convolutional stem")
         images = anatomy.example()
         student = student_class(anatomy).from_teacher(anatomy, 10_000, focusing="inherited", placement="content")
         coarse, *_, fine = student.config.cell_grids()
@@ -310,18 +310,10 @@ class TestInheritedStarts:
         student.config.elastic_token_counts = [math.prod(coarse), math.prod(fine)]
         for grid in (coarse, fine):
             size = tuple(cells * points for cells, points in zip(grid, anatomy.patch_size, strict=True))
-            teacher, small = anatomy.resized(size), F.interpolate(images, size, mode="bilinear", antialias=True)
-            outputs = student(images, num_tokens=math.prod(grid))
-            if anatomy.classifier is not None:
-                assert difference(outputs.logits, teacher.run_classifier(small)) < TOLERANCE
-            else:
-                embedding = outputs.get("image_embeds", outputs.get("pooler_output"))
-                assert difference(embedding, teacher.embed(small)) < TOLERANCE
+            self.assert_is(student(images, num_tokens=math.prod(grid)), anatomy.resized(size), images)
 
     @torch.no_grad()
-    def test_with_a_token_for_each_patch_maps_are_the_teachers(self, kind, anatomy):
-        if kind is KINDS["timm-mobileclip-b"]:
-            pytest.skip("it has a convolutional stem")
+    def test_with_a_token_for_each_patch_maps_are_the_teachers(self, anatomy):
         images, layers = anatomy.example(), [0, 1, len(anatomy.blocks)]
         student = frugalvit.SparseFormerBackbone.from_teacher(
             anatomy, anatomy.num_patches, focusing="inherited", out_indices=layers
@@ -453,17 +445,6 @@ class TestOtherMethods:
         assert report.mean("peak_rate") > 0.6
         mimetic_init_(model)
         anatomy.check()
-
-    def test_impulses_are_those_of_the_attention_that_runs(self):
-        """The map among patches, of tokens that are positions alone, peaks where the report says."""
-        model = KINDS["siglip-vision"].make()
-        report = impulse_init_(model, mass=0.8, generator=torch.Generator().manual_seed(0))
-        model.embeddings.patch_embedding.weight.data.zero_(), model.embeddings.patch_embedding.bias.data.zero_()
-        model.set_attn_implementation("eager")
-        maps = model(torch.zeros(1, 3, 32, 32), output_attentions=True).attentions[0][0]
-        for head in report.heads[:4]:
-            dy, dx = head.offset
-            assert maps[head.head, 3 * 8 + 4].argmax() == (3 + dy) * 8 + 4 + dx
 
     def test_context_broadcasting_can_be_inserted(self, kind):
         kinds = ("cb", "cb_s", "cb_gate", "cb_hybrid") if kind.class_token else ("cb", "cb_s")

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from transformers import (
     DeiTConfig,
     DeiTForImageClassification,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     SwinConfig,
     SwinModel,
     ViTConfig,
@@ -264,6 +266,7 @@ HOSTS = {
     "vit-without-bias": lambda: vit(num_attention_heads=4, qkv_bias=False),
     "deit-two-prefix-tokens": lambda: vit(DeiTForImageClassification, DeiTConfig, num_attention_heads=4),
     "vit_impulse_init": lambda: own_vit(num_attention_heads=4),
+    "siglip": lambda: vit(SiglipVisionModel, SiglipVisionConfig, num_attention_heads=4),
     "timm": timm_vit,
     "timm-mean-pooled": lambda: timm_vit(global_pool="avg", class_token=False, fc_norm=False),
     "timm-registers": lambda: timm_vit(reg_tokens=3),
@@ -285,7 +288,8 @@ def grid_attention(model, grid):
         module(torch.zeros(1, 3, 4 * grid[0], 4 * grid[1]))
         maps = found["maps"][0]
     else:
-        projection = module.embeddings.patch_embeddings.projection
+        of_siglip = getattr(module.embeddings, "patch_embedding", None)
+        projection = of_siglip or module.embeddings.patch_embeddings.projection
         projection.weight.data.zero_(), projection.bias.data.zero_()
         module.set_attn_implementation("eager")
         maps = module(torch.zeros(1, 3, 4 * grid[0], 4 * grid[1]), output_attentions=True).attentions[0][0]
@@ -424,13 +428,6 @@ def test_baselines_draw_what_they_say():
     assert 0.9 * 96**-0.5 < weight.abs().max() <= 96**-0.5 and model.vit.layers[0].mlp.fc1.bias.any()
     assert all(head.offset == (0, 0) and head.mass < 0.1 for head in report.heads)
     assert "1 heads in 1 layers; means: error" in str(report)
-
-
-def test_initializations_by_name():
-    model = vit()
-    assert len(initialize_attention_(model, "impulse", kernel_size=5, mass=0.4).heads) == 2
-    for name in ("mimetic", "trunc_normal", "kaiming_uniform"):
-        assert len(initialize_attention_(model, name).heads) == 2
 
 
 @pytest.mark.parametrize(

@@ -360,29 +360,6 @@ def test_sharpness_aware_steps_look_as_far_as_they_are_told(run, monkeypatch):
     assert {group["rho"] for group in made[0].param_groups} == {0.2}
 
 
-def test_sharpness_aware_steps_seek_flat_minima(run):
-    losses = [record["train_loss"] for record in run(optimizer="sam", epochs=8)["epochs"]]
-    assert losses[-1] < 0.5 * losses[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--without-hint-at", "0"), "--without-hint-at is 0.0, expected numbers above 0, to 1"),
-        (("--variant", "joint-tiny"), "invalid choice: 'joint-tiny'"),
-        (("--crop-size", "0"), "--crop-size is 0, expected 1 or more"),
-        (("--sam-rho", "-1"), "--sam-rho is -1.0, expected 0 or more"),
-        (("--crop-scale", "0.5", "0.1"), "--crop-scale is [0.5, 0.1], expected two positive numbers"),
-        (("--max-grad-norm", "-1"), "--max-grad-norm is -1.0, expected 0 or more"),
-        (("--adam-epsilon", "0"), "--adam-epsilon is 0.0, expected a positive number"),
-    ],
-)
-def test_wrong_arguments(arguments, message, run, capsys):
-    with pytest.raises(SystemExit):
-        run("out", *arguments)
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -240,12 +240,18 @@ class Stop(TrainerCallback):
             raise RuntimeError("stopped")
 
 
-def test_a_run_that_stopped_goes_on_by_the_same_call(make, tmp_path):
+@pytest.mark.parametrize("same", [False, True], ids=["another trainer", "the same trainer"])
+def test_a_run_that_stopped_goes_on(same, make, tmp_path):
+    """Nothing of the first call is left in a trainer: neither tokens of the teacher, nor the wish to stop."""
     make("whole").train()
+    own = make(callbacks=[Stop()], save_steps=2)
     with pytest.raises(RuntimeError, match="stopped"):
-        make(callbacks=[Stop()], save_steps=2).train()
+        own.train()
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000002"]
-    own = make(save_steps=2)
+    if same:
+        own.remove_callback(Stop)
+    else:
+        own = make(save_steps=2)
     own.train()
     assert own.state.global_step == 8
     assert_equal(weights(tmp_path / "out"), weights(tmp_path / "whole"))
@@ -357,17 +363,6 @@ def test_a_training_may_end_within_an_epoch(options, steps, make, tmp_path):
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [record["step"] for record in results["epochs"]] == [4, steps]
     assert "of 2, chosen and measured" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-
-
-def test_a_stopped_training_goes_on_in_the_same_trainer(make, tmp_path):
-    """Nothing of the first call is left in it: neither tokens of the teacher, nor the wish to stop."""
-    make("whole").train()
-    own = make(callbacks=[Stop()], save_steps=2)
-    with pytest.raises(RuntimeError, match="stopped"):
-        own.train()
-    own.remove_callback(Stop)
-    own.train()
-    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "whole"))
 
 
 def test_a_given_checkpoint_is_gone_back_to(make, tmp_path):

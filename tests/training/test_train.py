@@ -245,14 +245,6 @@ def test_says_that_images_are_enlarged(pixels, enlarged, write_parquet, tmp_path
     assert ("sees images of 128 pixels, and these have 32: they are enlarged" in capsys.readouterr().out) == enlarged
 
 
-def test_trains_a_convmixer(tiny_run, tmp_path):
-    mixer = {"config_overrides": "hidden_size=16,num_hidden_layers=2,patch_size=4,spatial_filters=impulse"}
-    results = tiny_run(model_type="convmixer", learning_rate=0.01, epochs=4, **mixer)
-    assert results["epochs"][-1]["train_loss"] < results["epochs"][0]["train_loss"]
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert ((model.convmixer.layers[1].spatial_mixing.weight != 0).sum((1, 2, 3)) == 1).all()
-
-
 def test_a_checkpoint_of_something_else_is_refused(tiny_run, tmp_path):
     ViTModel(ViTConfig(**VIT, intermediate_size=64)).save_pretrained(tmp_path / "vit")
     config = json.loads((tmp_path / "vit" / "config.json").read_text())
@@ -403,75 +395,6 @@ def test_arguments_from_a_file(tiny_run, tmp_path):
         [0.1, 0.2, 0.3],
         4,
     ]
-
-
-# Each level has nine of the one before.
-LEVELS = [*zip("abcdefghi", "bcdefghij", strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("text", "taken"),
-    [
-        ("a: &a [1]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in LEVELS), False),
-        (
-            "a: &a {x: 1}\n" + "".join(f"{b}: &{b} {{<<: [{f'*{a}, ' * 9}]}}\n" for a, b in LEVELS),
-            False,
-        ),
-        ("epochs: &a [*a]", False),
-        ("epochs: [*a]", False),
-        ("epochs: " + "[" * 100_000, False),
-        ("epochs: &a 3\nbatch_size: *a", True),
-    ],
-    ids=["lists of lists", "merged", "in itself", "of nothing", "nested", "of a value"],
-)
-def test_aliases_do_not_unfold(text, taken, tmp_path, capsys):
-    """Aliases stand for single values alone."""
-    (tmp_path / "config.yaml").write_text(text)
-    arguments = [
-        "--output",
-        str(tmp_path / "out"),
-        "--config",
-        str(tmp_path / "config.yaml"),
-        "--model",
-        "nowhere/at/all",
-    ]
-    with pytest.raises(ValueError if taken else SystemExit, match="nowhere" if taken else "2"):
-        train.main(arguments)
-    assert taken or "is neither YAML nor JSON" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--output", "x", "--learning-rate", "-1"], "--learning-rate is -1.0, expected a positive number"),
-        (
-            ["--output", "x", "--learning-rates", "1"],
-            "there is no option --learning-rates; did you mean --learning-rate?",
-        ),
-        (["--output", "x", "--epochs", "many"], "invalid int value: 'many'"),
-        (["--output", "x", "--epochs", "0"], "--epochs is 0, expected 1 or more"),
-        (["--output", "x", "--batch-size", "0"], "--batch-size is 0, expected 1 or more"),
-        (["--output", "x", "--gradient-accumulation-steps", "0"], "expected 1 or more"),
-        (["--output", "x", "--steps-per-epoch", "0"], "--steps-per-epoch is 0, expected 1 or more"),
-        (["--output", "x", "--num-workers", "-1"], "--num-workers is -1, expected 0 or more"),
-        (["--output", "x", "--flip", "1.5"], "--flip is 1.5, expected a number from 0 to 1"),
-        (["--output", "x", "--label-smoothing", "-0.1"], "expected a number from 0 to 1"),
-        (["--output", "x", "--randaugment-magnitude", "31"], "--randaugment-magnitude is 31, expected 0 to 30"),
-        (["--output", "x", "--crop-scale", "0.5"], "expected two positive numbers, lower first"),
-        (["--output", "x", "--crop-ratio", "2", "1"], "expected two positive numbers, lower first"),
-        (["--output", "x", "--lr-scheduler", "cubic"], "--lr-scheduler is 'cubic', expected one of linear"),
-        (["--output", "x", "--mixed-precision", "int8"], "invalid choice: 'int8'"),
-        (["--output", "x", "--config", "augreg-base-49-224"], "augreg-base-49-224 is for frugalvit bootstrap"),
-        (["--output", "x", "--config", "no.yaml"], "No such file or directory: 'no.yaml'"),
-        (["--epochs", "1"], "the following arguments are required: --output"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as exit:
-        train.main(arguments)
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and error.count("\n") == 1
-    assert error.startswith("frugalvit train: error: ") and message in error
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,6 @@ from tqdm import tqdm
 
 from frugalvit import SparseFormerForImageClassification, SparseFormerVisionModelWithProjection, cli
 from frugalvit.registry import register
-
-
-sys.path.insert(0, str(Path(__file__).with_name("helpers")))
 from tiny import SMALL, make_llava, make_processor, make_tower, randomize, word_tokenizer
 
 
