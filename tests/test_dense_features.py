@@ -93,10 +93,7 @@ def test_colors_are_the_references_components():
         (["--limit", "0", "--output", "maps.safetensors"], "--limit is 0, expected at least 1"),
         (["--output", "maps.pt"], "expected a file name ending in .safetensors"),
         (["--output", "maps.safetensors", "--num-tokens", "3"], "3 tokens are fewer than the 4 cells"),
-        (
-            ["--output", "maps.safetensors", "--size", "7", "70"],
-            "expected at least 14 x 14, a cell of the feature map",
-        ),
+        (["--output", "maps.safetensors", "--size", "7", "70"], "expected at least 14 x 14"),
         (["--output", "maps.safetensors", "--model", "teacher"], "as a SparseFormer: ValueError: it is a dinov2"),
         ([], "--dense writes --output, maps, or --picture"),
         (["--output", "maps.safetensors", "--names", "a"], "--names is not read with --dense"),

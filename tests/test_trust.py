@@ -206,10 +206,7 @@ def test_pickled_programs_do_not_pass_for_others(says, file, exported):
         (REPORT, spec({"type": "builtins.dict", "context": "{}", "children_spec": []})),
         (REPORT, spec({"type": "collections.OrderedDict", "context": "[]", "children_spec": []})),
         (REPORT, spec({"type": "collections.defaultdict", "context": json.dumps(IMPORTS), "children_spec": []})),
-        (
-            REPORT,
-            spec({"type": "builtins.list", "context": "null", "children_spec": [{"type": "antigravity.Fly"}]}),
-        ),
+        (REPORT, spec({"type": "builtins.list", "context": "null", "children_spec": [{"type": "antigravity.Fly"}]})),
     ],
 )
 def test_odd_exported_folders_are_refused_before_anything_is_loaded(report, manifest, exported):

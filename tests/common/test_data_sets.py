@@ -184,9 +184,7 @@ def test_parts_are_folders_with_their_names(tmp_path):
         load_images(str(tmp_path / "imagenet"), "train+test")
     flat_parts(tmp_path / "flat")
     write_metadata(tmp_path / "flat", 2, label=[0, 1])
-    with pytest.raises(
-        ValueError, match="metadata.csv is beside the parts train2017, val2017; expected one of its own"
-    ):
+    with pytest.raises(ValueError, match="metadata.csv is beside the parts train2017, val2017"):
         find_parts(tmp_path / "flat")
 
 
@@ -436,11 +434,8 @@ def test_folders_that_machines_make_hold_no_images(metadata, tmp_path):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (
-            ["fox/IMG_1.HEIC", "fox/IMG_2.heic"],
-            r"2 \.heic in .*fox. To have them: pip install 'frugalvit.pictures.'",
-        ),
-        (["cat/a.jxl"], r"1 \.jxl in .*cat. To have them: pip install 'frugalvit.pictures.'"),
+        (["fox/IMG_1.HEIC", "fox/IMG_2.heic"], r"2 \.heic in .*fox.*frugalvit.pictures"),
+        (["cat/a.jxl"], r"1 \.jxl in .*cat.*frugalvit.pictures"),
         (["cat/a.CR2", "dog/b.nef"], r"1 \.cr2, 1 \.nef in .*: convert them to JPEG or TIFF"),
         (["cat/a.svg", "dog/a.eps"], r"1 \.eps, 1 \.svg in .*: convert them to PNG"),
         (["cat/a.avif"], None),

@@ -154,15 +154,9 @@ def test_a_folder_that_names_no_class(model_class, tmp_path):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda weights: weights.pop("layernorm.bias"), "checkpoint lacks layernorm.bias. Save it again"),
-        (
-            lambda weights: weights.update({"embeddings.scale": torch.ones(2)}),
-            "model class does not know embeddings.scale. Save it again",
-        ),
-        (
-            lambda weights: weights.update({"layernorm.bias": torch.ones(2)}),
-            "checkpoint has other shapes of layernorm.bias. Save it again",
-        ),
+        (lambda weights: weights.pop("layernorm.bias"), "checkpoint lacks layernorm.bias"),
+        (lambda weights: weights.update({"embeddings.scale": torch.ones(2)}), "does not know embeddings.scale"),
+        (lambda weights: weights.update({"layernorm.bias": torch.ones(2)}), "has other shapes of layernorm.bias"),
     ],
     ids=["missing", "left over", "of another shape"],
 )
@@ -408,7 +402,7 @@ def test_processors_that_leave_the_shape_open_are_followed_on_squares(processor,
         (FarFromTraining(size=square(64)), r"FarFromTraining prepares .* its pixels differ by [0-9.]+ of 255 levels"),
         (
             transformers.ViTImageProcessor(size=square(64), rescale_factor=0.0, do_normalize=False),
-            "makes the same pixels of black and white",
+            "same pixels of black and white",
         ),
     ],
 )

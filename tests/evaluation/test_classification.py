@@ -175,11 +175,7 @@ def test_classes_are_matched_by_name(names, labels, expected):
 @pytest.mark.parametrize(
     ("names", "labels", "message"),
     [
-        (
-            ["tabby", "dog"],
-            ["cat", "dog", "frog"],
-            "does not know 1 of the data set's 2 .*tabby.; its own are cat",
-        ),
+        (["tabby", "dog"], ["cat", "dog", "frog"], "does not know 1 of the data set's 2 .*tabby.; .*cat"),
         (["oak", "elm"], ["cat", "dog"], "does not know 2 of the data set's 2 classes .oak, elm.*--class-names"),
         (["0", "5"], ["cat", "dog"], "does not know 2 of"),
         (["0", "1", "2", "3"], ["cat", "dog", "frog"], "4 classes .* the model only 3"),

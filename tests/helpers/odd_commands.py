@@ -248,6 +248,7 @@ def bomb(path: Path):
 CONFIG, WEIGHTS, PROCESSOR = "config.json", "model.safetensors", "preprocessor_config.json"
 NESTED = "[" * 100_000
 JSON = {"empty": "", "null": "null", "5": "5", "list": "[]", "text": '"text"', "half": "{", "nested": NESTED}
+JSON |= {"nested objects": '{"a":' * 1_000 + "1" + "}" * 1_000}
 # Of anything that is read.
 PLACES = {
     "missing": replaced(gone),
@@ -265,6 +266,7 @@ MODEL_CHANGES = {
         for name, values in {
             "num_hidden_layers": (10**7, -1, "many"),
             "hidden_size": (10**9, 0, 2.5),
+            "intermediate_size": (10**12,),
             "num_attention_heads": (0, 3),
             "patch_size": (0, 10**9),
             "image_size": (None, -1, [32, 32, 32]),
@@ -272,7 +274,7 @@ MODEL_CHANGES = {
             "num_channels": (0, 4),
             "num_latent_tokens": (0, 10**9),
             "model_type": ("no_such", None, 5, "vit_msn"),
-            "architectures": ([5], ["Trainer"], 5, [None], []),
+            "architectures": ([5], ["Trainer"], ["NoSuch"], 5, "text", [None], [[]], []),
             "id2label": (None, [], "x", {"a": "b"}, {"0": None}),
             "dtype": ("no_such", 5, "bfloat16"),
             "attn_implementation": ("no_such",),
@@ -296,7 +298,7 @@ MODEL_CHANGES = {
         f"processor: {name}={str(value)[:20]}": fields(PROCESSOR, **{name: value})
         for name, values in {
             "resample": (99, "no"),
-            "size": ({"height": -1, "width": 32}, {"height": 10**9, "width": 10**9}, 0, "big"),
+            "size": (*({"height": odd, "width": odd} for odd in (-1, 10**9, "a")), 0, "big"),
             "image_mean": (None, [0.5, 0.5], "mean"),
             "image_std": ([0, 0, 0],),
             "image_processor_type": ("NoSuch", 5),

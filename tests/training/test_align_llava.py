@@ -187,10 +187,7 @@ def test_answers_are_those_that_generate_gives(pair):
     ("arguments", "message"),
     [
         (("--prompt", "{question}"), "--prompt is '{question}', expected {image} and {question} in it"),
-        (
-            ("--dtype", "bfloat16", "--mixed-precision", "no"),
-            "--mixed-precision is 'no', expected bf16, as --dtype is",
-        ),
+        (("--dtype", "bfloat16", "--mixed-precision", "no"), "--mixed-precision is 'no', expected bf16"),
         (("--device-map", "cuda:7"), "--device-map: invalid choice: 'cuda:7' (choose from "),
         (("--lora-rank", "-1"), "--lora-rank is -1, expected 0 or more"),
         (("--num-tokens", "8"), "8"),
@@ -262,9 +259,7 @@ def test_sharing_out_is_for_one_process(align, monkeypatch):
 
 def test_quantizing_needs_a_library(align, monkeypatch):
     monkeypatch.setattr("frugalvit.common.loading.is_bitsandbytes_available", lambda: False)
-    with pytest.raises(
-        ValueError, match="--quantize is bitsandbytes', which is not installed: pip install 'frugalvit.quantize"
-    ):
+    with pytest.raises(ValueError, match="--quantize is bitsandbytes', which is not installed"):
         align("--quantize", "4bit")
 
 

@@ -82,10 +82,7 @@ LEVELS = [*zip("abcdefghi", "bcdefghij", strict=True)]
     ("text", "taken"),
     [
         ("a: &a [1]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in LEVELS), False),
-        (
-            "a: &a {x: 1}\n" + "".join(f"{b}: &{b} {{<<: [{f'*{a}, ' * 9}]}}\n" for a, b in LEVELS),
-            False,
-        ),
+        ("a: &a {x: 1}\n" + "".join(f"{b}: &{b} {{<<: [{f'*{a}, ' * 9}]}}\n" for a, b in LEVELS), False),
         ("epochs: &a [*a]", False),
         ("epochs: [*a]", False),
         ("epochs: " + "[" * 100_000, False),

@@ -127,11 +127,7 @@ def test_images_are_what_people_have(kind, of_command, images, held_back, teache
         ({"num_tokens": [4]}, ValueError, "--elastic-token-counts is"),
         ({"images": 5}, ValueError, "The images are a int; expected a data set"),
         ({"images": ["nowhere.png"] * 32, "eval_images": ["nowhere.png"]}, ValueError, "Image 0 of the data set"),
-        (
-            {"images": [None] * 32, "eval_images": [None]},
-            ValueError,
-            "Item 0 of the images is a NoneType, expected a PIL",
-        ),
+        ({"images": [None] * 32, "eval_images": [None]}, ValueError, "Item 0 of the images is a NoneType"),
     ],
 )
 def test_what_does_not_fit_is_raised(options, error, message, teacher, tmp_path):
@@ -374,9 +370,7 @@ def test_a_given_checkpoint_is_gone_back_to(make, tmp_path):
     own.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoints" / steps[0]))
     assert own.state.global_step == 8
     assert_equal(weights(tmp_path / "out"), before)
-    with pytest.raises(
-        ValueError, match="checkpoint-500 is no checkpoint of a recipe; expected a folder called step-"
-    ):
+    with pytest.raises(ValueError, match="checkpoint-500 is no checkpoint of a recipe"):
         make().train(resume_from_checkpoint=str(tmp_path / "checkpoint-500"))
 
 

@@ -402,10 +402,7 @@ def test_arguments_from_a_file(tiny_run, tmp_path):
     [
         ({"config_overrides": "hidden_sizes=3"}, "vit configurations have no 'hidden_sizes'"),
         ({"initialization_options": "mass=0.3"}, "--initialization default has no 'mass'"),
-        (
-            {"initialization": "mimetic", "initialization_options": "mass=0.3"},
-            "--initialization mimetic has no 'mass'",
-        ),
+        ({"initialization": "mimetic", "initialization_options": "mass=0.3"}, "mimetic has no 'mass'"),
         ({"model_type": "agent_cnn", "initialization": "impulse", "config_overrides": ""}, "found no attention"),
         ({"initialization": "impulse", "initialization_options": "mass=3"}, "`mass` is 3, expected a number above 0"),
         ({"config_overrides": "hidden_size"}, "--config-overrides is 'hidden_size', expected name=value pairs"),
