@@ -4,7 +4,6 @@ FRUGALVIT_FUZZ_CASES=500 tries more of each.
 """
 
 import dataclasses
-import io
 import json
 import os
 import pickle
@@ -18,10 +17,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
+from drawn import encode
 from frugalvit.common.exported import read_report
 from frugalvit.common.image_files import read_images
 from frugalvit.common.loading import load_image_classifier
@@ -286,11 +285,7 @@ def test_odd_json(name, data, tmp_path_factory):
         assert all(".." not in file[0].split("/") and file[0][0] != "/" for shard in found for file in shard.files)
 
 
-def encoded(format: str) -> bytes:
-    pixels = np.random.default_rng(0).integers(0, 255, (24, 20, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format)
-    return buffer.getvalue()
+PIXELS = np.random.default_rng(0).integers(0, 255, (24, 20, 3), dtype=np.uint8)
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow says what it thinks of a file
@@ -300,7 +295,7 @@ def test_corrupted_images(corruption, format, tmp_path):
     """A file that can be decoded is an RGB image; one that cannot is named."""
     file = tmp_path / f"image.{format.lower()}"
     place, start, change, length = corruption
-    file.write_bytes(corrupt(encoded(format), place, start, change, length))
+    file.write_bytes(corrupt(encode(PIXELS, format), place, start, change, length))
     try:
         [(name, image)] = read_images([file])
     except ValueError as error:

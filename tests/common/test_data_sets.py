@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from drawn import draw, draw_classes, save
+from drawn import draw, draw_classes, encode, save
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images, load_table, split_names
 from frugalvit.common.decoding import decode_image
@@ -308,9 +308,7 @@ VEHICLES = ["bus", "car", "train"]
 
 def images_in(folder, **counts):
     for path, count in counts.items():
-        (folder / path.replace("__", "/")).mkdir(parents=True, exist_ok=True)
-        for index in range(count):
-            Image.new("RGB", (8, 8)).save(folder / path.replace("__", "/") / f"{index}.png")
+        draw(folder / path.replace("__", "/"), count)
 
 
 def class_link(folder):
@@ -491,19 +489,14 @@ def table(**columns):
 
 
 def pictures(count):
-    encoded = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(encoded, "PNG")
-    return table(image=[{"bytes": encoded.getvalue(), "path": None}] * count)
+    return table(image=[{"bytes": encode(np.zeros((8, 8, 3), np.uint8)), "path": None}] * count)
 
 
 def archive(*names):
-    encoded = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(encoded, "PNG")
-
     def write(path):
         with zipfile.ZipFile(path, "w") as file:
             for name in names:
-                file.writestr(name, encoded.getvalue())
+                file.writestr(name, encode(np.zeros((8, 8, 3), np.uint8)))
 
     return write
 

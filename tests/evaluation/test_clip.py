@@ -38,6 +38,7 @@ from transformers import (
     SiglipProcessor,
 )
 
+from drawn import encode
 from frugalvit import SparseFormerCLIPModel, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
 from frugalvit.cli import main
 from frugalvit.evaluation.retrieval import check_captions, retrieval_recall
@@ -58,23 +59,31 @@ STUDENT = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, 
 
 
 @pytest.fixture(scope="module")
-def clip_folder(tmp_path_factory):
-    text = {**TOWER, "vocab_size": len(WORDS), "max_position_embeddings": 16, "eos_token_id": WORDS.index("[EOS]")}
-    vision = {**TOWER, "image_size": 32, "patch_size": 8}
-    folder = tmp_path_factory.mktemp("models") / "clip"
-    randomize(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)), 0.2).save_pretrained(
-        folder
-    )
-    CLIPProcessor(CLIPImageProcessor(**IMAGES), word_tokenizer(WORDS, model_max_length=16)).save_pretrained(folder)
-    return folder
+def save(tmp_path_factory):
+    """Function that saves a model with other weights than it has at first, and its processor."""
+    root = tmp_path_factory.mktemp("models")
+
+    def write(name, model, processor=None):
+        randomize(model, 0.2).save_pretrained(root / name)
+        if processor is not None:
+            processor.save_pretrained(root / name)
+        return root / name
+
+    return write
 
 
 @pytest.fixture(scope="module")
-def student_folder(clip_folder, tmp_path_factory):
-    student = SparseFormerVisionModelWithProjection.from_teacher(CLIPModel.from_pretrained(clip_folder), 4, **STUDENT)
-    folder = tmp_path_factory.mktemp("models") / "student"
-    randomize(student, 0.2).save_pretrained(folder)
-    return folder
+def clip_folder(save):
+    text = {**TOWER, "vocab_size": len(WORDS), "max_position_embeddings": 16, "eos_token_id": WORDS.index("[EOS]")}
+    vision = {**TOWER, "image_size": 32, "patch_size": 8}
+    processor = CLIPProcessor(CLIPImageProcessor(**IMAGES), word_tokenizer(WORDS, model_max_length=16))
+    return save("clip", CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)), processor)
+
+
+@pytest.fixture(scope="module")
+def student_folder(clip_folder, save):
+    clip = CLIPModel.from_pretrained(clip_folder)
+    return save("student", SparseFormerVisionModelWithProjection.from_teacher(clip, 4, **STUDENT))
 
 
 SIGLIP_TEXT = {
@@ -93,42 +102,31 @@ def siglip_tokenizer():
 
 
 @pytest.fixture(scope="module")
-def siglip_folder(tmp_path_factory):
+def siglip_folder(save):
     vision = {**TOWER, "image_size": 32, "patch_size": 8}
-    folder = tmp_path_factory.mktemp("models") / "siglip"
-    model = randomize(SiglipModel(SiglipConfig(text_config=SIGLIP_TEXT, vision_config=vision)), 0.2)
-    model.save_pretrained(folder)
-    image_processor = SiglipImageProcessor(size={"height": 32, "width": 32})
-    SiglipProcessor(image_processor, siglip_tokenizer()).save_pretrained(folder)
-    return folder
+    processor = SiglipProcessor(SiglipImageProcessor(size={"height": 32, "width": 32}), siglip_tokenizer())
+    return save("siglip", SiglipModel(SiglipConfig(text_config=SIGLIP_TEXT, vision_config=vision)), processor)
 
 
 @pytest.fixture(scope="module")
-def naflex_folder(tmp_path_factory):
+def naflex_folder(save):
     vision = {**TOWER, "num_patches": 16, "patch_size": 8}
-    folder = tmp_path_factory.mktemp("models") / "naflex"
-    model = randomize(Siglip2Model(Siglip2Config(text_config=SIGLIP_TEXT, vision_config=vision)), 0.2)
-    model.save_pretrained(folder)
-    image_processor = Siglip2ImageProcessor(patch_size=8, max_num_patches=16)
     letters = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *string.ascii_lowercase]
     vocabulary = {letter: index for index, letter in enumerate(letters)}
     tokenizer = Siglip2Tokenizer(vocabulary, padding_side="right", model_input_names=["input_ids"])
-    Siglip2Processor(image_processor, tokenizer).save_pretrained(folder)
-    return folder
+    processor = Siglip2Processor(Siglip2ImageProcessor(patch_size=8, max_num_patches=16), tokenizer)
+    return save("naflex", Siglip2Model(Siglip2Config(text_config=SIGLIP_TEXT, vision_config=vision)), processor)
 
 
 @pytest.fixture(scope="module")
-def siglip_student_folder(siglip_folder, tmp_path_factory):
-    student = SparseFormerVisionModel.from_teacher(SiglipModel.from_pretrained(siglip_folder), 4, **STUDENT)
-    folder = tmp_path_factory.mktemp("models") / "siglip-student"
-    randomize(student, 0.2).save_pretrained(folder)
-    return folder
+def siglip_student_folder(siglip_folder, save):
+    siglip = SiglipModel.from_pretrained(siglip_folder)
+    return save("siglip-student", SparseFormerVisionModel.from_teacher(siglip, 4, **STUDENT))
 
 
 @pytest.fixture(scope="module")
 def siglip_pair_folder(siglip_folder, siglip_student_folder, tmp_path_factory):
-    student = SparseFormerVisionModel.from_pretrained(siglip_student_folder)
-    folder = tmp_path_factory.mktemp("models") / "siglip-pair"
+    student, folder = SparseFormerVisionModel.from_pretrained(siglip_student_folder), tmp_path_factory.mktemp("pair")
     SparseFormerCLIPModel.from_clip(SiglipModel.from_pretrained(siglip_folder), student).save_pretrained(folder)
     SiglipProcessor.from_pretrained(siglip_folder).save_pretrained(folder)
     return folder
@@ -150,14 +148,17 @@ def open_clip_folder(tmp_path_factory):
 
 
 def encoded(seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8))
 
 
 def picture(seed: int) -> Image.Image:
     return Image.open(io.BytesIO(encoded(seed))).convert("RGB")
+
+
+def pixels() -> torch.Tensor:
+    """The 20 images as a SparseFormer takes them."""
+    images = torch.stack([torch.tensor(np.array(picture(seed))) for seed in range(20)])
+    return (images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +198,8 @@ def test_zero_shot_accuracy_of_a_transformers_clip(clip_folder, labeled, tmp_pat
             inputs = processor(text=sentence, return_tensors="pt")
             sentences.append(F.normalize(model.get_text_features(**inputs).pooler_output, dim=-1))
         classes.append(F.normalize(torch.cat(sentences).mean(0), dim=-1))
-    pixels = processor(images=[picture(seed) for seed in range(20)], return_tensors="pt")["pixel_values"]
-    scores = model.get_image_features(pixels).pooler_output @ torch.stack(classes).T
+    pixel_values = processor(images=[picture(seed) for seed in range(20)], return_tensors="pt")["pixel_values"]
+    scores = model.get_image_features(pixel_values).pooler_output @ torch.stack(classes).T
     assert results["accuracy"] == accuracy_of(scores, labels, 1)
     assert results["top5_accuracy"] == 1
     assert (results["images"], results["classes"], results["templates"]) == (20, 4, 2)
@@ -234,9 +235,7 @@ def test_a_sparseformer_takes_the_place_of_the_image_side(clip_folder, student_f
     classes = F.normalize(model.get_text_features(**inputs).pooler_output, dim=-1)
     student = SparseFormerVisionModelWithProjection.from_pretrained(student_folder)
     # Its own preprocessing counts.
-    images = torch.stack([torch.tensor(np.array(picture(seed))) for seed in range(20)])
-    own = (images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
-    scores = student(own).image_embeds @ classes.T
+    scores = student(pixels()).image_embeds @ classes.T
     assert results["accuracy"] == accuracy_of(scores, labels, 1)
 
 
@@ -263,15 +262,13 @@ def test_zero_shot_accuracy_of_a_siglip(name, siglip_student_folder, request, la
     # Of one length, as SigLIP was trained on.
     ids = tokenizer(texts, padding="max_length", max_length=24, return_tensors="pt")["input_ids"]
     classes = F.normalize(siglip.get_text_features(ids).pooler_output, dim=-1)
-    images = torch.stack([torch.tensor(np.array(picture(seed))) for seed in range(20)])
-    pixels = (images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
     student = SparseFormerVisionModel.from_pretrained(siglip_student_folder)
     image_side = siglip.vision_model if name == "its own side" else student
-    images = F.normalize(image_side(pixel_values=pixels).pooler_output, dim=-1)
+    images = F.normalize(image_side(pixel_values=pixels()).pooler_output, dim=-1)
     assert results["accuracy"] == accuracy_of(images @ classes.T, labels, 1)
     towers = load_two_towers(str(model), siglip_student_folder if has_student else None, device="cpu")
     torch.testing.assert_close(towers.embed_texts([f"The {name}" for name in NAMES]), classes)
-    torch.testing.assert_close(towers.embed_images(pixels), images)
+    torch.testing.assert_close(towers.embed_images(pixels()), images)
     assert (classes[0] - classes[1]).abs().max() > 0.01
 
 
@@ -297,10 +294,8 @@ def test_a_sparseformer_takes_the_image_side_of_an_open_clip_siglip(siglip_stude
     texts = [f"a {name}" for name in NAMES]
     ids = siglip_tokenizer()(texts, padding="max_length", max_length=24, return_tensors="pt")["input_ids"]
     classes = model.encode_text(ids, normalize=True)
-    images = torch.stack([torch.tensor(np.array(picture(seed))) for seed in range(20)])
-    pixels = (images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
     student = SparseFormerVisionModel.from_pretrained(siglip_student_folder)
-    assert results["accuracy"] == accuracy_of(student(pixels).pooler_output @ classes.T, labels, 1)
+    assert results["accuracy"] == accuracy_of(student(pixels()).pooler_output @ classes.T, labels, 1)
 
 
 def test_a_tokenizer_that_knows_no_words_is_refused(tmp_path):
@@ -422,18 +417,14 @@ def test_questions_are_written_with_their_options():
 
 
 @pytest.fixture(scope="module")
-def llava_folder(tmp_path_factory):
+def llava_folder(save):
     vision = CLIPVisionConfig(image_size=32, patch_size=16, **TOWER)
     text = LlamaConfig(vocab_size=len(WORDS), **TOWER, pad_token_id=0, eos_token_id=WORDS.index("[EOS]"))
     image = WORDS.index("<image>")
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=image)
-    model = LlavaForConditionalGeneration(config)
-    folder = tmp_path_factory.mktemp("models") / "llava"
-    randomize(model, 0.2).save_pretrained(folder)
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=image))
     words = word_tokenizer(WORDS, extra_special_tokens={"image_token": "<image>"})
     sizes = {"patch_size": 16, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
-    LlavaProcessor(CLIPImageProcessor(**IMAGES), words, **sizes).save_pretrained(folder)
-    return folder
+    return save("llava", model, LlavaProcessor(CLIPImageProcessor(**IMAGES), words, **sizes))
 
 
 def test_scienceqa_counts_questions_with_and_without_images(llava_folder, tmp_path):

@@ -12,8 +12,8 @@ import open_clip
 import timm
 import torch
 import transformers
-from timm.layers import GluMlp, HybridEmbed, RmsNorm, SwiGLU
-from timm.models.eva import Eva
+from timm.layers import HybridEmbed
+from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_hybrid import ConvStem
 from torch import nn
@@ -48,32 +48,59 @@ def of_timm(model_class=VisionTransformer, **arguments) -> Callable[[], nn.Modul
     return lambda: randomize(model_class(**sizes | arguments))
 
 
-def of_open_clip(**fields) -> Callable[[], nn.Module]:
-    vision = {"image_size": 32, "patch_size": 4, "width": 48, "layers": 3, "head_width": 12, "mlp_ratio": 2, **fields}
-    text = {"context_length": 8, "vocab_size": 50, "width": 16, "heads": 2, "layers": 1}
-    return lambda: randomize(open_clip.CLIP(24, vision, text))
+@dataclass(frozen=True)
+class InTimm:
+    """Makes an architecture of timm, small."""
+
+    architecture: str
+    options: dict
+
+    @property
+    def arguments(self) -> dict:
+        sizes = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 5}
+        return sizes | self.options
+
+    def __call__(self) -> nn.Module:
+        return randomize(timm.create_model(self.architecture, **self.arguments))
 
 
-def with_trunk(name: str, proj: str = "linear", pool: str = "", **arguments) -> Callable[[], nn.Module]:
-    """An open_clip model whose visual tower is a model of timm."""
+def in_timm(architecture: str, **options) -> InTimm:
+    return InTimm(architecture, options)
 
-    def make() -> nn.Module:
-        sizes = {"img_size": 32, "embed_dim": 48, "depth": 3, "num_heads": 4} | arguments
-        original = timm.create_model
-        from open_clip.timm_model import TimmModel
 
-        open_clip.timm_model.timm.create_model = lambda *a, **k: original(*a, **k | sizes)
-        try:
-            visual = TimmModel(name, 24, image_size=32, pool=pool, proj=proj)
-        finally:
-            open_clip.timm_model.timm.create_model = original
+@dataclass(frozen=True)
+class InOpenClip:
+    """Makes a model of open_clip; a trunk is an architecture of timm."""
+
+    trunk: str | None
+    fields: dict
+
+    @property
+    def config(self) -> dict:
+        vision = {"image_size": 32, "patch_size": 4, "width": 48, "layers": 3, "head_width": 12, "mlp_ratio": 2}
+        if self.trunk:
+            vision = {"image_size": 32, "timm_model_name": small_trunk(self.trunk)}
         text = {"context_length": 8, "vocab_size": 50, "width": 16, "heads": 2, "layers": 1}
-        vision = {"image_size": 32, "patch_size": 4, "width": 48, "layers": 1, "head_width": 12}
-        clip = open_clip.CustomTextCLIP(24, vision, text)
-        clip.visual = visual
-        return randomize(clip)
+        return {"embed_dim": 24, "vision_cfg": vision | self.fields, "text_cfg": text}
 
-    return make
+    def __call__(self) -> nn.Module:
+        return randomize((open_clip.CustomTextCLIP if self.trunk else open_clip.CLIP)(**self.config))
+
+
+def of_open_clip(trunk: str | None = None, **fields) -> InOpenClip:
+    return InOpenClip(trunk, fields)
+
+
+def small_trunk(name: str) -> str:
+    """Another name, in timm's registry, for an architecture made small: open_clip asks for trunks by name alone."""
+
+    def create(pretrained=False, **arguments):
+        return timm.create_model(name, **{**in_timm(name).arguments, **arguments})
+
+    create.__name__ = f"small_{name}"
+    if not timm.is_model(create.__name__):
+        register_model(create)
+    return create.__name__
 
 
 def conv_stem() -> Callable[..., nn.Module]:
@@ -154,18 +181,7 @@ class Kind:
         return copy.deepcopy(self._model)
 
 
-EVA02 = {"qkv_fused": False, "swiglu_mlp": True, "scale_mlp": True, "use_rot_pos_emb": True, "ref_feat_shape": (4, 4)}
-PE = {"use_rot_pos_emb": True, "use_pre_transformer_norm": True, "global_pool": "map", "rope_grid_offset": 1.0}
-DINOV3 = {
-    **{"use_abs_pos_emb": False, "use_rot_pos_emb": True, "rope_type": "dinov3", "rope_temperature": 100},
-    **{"rope_rotate_half": True, "num_reg_tokens": 4, "init_values": 0.5, "qkv_bias": False, "global_pool": "avg"},
-    **{"use_fc_norm": False},
-}
 REGISTERS = {"num_register_tokens": 3}
-AIM = {
-    **{"class_token": False, "qkv_bias": False, "proj_bias": False, "norm_layer": partial(RmsNorm, eps=1e-5)},
-    **{"mlp_layer": partial(SwiGLU, bias=False), "act_layer": nn.SiLU, "global_pool": "avg", "fc_norm": False},
-}
 
 KINDS = {
     "vit": Kind("ViT", of_transformers("ViT")),
@@ -244,75 +260,67 @@ KINDS = {
     "internvl-without-norm": Kind("InternVL", of_transformers("InternVLVision", intermediate_size=96)),
     "idefics3": Kind("Idefics3, SmolVLM", of_transformers("Idefics3Vision", "Transformer"), class_token=False),
     "smolvlm": Kind("Idefics3, SmolVLM", of_transformers("SmolVLMVision", "Transformer"), class_token=False),
-    "timm-vit": Kind("timm ViT, DeiT, MAE", of_timm()),
-    "timm-without-head": Kind("timm ViT, DeiT, MAE", of_timm(num_classes=0)),
-    "timm-without-pooling": Kind("timm ViT, DeiT, MAE", of_timm(num_classes=0, global_pool="")),
-    "timm-mean-pooled": Kind("timm ViT, DeiT, MAE", of_timm(global_pool="avg")),
+    "timm-vit": Kind("timm ViT, DeiT, MAE", in_timm("vit_tiny_patch16_224")),
+    "timm-without-head": Kind("timm ViT, DeiT, MAE", in_timm("vit_tiny_patch16_224", num_classes=0)),
+    "timm-without-pooling": Kind(
+        "timm ViT, DeiT, MAE", in_timm("vit_tiny_patch16_224", num_classes=0, global_pool="")
+    ),
+    "timm-mean-pooled": Kind("timm ViT, DeiT, MAE", in_timm("vit_tiny_patch16_224", global_pool="avg")),
     "timm-mean-pooled-without-class-token": Kind(
-        "timm ViT, DeiT, MAE", of_timm(global_pool="avg", class_token=False), class_token=False
-    ),
-    "timm-registers": Kind(
-        "timm ViT with registers, layer scale", of_timm(reg_tokens=4, no_embed_class=True, init_values=0.5)
-    ),
-    "timm-registers-mean-pooled": Kind(
-        "timm ViT with registers, layer scale",
-        of_timm(reg_tokens=4, global_pool="avg", class_token=False),
+        "timm ViT, DeiT, MAE",
+        in_timm("vit_tiny_patch16_224", global_pool="avg", class_token=False),
         class_token=False,
     ),
-    "timm-query-key-norm": Kind("timm ViT with q/k norms", of_timm(qk_norm=True), impulses=False),
-    "timm-attention-and-mlp-norm": Kind("timm ViT with q/k norms", of_timm(scale_attn_norm=True, scale_mlp_norm=True)),
-    "timm-swiglu": Kind(
-        "timm ViT with SwiGLU",
-        of_timm(mlp_layer=partial(GluMlp, gate_last=False), mlp_ratio=4, act_layer=nn.SiLU),
+    "timm-registers": Kind(
+        "timm ViT with registers, layer scale", in_timm("vit_small_patch14_reg4_dinov2", init_values=0.5)
     ),
-    "timm-clip": Kind("timm CLIP", of_timm(pre_norm=True)),
-    "timm-siglip": Kind(
-        "timm SigLIP", of_timm(global_pool="map", class_token=False, num_classes=0), class_token=False
+    "timm-registers-mean-pooled": Kind(
+        "timm ViT with registers, layer scale", in_timm("vit_medium_patch16_reg4_gap_256"), class_token=False
     ),
-    "timm-aimv2": Kind("timm AIMv2", of_timm(**AIM), class_token=False),
+    "timm-query-key-norm": Kind(
+        "timm ViT with q/k norms", in_timm("vit_tiny_patch16_224", qk_norm=True), impulses=False
+    ),
+    "timm-attention-and-mlp-norm": Kind(
+        "timm ViT with q/k norms", in_timm("vit_tiny_patch16_224", scale_attn_norm=True, scale_mlp_norm=True)
+    ),
+    "timm-swiglu": Kind("timm ViT with SwiGLU", in_timm("vit_giant_patch14_dinov2", mlp_ratio=4)),
+    "timm-clip": Kind("timm CLIP", in_timm("vit_base_patch16_clip_224")),
+    "timm-siglip": Kind("timm SigLIP", in_timm("vit_base_patch16_siglip_224", num_classes=0), class_token=False),
+    "timm-aimv2": Kind("timm AIMv2", in_timm("aimv2_large_patch14_224", mlp_ratio=4), class_token=False),
     "timm-mobileclip-b": Kind(
         "timm MobileCLIP-B, MobileCLIP2-B",
         lambda: of_timm(embed_layer=conv_stem(), img_size=64, patch_size=1, no_embed_class=True)(),
         patches=False,
     ),
-    "timm-eva02": Kind("timm EVA-02", of_timm(Eva, mlp_ratio=2, **EVA02), impulses=False, counts_patches=True),
+    "timm-eva02": Kind(
+        "timm EVA-02", in_timm("eva02_base_patch14_224", mlp_ratio=2), impulses=False, counts_patches=True
+    ),
     "timm-eva02-packed": Kind(
-        "timm EVA-02",
-        of_timm(Eva, mlp_ratio=2, swiglu_mlp=True, use_rot_pos_emb=True),
-        impulses=False,
-        counts_patches=True,
+        "timm EVA-02", in_timm("eva02_tiny_patch14_224", mlp_ratio=2), impulses=False, counts_patches=True
     ),
     "timm-eva02-clip": Kind(
-        "timm EVA-02",
-        of_timm(Eva, global_pool="token", mlp_ratio=2, scale_attn_inner=True, **EVA02),
-        impulses=False,
-        counts_patches=True,
+        "timm EVA-02", in_timm("eva02_base_patch16_clip_224", mlp_ratio=2), impulses=False, counts_patches=True
     ),
-    "timm-pe-core": Kind(
-        "timm PE-Core",
-        of_timm(Eva, attn_type="rope", rope_grid_indexing="xy", attn_pool_num_heads=8, attn_pool_mlp_ratio=4.0, **PE),
-        impulses=False,
-        counts_patches=True,
-    ),
-    "timm-dinov3": Kind("timm DINOv3", of_timm(Eva, **DINOV3), impulses=False),
-    "timm-dinov3-gated": Kind(
-        "timm DINOv3", of_timm(Eva, swiglu_mlp=True, swiglu_align_to=8, **DINOV3 | {"num_classes": 0}), impulses=False
-    ),
+    "timm-pe-core": Kind("timm PE-Core", in_timm("vit_pe_core_tiny_patch16_384"), impulses=False, counts_patches=True),
+    "timm-dinov3": Kind("timm DINOv3", in_timm("vit_small_patch16_dinov3"), impulses=False),
+    "timm-dinov3-gated": Kind("timm DINOv3", in_timm("vit_small_plus_patch16_dinov3", num_classes=0), impulses=False),
     "open_clip": Kind("open_clip ViT", of_open_clip()),
     "open_clip-layer-scale": Kind("open_clip ViT", of_open_clip(ls_init_value=0.5)),
     "open_clip-mean-pooled": Kind(
         "open_clip ViT", of_open_clip(pool_type="avg", final_ln_after_pool=True, no_ln_pre=True)
     ),
     "open_clip-tower": Kind("open_clip ViT", lambda: of_open_clip()().visual),
-    "open_clip-timm": Kind("open_clip with a trunk of timm", with_trunk("vit_base_patch16_224", patch_size=4)),
+    "open_clip-timm": Kind(
+        "open_clip with a trunk of timm", of_open_clip("vit_base_patch16_224", timm_pool="", timm_proj="linear")
+    ),
     "open_clip-timm-siglip": Kind(
         "open_clip with a trunk of timm",
-        with_trunk("vit_base_patch16_siglip_224", proj="none", pool="map", patch_size=4),
+        of_open_clip("vit_base_patch16_siglip_224", timm_pool="map", timm_proj="none"),
         class_token=False,
     ),
     "open_clip-timm-eva02": Kind(
         "open_clip with a trunk of timm",
-        with_trunk("eva02_base_patch16_clip_224", proj="", pool="token", patch_size=4),
+        of_open_clip("eva02_base_patch16_clip_224", timm_pool="token", timm_proj=""),
         impulses=False,
         counts_patches=True,
     ),
