@@ -25,25 +25,7 @@ from frugalvit.modeling.hosts import read_anatomy
 
 
 VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-COMMITS = {"main": "0" * 40, "v1": "1" * 40}
-
-
-@pytest.fixture
-def cached(tmp_path, monkeypatch):
-    """The hub's cache, with a model whose branch main has 3 classes and whose tag v1 has 2."""
-    repository = tmp_path / "models--someone--model"
-    for count, (name, commit) in zip((3, 2), COMMITS.items(), strict=True):
-        folder = repository / "snapshots" / commit
-        transformers.ViTForImageClassification(
-            transformers.ViTConfig(**VIT, intermediate_size=32, num_labels=count)
-        ).save_pretrained(folder)
-        transformers.ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1 * count] * 3).save_pretrained(
-            folder
-        )
-        (repository / "refs").mkdir(exist_ok=True)
-        (repository / "refs" / name).write_text(commit)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+COMMITS = {"main": "0" * 40, "v1": "1" * 40}  # as in conftest.py
 
 
 @pytest.mark.parametrize(("revision", "count"), [("", 3), ("@main", 3), ("@v1", 2), (f"@{COMMITS['v1']}", 2)])
@@ -52,15 +34,6 @@ def test_a_revision_is_pinned(cached, revision, count):
         model, processor = load(f"someone/model{revision}", "cpu")
         assert model.config.num_labels == count and processor.image_mean[0] == pytest.approx(0.1 * count)
     assert describe(f"someone/model{revision}")["parameters"] == model.num_parameters()
-
-
-def test_training_goes_on_from_a_revision(cached, tiny_run, tmp_path):
-    tiny_run(model="someone/model@v1", config_overrides=None, epochs=1)
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "base_model: someone/model\n" in card and "--model someone/model@v1" in card
-    assert (
-        torch.tensor(transformers.ViTImageProcessor.from_pretrained(tmp_path / "out").image_mean) - 0.2
-    ).abs().max() < 1e-6
 
 
 def test_revisions_that_are_none(cached, tmp_path):
@@ -163,7 +136,7 @@ def test_a_folder_that_names_no_class(model_class, tmp_path):
 def test_weights_that_the_embedding_reads_must_be_there(edit, message, tmp_path):
     folder = write(make(transformers.ViTModel), tmp_path / "model")
     edit_weights(folder, edit)
-    with pytest.raises(ValueError, match=f"is no complete transformers.ViTModel: its {message}"):
+    with pytest.raises(ValueError, match=f"is no complete ViTModel: its .*{message}"):
         load_vision_model(folder, "cpu")
 
 

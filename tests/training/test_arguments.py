@@ -61,7 +61,7 @@ def test_wrong_arguments_are_one_line(arguments, message, tmp_path, monkeypatch,
 def test_an_output_is_needed(capsys):
     with pytest.raises(SystemExit):
         train.main(["--epochs", "1"])
-    assert "error: the following arguments are required: --output\n" in capsys.readouterr().err
+    assert "error: the following arguments are required: --output" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("written", "precision"), [("no", "no"), ('"no"', "no"), ("bf16", "bf16")])

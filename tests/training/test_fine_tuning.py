@@ -342,3 +342,10 @@ def test_timm_is_told_what_its_architecture_does_not_take(tmp_path, tiny_run):
 def test_blocks_of_timm_are_left_out_in_training(timm_vit, tiny_trainer):
     model = tiny_trainer(model=timm_vit(), drop_path=0.3, **STILL).model
     assert model.timm_model.blocks[2].drop_path1.drop_prob == pytest.approx(0.3)
+
+
+def test_training_goes_on_from_a_revision(cached, tiny_run, tmp_path):
+    tiny_run(model="someone/model@v1", config_overrides=None, epochs=1)
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "base_model: someone/model\n" in card and "--model someone/model@v1" in card
+    assert (torch.tensor(ViTImageProcessor.from_pretrained(tmp_path / "out").image_mean) - 0.2).abs().max() < 1e-6
