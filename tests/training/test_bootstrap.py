@@ -17,8 +17,6 @@ from transformers import (
     SiglipImageProcessor,
     SiglipVisionConfig,
     SiglipVisionModel,
-    TimmWrapperConfig,
-    TimmWrapperForImageClassification,
 )
 
 from frugalvit import SparseFormerConfig, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
@@ -208,25 +206,6 @@ def test_continues_with_more_tokens_at_the_lower_rate(first, teacher, tmp_path):
     assert (results["arguments"]["warmup_epochs"], len(results["epochs"])) == (0, 5)
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert student.config.num_latent_tokens == len(student.sparseformer.latents.initial_rois) == 9
-
-
-def test_bootstraps_from_a_timm_model_that_pools_its_tokens(class_names, tmp_path):
-    arguments = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2}
-    arguments |= {"global_pool": "avg", "class_token": False}
-    settings = {"input_size": [3, 32, 32], "mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bicubic"}
-    config = TimmWrapperConfig(
-        architecture="vit_tiny_patch16_224",
-        model_args=arguments,
-        id2label=dict(enumerate(class_names)),
-        label2id={name: i for i, name in enumerate(class_names)},
-        pretrained_cfg={**settings, "crop_pct": 0.875},
-    )
-    TimmWrapperForImageClassification(config).save_pretrained(tmp_path / "teacher")
-    run(tmp_path / "teacher", tmp_path / "out", epochs=1)
-    config = AutoModelForImageClassification.from_pretrained(tmp_path / "out").config
-    assert (config.pooling, config.use_cls_token, config.num_latent_tokens) == ("mean", False, 4)
-    assert (config.resize_size, config.image_size, config.resample) == (36, 32, 3)
-    assert config.id2label == dict(enumerate(class_names))
 
 
 @pytest.mark.parametrize(
