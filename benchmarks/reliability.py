@@ -37,7 +37,7 @@ COMMANDS, KILLS, FUZZ, WRITERS, JSON, SIGNALS = 1500, 50, 500, 200, 2000, 50
 HOSTILE_FILES = (
     *("tests/common/test_files.py", "tests/common/test_tables.py", "tests/test_fuzz.py", "tests/test_index.py"),
     *("tests/test_predict.py", "tests/test_trust.py", "tests/test_attention.py", "tests/test_export.py"),
-    *("tests/training/test_trainer.py", "tests/training/test_train.py", "tests/common/test_data_sets.py"),
+    *("tests/training/test_trainer.py", "tests/training/test_arguments.py", "tests/common/test_data_sets.py"),
     "tests/test_messages.py",
 )
 HOSTILE = (
