@@ -388,30 +388,32 @@ def _modules_around(node: torch.fx.Node) -> list[str]:
     return [name for name, _ in node.meta.get("nn_module_stack", {}).values()]
 
 
-def method_of(num_tokens: int, token_counts: Iterable[int]) -> str:
-    """Return the name of the method of an ExecuTorch program for a number of tokens, `forward` for the most."""
-    return "forward" if num_tokens == max(token_counts) else f"forward_{num_tokens}_tokens"
+def method_of(num_tokens: int | None, token_counts: Iterable[int]) -> str:
+    """Return the name of the method of an ExecuTorch program for a number of tokens, `forward` for the most and where
+    there is one number."""
+    return f"forward_{num_tokens}_tokens" if num_tokens in sorted(token_counts)[:-1] else "forward"
 
 
 def _executorch_exporter(exporters):
     """The exporter to ExecuTorch, which writes a method for each number of tokens of a part. Methods have the same
     weights, so they are there once."""
+    from executorch.exir.passes.constant_prop_pass import constant_prop_pass
+
     library = importlib.import_module("transformers.exporters.exporter_executorch")
 
     class ExecutorchExporter(exporters.ExecutorchExporter):
         def export_program(self, model: Part, sample_inputs: dict[str, torch.Tensor], config):
-            if not model.token_counts:
-                return super().export_program(model, sample_inputs, config)
             inputs = {name: x for name, x in sample_inputs.items() if name != "num_tokens"}
             model, inputs, partitioner = library.prepare_for_xnnpack(model, inputs)
             programs = {}
             with library.apply_patches("executorch"), library.apply_patches("executorch.xnnpack"):
-                for count in model.token_counts:
-                    with using_tokens(model.model, count):
+                for count in model.token_counts or [None]:
+                    with contextlib.nullcontext() if count is None else using_tokens(model.model, count):
                         program, metadata = exporters.DynamoExporter.export_program(self, model, inputs, config)
                     library.apply_fx_program_fixes("executorch", program)
                     library.apply_fx_node_fixes("executorch", program.graph_module)
-                    programs[method_of(count, model.token_counts)] = program
+                    # Positions of another grid are interpolated now; the runtime has no operator for it.
+                    programs[method_of(count, model.token_counts)] = constant_prop_pass(program)
                 edge = library.to_edge_transform_and_lower(
                     programs, partitioner=partitioner, compile_config=library._get_edge_compile_config("xnnpack")
                 )
