@@ -367,14 +367,14 @@ def compare_features(arguments):
     """Judge embeddings by classes that bootstrapping did not see or, of other data than Caltech-101, was not told."""
     runs, seed = arguments.runs_dir, arguments.seeds[0]
     train, test = (load_images([images], "train") for images in (arguments.train, arguments.test))
-    names, kept, epochs = class_names(train), arguments.train, 2
+    kept, epochs, left_out, classes = arguments.train, 2, [], f"all {len(class_names(train))} classes"
     if arguments.title == CALTECH:
-        kept, epochs = runs / "kept-classes.parquet", 1
+        kept, epochs, classes = runs / "kept-classes.parquet", 1, f"{len(LEFT_OUT)} of 101 classes"
         if not kept.is_file():
             chosen = [row for row, label in enumerate(label_numbers(train)) if label not in LEFT_OUT]
             with whole_file(kept) as file:
                 train.select(chosen).to_parquet(file)
-        names = [names[label] for label in LEFT_OUT]
+        left_out = [class_names(train)[label] for label in LEFT_OUT]
         train, test = (of_classes(images, LEFT_OUT) for images in (train, test))
     student = runs / f"features-elastic-seed{seed}"
     argv = [*shared_arguments(arguments, arguments.model, kept, seed), "--epochs", str(epochs), *VARIANTS["elastic"]]
@@ -385,14 +385,11 @@ def compare_features(arguments):
     # Speeds stand in what `compare` writes.
     rows = [{name: value for name, value in row.items() if name != "images_per_second"} for row in rows]
     print(format_table(rows))
-    whose = (
-        "20 of 101 classes, left out of bootstrapping" if arguments.title == CALTECH else f"all {len(names)} classes"
-    )
     write_table(
         arguments.results_dir / f"{file_name(arguments)}_features.json",
-        {"images": len(test), "train_images": len(train), "classes": names, "bootstrap_epochs": epochs},
+        {"images": len(test), "train_images": len(train), "epochs": epochs, "left_out": left_out},
         rows,
-        data=f"{arguments.title}, {whose}, 224 px",
+        data=f"{arguments.title}, {classes}, 224 px",
     )
 
 
