@@ -19,7 +19,8 @@ off the shelf, and what `diffrate` made (compare_caltech101.json and .png; of ot
 tunes it, too, on the views and by the loss of the students (caltech101_tome.json). `diffrate` first searches its
 rates (github.com/OpenGVLab/DiffRate) for the cost of 64 tokens, on the same views with labels, and tunes it then as
 ToMe (caltech101_diffrate.json). `features` bootstraps from the pretrained ViT itself on the images of 81 classes, and
-judges the embeddings of teacher and student by the 20 others (caltech101_features.json).
+judges the embeddings of teacher and student by the 20 others (caltech101_features.json); of other data, with fewer
+classes, it bootstraps on all images, without their classes, and judges by all classes.
 """
 
 import argparse
@@ -82,7 +83,8 @@ METHODS = {
     "paper": "SparseFormer, the paper's start",
 }
 RESOLUTIONS = [56, 84, 112, 168]
-# Classes that `features` leaves out of bootstrapping.
+CALTECH = "Caltech-101"
+# Classes of it that `features` leaves out of bootstrapping.
 LEFT_OUT = range(0, 100, 5)
 
 
@@ -96,7 +98,7 @@ def main():
     parser.add_argument("--diffrate", help="checkout of DiffRate")
     parser.add_argument("--search-macs", type=float, default=1.43e9, help="that DiffRate may cost (default: 1.43e9)")
     parser.add_argument("--merged", type=int, nargs="+", default=[8, 12, 16], help="ToMe's r (default: 8 12 16)")
-    parser.add_argument("--title", default="Caltech-101", help="name of the data to compare on (default: %(default)s)")
+    parser.add_argument("--title", default=CALTECH, help="name of the data (default: %(default)s)")
     parser.add_argument("--limit", type=int, default=600, help="test images to compare with (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed passes of each model (default: %(default)s)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["fixed"])
@@ -285,9 +287,14 @@ def compare_all(arguments):
     precisions = ["float32", "bf16"] if fast else ["float32"]
     images = sample(load_images([arguments.test], "train"), arguments.limit, seed)
     rows = compare(contenders, images, batch_size=32, precisions=precisions, rounds=arguments.rounds, memory=False)
-    name = f"compare_{arguments.title.lower().replace('-', '')}"
+    name = f"compare_{file_name(arguments)}"
     data = f"{arguments.title}, test images chosen at random, 224 px"
     write_comparison(arguments, name, len(images), rows, data=data)
+
+
+def file_name(arguments) -> str:
+    """The name of the data in names of files."""
+    return arguments.title.lower().replace("-", "")
 
 
 def tune_tome(arguments):
@@ -357,30 +364,32 @@ def write_peers(arguments, name: str, settings: dict, rows: list[dict], remark: 
 
 
 def compare_features(arguments):
-    """Judge embeddings by classes that bootstrapping never saw, and labels never taught."""
+    """Judge embeddings by classes that bootstrapping did not see or, of other data than Caltech-101, was not told."""
     runs, seed = arguments.runs_dir, arguments.seeds[0]
     train, test = (load_images([images], "train") for images in (arguments.train, arguments.test))
-    kept = runs / "kept-classes.parquet"
-    if not kept.is_file():
-        chosen = [row for row, label in enumerate(label_numbers(train)) if label not in LEFT_OUT]
-        with whole_file(kept) as file:
-            train.select(chosen).to_parquet(file)
+    kept, epochs, left_out, classes = arguments.train, 2, [], f"all {len(class_names(train))} classes"
+    if arguments.title == CALTECH:
+        kept, epochs, classes = runs / "kept-classes.parquet", 1, f"{len(LEFT_OUT)} of 101 classes"
+        if not kept.is_file():
+            chosen = [row for row, label in enumerate(label_numbers(train)) if label not in LEFT_OUT]
+            with whole_file(kept) as file:
+                train.select(chosen).to_parquet(file)
+        left_out = [class_names(train)[label] for label in LEFT_OUT]
+        train, test = (of_classes(images, LEFT_OUT) for images in (train, test))
     student = runs / f"features-elastic-seed{seed}"
-    argv = [*shared_arguments(arguments, arguments.model, kept, seed), "--epochs", "1", *VARIANTS["elastic"]]
+    argv = [*shared_arguments(arguments, arguments.model, kept, seed), "--epochs", str(epochs), *VARIANTS["elastic"]]
     run_recipe(bootstrap, student, [*argv, "--num-latent-tokens", "64"])
     contenders = load_teachers(arguments.model, "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
     contenders += load_students(str(student), METHODS["elastic"], "student")
-    names = [class_names(train)[label] for label in LEFT_OUT]
-    train, test = (of_classes(images, LEFT_OUT) for images in (train, test))
     rows = compare(contenders, test, train, batch_size=32, rounds=1, memory=False)
     # Speeds stand in what `compare` writes.
     rows = [{name: value for name, value in row.items() if name != "images_per_second"} for row in rows]
     print(format_table(rows))
     write_table(
-        arguments.results_dir / "caltech101_features.json",
-        {"images": len(test), "train_images": len(train), "left_out": names},
+        arguments.results_dir / f"{file_name(arguments)}_features.json",
+        {"images": len(test), "train_images": len(train), "epochs": epochs, "left_out": left_out},
         rows,
-        data="Caltech-101, 20 of 101 classes, 224 px",
+        data=f"{arguments.title}, {classes}, 224 px",
     )
 
 

@@ -1,21 +1,25 @@
-"""One photograph at a time, and few: images a second of a student with packed linear layers and without.
+"""One photograph at a time, and few: images a second of a student with packed linear layers, without, and exported.
 
-    python benchmarks/one_at_a_time.py
+    python benchmarks/one_at_a_time.py --dataset PHOTOGRAPHS
 
 The shipped `caltech101-vit` and its student with several numbers of tokens compute batches of 1, 8 and 32 images, in
-float32 and bfloat16, as PyTorch has them and with `pack_linear_layers`, which `Embedder` and `Classifier` use. All
-take turns. "Times" are over the teacher as PyTorch has it, which a user has now, and over the packed teacher. Beside
-them stands the ratio of multiply-accumulates. Writes one_at_a_time.json.
+float32 and bfloat16: as PyTorch has them, with `pack_linear_layers`, which `Embedder` and `Classifier` use, and as
+OpenVINO's programs of `frugalvit export`, one for each number of tokens, compared with the models on the photographs.
+All take turns. "Times" are over the teacher as PyTorch has it, which a user has now, and over the same kind's teacher.
+Beside them stands the ratio of multiply-accumulates. Writes one_at_a_time.json.
 """
 
 import argparse
 import copy
 import functools
+import tempfile
+from pathlib import Path
 
 import torch
 
-from frugalvit import checkpoint_path
+from frugalvit import checkpoint_path, export
 from frugalvit.common.command_line import CommandParser, positive
+from frugalvit.common.exported import ExportedModule
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.macs import macs_of
 from frugalvit.common.num_tokens import WithTokens
@@ -33,7 +37,8 @@ def main():
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=positive, nargs="+", default=[64, 36, 16, 9], help="default: 64 36 16 9")
     parser.add_argument("--batch-sizes", type=positive, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
-    parser.add_argument("--seconds", type=positive, default=20, help="of each batch size (default: %(default)s)")
+    parser.add_argument("--seconds", type=positive, default=40, help="of each batch size (default: %(default)s)")
+    parser.add_argument("--dataset", required=True, help="photographs to compare programs on")
     add_results_argument(parser)
     arguments = parser.parse_args()
     rows = []
@@ -41,21 +46,23 @@ def main():
         plain = [load_image_classifier(checkpoint_path(name), "cpu")[0].to(dtype) for name in (TEACHER, STUDENT)]
         packed = copy.deepcopy(plain)
         layers = sum(map(pack_linear_layers, packed))
+        precision, macs = str(dtype).removeprefix("torch."), {None: macs_of(plain[0], SIZE)}
+        calls = {("plain", None): plain[0], ("packed", None): packed[0]}
+        calls["openvino", None] = exported(TEACHER, precision, arguments.dataset)
+        for count in arguments.tokens:
+            macs[count] = macs_of(WithTokens(plain[1], count), SIZE)
+            for kind, (_, student) in {"plain": plain, "packed": packed}.items():
+                calls[kind, count] = functools.partial(student, num_tokens=count)
+            calls["openvino", count] = exported(STUDENT, precision, arguments.dataset, count)
         for batch_size in arguments.batch_sizes:
-            calls, macs = {}, {}
-            for kind, (teacher, student) in {"plain": plain, "packed": packed}.items():
-                calls[kind, None], macs[None] = teacher, macs_of(plain[0], SIZE)
-                for count in arguments.tokens:
-                    calls[kind, count] = functools.partial(student, num_tokens=count)
-                    macs[count] = macs_of(WithTokens(plain[1], count), SIZE)
             images = torch.randn(batch_size, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
             speeds = images_per_second(calls, images, rounds=100, limit=arguments.seconds)
             rows += [
                 {
-                    **{"dtype": str(dtype).removeprefix("torch."), "batch_size": batch_size, "layers": kind},
+                    **{"dtype": precision, "batch_size": batch_size, "kind": kind},
                     **{"tokens": count or "teacher", "images_per_second": speed},
                     "times_plain_teacher": speed / speeds["plain", None],
-                    "times_packed_teacher": speed / speeds["packed", None],
+                    "times_own_teacher": speed / speeds[kind, None],
                     "times_fewer_macs": macs[None] / macs[count],
                 }
                 for (kind, count), speed in speeds.items()
@@ -63,6 +70,16 @@ def main():
             print(format_table(rows[-len(speeds) :]), flush=True)
     settings = {"packed_layers": layers, "seconds": arguments.seconds, "threads": torch.get_num_threads()}
     write_table(arguments.results_dir / "one_at_a_time.json", settings, rows)
+
+
+def exported(name: str, precision: str, dataset: str, num_tokens: int | None = None) -> ExportedModule:
+    """A shipped model as a program of OpenVINO."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / name
+        command = [str(checkpoint_path(name)), "--output", str(folder), "--precision", precision]
+        command += ["--num-tokens", str(num_tokens)] if num_tokens else []
+        export.main([*command, "--format", "openvino", "--dataset", dataset, "--limit", "16", "--force"])
+        return ExportedModule(folder)
 
 
 if __name__ == "__main__":

@@ -414,11 +414,12 @@ def check_copy(vit: PooledViT, anatomy: Anatomy):
             raise ValueError(f"timm's copy of {anatomy.name} gives {what} that differ, relatively by {value:.1e}.")
 
 
-def apply_tome(vit: PooledViT, checkout: str | Path, merged: int):
-    """Let ToMe merge so many tokens in each block; attention stays proportional to their sizes in training, too."""
+def apply_tome(vit: PooledViT, checkout: str | Path, merged: int, trace_source: bool = False):
+    """Let ToMe merge so many tokens in each block; attention stays proportional to their sizes in training, too. With
+    `trace_source`, it notes of which patches each token was made."""
     with peer(checkout, "tome"):
         # Written for timm 0.4.12, it still fits: our blocks lack what later ones may have and it leaves out.
-        importlib.import_module("tome").patch.timm(vit)
+        importlib.import_module("tome").patch.timm(vit, trace_source=trace_source)
     vit.r = merged
 
 

@@ -109,6 +109,11 @@ class RandomPatches:
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.anatomy.pool(self.states(pixel_values)[0])
+
+    def states(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens after the last block, `(batch, prefix + patches, hidden_size)`, and the numbers of the
+        patches that were kept, `(batch, patches)` int64."""
         if (dtype := next(self.anatomy.model.parameters()).dtype) != self.dtype:
             # What was read are in part views of weights, which a cast leaves behind.
             self.anatomy, self.dtype = self.anatomy.read(self.anatomy.source), dtype
@@ -122,7 +127,7 @@ class RandomPatches:
         rotate = anatomy.rotation(tokens.dtype, kept)
         for block in anatomy.blocks:
             tokens = block(tokens, rotate)
-        return anatomy.pool(tokens)
+        return tokens, kept
 
 
 def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Contender]:

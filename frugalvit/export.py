@@ -20,6 +20,7 @@ from .architectures import has_rois, image_side, load_model
 from .common.classes import match_labels
 from .common.data import load_images, sample, split_names
 from .common.exported import (
+    FORMATS,
     PIXELS_IN_FLOAT,
     REPORT,
     ExportedModule,
@@ -73,8 +74,7 @@ def main(argv: list[str] | None = None) -> None:
         check_license(arguments.license)
 
     # What costs little is checked before the model is loaded.
-    several = arguments.num_tokens is not None and (ALL in arguments.num_tokens or len(arguments.num_tokens) > 1)
-    check_format(arguments.format, arguments.precision, several, arguments.any_size)
+    check_format(arguments.format, arguments.precision, arguments.any_size)
     if arguments.page:
         check_page(arguments.format, arguments.onnxruntime_web)
     report = export_model(arguments)
@@ -203,7 +203,8 @@ def foretell(
             for num_tokens in part.token_counts or [None]:
                 part(**part.example(size) | {"num_tokens": num_tokens})
         once[size] = time.perf_counter() - started
-    seconds = {"exporting": TIMES_COUNTING[name] * counting}
+    methods = 1 if FORMATS[name].any_batch else max(len(part.token_counts) or 1 for part in parts.values())
+    seconds = {"exporting": TIMES_COUNTING[name] * counting * methods}
     if len(calibration_images):
         times = max(len(part.token_counts) or 1 for part in parts.values())
         seconds["calibrating"] = 2 * len(calibration_images) * once[1] / times

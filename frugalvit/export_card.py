@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from .common.exported import FORMATS, counts_of, measured_of, openvino_precision
+from .common.exported import FORMATS, counts_of, measured_of, method_of, openvino_precision
 from .common.loading import split_revision
 from .common.tables import format_markdown
 from .common.views import ImageFormat
@@ -62,7 +62,10 @@ def write_card(
         "executorch": "ExecuTorch's runtime, and of frugalvit nothing",
     }.get(report["format"], "neither PyTorch nor frugalvit")
     counts = {count for part in report["parts"].values() for count in counts_of(part)}
-    if counts:
+    if counts and report["format"] == "executorch":
+        methods = ", ".join(f"`{method_of(count, counts)}` ({count})" for count in sorted(counts))
+        ways += f"It has a method for each number of tokens, with the same weights: {methods}. "
+    elif counts:
         ways += (
             f"Each call chooses the number of tokens, `num_tokens`: {', '.join(map(str, sorted(counts)))}. Of another "
             "number it takes the next of these below, or the smallest. "

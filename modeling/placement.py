@@ -146,8 +146,9 @@ def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
         above = worth * (1 - TIE * numbers)
         ordered.append(above.flatten(1))
         place += size
-    # All are put in order, not only as many as there are splits: a program may be given any number of them.
-    order = torch.cat(ordered, dim=1).argsort(dim=1, descending=True)
+    # All are put in order, not only as many as there are splits: a program may be given any number of them. ExecuTorch
+    # sorts by `topk` alone.
+    order = torch.cat(ordered, dim=1).topk(place).indices
     is_split = (torch.arange(place, device=order.device) < num_splits).to(torch.float32)
     splits = torch.zeros(order.shape, device=order.device).scatter(1, order, is_split.expand_as(order))
     is_there, left = torch.ones_like(worths[0], dtype=torch.float32), []
@@ -158,7 +159,7 @@ def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
     left = torch.cat([*left, is_there.flatten(1)], dim=1)
     # In the order of their numbers.
     ranks = torch.arange(left.shape[1], 0, -1, device=left.device)
-    return (left * ranks).argsort(dim=1, descending=True)[:, :num_tokens]
+    return (left * ranks).topk(left.shape[1]).indices[:, :num_tokens]
 
 
 class CellPyramid(nn.Module):

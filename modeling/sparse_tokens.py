@@ -115,7 +115,7 @@ class TokensMixin:
             trained = ", ".join(map(str, config.trained_token_counts))
             logger.warning_once(
                 f"This model was trained with {trained} latent tokens and is asked for {num_tokens}, with which it may"
-                " be much worse; `frugalvit bootstrap --student MODEL --elastic-token-counts …` teaches it others."
+                " be much worse. Bootstrapping it with `elastic_token_counts` teaches it others."
             )
         return num_tokens
 

@@ -542,7 +542,7 @@ def test_what_programs_cannot_do(command, message, write, photograph, capsys):
         ),
         (["--num-tokens", "99"], "`num_tokens` is 99, expected 1 to 4"),
         (["--num-tokens", "all"], "--num-tokens all needs a model for several counts of tokens"),
-        (["--num-tokens", "all", "--format", "executorch"], "--num-tokens with several numbers is not for executorch"),
+        (["--any-size", "--format", "executorch"], "--any-size is not for executorch, whose programs have the size"),
         (["--dataset", "nowhere.parquet"], "nowhere.parquet"),
     ],
 )
@@ -659,25 +659,37 @@ def test_other_heads(kind, folder, tmp_path):
         torch.testing.assert_close(computed[name], values, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["float32", "int8"])
+# Lowering takes a minute a method.
+@pytest.mark.timeout(1_200)
+@pytest.mark.parametrize("precision, kind", [("float32", "tree"), ("float32", "grid"), ("int8", "grid")])
 @torch.no_grad()
-def test_executorch(precision, folder, tmp_path):
+def test_executorch(precision, kind, elastic, tmp_path):
+    """A program has a method for each number of tokens, all with the same weights."""
     for name in ("executorch", "torchao"):
         pytest.importorskip(name, reason="an extra of its own, for its size")
-    model, _ = load_image_classifier(folder)
-    part = Part(model, "model")
-    calibration = {"model": [part.example(1) for _ in range(4)]}
-    programs.export_parts({"model": part}, model.config, "executorch", precision, tmp_path, calibration)
-    report = {"format": "executorch", "precision": precision, "parts": {"model": {"outputs": ["logits"]}}, "macs": 0}
-    (tmp_path / "report.json").write_text(json.dumps(report))
-    # It takes one image; more are given one after the other.
-    inputs = part.example(2)
-    computed = ExportedModule(tmp_path)(**inputs).logits
-    expected = model(**inputs).logits
-    if precision == "float32":
-        torch.testing.assert_close(computed, expected, atol=1e-4, rtol=1e-4)
-    else:
-        assert 0.9 < torch.cosine_similarity(computed, expected).min() < 1 - 1e-6
+    # Positions of fewer tokens are interpolated.
+    model, _ = load_image_classifier(elastic(kind))
+    several, sizes = tuple(model.config.elastic_token_counts[1:]), {}
+    for counts in ((), several):
+        part = Part(model, "model", token_counts=counts)
+        calibration = {"model": [part.example(1) for _ in range(4)]}
+        folder = tmp_path / f"{len(counts)}"
+        programs.export_parts({"model": part}, model.config, "executorch", precision, folder, calibration)
+        about = {"outputs": ["logits"]} | ({"num_tokens": {str(count): {} for count in counts}} if counts else {})
+        report = {"format": "executorch", "precision": precision, "parts": {"model": about}, "macs": 0}
+        (folder / "report.json").write_text(json.dumps(report))
+        exported, sizes[counts] = ExportedModule(folder), (folder / "model.pte").stat().st_size
+        for count in counts or [None]:
+            # It takes one image; more are given one after the other.
+            images = part.example(2)["pixel_values"]
+            computed = exported(images, num_tokens=count).logits
+            expected = part(images, num_tokens=count)["logits"]
+            if precision == "float32":
+                torch.testing.assert_close(computed, expected, atol=1e-4, rtol=1e-4)
+            else:
+                assert 0.9 < torch.cosine_similarity(computed, expected).min() < 1 - 1e-6
+    weights = {"float32": 4, "int8": 1}[precision] * model.num_parameters()
+    assert sizes[()] < sizes[several] < 2 * sizes[()] - 0.9 * weights
 
 
 class Waiting(http.server.SimpleHTTPRequestHandler):

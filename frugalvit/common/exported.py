@@ -60,8 +60,8 @@ class Format:
         packages (`dict[str, str]`): Packages that it needs, by the name that Python imports.
         precisions (`tuple[str, ...]`): Those of `PRECISIONS` that it takes.
         program (`str`): File of a program, `{}` its name.
-        any_batch (`bool`): Whether programs take batches of any size, any of a model's numbers of tokens, and images
-            of any size; else one image, with the number of tokens and the size that they were exported with.
+        any_batch (`bool`): Whether programs take batches and images of any size, and the number of tokens as an
+            input; else one image of one size, and each number of tokens has a method of the program.
     """
 
     name: str
@@ -81,7 +81,7 @@ FORMATS = {
         "{}.onnx",
     ),
     # Its lowering takes minutes, and a phone looks at one image at a time. Of a length that is read from an input,
-    # Transformers' exporter says with ExecuTorch 1.5: "Cannot cast FakeTensor to number".
+    # Transformers' exporter says with ExecuTorch 1.5: "Cannot cast FakeTensor to number". Methods share their weights.
     "executorch": Format("Executorch", {"executorch": "executorch"}, ("float32", "int8"), "{}.pte", any_batch=False),
     # Not int8: PyTorch would load such a program with torchao alone, and make its numbers floats for each product.
     "torch": Format("Dynamo", {}, ("float32", "bfloat16"), "{}.pt2"),
@@ -210,15 +210,12 @@ def parts_of(
     return {"model": Part(model, "model", output_rois, **options)}
 
 
-def check_format(name: str, precision: str, several_counts: bool = False, any_size: bool = False):
-    """Raise a ValueError if a format does not take a precision, if it does not take several numbers of tokens or sizes
-    of images that are asked for, or if a package that it needs is not installed."""
+def check_format(name: str, precision: str, any_size: bool = False):
+    """Raise a ValueError if a format does not take a precision, or images of any size that are asked for, or if a
+    package that it needs is not installed."""
     found = FORMATS[name]
-    if not found.any_batch and (several_counts or any_size):
-        option = "--num-tokens with several numbers" if several_counts else "--any-size"
-        raise ValueError(
-            f"{option} is not for {name}, whose programs have the tokens and the size that they were exported with."
-        )
+    if not found.any_batch and any_size:
+        raise ValueError(f"--any-size is not for {name}, whose programs have the size that they were exported with.")
     if precision not in found.precisions:
         raise ValueError(f"--precision {precision} is not for {name}, which takes {', '.join(found.precisions)} here.")
     # Before, there were exporters to fewer formats, without quantization.
@@ -257,7 +254,8 @@ def export_parts(
     found = FORMATS[name]
     with _quiet():
         exporters = importlib.import_module("transformers.exporters")
-        exporter = getattr(exporters, f"{found.name}Exporter")()
+        of_library = getattr(exporters, f"{found.name}Exporter")
+        exporter = _executorch_exporter(exporters) if name == "executorch" else of_library()
         components = {}
         for part_name, part in parts.items():
             options = {}
@@ -388,6 +386,40 @@ def _layers_within(part: Part, modules: set[str]) -> list[str]:
 def _modules_around(node: torch.fx.Node) -> list[str]:
     """Names of the modules that a node of a program is in."""
     return [name for name, _ in node.meta.get("nn_module_stack", {}).values()]
+
+
+def method_of(num_tokens: int | None, token_counts: Iterable[int]) -> str:
+    """Return the name of the method of an ExecuTorch program for a number of tokens, `forward` for the most and where
+    there is one number."""
+    return f"forward_{num_tokens}_tokens" if num_tokens in sorted(token_counts)[:-1] else "forward"
+
+
+def _executorch_exporter(exporters):
+    """The exporter to ExecuTorch, which writes a method for each number of tokens of a part. Methods have the same
+    weights, so they are there once."""
+    from executorch.exir.passes.constant_prop_pass import constant_prop_pass
+
+    library = importlib.import_module("transformers.exporters.exporter_executorch")
+
+    class ExecutorchExporter(exporters.ExecutorchExporter):
+        def export_program(self, model: Part, sample_inputs: dict[str, torch.Tensor], config):
+            inputs = {name: x for name, x in sample_inputs.items() if name != "num_tokens"}
+            model, inputs, partitioner = library.prepare_for_xnnpack(model, inputs)
+            programs = {}
+            with library.apply_patches("executorch"), library.apply_patches("executorch.xnnpack"):
+                for count in model.token_counts or [None]:
+                    with contextlib.nullcontext() if count is None else using_tokens(model.model, count):
+                        program, metadata = exporters.DynamoExporter.export_program(self, model, inputs, config)
+                    library.apply_fx_program_fixes("executorch", program)
+                    library.apply_fx_node_fixes("executorch", program.graph_module)
+                    # Positions of another grid are interpolated now; the runtime has no operator for it.
+                    programs[method_of(count, model.token_counts)] = constant_prop_pass(program)
+                edge = library.to_edge_transform_and_lower(
+                    programs, partitioner=partitioner, compile_config=library._get_edge_compile_config("xnnpack")
+                )
+                return edge.to_executorch(), metadata
+
+    return ExecutorchExporter()
 
 
 @contextlib.contextmanager
@@ -541,6 +573,8 @@ class ExportedModule(nn.Module):
         if part not in program.runners:
             raise ValueError(f"{str(folder)!r} has no program {part!r}, it has {', '.join(program.runners)}.")
         self._runner, self.outputs = program.runners[part], self.report["parts"][part]["outputs"]
+        # Those of ExecuTorch that calls have asked for; loading one takes a while.
+        self._program, self._methods = program.components[part].program, {}
         self.token_counts, self.num_tokens = counts_of(self.report["parts"][part]), None
         if self.token_counts:
             own = getattr(vision_config_of(self.config), "default_num_tokens", None)
@@ -614,11 +648,21 @@ class ExportedModule(nn.Module):
         size = len(next(iter(inputs.values())))
         num_tokens = self.num_tokens if num_tokens is None else self.check_num_tokens(num_tokens)
         if num_tokens is not None:
-            inputs["num_tokens"] = torch.tensor(num_tokens)
+            self._choose(num_tokens, inputs)
         if FORMATS[self.format].any_batch or size == 1:
             return ExportedOutput(**self._run(inputs))
         singles = [self._run({name: x[index : index + 1] for name, x in inputs.items()}) for index in range(size)]
         return ExportedOutput(**{name: _join([single[name] for single in singles]) for name in singles[0]})
+
+    def _choose(self, num_tokens: int, inputs: dict[str, torch.Tensor]):
+        """Make the next run one with so many tokens: by the program's method for them, or by an input."""
+        if self.format != "executorch":
+            inputs["num_tokens"] = torch.tensor(num_tokens)
+            return
+        name = method_of(num_tokens, self.token_counts)
+        if name not in self._methods:
+            self._methods[name] = self._program.load_method(name)
+        self._runner.method = self._methods[name]
 
     def _run(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
         try:

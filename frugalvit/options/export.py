@@ -34,7 +34,7 @@ def make_parser() -> CommandParser:
         type=count_or_all,
         metavar="COUNT",
         help="latent tokens of a SparseFormer; of several numbers that the model is made for, or "
-        f"`{ALL}` of them, one program, to which the number is an input (default: the model's own; of --page all)",
+        f"`{ALL}` of them, one program, which each call gives the number (default: the model's own; of --page all)",
     )
     parser.add_argument(
         "--any-size",
