@@ -361,7 +361,7 @@ class TestStudents:
 
     @pytest.mark.parametrize("name", ["dinov3-gated", "aimv2", "radio", "timm-pe-core", "timm-query-key-norm"])
     def test_a_student_compiles_and_exports_whole(self, name):
-        student = make_student(read_anatomy(KINDS[name].make()))
+        student = make_student(read_anatomy(KINDS[name].make()), truncate=2)
         images = torch.randn(2, 3, 32, 32)
         with torch.no_grad():
             expected = student(images)[0]
