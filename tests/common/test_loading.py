@@ -259,6 +259,9 @@ PROCESSORS = {
         transformers.PPLCNetImageProcessor(resize_short=72, size=square(72), crop_size=square(64)),
         0,
     ),
+    "rectangle": (transformers.ViTImageProcessor(size={"height": 48, "width": 64}), 0),
+    "CLIP, padded": (transformers.CLIPImageProcessor(size={"shortest_edge": 50}, crop_size=square(64)), 0),
+    "ConvNeXt, large": (transformers.ConvNextImageProcessor(size={"shortest_edge": 384}), 0),
     "LeViT": (transformers.LevitImageProcessor(size={"shortest_edge": 64}, crop_size=square(64)), 0),
     "PoolFormer": (
         transformers.PoolFormerImageProcessor(size={"shortest_edge": 64}, crop_size=square(64), crop_pct=0.9),
@@ -344,6 +347,7 @@ def test_formats_convert_into_each_other():
         torch.testing.assert_close(target.convert(source.normalize(pixels), source), target.normalize(pixels))
         torch.testing.assert_close(source.denormalize(source.normalize(pixels)), pixels / 255)
         assert all(0 <= value <= 255 for value in source.fill)
+    assert replace(target, size=(4, 6)).convert(source.normalize(pixels), source).shape == (1, 3, 4, 6)
 
 
 @pytest.mark.parametrize(
@@ -372,6 +376,7 @@ def test_processors_that_leave_the_shape_open_are_followed_on_squares(processor,
             transformers.DeiTImageProcessor(size={"height": 72, "width": 80}, crop_size=square(64)),
             "DeiTImageProcessor resizes images in a way that training does not follow",
         ),
+        (type("Odd", (), {"size": {"longest_edge": 32}})(), "in a way that training does not follow"),
         (FarFromTraining(size=square(64)), r"FarFromTraining prepares .* its pixels differ by [0-9.]+ of 255 levels"),
         (
             transformers.ViTImageProcessor(size=square(64), rescale_factor=0.0, do_normalize=False),

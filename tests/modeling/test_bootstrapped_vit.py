@@ -371,3 +371,21 @@ def test_the_one_that_ships_loads_by_both_auto_classes():
     # What classifies is the transformer; without a classifier it gives features.
     assert torch.equal(models[0].vit(images).logits, logits[0])
     assert models[0].vit.base_model(images).last_hidden_state.shape == (2, 65, models[0].config.vit_config.hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("pixel_values", "message"),
+    [
+        (None, "You have to specify"),
+        (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), "of dtype torch.uint8, expected normalized floating point"),
+        (torch.zeros(0, 3, 32, 32), "a batch of no images"),
+        (torch.full((2, 3, 32, 32), float("nan")), r"Images \[0, 1\] of the batch hold NaN"),
+        (torch.zeros(2, 1, 32, 32), "expected .batch, 3, height, width"),
+        (torch.zeros(3, 32, 32), "expected .batch, 3, height, width"),
+    ],
+    ids=["nothing", "uint8", "no images", "NaN", "gray", "one image"],
+)
+def test_what_no_model_takes(pixel_values, message, make_model):
+    """Other families are asked in test_ecosystem.py."""
+    with pytest.raises(ValueError, match=message):
+        make_model()(pixel_values)

@@ -1,4 +1,4 @@
-"""Models that are made without memory, and guards that all families have."""
+"""Models that are made without memory."""
 
 import pytest
 import torch
@@ -51,21 +51,3 @@ def test_weights_that_are_loaded_are_all_there_is(assign, family):
     pixel_values = torch.randn(2, 3, 32, 32)
     expected = model(pixel_values).logits
     torch.testing.assert_close(empty.eval()(pixel_values).logits, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("pixel_values", "message"),
-    [
-        (None, "You have to specify"),
-        (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), "of dtype torch.uint8, expected normalized floating point"),
-        (torch.zeros(0, 3, 32, 32), "a batch of no images"),
-        (torch.full((2, 3, 32, 32), float("nan")), r"Images \[0, 1\] of the batch hold NaN"),
-        (torch.zeros(2, 1, 32, 32), "expected .batch, 3, height, width"),
-        (torch.zeros(3, 32, 32), "expected .batch, 3, height, width"),
-    ],
-    ids=["nothing", "uint8", "no images", "NaN", "gray", "one image"],
-)
-def test_what_no_model_takes(pixel_values, message, family):
-    config, model_class = family
-    with pytest.raises(ValueError, match=message):
-        model_class(config).eval()(pixel_values)

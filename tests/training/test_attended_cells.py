@@ -1,17 +1,11 @@
 """A teacher's attention to cells, compared with the attention that Transformers returns."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from vision_transformers import KINDS, of_transformers
 
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training.components.attended_cells import attended_cells, attention_to_patches
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "modeling"))
-from vision_transformers import KINDS, of_transformers
 
 
 @pytest.mark.parametrize("name", ["vit-classifier", "deit", "dinov2-registers", "dinov3", "ijepa", "siglip-vision"])

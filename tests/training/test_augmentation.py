@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from PIL import Image
 from timm.data import rand_augment_transform
 from torchvision.transforms import InterpolationMode, v2
-from transformers import CLIPImageProcessor, ConvNextImageProcessor, ViTImageProcessor
 
-from frugalvit.common.views import EvalView, ImageFormat, random_seed, seeded, seeded_by_torch
+from frugalvit.common.views import ImageFormat, random_seed, seeded, seeded_by_torch
 from frugalvit.training.components.augmentation import BootstrapView, Mix, SmallDataView
 
 
@@ -139,30 +138,6 @@ def test_padding_beyond_the_image_is_refused():
         SmallDataView(ImageFormat((8, 8)), padding=8)
 
 
-@pytest.mark.parametrize(
-    "processor",
-    [
-        ViTImageProcessor(size={"height": 24, "width": 32}, image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.3, 0.4]),
-        CLIPImageProcessor(size={"shortest_edge": 36}, crop_size={"height": 32, "width": 32}),
-        CLIPImageProcessor(size={"shortest_edge": 25}, crop_size={"height": 32, "width": 32}),
-        ConvNextImageProcessor(size={"shortest_edge": 32}, crop_pct=0.875),
-        ConvNextImageProcessor(size={"shortest_edge": 384}),
-        CLIPImageProcessor(size={"shortest_edge": 36}, crop_size={"height": 32, "width": 32}, do_normalize=False),
-    ],
-    ids=["vit", "clip", "padded", "convnext", "convnext384", "unnormalized"],
-)
-def test_evaluation_is_what_the_image_processor_does(processor, picture):
-    image_format = ImageFormat.from_processor(processor)
-    pixels = EvalView(image_format)(picture)["pixel_values"]
-    expected = processor(picture, return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(image_format.normalize(pixels[None]), expected, rtol=0, atol=1e-5)
-
-
-def test_a_processor_that_resizes_otherwise_is_refused():
-    with pytest.raises(ValueError, match="in a way that training does not follow"):
-        ImageFormat.from_processor(type("OddProcessor", (), {"size": {"longest_edge": 32}})())
-
-
 def test_student_and_teacher_see_one_part():
     # Red and green tell where a pixel is.
     y, x = np.mgrid[0:200, 0:200]
@@ -187,13 +162,6 @@ def test_student_and_teacher_see_one_part():
 def test_one_tensor_where_student_and_teacher_take_the_same(picture):
     view = BootstrapView(ImageFormat((32, 32)), ImageFormat((32, 32), resize=36))
     assert view(picture).keys() == {"pixel_values"}
-
-
-def test_images_of_another_format():
-    source, target = ImageFormat((8, 8), (0.4,) * 3, (0.2,) * 3), ImageFormat((8, 8), (0.5, 0.6, 0.7), (0.3,) * 3)
-    pixels = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
-    torch.testing.assert_close(target.convert(source.normalize(pixels), source), target.normalize(pixels))
-    assert ImageFormat((4, 6)).convert(source.normalize(pixels), source).shape == (2, 3, 4, 6)
 
 
 def batch_of(count, start=0, size=8):

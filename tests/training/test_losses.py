@@ -1,19 +1,13 @@
 """The alignment of a feature map with a teacher's."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from vision_transformers import of_transformers
 
 from frugalvit import MapAlignmentLoss, SparseFormerModel
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training.losses import MapsOfTokens
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "modeling"))
-from vision_transformers import of_transformers
 
 
 ASKED = {"output_hidden_states": True, "output_rois": True}
