@@ -378,19 +378,6 @@ sys.exit(cli.main(["fake"]))
         assert process.stderr.read() == b""
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["info", "augreg-base-50-224"], ["info", "no/such-folder/anywhere"], ["info", "v1-tiny", "tests"]],
-)
-def test_bad_input_of_info(arguments, capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert cli.main(arguments) == 1
-    output, error = capsys.readouterr()
-    assert output == ""
-    assert error.startswith("frugalvit info: error: ")
-    assert error.count("\n") == 1
-
-
 def test_an_error_has_a_line_of_its_own_beside_a_progress_bar(monkeypatch, capsys):
     def fail(argv):
         progress = tqdm(total=4, mininterval=0)

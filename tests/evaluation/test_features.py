@@ -1,6 +1,5 @@
 """`frugalvit evaluate knn` and `linear`: the numbers of a brute-force loop, whatever way the images are given."""
 
-import gc
 import io
 import json
 import math
@@ -168,32 +167,19 @@ def picture() -> bytes:
     return buffer.getvalue()
 
 
-# `datasets` leaves the files open that it looks into for their columns; they are closed, with a warning, as garbage.
-LEFT_OPEN = pytest.mark.filterwarnings("ignore:.*metadata.csv:pytest.PytestUnraisableExceptionWarning")
-
-
-# Sometimes as that of the next test.
-@LEFT_OPEN
-@pytest.mark.parametrize("layout", ["class folders", "metadata", "one part"])
-def test_layouts(layout, picture, tmp_path):
-    """Folders a class, flat folders with a metadata.csv, and images of one part, of which some are held back."""
-    folder, rows = tmp_path / "images", ["file_name,label"]
-    for part, count in (("train", 6), ("test", 3)) if layout != "one part" else (("", 10),):
+@pytest.mark.parametrize("parts", [{"train": 6, "test": 3}, {"": 10}], ids=["parts", "one part"])
+def test_layouts(parts, picture, tmp_path):
+    """Folders a class, and images of one part, of which some are held back."""
+    for part, count in parts.items():
         for label in ("red", "blue"):
+            (tmp_path / "images" / part / label).mkdir(parents=True, exist_ok=True)
             for number in range(count):
-                inside = folder / part / ("" if layout == "metadata" else label)
-                inside.mkdir(parents=True, exist_ok=True)
-                (inside / f"{label}{number}.png").write_bytes(picture)
-        if layout == "metadata":
-            files = sorted(path.name for path in (folder / part).glob("*.png"))
-            lines = [*rows, *(f"{file},{file[:-5]}" for file in files)]
-            (folder / part / "metadata.csv").write_text("\n".join(lines))
-    arguments = ["--model", checkpoint_path("cifar10-sparseformer"), "--dataset", folder, "--neighbors", 3]
-    results = evaluate("knn", *arguments, tmp_path=tmp_path)
-    expected = (18, 2) if layout == "one part" else (12, 6)
+                (tmp_path / "images" / part / label / f"{number}.png").write_bytes(picture)
+    arguments = ["--model", checkpoint_path("cifar10-sparseformer"), "--dataset", tmp_path / "images"]
+    results = evaluate("knn", *arguments, "--neighbors", 3, tmp_path=tmp_path)
+    expected = (12, 6) if "test" in parts else (18, 2)
     assert (results["train_images"], results["images"]) == expected and results["classes"] == 2
-    assert ("held back" in results["split"]) == (layout == "one part")
-    gc.collect()
+    assert ("held back" in results["split"]) == ("test" not in parts)
 
 
 def test_extract_features():

@@ -74,22 +74,6 @@ class TestAutoClasses:
 
 
 class TestPipelines:
-    def test_image_classification(self, kind, make_model, photographs, tmp_path):
-        labels = {0: "plane", 1: "car", 2: "bird"}
-        model = make_model("classifier", kind, id2label=labels)
-        model.save_pretrained(tmp_path)
-        image = photographs[0][0]
-        classify = pipeline("image-classification", model=str(tmp_path), device="cpu")
-        predictions = classify(image)
-        pixels = AutoImageProcessor.from_pretrained(tmp_path)(image, return_tensors="pt")["pixel_values"]
-        with torch.no_grad():
-            probabilities = model(pixels).logits.softmax(-1)[0]
-        assert [prediction["label"] for prediction in predictions] == [
-            labels[i] for i in probabilities.argsort(descending=True).tolist()
-        ]
-        scores = [prediction["score"] for prediction in predictions]
-        assert scores == pytest.approx(probabilities.sort(descending=True).values.tolist(), abs=1e-6)
-
     def test_image_feature_extraction(self, kind, make_model, photographs, tmp_path):
         make_model("classifier", kind).save_pretrained(tmp_path)
         extract = pipeline("image-feature-extraction", model=str(tmp_path), device="cpu")

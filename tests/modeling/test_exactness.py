@@ -374,12 +374,6 @@ class TestResizeTokens:
         model(reference["input"]).logits.sum().backward()
         assert (model.base_model.latents.initial_rois.grad[9:] != 0).any(dim=1).all()
 
-    def test_no_tokens(self, case):
-        model = load(case[0])
-        with pytest.raises(ValueError, match="`num_latent_tokens` is 0, expected at least 1"):
-            model.resize_tokens(0)
-        assert model.config.num_latent_tokens == 9
-
 
 @pytest.fixture(
     scope="module",
