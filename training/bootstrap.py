@@ -258,9 +258,11 @@ class BootstrapTrainer(RecipeTrainer):
         self.cache = None
         if args.teacher_cache:
             width = anatomy.embedding_size + self.notes_attention * anatomy.num_patches
+            layers = (args.dense_layers or [-1]) if args.dense_loss_weight else []
+            map_width = len(layers) * anatomy.hidden_size * anatomy.num_patches
             self.cache = TeacherCache(
                 *(args.teacher_cache, self.accelerator, anatomy.source, width, view),
-                *(self.train_part[0], args.seed, self.notes_attention),
+                *(self.train_part[0], args.seed, self.notes_attention, map_width, layers),
             )
         self.states: list[torch.Tensor] = []
         hold_teacher(self.accelerator, anatomy.source, anatomy.classifier)
@@ -270,7 +272,7 @@ class BootstrapTrainer(RecipeTrainer):
     def train(self, *arguments, **options):
         """As `RecipeTrainer.train`."""
         # Watched before it is compiled, so that a compiled teacher gives its states, too.
-        reads_states = self.align.reads_teacher_tokens or self.notes_attention
+        reads_states = self.align.align_tokens or self.align.align_maps or self.notes_attention
         with self.anatomy.watch() if reads_states else nullcontext([]) as self.states:
             return super().train(*arguments, **options)
 
@@ -293,22 +295,33 @@ class BootstrapTrainer(RecipeTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def targets_of(self, inputs: dict) -> Targets:
-        """The teacher's embeddings of a batch, and its attention and hidden states where the loss reads them."""
+        """The teacher's embeddings of a batch, and its attention, maps and hidden states where the loss reads them."""
+        align_tokens, align_maps = self.align.align_tokens, self.align.align_maps
 
         def ask() -> torch.Tensor:
             images = inputs.get("teacher_pixel_values", inputs["pixel_values"])
             with torch.inference_mode(), self.accelerator.autocast():
-                target = self.embed(images).float()
+                parts = [self.embed(images).float()]
                 if self.notes_attention:
-                    target = torch.cat([target, attended_cells(self.anatomy, self.states)], dim=1)
+                    parts.append(attended_cells(self.anatomy, self.states))
+                if align_maps:
+                    parts += [each.flatten(1).float() for each in align_maps.of_teacher(self.states)]
             # Out of inference mode, so that the loss may keep it for its gradient.
-            return target.clone()
+            return torch.cat(parts, dim=1).clone()
 
         # The cache keeps one row of numbers for each view.
         noted = self.cache(inputs["index"], ask) if self.cache else ask()
-        width = self.anatomy.embedding_size
-        attention = noted[:, width:].unflatten(1, self.anatomy.grid) if self.notes_attention else None
-        return Targets(noted[:, :width], attention, list(self.states) if self.align.reads_teacher_tokens else [])
+        anatomy = self.anatomy
+        sizes = [anatomy.embedding_size, self.notes_attention * anatomy.num_patches]
+        embedding, attention, maps = noted.tensor_split([sizes[0], sum(sizes)], dim=1)
+        if align_maps:
+            maps = maps.unflatten(1, (len(align_maps.layers), anatomy.hidden_size, *anatomy.grid)).unbind(1)
+        return Targets(
+            embedding,
+            attention.unflatten(1, anatomy.grid) if self.notes_attention else None,
+            list(self.states) if align_tokens else [],
+            list(maps) if align_maps else [],
+        )
 
     def make_optimizer(self) -> tuple:
         return build_optimizer(self.student, self.tuned, self.args, self.loader.steps_per_epoch, self.epochs)

@@ -22,11 +22,14 @@ class Targets:
         attention (`torch.Tensor`, *optional*): Shares of its attention that fall on patches, `(batch, rows, columns)`.
         tokens (`list[torch.Tensor]`, *optional*):
             Tokens before the first block and after each, `(batch, prefix + patches, hidden_size)`.
+        maps (`list[torch.Tensor]`, *optional*):
+            Feature maps of the layers that the loss compares, `(batch, hidden_size, rows, columns)`.
     """
 
     embedding: torch.Tensor
     attention: torch.Tensor | None = None
     tokens: list[torch.Tensor] = field(default_factory=list)
+    maps: list[torch.Tensor] = field(default_factory=list)
 
 
 def foretells_attention(student: nn.Module) -> bool:
@@ -80,14 +83,9 @@ class AlignmentLoss(nn.Module):
         self.foretells = foretells_attention(student)
 
     @property
-    def reads_teacher_tokens(self) -> bool:
-        """Whether `Targets` need the teacher's tokens."""
-        return self.align_tokens is not None or self.align_maps is not None
-
-    @property
     def outputs_asked_for(self) -> dict[str, bool]:
         """Arguments with which the student's base model is called, so that it returns all that the loss reads."""
-        reads_tokens = self.reads_teacher_tokens or self.args.elastic_loss_weight
+        reads_tokens = self.align_tokens or self.align_maps or self.args.elastic_loss_weight
         asked = TokenAlignment.arguments if reads_tokens else {"output_tokens": False}
         return {**asked, "output_attention_forecast": True} if self.foretells else asked
 
@@ -114,8 +112,8 @@ class AlignmentLoss(nn.Module):
             loss = loss + forecast_loss(outputs.attention_forecast, targets.attention)
         if self.align_tokens:
             loss = loss + args.token_loss_weight * self.align_tokens(outputs, targets.tokens)
-        if self.align_maps is not None:
-            loss = loss + args.dense_loss_weight * self.align_maps(outputs, targets.tokens)
+        if self.align_maps:
+            loss = loss + args.dense_loss_weight * self.align_maps(outputs, targets.maps)
         if args.elastic_loss_weight and largest is not None:
             distance = distance_from_largest(outputs, largest, self.num_prefix_tokens)
             loss = loss + args.elastic_loss_weight * distance
@@ -187,17 +185,19 @@ class MapsOfTokens(nn.Module):
         # Not theirs to train or to save.
         self.parts = (student.base_model.layernorm, teacher)
 
-    def forward(self, outputs, teacher_tokens: list[torch.Tensor]) -> torch.Tensor:
-        """The loss of the student's `outputs`, with hidden states and RoIs; `teacher_tokens` are the teacher's
-        `states` of the same images."""
+    def of_teacher(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The teacher's maps, of its `states`."""
+        teacher = self.parts[1]
+        tokens = (teacher.normalize(states[layer])[:, -teacher.num_patches :] for layer in self.layers)
+        return [each.mT.unflatten(-1, teacher.grid) for each in tokens]
+
+    def forward(self, outputs, targets: list[torch.Tensor]) -> torch.Tensor:
+        """The loss of the student's `outputs`, with hidden states and RoIs, beside the teacher's maps of the same
+        images."""
         norm, teacher = self.parts
         shares = shares_of_tokens(outputs.rois[-1], *teacher.grid)
         maps = [
             spread(norm(outputs.hidden_states[layer])[:, self.num_prefix_tokens :], shares) for layer in self.layers
-        ]
-        targets = [
-            teacher.normalize(teacher_tokens[layer])[:, -teacher.num_patches :].mT.unflatten(-1, teacher.grid)
-            for layer in self.layers
         ]
         return self.distance(maps, targets)
 

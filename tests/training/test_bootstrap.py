@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import open_clip
 import pytest
 import torch
@@ -9,6 +10,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
 from torch._dynamo.utils import counters
 from transformers import (
+    AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
     CLIPConfig,
@@ -477,20 +479,32 @@ def test_attention_is_cached_beside_embeddings_for_all_placements(teacher, tmp_p
     AcceleratorState._reset_state(True)
 
 
-def test_maps_are_aligned(teacher, tmp_path, capsys):
-    """Maps are aligned at every count of tokens. A cache holds no maps."""
-    options = ("--dense-loss-weight", "1", "--dense-layers", "-1", "-2", "--elastic-token-counts", "4", "16")
+MAPS = ("--dense-loss-weight", "1", "--dense-layers", "-1", "-2", "--elastic-token-counts", "4", "16")
+
+
+def test_maps_are_aligned(teacher, tmp_path):
+    """Maps are aligned at every count of tokens."""
     without, dense = (
         inherited(teacher, tmp_path / name, *given, "--learning-rate", "5e-3", epochs=3)["epochs"]
-        for name, given in {"without": options[-3:], "dense": options}.items()
+        for name, given in {"without": MAPS[-3:], "dense": MAPS}.items()
     )
     distances = [
         with_maps["train_loss"] - alone["train_loss"] for with_maps, alone in zip(dense, without, strict=True)
     ]
     assert distances[0] > distances[-1] > 0
-    with pytest.raises(SystemExit):
-        inherited(teacher, tmp_path / "cached", *options, "--teacher-cache", str(tmp_path / "cache"))
-    assert "--teacher-cache keeps embeddings, not the maps" in capsys.readouterr().err
+
+
+def test_maps_are_cached_in_half_precision(teacher, tmp_path):
+    """What is in the cache trains as what is put into it; the teacher is asked once."""
+    cache, losses = ("--teacher-cache", str(tmp_path / "cache")), {}
+    for name, options in {"without": (), "first": cache, "second": cache}.items():
+        losses[name] = inherited(teacher, tmp_path / name, *MAPS, *options)["epochs"][-1]["train_loss"]
+    assert losses["second"] == losses["first"] == pytest.approx(losses["without"], rel=1e-3)
+    maps = np.load(tmp_path / "cache" / "epoch-00000-maps.npy")
+    width = AutoConfig.from_pretrained(teacher).hidden_size
+    assert maps.dtype.itemsize == 2 and maps.shape[1] == 2 * width * 16 and maps.any(1).all()
+    with pytest.raises(ValueError, match="holds embeddings for other maps"):
+        inherited(teacher, tmp_path / "other", *MAPS, "--dense-layers", "-1", *cache)
 
 
 def elastic(teacher, output_dir, *arguments, **options):

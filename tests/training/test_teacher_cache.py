@@ -86,7 +86,7 @@ def test_views_that_come_again_are_embedded_once(teacher, tmp_path, asked):
         (["--flip", "0"], "embeddings for other views"),
         (["--train-split", "train[:96]"], "embeddings for other images"),
         (["--mixed-precision", "bf16"], "embeddings for other precision"),
-        (["--token-loss-weight", "1"], "not the tokens"),
+        (["--token-loss-weight", "1"], "keeps no tokens"),
         (["--streaming", "--steps-per-epoch", "2", "--train-split", "train"], "a stream has none"),
         (["--view-epochs", "0"], "--view-epochs"),
     ],

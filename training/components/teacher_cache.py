@@ -1,4 +1,4 @@
-"""A teacher's embeddings on disk, so that no view of an image is embedded twice.
+"""A teacher's embeddings and maps on disk, so that no view of an image is embedded twice.
 
 As in TinyViT (Wu et al. 2022), views are not stored: a view is a function of (seed, epoch, image), see
 `augmentation.py`. A second run that shows the same views, with another student or another learning rate, finds the
@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,18 +25,21 @@ from .augmentation import BootstrapView
 
 
 class TeacherCache:
-    """Embeddings `(image, width)` in float32, a file for each epoch of views, which all processes share.
+    """Embeddings `(image, width)` in float32, and feature maps `(image, map_width)` in bfloat16, a file of each for
+    each epoch of views, which all processes share.
 
-    Beside each embedding stands its checksum, so that one that was never written, or only in part by a run that was
-    killed, is computed again.
+    Beside each embedding stands its checksum, with that of its maps, so that one that was never written, or only in
+    part by a run that was killed, is computed again.
 
     Args:
         folder (`str` or `Path`): Folder of the cache; made if it is not there.
         accelerator (`Accelerator`): Processes and precision.
         teacher (`nn.Module`): The model that embeds.
-        width (`int`): Numbers that are kept for a view.
+        width (`int`): Numbers of an embedding, and of what else is kept in float32.
         view (`BootstrapView`), images (`datasets.Dataset`), seed (`int`): The views that are embedded.
         attention (`bool`): Whether the teacher's attention to patches stands beside the embeddings.
+        map_width (`int`): Numbers of all maps of an image.
+        map_layers (`list[int]`): Layers of these maps.
 
     Raises:
         ValueError: if the folder holds something else, or the images are streamed.
@@ -52,10 +55,16 @@ class TeacherCache:
         images: datasets.Dataset,
         seed: int,
         attention: bool = False,
+        map_width: int = 0,
+        map_layers: Sequence[int] = (),
     ):
         if isinstance(images, datasets.IterableDataset):
             raise ValueError("--teacher-cache knows images by their numbers, and a stream has none.")
-        self.folder, self.accelerator, self.shape = Path(folder), accelerator, (len(images), width)
+        self.folder, self.accelerator = Path(folder), accelerator
+        # NumPy has no bfloat16; what has its bits is an integer there.
+        self.tables = {"embeddings": ((len(images), width), np.float32), "checksums": ((len(images),), np.uint32)}
+        if map_width:
+            self.tables["maps"] = (len(images), map_width), np.int16
         # Student and teacher see the same part of an image; the student's pixels are its own affair.
         pixels = view.formats.get("teacher_pixel_values", view.formats["pixel_values"])
         about = {
@@ -68,6 +77,8 @@ class TeacherCache:
         }
         if attention:
             about["attention"] = True
+        if map_width:
+            about["maps"] = list(map_layers)
         if pixels.reverse_channels:
             about["reverse_channels"] = True
         if view.zoom_out:
@@ -90,36 +101,44 @@ class TeacherCache:
 
     def open(self, epoch: int):
         """Go to an epoch of views, in all processes."""
-        shapes = {"embeddings": (self.shape, np.float32), "checksums": (self.shape[:1], np.uint32)}
-        files = {what: self.folder / f"epoch-{epoch:05d}-{what}.npy" for what in shapes}
+        files = {what: self.folder / f"epoch-{epoch:05d}-{what}.npy" for what in self.tables}
         with self.accelerator.main_process_first():
-            for what, (shape, dtype) in shapes.items():
+            for what, (shape, dtype) in self.tables.items():
                 if not files[what].is_file():
                     with whole_file(files[what]) as aside:
                         np.lib.format.open_memmap(aside, "w+", dtype, shape)
                         reserve(aside)
-        self.embeddings, self.checksums = (np.load(files[what], mmap_mode="r+") for what in shapes)
+        kept = {what: np.load(file, mmap_mode="r+") for what, file in files.items()}
+        self.checksums = kept.pop("checksums")
+        self.kept = [*kept.values()]
 
     def __call__(self, index: torch.Tensor, embed: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Embeddings of a batch of views, `(batch, width)` in float32.
+        """Embeddings of a batch of views and their maps, `(batch, width + map_width)` in float32.
 
         Args:
             index (`torch.Tensor`): The images' numbers, `(batch,)`, on the CPU.
-            embed (`Callable`): Computes the embeddings, `(batch, width)`; called if any of them is not known.
+            embed (`Callable`): Computes them; called if any of them is not known.
         """
         rows = index.numpy()
-        found = self.embeddings[rows]
-        if (self.checksums[rows] == row_checksums(found)).all():
-            return torch.from_numpy(found).to(self.accelerator.device, non_blocking=True)
-        computed = embed().float()
-        values = computed.cpu().numpy()
-        self.embeddings[rows], self.checksums[rows] = values, row_checksums(values)
-        return computed
+        found = [table[rows] for table in self.kept]
+        if not (self.checksums[rows] == row_checksums(*found)).all():
+            embeddings, *maps = embed().float().cpu().tensor_split([self.kept[0].shape[1]], dim=1)
+            found = [embeddings.numpy()]
+            if len(self.kept) > 1:
+                found.append(maps[0].bfloat16().view(torch.int16).numpy())
+            for table, values in zip(self.kept, found, strict=True):
+                table[rows] = values
+            self.checksums[rows] = row_checksums(*found)
+        embeddings, *maps = map(torch.from_numpy, found)
+        # Rounded to bfloat16 in the first run, too, which so trains with what a second one finds.
+        parts = [embeddings, *(each.view(torch.bfloat16).float() for each in maps)]
+        return torch.cat(parts, dim=1).to(self.accelerator.device, non_blocking=True)
 
 
-def row_checksums(embeddings: np.ndarray) -> np.ndarray:
-    """CRC-32 of each row; never 0, which a new file is full of."""
-    return np.array([zlib.crc32(row.tobytes()) or 1 for row in embeddings], dtype=np.uint32)
+def row_checksums(*tables: np.ndarray) -> np.ndarray:
+    """CRC-32 of each row of all tables; never 0, which a new file is full of."""
+    rows = (b"".join(row.tobytes() for row in parts) for parts in zip(*tables, strict=True))
+    return np.array([zlib.crc32(row) or 1 for row in rows], dtype=np.uint32)
 
 
 def reserve(path: Path):

@@ -204,15 +204,15 @@ class AlignmentArguments:
         None, "Epochs after which the views of an image come again, and with them what --teacher-cache knows."
     )
     teacher_cache: str | None = argument(
-        None, "Folder for the teacher's embeddings: what another run, or an earlier epoch, left there is used again."
+        None,
+        "Folder for the teacher's embeddings, and with --dense-loss-weight its maps in bfloat16: what another run, or "
+        "an earlier epoch, left there is used again.",
     )
 
     def __post_init__(self):
         check_at_least(self, 1, "view_epochs")
         if self.teacher_cache and self.token_loss_weight:
-            raise ValueError("--teacher-cache keeps embeddings, not the tokens that --token-loss-weight needs.")
-        if self.teacher_cache and self.dense_loss_weight:
-            raise ValueError("--teacher-cache keeps embeddings, not the maps that --dense-loss-weight needs.")
+            raise ValueError("--teacher-cache keeps no tokens, which --token-loss-weight needs.")
         check(self.temperature, self.temperature > 0, "temperature", "a positive number")
         check_share(self, "flip", "canvas_images")
         check_at_least(self, 0, "label_loss_weight", "elastic_loss_weight", "token_loss_weight", "dense_loss_weight")
