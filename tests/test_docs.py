@@ -30,6 +30,7 @@ from transformers import (
     ViTImageProcessor,
 )
 
+from drawn import noise
 from frugalvit.cli import main
 from tiny import word_tokenizer
 
@@ -111,7 +112,7 @@ def steps(page: Path) -> list[tuple[str, str]]:
 
 def draw(path: Path, number: int):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.random.default_rng(number).integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(path)
+    noise(seed=number).save(path)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
+from drawn import noise
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.cli import main
 from frugalvit.common.data import load_images
@@ -77,9 +78,8 @@ def images(tmp_path):
     """A folder with three images, one of them deeper."""
     folder = tmp_path / "images"
     (folder / "more").mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    for name in ("a.png", "b.jpg", "more/c.webp"):
-        Image.fromarray(generator.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(folder / name)
+    for seed, name in enumerate(("a.png", "b.jpg", "more/c.webp")):
+        noise(seed=seed).save(folder / name)
     for name in ("notes.txt", "a.pdf", "._a.png", "more/._c.webp", ".hidden.png", "more/notes.docx"):
         (folder / name).write_text("no image")
     return folder

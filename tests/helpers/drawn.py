@@ -1,4 +1,4 @@
-"""Images, and images with masks, as files."""
+"""Images, and images with masks, as files or not."""
 
 import io
 from pathlib import Path
@@ -12,6 +12,12 @@ def encode(pixels: np.ndarray, format: str = "PNG") -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format)
     return buffer.getvalue()
+
+
+def noise(size: tuple[int, int] = (48, 40), seed: int = 0) -> Image.Image:
+    """Of that width and height; the same each time."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.ndarray]:

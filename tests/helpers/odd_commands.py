@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from frugalvit import SparseFormerForImageClassification, SparseFormerVisionModelWithProjection, cli
 from frugalvit.registry import register
-from tiny import SMALL, make_llava, make_processor, make_tower, randomize, word_tokenizer
+from tiny import SMALL, make_llava, randomize, save_to_swap, word_tokenizer
 
 
 # What a command may take: the odd models ask for more than there is.
@@ -129,10 +129,7 @@ def make_inputs(folder: Path):
     transformers.CLIPProcessor(processor, tokenizer).save_pretrained(folder / "clip")
     student = SparseFormerVisionModelWithProjection.from_teacher(clip, 4, **SMALL)
     randomize(student).save_pretrained(folder / "student")
-    llava = make_llava()
-    llava.save_pretrained(folder / "llava")
-    make_processor(llava).save_pretrained(folder / "llava")
-    make_tower(llava).save_pretrained(folder / "tower")
+    save_to_swap(folder, make_llava())
     make_data(folder)
 
 

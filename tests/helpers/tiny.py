@@ -1,5 +1,7 @@
 """Tiny CLIPs, LLaVAs and PaliGemmas: weights that say something, and a tokenizer of a few words."""
 
+from pathlib import Path
+
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
@@ -113,3 +115,13 @@ def make_paligemma_processor() -> PaliGemmaProcessor:
             [*WORDS, "[BOS]", "[EOS]"], padding_side="left", extra_special_tokens={"image_token": "<image>"}
         ),
     )
+
+
+def save_to_swap(folder: Path, model, **fields) -> list[str]:
+    """Write a LLaVA or PaliGemma under its type's name with its processor, and a tower for it; returns the arguments
+    of commands that name the two."""
+    processor = make_processor(model) if model.config.model_type == "llava" else make_paligemma_processor()
+    for part in (model, processor):
+        part.save_pretrained(folder / model.config.model_type)
+    make_tower(model, **fields).save_pretrained(folder / "tower")
+    return ["--model", str(folder / model.config.model_type), "--vision-model", str(folder / "tower")]

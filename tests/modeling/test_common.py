@@ -124,6 +124,13 @@ class ModelTester:
         return self.get_config(), {"pixel_values": common.floats_tensor(size)}
 
 
+def enter_class(case: unittest.TestCase, table: str, model_type: str, names: str | tuple[str, ...]):
+    """Write into a table of Transformers', by which tests choose inputs and what they skip, while a test runs."""
+    patch = mock.patch.dict(getattr(modeling_auto, table), {model_type: names})
+    patch.start()
+    case.addCleanup(patch.stop)
+
+
 def images_alone(test_class: type) -> type:
     """Leave out repetitions of a test, of models that take no attention mask: however texts would be padded, eager and
     SDPA attention see the same images of the same seed. Each precision remains, with and without fused kernels, and
@@ -148,7 +155,6 @@ class CommonTests:
         return tuple(each for each in KINDS[self.kind].classes if not issubclass(each, BackboneMixin))
 
     def setUp(self):
-        # The tests choose inputs and what they skip by the names in these tables.
         names = [model_class.__name__ for model_class in self.all_model_classes]
         family = KINDS[self.kind].config_class.model_type
         tasks = {
@@ -158,9 +164,7 @@ class CommonTests:
         tables = {table: tuple(name for name in names if name.endswith(ending)) for table, ending in tasks.items()}
         tables["MODEL_MAPPING_NAMES"] = tuple(name for name in names if not name.endswith(tuple(tasks.values())))
         for table, value in tables.items():
-            patch = mock.patch.dict(getattr(modeling_auto, table), {family: value})
-            patch.start()
-            self.addCleanup(patch.stop)
+            enter_class(self, table, family, value)
         super().setUp()
         self.model_tester = ModelTester(self)
 
@@ -376,10 +380,8 @@ class BootstrappedViTCommonTest(ModelTesterMixin, unittest.TestCase):
     _is_composite = True
 
     def setUp(self):
-        names = {"bootstrapped_vit": "BootstrappedViTForImageClassification"}
-        patch = mock.patch.dict(modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, names)
-        patch.start()
-        self.addCleanup(patch.stop)
+        table = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
+        enter_class(self, table, "bootstrapped_vit", "BootstrappedViTForImageClassification")
         super().setUp()
         self.model_tester = TwinsTester(self)
 
@@ -414,16 +416,7 @@ class VisionLanguageTester:
         self.parent = parent
 
     def get_config(self):
-        text = {
-            "model_type": "llama",
-            "vocab_size": 99,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": 37,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": 4,
-            "pad_token_id": 0,
-        }
+        text = self.get_text_config("llama", num_key_value_heads=4)
         return frugalvit.SparseFormerLlavaConfig(
             text_config=text,
             vision_config=self.get_vision_config().to_dict(),
@@ -432,6 +425,11 @@ class VisionLanguageTester:
             # As in Transformers' tests of LLaVA: others have to be among the states that are asked for.
             vision_feature_layer=-1,
         )
+
+    def get_text_config(self, model_type: str, **fields) -> dict:
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        sizes = {name: getattr(self, name) for name in names} | {"vocab_size": 99, "intermediate_size": 37}
+        return {"model_type": model_type, "pad_token_id": 0, **sizes, **fields}
 
     def get_vision_config(self):
         kind = KINDS["bootstrapped"]
@@ -451,16 +449,17 @@ class VisionLanguageTester:
 @pytest.mark.filterwarnings("default:`past_key_values` is deprecated:FutureWarning")
 class LlavaCommonTest(ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (frugalvit.SparseFormerLlavaForConditionalGeneration,)
+    make_tester = VisionLanguageTester
+    layer_before_the_last = True
     _is_composite = True
 
     def setUp(self):
-        names = {"sparseformer_llava": "SparseFormerLlavaForConditionalGeneration"}
-        patch = mock.patch.dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, names)
-        patch.start()
-        self.addCleanup(patch.stop)
+        [model_class] = self.all_model_classes
+        table = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
+        enter_class(self, table, model_class.config_class.model_type, model_class.__name__)
         super().setUp()
-        self.model_tester = VisionLanguageTester(self)
-        if "training_gradient_checkpointing" in self._testMethodName:
+        self.model_tester = self.make_tester(self)
+        if self.layer_before_the_last and "training_gradient_checkpointing" in self._testMethodName:
             self.skipTest("LLaVA reads a layer before the last, so that what follows has no gradient")
 
 
@@ -470,17 +469,7 @@ class PaliGemmaTester(VisionLanguageTester):
     image_tokens = 6
 
     def get_config(self):
-        text = {
-            "model_type": "gemma",
-            "vocab_size": 99,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": 37,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "pad_token_id": 0,
-        }
+        text = self.get_text_config("gemma", num_key_value_heads=1, head_dim=8)
         return frugalvit.SparseFormerPaliGemmaConfig(
             text_config=text,
             vision_config=self.get_vision_config().to_dict(),
@@ -495,17 +484,8 @@ class PaliGemmaTester(VisionLanguageTester):
         return config, inputs | {"token_type_ids": torch.zeros_like(inputs["input_ids"])}
 
 
-# One of the tests is about it.
-@pytest.mark.filterwarnings("default:`past_key_values` is deprecated:FutureWarning")
-class PaliGemmaCommonTest(ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
+class PaliGemmaCommonTest(LlavaCommonTest):
     all_model_classes = (frugalvit.SparseFormerPaliGemmaForConditionalGeneration,)
-    _is_composite = True
+    make_tester = PaliGemmaTester
     additional_model_inputs = ("token_type_ids",)
-
-    def setUp(self):
-        names = {"sparseformer_paligemma": "SparseFormerPaliGemmaForConditionalGeneration"}
-        patch = mock.patch.dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, names)
-        patch.start()
-        self.addCleanup(patch.stop)
-        super().setUp()
-        self.model_tester = PaliGemmaTester(self)
+    layer_before_the_last = False

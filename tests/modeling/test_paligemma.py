@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from PIL import Image
 from processes import compute_without_frugalvit
 from transformers import (
     AutoModel,
@@ -15,6 +14,7 @@ from transformers import (
     PaliGemmaProcessor,
 )
 
+from drawn import noise
 from frugalvit import (
     SparseFormerPaliGemmaConfig,
     SparseFormerPaliGemmaForConditionalGeneration,
@@ -24,7 +24,7 @@ from frugalvit import (
 from frugalvit.cli import main
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.swap import check_image_tokens
-from tiny import IMAGE, make_llava, make_paligemma, make_paligemma_processor, make_tower
+from tiny import IMAGE, make_llava, make_paligemma, make_paligemma_processor, make_tower, save_to_swap
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,7 @@ def swapped(paligemma):
 
 
 def ask(processor, text="<image>what is this ?", images=1) -> dict:
-    pixels = torch.randint(256, (images, 40, 48, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    pictures = [[Image.fromarray(image)] for image in pixels.numpy()]
+    pictures = [[noise(seed=seed)] for seed in range(images)]
     inputs = dict(processor(images=pictures, text=[text] * images, return_tensors="pt"))
     # Those of a prompt without an answer.
     assert (inputs.pop("labels") == -100).all()
@@ -142,9 +141,7 @@ def test_what_does_not_fit_is_refused(paligemma):
 def folders(paligemma, tmp_path_factory):
     """Folders of a PaliGemma and of a tower for it."""
     folder = tmp_path_factory.mktemp("paligemma")
-    paligemma.save_pretrained(folder / "paligemma")
-    make_paligemma_processor().save_pretrained(folder / "paligemma")
-    make_tower(paligemma).save_pretrained(folder / "tower")
+    save_to_swap(folder, paligemma)
     return folder
 
 

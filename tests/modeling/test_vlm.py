@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from processes import compute_without_frugalvit
 from transformers import (
     AutoModel,
@@ -18,6 +17,7 @@ from transformers import (
 )
 from vlms import IMAGE, ROWS, SIZE, TILED, VISION, VLM, VLMS
 
+from drawn import noise
 from frugalvit import SparseFormerBackbone, match_channels_, matching_processor, read_anatomy, swap_vision_tower
 from frugalvit.cli import main
 from frugalvit.common.exported import parts_of
@@ -33,8 +33,7 @@ def vlm(request) -> VLM:
 
 def ask(processor, vlm: VLM, size=(75, 40)) -> dict:
     """A prompt with an image of that width and height, which is cut into tiles where the processor does so."""
-    pixels = torch.randint(256, (*size[::-1], 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    return processor(images=Image.fromarray(pixels.numpy()), text=f"{vlm.prompt}what is this ?", return_tensors="pt")
+    return processor(images=noise(size), text=f"{vlm.prompt}what is this ?", return_tensors="pt")
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from frugalvit.modeling.swap import match_channels_, swap_vision_tower
 from frugalvit.training import align_llava
 from frugalvit.training.components import checkpoints
 from frugalvit.training.components.loaders import TrainingLoader
-from tiny import IMAGE, make_llava, make_processor, make_tower
+from tiny import IMAGE, make_llava, save_to_swap
 
 
 if not hasattr(fake_tensor, "FakeTensorDeviceMismatchError"):
@@ -154,10 +154,8 @@ def test_a_teacher_that_is_known(run, teacher, student, tmp_path):
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
     """A folder with a LLaVA and one with a tower for it."""
-    folder, model = tmp_path_factory.mktemp("llava"), make_llava()
-    for part in (model, make_processor(model)):
-        part.save_pretrained(folder / "llava")
-    make_tower(model).save_pretrained(folder / "tower")
+    folder = tmp_path_factory.mktemp("llava")
+    save_to_swap(folder, make_llava())
     return folder
 
 
