@@ -106,7 +106,7 @@ def fails(*arguments, capsys) -> str:
 
 
 def evaluated(folder, path, *more, capsys) -> dict:
-    """What the command writes."""
+    """The results that the command writes."""
     output = path.parent / "results.json"
     code, _, error = run(
         *("classification", "--model", folder, "--dataset", path, "--output", output, *more), capsys=capsys

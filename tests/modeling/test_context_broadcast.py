@@ -183,6 +183,9 @@ class TestDefinition:
         torch.manual_seed(0)
         module, x = ContextBroadcast(kind, 4, scale_init=0.5, blend=True), torch.randn(2, 6, 4)
         assert torch.equal(module(x), x)
+        nn.init.constant_(module.blend, 9)
+        module.reset_parameters()
+        assert torch.equal(module(x), x)
         module(x).square().sum().backward()
         assert module.blend.grad.abs() > 0.1
         if kind == "cb_s":

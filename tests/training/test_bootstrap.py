@@ -495,7 +495,7 @@ def test_maps_are_aligned(teacher, tmp_path):
 
 
 def test_maps_are_cached_in_half_precision(teacher, tmp_path):
-    """What is in the cache trains as what is put into it; the teacher is asked once."""
+    """Maps from the cache train as those that are put into it; the teacher is asked once."""
     cache, losses = ("--teacher-cache", str(tmp_path / "cache")), {}
     for name, options in {"without": (), "first": cache, "second": cache}.items():
         losses[name] = inherited(teacher, tmp_path / name, *MAPS, *options)["epochs"][-1]["train_loss"]

@@ -148,6 +148,7 @@ def student_of(tmp_path_factory, photographs) -> Callable[[str], tuple[Path, dic
             trainer = bootstrap.make_trainer(bootstrap.parse(argv), argv)
             batch = next(trainer.loader.epoch(0))
             said = trainer.evaluate() | {"loss": trainer.compute_loss(trainer.model, batch)}
+            said["teacher_format"] = trainer.teacher_format
             said["loss"].backward()
             trainer.student.save_pretrained(folder)
             students[kind] = folder, said
@@ -183,6 +184,8 @@ def test_a_folder_is_a_teacher(kind, student_of, photographs):
     expected = AutoImageProcessor.from_pretrained(folder)(image, return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(pixels, expected, rtol=0, atol=1e-5)
     assert student_format.size == ((24, 32) if kind == "vit-rectangle" else anatomy.image_size)
+    for field in ("resize", "mean", "std", "resample"):
+        assert getattr(student_format, field) == getattr(said["teacher_format"], field), field
 
 
 def test_students_predict_where_frugalvit_is_not_installed(student_of, tmp_path):
