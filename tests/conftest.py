@@ -184,16 +184,15 @@ def write_parquet(tmp_path):
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
     """The hub's cache, with a model whose branch main has 3 classes and whose tag v1 has 2."""
-    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+    from transformers import ViTImageProcessor
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    from tiny import make_vit
+
     commits = {"main": "0" * 40, "v1": "1" * 40}
     repository = tmp_path / "models--someone--model"
     for count, (name, commit) in zip((3, 2), commits.items(), strict=True):
         folder = repository / "snapshots" / commit
-        ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, num_labels=count, **sizes)).save_pretrained(
-            folder
-        )
+        make_vit(num_labels=count).save_pretrained(folder)
         ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1 * count] * 3).save_pretrained(folder)
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / name).write_text(commit)

@@ -8,7 +8,6 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit.cli import main
 from frugalvit.common.data import load_images
@@ -19,6 +18,7 @@ from frugalvit.training.options.train import LearningArguments, ModelArguments
 from frugalvit.training.segment import MaskedImageArguments, SegmenterArguments
 from frugalvit.training.segment import build_model as build_segmenter
 from odd_commands import MODEL_CHANGES
+from tiny import save_vit
 
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -35,9 +35,7 @@ LOADERS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **SIZES)).save_pretrained(tmp_path / "model")
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return save_vit(tmp_path / "model", patch_size=16, **SIZES)
 
 
 def test_weights_that_may_not_be_read_are_not_said_to_be_missing(folder, monkeypatch):

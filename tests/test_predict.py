@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from drawn import noise
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
@@ -24,6 +23,7 @@ from frugalvit.common.decoding import decode_image
 from frugalvit.common.image_files import find_images, read_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.predict import draw_predictions, predict
+from tiny import save_vit
 
 
 torch.set_num_threads(1)
@@ -62,15 +62,8 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def vit_folder(tmp_path_factory):
-    torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
-    )
-    config.id2label, config.label2id = SIZES["id2label"], SIZES["label2id"]
-    folder = tmp_path_factory.mktemp("models") / "vit"
-    ViTForImageClassification(config).save_pretrained(folder)
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
-    return folder
+    names = {name: SIZES[name] for name in ("id2label", "label2id")}
+    return save_vit(tmp_path_factory.mktemp("models") / "vit", **names)
 
 
 @pytest.fixture

@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
     ViTImageProcessor,
 )
 
@@ -30,6 +28,7 @@ from frugalvit.common.metrics import TopKAccuracy
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.evaluation.imagenet import match_labels
 from frugalvit.evaluation.robustness import occlude_center
+from tiny import make_vit
 
 
 torch.set_num_threads(1)
@@ -39,10 +38,8 @@ COUNT = 23
 
 
 def random_vit(folder: Path, labels: list[str]) -> Path:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
-    model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **sizes, **names))
+    model = make_vit(**names)
     torch.nn.init.normal_(model.classifier.weight)
     model.save_pretrained(folder)
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Tiny CLIPs, LLaVAs and PaliGemmas: weights that say something, and a tokenizer of a few words."""
+"""Tiny ViTs, CLIPs, LLaVAs and PaliGemmas: weights that say something, and a tokenizer of a few words."""
 
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from transformers import (
     PreTrainedTokenizerFast,
     SiglipImageProcessor,
     SiglipVisionConfig,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
 )
 
 from frugalvit import SparseFormerVisionModel
@@ -46,6 +49,23 @@ def word_tokenizer(words: list[str], **options) -> PreTrainedTokenizerFast:
         tokenizer.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
         options |= {"bos_token": "[BOS]", "eos_token": "[EOS]"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", **options)
+
+
+# Of a ViT.
+VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def make_vit(**fields) -> ViTForImageClassification:
+    """The weights are the same each time."""
+    torch.manual_seed(0)
+    return ViTForImageClassification(ViTConfig(**VIT | {"intermediate_size": 64} | fields)).eval()
+
+
+def save_vit(folder: Path, **fields) -> Path:
+    """Write a ViT and its image processor."""
+    make_vit(**fields).save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
 
 
 # Of a LLaVA.

@@ -6,11 +6,12 @@ import shutil
 import datasets
 import pytest
 import torch
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+from transformers import ViTImageProcessor
 
 from frugalvit.common import contender
 from frugalvit.common.macs import macs_of
 from frugalvit.training import train
+from tiny import make_vit
 
 
 TINY_VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
@@ -57,11 +58,8 @@ def class_names():
 def teacher(class_names, tmp_path_factory):
     """A folder with an untrained ViT of 3 blocks."""
     folder = tmp_path_factory.mktemp("teacher")
-    torch.manual_seed(0)
     labels = {"id2label": dict(enumerate(class_names)), "label2id": {name: i for i, name in enumerate(class_names)}}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
-    model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, layer_norm_eps=1e-6, **sizes, **labels))
-    model.save_pretrained(folder)
+    make_vit(num_hidden_layers=3, layer_norm_eps=1e-6, **labels).save_pretrained(folder)
     ViTImageProcessor(size={"height": 32, "width": 32}, image_std=[0.25] * 3).save_pretrained(folder)
     return folder
 

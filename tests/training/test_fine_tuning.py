@@ -18,8 +18,6 @@ from transformers import (
     BitImageProcessor,
     Dinov2Config,
     Dinov2Model,
-    ViTConfig,
-    ViTForImageClassification,
     ViTImageProcessor,
 )
 
@@ -28,6 +26,7 @@ from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.context_broadcast import has_context_broadcast
 from frugalvit.training import bootstrap, trainer
+from tiny import save_vit
 
 
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2}
@@ -54,19 +53,7 @@ def timm_vit(tmp_path) -> ViT:
 @pytest.fixture
 def transformers_vit(tmp_path) -> ViT:
     def save(name="transformers", **options) -> Path:
-        torch.manual_seed(0)
-        config = ViTConfig(
-            image_size=32,
-            patch_size=8,
-            hidden_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            intermediate_size=64,
-            **({"num_labels": 5} | options),
-        )
-        ViTForImageClassification(config).save_pretrained(tmp_path / name)
-        ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / name)
-        return tmp_path / name
+        return save_vit(tmp_path / name, **{"num_hidden_layers": 3, "num_labels": 5} | options)
 
     return save
 

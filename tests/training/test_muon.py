@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import ViTConfig, ViTForImageClassification
 
 from frugalvit.training.components.muon import Muon, orthogonalize, split_matrices
 from frugalvit.training.components.optimizers import parameter_groups
+from tiny import make_vit
 
 
 @settings(deadline=None, max_examples=30)
@@ -69,8 +69,7 @@ def test_saved_state_goes_on_to_the_same_weights(tmp_path):
 
 
 def test_muon_takes_the_matrices_of_the_blocks():
-    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **small))
+    model = make_vit()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     split = split_matrices(model, *parameter_groups(model, 0.05))
     taken = {names[id(p)] for group in split if group.get("matrices") for p in group["params"]}

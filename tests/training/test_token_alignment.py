@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
-from transformers import ViTConfig, ViTForImageClassification
 
 from frugalvit import SparseFormerForImageClassification
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training.components.token_alignment import TokenAlignment, distance_from_largest
+from tiny import make_vit
 
 
 SMALL = {
@@ -22,8 +22,7 @@ SMALL = {
 
 
 def transformers_vit(image_size):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
-    return ViTForImageClassification(ViTConfig(image_size=image_size, patch_size=8, num_labels=5, **sizes))
+    return make_vit(image_size=image_size, num_hidden_layers=3, num_labels=5)
 
 
 def timm_vit(image_size):
@@ -112,11 +111,8 @@ def test_a_layer_as_it_is():
 
 def test_a_student_deeper_than_its_teacher():
     student, _ = make_pair(transformers_vit, truncate=0)
-    shallow = ViTForImageClassification(
-        ViTConfig(image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
-    )
     with pytest.raises(ValueError, match="student has 3 blocks and the teacher 2; .* Leave --token-loss-weight at 0"):
-        TokenAlignment(student, read_anatomy(shallow))
+        TokenAlignment(student, read_anatomy(make_vit(num_hidden_layers=2)))
 
 
 def test_rois_that_are_no_numbers_hold_nothing():

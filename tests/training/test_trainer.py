@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import ViTConfig, ViTForImageClassification
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.decoding import CorruptImageError
@@ -26,6 +25,7 @@ from frugalvit.training.components.checkpoints import CHECKSUMS, Checkpoints, ch
 from frugalvit.training.components.loaders import TrainingLoader
 from frugalvit.training.components.optimizers import parameter_groups
 from frugalvit.training.trainer import read_losses
+from tiny import make_vit
 
 
 TIMES = {"images_per_second", "seconds"}
@@ -583,8 +583,7 @@ def decayed_names(model):
 
 
 def test_what_decays():
-    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    decayed, kept = decayed_names(ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **small)))
+    decayed, kept = decayed_names(make_vit())
     assert {name.rsplit(".", 1)[1] for name in decayed} == {"weight"} and "classifier.weight" in decayed
     assert {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"} <= kept
     assert not any("norm" in name or name.endswith("bias") for name in decayed)
