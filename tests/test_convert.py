@@ -149,10 +149,10 @@ class TestInference:
         bootstrapped["layers.0.stage_embedding.weight"] = torch.randn(3, 64)
         assert config_from_showlab(bootstrapped).num_focusing_iterations == 3
         assert config_from_showlab(bootstrapped, iterations=3).num_focusing_iterations == 3
-        with pytest.raises(ValueError, match="4 iterations were asked for, .* stage embeddings for 3"):
+        with pytest.raises(ValueError, match="4 iterations .* stage embeddings for 3"):
             config_from_showlab(bootstrapped, iterations=4)
         del bootstrapped["layers.0.stage_embedding.weight"]
-        with pytest.raises(ValueError, match="executed once, it has no stage embedding: give 1 as the iterations"):
+        with pytest.raises(ValueError, match="it has no stage embedding: give 1"):
             config_from_showlab(bootstrapped)
         assert config_from_showlab(bootstrapped, iterations=1).num_focusing_iterations == 1
 
@@ -449,7 +449,7 @@ class TestRefusals:
         with pytest.raises(SystemExit):
             run(FIXTURES["v1"], tmp_path / "out", "--variant", "v2")
         assert "invalid choice: 'v2'" in capsys.readouterr().err
-        with pytest.raises(ValueError, match="no variant 'v2'; expected one of v1, bootstrapped, bootstrapped-clip"):
+        with pytest.raises(ValueError, match="'v2'; expected one of v1, bootstrapped"):
             config_from_showlab(checkpoint_of("v1"), "v2")
 
     def test_three_image_sizes(self, tmp_path, capsys):

@@ -192,7 +192,7 @@ def test_words_and_files_are_told_apart(query, tmp_path, monkeypatch):
         (tmp_path / name).write_text("no image")
     monkeypatch.chdir(tmp_path)
     if query in MISSING:
-        with pytest.raises(FileNotFoundError, match="There is no file .*; give an image that is there, or words"):
+        with pytest.raises(FileNotFoundError, match="There is no file .*; give an image"):
             image_called(query)
     else:
         assert image_called(query) == (Path(query) if query in FILES else None)

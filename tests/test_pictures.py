@@ -287,7 +287,7 @@ class TestSegmentation:
         np.testing.assert_allclose(colors[:, 3:], np.broadcast_to(expected[2], (4, 3, 3)))
 
     def test_numbers_that_do_not_fit(self):
-        with pytest.raises(ValueError, match="Got masks of 1 images, expected those of the 2 images given"):
+        with pytest.raises(ValueError, match="masks of 1 images, .* the 2 images"):
             self.draw(masks=[torch.zeros(16, 24)])
         with pytest.raises(ValueError, match="Got no images"):
             self.draw(images=[])

@@ -67,7 +67,7 @@ def test_parquet_that_datasets_did_not_write(write_parquet, tmp_path):
     assert class_names(images) == ["0", "1"] and images["label"][:3] == [0, 1, 0] and value(images, 3) == 3
     assert class_names(load_images(str(tmp_path / "plain.parquet"), class_names=["a", "b", "c"])) == ["a", "b", "c"]
     assert class_names(load_images(str(tmp_path / "plain.parquet"), label_column="size")) == list("012345")
-    with pytest.raises(ValueError, match="1 --class-names do not fit the labels, which go up to 1"):
+    with pytest.raises(ValueError, match="1 --class-names .* up to 1"):
         load_images(str(tmp_path / "plain.parquet"), class_names=["a"])
 
 
@@ -124,7 +124,7 @@ def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):
 
 def test_training_and_evaluation_must_agree_on_classes(write_parquet):
     train, test = write_parquet("a.parquet"), write_parquet("b.parquet", names=("odd", "even"))
-    with pytest.raises(ValueError, match=r"classes even, odd \(2\), the evaluation images odd, even \(2\)"):
+    with pytest.raises(ValueError, match=r"even, odd \(2\), .* odd, even \(2\)"):
         load_splits(DataArguments(dataset=[train], eval_dataset=[test]))
     images, *_ = load_splits(DataArguments(dataset=[train], eval_dataset=[test], class_names=["a", "b"]))
     assert class_names(images) == ["a", "b"]

@@ -201,7 +201,7 @@ def test_the_same_share_of_each_class_is_held_back(write_parquet):
     many = datasets.Dataset.from_dict({"number": range(60_000)})
     assert [len(part) for part in hold_back(many)] == [55_000, 5_000]
     for few in (many.select([0]), images.select([0, 500, 999])):
-        with pytest.raises(ValueError, match="too few to hold some back .* --eval-split none"):
+        with pytest.raises(ValueError, match="too few .* --eval-split none"):
             hold_back(few)
 
 
@@ -278,7 +278,7 @@ def test_labels_that_are_texts(tmp_path):
     images = load_images(str(tmp_path), label_column="kind")
     assert class_names(images) == ["x", "y"] and images["label"][:] == [0, 1, 0, 1]
     assert load_images(str(tmp_path), class_names=["c", "b", "a"])["label"][:] == [1, 2, 0, 2]
-    with pytest.raises(ValueError, match=r"The labels c \(1\) are none of the classes a, b \(2\)"):
+    with pytest.raises(ValueError, match=r"c \(1\) .* a, b \(2\)"):
         load_images(str(tmp_path), class_names=["a", "b"])
 
 
@@ -299,7 +299,7 @@ def test_masks_are_held_back_or_found(tmp_path):
 
 
 def test_nothing_is_held_back_from_a_stream(write_parquet):
-    with pytest.raises(ValueError, match=r"nothing can be held back from a stream. Give --eval-split \(of train\)"):
+    with pytest.raises(ValueError, match=r"from a stream. Give --eval-split \(of train\)"):
         load_splits(DataArguments(dataset=[write_parquet()], streaming=True, steps_per_epoch=1))
 
 

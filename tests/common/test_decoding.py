@@ -79,7 +79,7 @@ def test_too_many_pixels_are_known_before_they_are_decoded(monkeypatch):
     buffer = io.BytesIO()
     Image.new("1", (600, 500)).save(buffer, "PNG")
     monkeypatch.setattr(Image.Image, "convert", lambda *_: 1 / 0)
-    with pytest.raises(ValueError, match="600 x 500 pixels, expected at most 0.2 million"):
+    with pytest.raises(ValueError, match="600 x 500 pixels, .* 0.2 million"):
         read_image(buffer, max_pixels=200_000)
 
 

@@ -40,7 +40,7 @@ def test_revisions_that_are_none(cached, tmp_path):
     for load in (load_image_classifier, load_two_towers):
         with pytest.raises(ValueError, match="^Cannot load 'someone/model@v2' as an? "):
             load("someone/model@v2")
-        with pytest.raises(ValueError, match="'someone/model@' names no revision; expected owner/name@revision"):
+        with pytest.raises(ValueError, match="'someone/model@' .* owner/name@revision"):
             load("someone/model@")
     # A folder may have any name.
     shutil.copytree(tmp_path / "models--someone--model" / "snapshots" / COMMITS["v1"], tmp_path / "mine@home")
@@ -194,7 +194,7 @@ def test_incomplete_timm_folders_are_refused(tmp_path):
 
 def test_a_folder_that_does_not_say_how_images_are_prepared(tmp_path):
     make(transformers.ViTModel).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="without a preprocessor_config.json it does not say how its images are"):
+    with pytest.raises(ValueError, match="without a preprocessor_config.json"):
         load_vision_model(tmp_path, "cpu")
     (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(ValueError, match="^Cannot load .* as a vision transformer: "):

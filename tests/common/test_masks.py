@@ -114,7 +114,7 @@ def test_masks_lie_as_their_images_do(orientation, tmp_path):
     for pixels in (MASK, np.ascontiguousarray(expected)):
         mask = encoded(tmp_path, pixels, "mask.png")
         if orientation in (2, 3, 4):
-            with pytest.raises(MaskError, match=rf"EXIF orientation {orientation}.* Write both as they are"):
+            with pytest.raises(MaskError, match=rf"EXIF orientation {orientation}"):
                 read(mask, 0, *keys)
         else:
             assert np.array_equal(read(mask, 0, *keys), expected)
@@ -182,7 +182,7 @@ class TestData:
             columns["other"] = columns["annotation"]
 
         path = write_scenes(tmp_path / "three.parquet", change=three)
-        with pytest.raises(ValueError, match="image, annotation, other; expected one of images and one of masks"):
+        with pytest.raises(ValueError, match="image, annotation, other; expected one"):
             load_masked_images(path, "train")
         assert len(load_masked_images(path, "train", mask_column="other")) == 12
         with pytest.raises(ValueError, match="has no column 'mask' of images; it has"):
@@ -198,7 +198,7 @@ class TestData:
         assert MaskReader(2, ignored_labels=[2])(mask, 0, (4, 1)).tolist() == [[0, 1, 255, 255]]
         binary = {"bytes": encode(np.array([[True, False]])), "path": None}
         assert MaskReader(2)(binary, 0, (2, 1)).tolist() == [[1, 0]]
-        with pytest.raises(ValueError, match=r"do not count are \[300\], expected numbers from 0 to 255"):
+        with pytest.raises(ValueError, match=r"are \[300\], .* 0 to 255"):
             MaskReader(2, ignored_labels=[300])
         assert MaskReader(2, reduce_labels=True)(mask, 0, (4, 1)).tolist() == [[255, 0, 1, 255]]
 

@@ -35,7 +35,7 @@ def test_scores_that_are_not_finite_are_no_scores(value, check):
     scores = np.zeros((4, 3), dtype=np.float32)
     check(scores)
     scores[1, 2] = scores[3] = value
-    with pytest.raises(ValueError, match="The model's scores of 2 in a batch of 4 are not finite"):
+    with pytest.raises(ValueError, match="2 in a batch of 4 are not finite"):
         check(scores)
 
 
@@ -109,5 +109,5 @@ class TestSegmentation:
             SegmentationScores(2).add_batch(predictions=predictions, references=references)
 
     def test_shapes_that_differ(self):
-        with pytest.raises(ValueError, match=r"predictions of shape \(2, 3\) for references of \(3, 2\)"):
+        with pytest.raises(ValueError, match=r"\(2, 3\) for references of \(3, 2\)"):
             SegmentationScores(2).add_batch(predictions=np.zeros((2, 3)), references=np.zeros((3, 2)))

@@ -139,7 +139,7 @@ def test_vision_classes_load_from_a_whole_model(name, whole, folder, model, visi
         model = randomize(frugalvit.SparseFormerSiglipModel(config))
         model.save_pretrained(folder := tmp_path / "siglip")
     if projects and whole == "siglip":
-        with pytest.raises(ValueError, match="`projection_dim` of the configuration is None"):
+        with pytest.raises(ValueError, match="`projection_dim` .* is None"):
             getattr(frugalvit, name).from_pretrained(folder)
         return
     loaded, info = getattr(frugalvit, name).from_pretrained(folder, output_loading_info=True)
@@ -199,7 +199,7 @@ def test_a_new_model_starts_as_both_sides_do():
 
 
 def test_parts_that_do_not_fit_are_refused(clip, vision_model):
-    with pytest.raises(ValueError, match="Got a CLIPVisionModel as CLIP, expected a CLIPModel"):
+    with pytest.raises(ValueError, match="Got a CLIPVisionModel as CLIP"):
         SparseFormerCLIPModel.from_clip(clip.vision_model, vision_model)
     with pytest.raises(ValueError, match="expected a SparseFormerVisionModelWithProjection"):
         SparseFormerCLIPModel.from_clip(clip, vision_model.base_model)
@@ -325,7 +325,7 @@ def test_text_sides_that_transformers_has_not_are_refused(name):
 
 
 def test_visual_towers_of_other_kinds_are_refused(vision_model):
-    with pytest.raises(ValueError, match="visual tower is a VisionTransformer, expected an OpenClipVisual"):
+    with pytest.raises(ValueError, match="is a VisionTransformer, expected an OpenClipVisual"):
         from_open_clip(open_clip_model())
     with pytest.raises(ValueError, match="expected a SparseFormerVisionModelWithProjection"):
         OpenClipVisual(vision_model.base_model)

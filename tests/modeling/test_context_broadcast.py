@@ -471,13 +471,13 @@ class TestPlaces:
             remove_context_broadcast(model)
 
     def test_models_without_known_blocks(self):
-        with pytest.raises(ValueError, match="ResNet has no blocks that are known here .* by `pattern`"):
+        with pytest.raises(ValueError, match="ResNet has no blocks .* by `pattern`"):
             insert_context_broadcast(timm.create_model("resnet10t"))
 
     @pytest.mark.parametrize("name", ["cait_xxs24_224", "convit_tiny", "xcit_nano_12_p16_224"])
     def test_no_gate_where_the_class_token_comes_later(self, name):
         model = timm.create_model(name)
-        with pytest.raises(ValueError, match="needs a class token in front of the tokens of every block"):
+        with pytest.raises(ValueError, match="needs a class token"):
             insert_context_broadcast(model, "cb_gate")
         insert_context_broadcast(model, "cb")
         text = transformers.CLIPTextModel(transformers.CLIPTextConfig(**TEXT))

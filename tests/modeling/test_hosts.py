@@ -248,7 +248,7 @@ class TestResolutions:
     def test_what_is_read_wrongly_is_found(self):
         anatomy = read_anatomy(KINDS["dinov2-registers"].make())
         anatomy.front.reverse()
-        with pytest.raises(ValueError, match=r"Cannot try Dinov2.*: its tokens before the first block are something"):
+        with pytest.raises(ValueError, match="Cannot try Dinov2.*: its tokens before the first block"):
             anatomy.check_tokens("try")
         anatomy.check()
 
@@ -333,7 +333,7 @@ class TestInheritedStarts:
 
     def test_what_cannot_be_inherited_is_refused(self):
         anatomy = read_anatomy(KINDS["timm-mobileclip-b"].make())
-        with pytest.raises(ValueError, match="Cannot inherit the patch embedding of VisionTransformer"):
+        with pytest.raises(ValueError, match="Cannot inherit the patch embedding"):
             student_class(anatomy).from_teacher(anatomy, 4, focusing="inherited")
         # Its blocks can be.
         make_student(anatomy)

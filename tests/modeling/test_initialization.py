@@ -473,7 +473,7 @@ def test_attention_that_is_more_than_products_of_queries_and_keys_is_refused(bro
     else:
         read_anatomy(model).check()
     before = {name: p.clone() for name, p in model.named_parameters()}
-    with pytest.raises(ValueError, match="its block 0 attends otherwise than by the products of its queries and keys"):
+    with pytest.raises(ValueError, match="its block 0 attends otherwise"):
         impulse_init_(model)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
@@ -489,7 +489,7 @@ def test_models_without_such_attention_are_refused():
     for model in (timm.create_model("resnet10t"), swin, timm_vit(qk_norm=True), timm_vit(pos_embed="none")):
         with pytest.raises(ValueError, match=f"Cannot initialize {type(model).__name__}: it"):
             impulse_init_(model)
-    with pytest.raises(ValueError, match="`initialization` is 'xavier', expected one of 'impulse'"):
+    with pytest.raises(ValueError, match="'xavier', expected one of 'impulse'"):
         initialize_attention_(vit(), "xavier")
 
 
@@ -534,5 +534,5 @@ def test_fixed_positions_are_computed_anew_for_another_size(tmp_path):
 def test_positions_that_cannot_be_resized_are_refused():
     with pytest.raises(ValueError, match=r"30 pixels do not divide into patches of \(4, 4\)"):
         resize_positions_(vit(), 30)
-    with pytest.raises(ValueError, match="positions of ResNet; expected a Transformers ViT or DeiT"):
+    with pytest.raises(ValueError, match="positions of ResNet"):
         resize_positions_(timm.create_model("resnet10t"), 32)

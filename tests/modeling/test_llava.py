@@ -303,29 +303,29 @@ def test_tokens_that_are_set_are_saved(tmp_path):
     assert count_image_tokens(LlavaProcessor.from_pretrained(tmp_path)(**prompt)) == 4
     model.set_num_tokens(None)
     assert model.config.image_seq_length == 9
-    with pytest.raises(ValueError, match=r"have 4 image tokens \(id 10\), the model makes 9 .* `matching_processor"):
+    with pytest.raises(ValueError, match=r"have 4 .* \(id 10\), .* makes 9 .* `matching_processor"):
         model(**processor(**prompt))
-    with pytest.raises(ValueError, match=r"inserts 4 tokens .* makes 9 of it. `matching_processor`"):
+    with pytest.raises(ValueError, match="inserts 4 .* makes 9 .* `matching_processor`"):
         check_image_tokens(processor, model)
 
 
 def test_numbers_of_tokens_that_do_not_fit_are_refused():
     model, processor = elastic()
     prompt = {"images": [noise(), noise()], "text": "<image> and <image> ?", "return_tensors": "pt"}
-    with pytest.raises(ValueError, match="`num_image_tokens` is 10, expected 1 to 9, .* `matching_processor`"):
+    with pytest.raises(ValueError, match="is 10, expected 1 to 9, .* `matching_processor`"):
         processor(**prompt, num_image_tokens=10)
-    with pytest.raises(ValueError, match="`num_image_tokens` has 1 numbers, expected one for each of the 2 images"):
+    with pytest.raises(ValueError, match="has 1 numbers, .* each of the 2 images"):
         processor(**prompt, num_image_tokens=[4])
     plain = make_processor(model)
     unmatched = SparseFormerLlavaProcessor(plain.image_processor, plain.tokenizer, patch_size=4)
     with pytest.raises(ValueError, match="was made for no model; `matching_processor"):
         unmatched(**prompt, num_image_tokens=4)
     inputs = processor(**prompt, num_image_tokens=[4, 6])
-    with pytest.raises(ValueError, match="`num_image_tokens` has 1 numbers, expected one for each of the 2 images"):
+    with pytest.raises(ValueError, match="has 1 numbers, .* each of the 2 images"):
         model(**{**inputs, "num_image_tokens": torch.tensor([4])})
     # Not passed on.
     inputs.pop("num_image_tokens")
-    with pytest.raises(ValueError, match="have 10 image tokens .* makes 18 .* pass on to the model what it returns"):
+    with pytest.raises(ValueError, match="have 10 .* makes 18 .* pass on"):
         model.generate(**inputs, max_new_tokens=1)
 
 

@@ -77,9 +77,9 @@ def test_the_processor_inserts_as_many_tokens_as_the_tower_gives(swapped, tmp_pa
     assert type(again) is PaliGemmaProcessor
     assert torch.equal(model(**ask(again)).logits, logits)
     model.set_num_tokens(4)
-    with pytest.raises(ValueError, match=r"inserts 7 tokens .* makes 4 of it. `matching_processor`"):
+    with pytest.raises(ValueError, match="inserts 7 .* makes 4 .* `matching_processor`"):
         check_image_tokens(processor, model)
-    with pytest.raises(ValueError, match=rf"have 7 image tokens \(id {IMAGE}\), the model makes 4 .* `matching_proc"):
+    with pytest.raises(ValueError, match=rf"have 7 .* \(id {IMAGE}\), .* makes 4 .* `matching_proc"):
         model(**inputs)
     inputs = ask(matching_processor(processor, model))
     assert int((inputs["input_ids"] == IMAGE).sum()) == 4 == model.config.text_config.num_image_tokens
@@ -124,16 +124,16 @@ def test_another_tower_can_take_the_place_of_a_sparseformer(swapped, paligemma):
 def test_configurations():
     config = SparseFormerPaliGemmaConfig()
     assert config.image_seq_length == 64 and config.vision_config.projection_dim == config.projection_dim
-    with pytest.raises(Exception, match="`vision_config` is a SiglipVisionConfig, expected a SparseFormerConfig"):
+    with pytest.raises(Exception, match="is a SiglipVisionConfig, expected a SparseFormerConfig"):
         SparseFormerPaliGemmaConfig(vision_config=make_paligemma().config.vision_config)
 
 
 def test_what_does_not_fit_is_refused(paligemma):
-    with pytest.raises(ValueError, match="Got a Gemma2Model, expected a LlavaFor.* or PaliGemmaForConditionalGen"):
+    with pytest.raises(ValueError, match="Got a Gemma2Model, expected a LlavaFor.* or PaliGemma"):
         swap_vision_tower(paligemma.model.language_model, make_tower(paligemma))
     narrow = make_tower(make_llava())
     narrow.config.hidden_size = 32
-    with pytest.raises(ValueError, match="takes 64 channels, the vision model gives 32 .*bootstrap it from the tower"):
+    with pytest.raises(ValueError, match="takes 64 channels, .* gives 32 .*bootstrap it"):
         swap_vision_tower(paligemma, narrow)
 
 

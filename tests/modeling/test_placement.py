@@ -161,7 +161,7 @@ def test_counts_are_rounded_down_to_trees():
     for asked, tokens in ((None, 10), (4, 4), (6, 4), (15, 13)):
         outputs = model(image(), num_tokens=asked, output_rois=True)
         assert outputs.last_hidden_state.shape[1] == tokens == outputs.rois[-1].shape[1]
-    with pytest.raises(ValueError, match=r"3 tokens are fewer than the 4 cells of the coarsest grid, 2 x 2"):
+    with pytest.raises(ValueError, match="3 tokens are fewer than the 4 cells"):
         model(image(), num_tokens=3)
     with pytest.raises(ValueError, match=r"`num_tokens` is 19, expected 1 to 16"):
         model(image(), num_tokens=20)

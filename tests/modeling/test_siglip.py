@@ -251,20 +251,20 @@ def test_the_default_configuration_is_a_base_model():
 
 def test_parts_that_do_not_fit_are_refused(vision_model):
     siglip = make_siglip()
-    with pytest.raises(ValueError, match="Got a SiglipVisionModel as CLIP, expected a CLIPModel or SiglipModel"):
+    with pytest.raises(ValueError, match="Got a SiglipVisionModel as CLIP"):
         SparseFormerCLIPModel.from_clip(siglip.vision_model, vision_model)
     clip = CLIPModel(CLIPConfig(text_config=TEXT, vision_config=VISION))
-    with pytest.raises(ValueError, match="Got a CLIPModel as SigLIP, expected a SiglipModel or Siglip2Model"):
+    with pytest.raises(ValueError, match="Got a CLIPModel as SigLIP"):
         SparseFormerSiglipModel.from_siglip(clip, vision_model)
-    with pytest.raises(ValueError, match="Got a CustomTextCLIP as SigLIP, .* converted by `from_open_clip`"):
+    with pytest.raises(ValueError, match="Got a CustomTextCLIP as SigLIP, .* `from_open_clip`"):
         SparseFormerCLIPModel.from_clip(open_clip_siglip(), vision_model)
     fields = vision_model.config.to_dict()
     projected = SparseFormerVisionModelWithProjection(frugalvit.SparseFormerConfig(**fields | {"projection_dim": 64}))
     for wrong in (siglip.vision_model, projected):
-        with pytest.raises(ValueError, match=f"Got a {type(wrong).__name__} as vision model, expected a Sparse"):
+        with pytest.raises(ValueError, match=f"Got a {type(wrong).__name__} as vision model"):
             SparseFormerCLIPModel.from_clip(siglip, wrong)
     narrow = SparseFormerVisionModel(frugalvit.SparseFormerConfig(**fields | {"hidden_size": 32}))
-    with pytest.raises(ValueError, match="gives 32 channels, the text side of the SigLIP 64"):
+    with pytest.raises(ValueError, match="gives 32 channels, .* 64"):
         SparseFormerCLIPModel.from_clip(siglip, narrow)
 
 
@@ -396,7 +396,7 @@ def test_text_sides_that_transformers_has_not_are_refused(name, vision_model):
 def test_a_text_side_that_leaves_out_padding_is_refused(vision_model):
     clip = swapped(open_clip_siglip(), vision_model)
     clip.text.use_pad_mask = True
-    with pytest.raises(ValueError, match="its attention leaves out padding, that of SigLIP does not"):
+    with pytest.raises(ValueError, match="its attention leaves out padding"):
         from_open_clip(clip)
 
 

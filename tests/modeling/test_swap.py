@@ -42,16 +42,16 @@ def test_the_tower_takes_the_old_ones_precision():
 def test_what_does_not_fit_is_refused():
     llava = make_llava()
     tower = make_tower(llava)
-    with pytest.raises(ValueError, match="Got a LlamaModel, expected a LlavaForConditionalGeneration"):
+    with pytest.raises(ValueError, match="Got a LlamaModel, expected a Llava"):
         swap_vision_tower(llava.model.language_model, tower)
-    with pytest.raises(ValueError, match="`image_grid` is 4, but a LlavaFor.* any number; `set_num_tokens` chooses"):
+    with pytest.raises(ValueError, match="`image_grid` is 4, .* `set_num_tokens`"):
         swap_vision_tower(llava, tower, image_grid=4)
     with pytest.raises(ValueError, match="Got a CLIPVisionModel as vision model"):
         swap_vision_tower(llava, llava.model.vision_tower)
     wide = frugalvit.SparseFormerVisionModel(
         frugalvit.SparseFormerConfig(num_latent_tokens=4, hidden_size=128, num_hidden_layers=2)
     )
-    with pytest.raises(ValueError, match=r"takes 64 channels, the vision model gives 128 \(1 x 128\)"):
+    with pytest.raises(ValueError, match=r"takes 64 channels, .* 128 \(1 x 128\)"):
         swap_vision_tower(llava, wide)
     with pytest.raises(Exception, match="this SparseFormer has none; choose"):
         swap_vision_tower(llava, make_tower(llava, use_cls_token=False, pooling="mean"))
@@ -130,7 +130,7 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
     sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_register_tokens": 2}
     dinov2 = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(image_size=32, patch_size=4, mlp_ratio=2, **sizes))
     tower = SparseFormerVisionModel.from_teacher(dinov2.eval(), 7, **SMALL)
-    with pytest.raises(ValueError, match="takes 64 channels, the vision model gives 48 .* frugalvit align-llava"):
+    with pytest.raises(ValueError, match="takes 64 channels, .* 48 .* frugalvit align-llava"):
         swap_vision_tower(llava, tower)
     model = swap_vision_tower(llava, tower, new_first_layer=True)
     projector, old = model.model.multi_modal_projector, llava.model.multi_modal_projector
@@ -187,7 +187,7 @@ def test_channels_are_matched(make):
 
 def test_a_projector_without_biases_cannot_match_means():
     llava = make_llava(multimodal_projector_bias=False)
-    with pytest.raises(ValueError, match="The projector has no bias to put the channels' means into"):
+    with pytest.raises(ValueError, match="The projector has no bias"):
         match_channels_(swap_vision_tower(llava, make_tower(llava)), llava, [])
 
 
@@ -260,5 +260,5 @@ def test_channels_of_an_offloaded_projector_are_not_matched(tmp_path):
         tmp_path / "llava", device_map={"": "disk"}, offload_folder=tmp_path / "offload"
     )
     batches = [(torch.randn(1, 3, 32, 32), torch.randn(1, 3, 32, 32))]
-    with pytest.raises(ValueError, match="The projector is offloaded, but is to change; choose a `device_map`"):
+    with pytest.raises(ValueError, match="The projector is offloaded, .* `device_map`"):
         match_channels_(swap_vision_tower(llava, make_tower(make_llava())), llava, batches)

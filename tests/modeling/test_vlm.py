@@ -157,7 +157,7 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
     torch.testing.assert_close(model(**inputs).logits, swapped(vlm, 4)(**inputs).logits)
     assert main(["info", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["tokens"] == 7 + model.config.tower_config.num_prefix_tokens
-    with pytest.raises(ValueError, match="Export the SparseFormer that was swapped into it"):
+    with pytest.raises(ValueError, match="Export the SparseFormer"):
         parts_of(model)
 
 
@@ -187,27 +187,27 @@ def test_layers_are_counted_from_the_end_of_the_tower():
 def test_what_does_not_fit_is_refused(tmp_path):
     vlm = VLMS["Gemma 3"]
     tower, model = vlm.make_tower(), swapped(vlm)
-    with pytest.raises(ValueError, match=r"`image_grid` is 3, .* of 32 pixels that this Gemma3.* takes: 2, 4, 6, 8\."):
+    with pytest.raises(ValueError, match=r"`image_grid` is 3, .* Gemma3.* takes: 2, 4, 6, 8\."):
         swap_vision_tower(vlm.model, tower, 3)
     wide = make_tower(make_llava())
-    with pytest.raises(ValueError, match="tower of this Gemma3.* has 32 channels, the vision model 64; bootstrap it"):
+    with pytest.raises(ValueError, match="Gemma3.* has 32 channels, .* 64; bootstrap it"):
         swap_vision_tower(vlm.model, wide)
-    with pytest.raises(ValueError, match="Got a SparseFormerGemma3For.*, expected a LlavaForConditionalGeneration or"):
+    with pytest.raises(ValueError, match="Got a SparseFormerGemma3For.*, expected a Llava"):
         swap_vision_tower(model, tower)
-    with pytest.raises(ValueError, match="Channels are matched in the projector of a LLaVA in .* has its grid"):
+    with pytest.raises(ValueError, match="Channels are matched in the projector of a LLaVA"):
         match_channels_(model, vlm.model, [])
     mask = torch.ones(1, 8, 8, dtype=torch.bool)
     pixel_values = torch.zeros(1, 3, SIZE, SIZE)
     model.grid_tower(pixel_values, patch_attention_mask=mask)
     mask[0, 0] = False
-    with pytest.raises(ValueError, match="Parts of an image are masked, which a SparseFormer cannot leave out"):
+    with pytest.raises(ValueError, match="Parts of an image are masked"):
         model.grid_tower(pixel_values, patch_attention_mask=mask)
-    with pytest.raises(ValueError, match="Got an image of 3 x 32 pixels, expected at least 4 x 4"):
+    with pytest.raises(ValueError, match="3 x 32 pixels, expected at least 4 x 4"):
         model.grid_tower(pixel_values[:, :, :3])
     deep = dataclasses.replace(VLMS["LLaVA-NeXT"], fields=TILED | {"vision_feature_layer": -4})
     with pytest.raises(ValueError, match=r"asks for -4, the SparseFormer has 3 .* -3 to 2\."):
         swapped(deep)
     # A 6-billion InternVL's tower.
     vision = InternVLVisionConfig(image_size=SIZE, patch_size=4, use_qk_norm=True, **VISION)
-    with pytest.raises(ValueError, match="it normalizes the queries and keys of all heads together"):
+    with pytest.raises(ValueError, match="normalizes the queries and keys of all heads"):
         read_anatomy(InternVLVisionModel(vision)).require_plain("replace")

@@ -248,13 +248,13 @@ def test_a_language_model_on_disk_teaches_the_same(align, offloaded, tmp_path):
 
 
 def test_what_is_on_disk_cannot_have_lora(align, offloaded, tmp_path):
-    with pytest.raises(ValueError, match="Parts of the language model are offloaded, which --lora-rank cannot change"):
+    with pytest.raises(ValueError, match="offloaded, which --lora-rank cannot change"):
         align("--device-map", "auto", "--lora-rank", "2")
 
 
 def test_sharing_out_is_for_one_process(align, monkeypatch):
     monkeypatch.setattr(align_llava, "PartialState", lambda: SimpleNamespace(num_processes=2))
-    with pytest.raises(ValueError, match="--device-map is 'auto', expected none with several processes"):
+    with pytest.raises(ValueError, match="--device-map is 'auto', expected none"):
         align("--device-map", "auto")
 
 

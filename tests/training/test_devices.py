@@ -118,7 +118,7 @@ def test_recipe(recipe, options, run):
 def test_the_first_loss_that_is_no_number_is_told_when_it_is_read(run, device):
     """The losses of both steps are read after the second step."""
     device.number = math.nan
-    with pytest.raises(ValueError, match="The loss is nan at step 1, the first such, so training stopped. Lower "):
+    with pytest.raises(ValueError, match="The loss is nan at step 1"):
         run("train", {"config_overrides": VIT})
 
 

@@ -222,7 +222,7 @@ def test_only_hints_can_decay(tmp_path):
     model = AgentCNNForImageClassification(AgentCNNConfig(hidden_size=8, num_hidden_layers=1, num_labels=2))
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
     trainer = Trainer(model, arguments, train_dataset=[{}], callbacks=[HintDecayCallback()])
-    with pytest.raises(ValueError, match="AgentCNNForImageClassification has no hints to decay"):
+    with pytest.raises(ValueError, match="AgentCNNFor.* has no hints to decay"):
         trainer.train()
 
 
@@ -248,7 +248,7 @@ def test_dropout_is_where_the_reference_has_it(variant):
 
 
 def test_an_initialization_of_other_models_is_refused():
-    with pytest.raises(ValueError, match="no reference initialization of a Linear; expected a ViTForImage"):
+    with pytest.raises(ValueError, match="reference initialization of a Linear"):
         reference_init_(torch.nn.Linear(2, 2))
 
 

@@ -8,7 +8,7 @@ from frugalvit.training.components.runs import trackers
 def test_trackers_are_installed_or_none():
     assert trackers([]) == trackers(["none"]) == []
     assert trackers(["tensorboard"]) == ["tensorboard"]
-    with pytest.raises(ValueError, match="--report-to nothing is no tracker that is installed; these are: .*tensorb"):
+    with pytest.raises(ValueError, match="--report-to nothing .* these are: .*tensorb"):
         trackers(["tensorboard", "nothing"])
 
 

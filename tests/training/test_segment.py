@@ -173,7 +173,7 @@ class TestRecipe:
     def test_needs_to_know_the_classes(self, start, scenes, tmp_path):
         arguments = self.arguments(start, scenes, tmp_path / "out")
         at = arguments.index("--class-names")
-        with pytest.raises(ValueError, match="is no segmentation model that would know the classes"):
+        with pytest.raises(ValueError, match="is no segmentation model"):
             segment.main(arguments[:at] + arguments[at + 5 :])
 
     def test_bad_masks_are_one_line_where_workers_decode(self, start, scenes, tmp_path):
@@ -182,5 +182,5 @@ class TestRecipe:
 
         path = write_scenes(tmp_path / "shrunk.parquet", change=shrink)
         arguments = self.arguments(start, scenes, tmp_path / "out", "--dataset", path, "--num-workers", "1")
-        with pytest.raises(MaskError, match="^The mask of image 3 has 30 x 20 pixels, the image 52 x 40; expected"):
+        with pytest.raises(MaskError, match="mask of image 3 has 30 x 20 pixels, the image 52 x 40"):
             segment.main(arguments)

@@ -105,13 +105,13 @@ def test_a_layer_as_it_is():
         tokens = scale * shares @ patches + shift
         outputs.hidden_states = [*outputs.hidden_states[:-2], torch.cat([states[:, :1], tokens], 1), None]
         assert (alignment(outputs, held) > 0.1) == far
-    with pytest.raises(ValueError, match="--token-layers has 3, the student's layers are -3 to 2"):
+    with pytest.raises(ValueError, match="--token-layers has 3, .* -3 to 2"):
         TokenAlignment(student, anatomy, layers=[3])
 
 
 def test_a_student_deeper_than_its_teacher():
     student, _ = make_pair(transformers_vit, truncate=0)
-    with pytest.raises(ValueError, match="student has 3 blocks and the teacher 2; .* Leave --token-loss-weight at 0"):
+    with pytest.raises(ValueError, match="3 blocks and the teacher 2; .* --token-loss-weight"):
         TokenAlignment(student, read_anatomy(make_vit(num_hidden_layers=2)))
 
 

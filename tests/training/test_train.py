@@ -345,7 +345,7 @@ def test_recipes_of_the_papers_can_be_read(recipe, tiny_trainer):
 
 def test_other_architectures(tiny_run, tmp_path):
     resnet = "embedding_size=8,hidden_sizes=[8],depths=[1],layer_type=basic"
-    with pytest.raises(ValueError, match="resnet models take images of any size; say which with --image-size"):
+    with pytest.raises(ValueError, match="resnet models .* --image-size"):
         tiny_run(model_type="resnet", config_overrides=resnet)
     tiny_run(name="resnet", model_type="resnet", config_overrides=resnet, image_size=24, crop="resized", erasing=0.5)
     assert dict(AutoImageProcessor.from_pretrained(tmp_path / "resnet").size) == {"height": 24, "width": 24}

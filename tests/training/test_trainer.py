@@ -188,7 +188,7 @@ def test_another_run_is_refused(options, message, finished_run, tiny_run, tmp_pa
 def test_folders_of_others_are_refused(tiny_run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="out is not empty and holds no run to go on with or to overwrite"):
+    with pytest.raises(ValueError, match="out is not empty and holds no run"):
         tiny_run()
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="file is a file; expected a folder"):
@@ -208,7 +208,7 @@ def test_checkpoints_of_another_run_are_refused(overwrite, finished_run, tiny_ru
         finished_run(name, epochs=1, steps_per_epoch=1)
     shutil.rmtree(tmp_path / "out" / "checkpoints")
     (tmp_path / "out" / "checkpoints").symlink_to(tmp_path / "other" / "checkpoints")
-    with pytest.raises(ValueError, match="checkpoints is no folder of the run in .* but leads elsewhere"):
+    with pytest.raises(ValueError, match="checkpoints is no folder of the run"):
         tiny_run(*overwrite, epochs=1, steps_per_epoch=1)
     assert list((tmp_path / "other" / "checkpoints").iterdir())
 
@@ -270,7 +270,7 @@ def test_other_images_are_not_gone_on_with(tiny_run, tmp_path):
     results = tiny_run(**options, epochs=1)
     for change, message in OTHER_IMAGES:
         change(tmp_path / "images")
-        with pytest.raises(ValueError, match=f"The images are not those that the run in .* began with .*{message}"):
+        with pytest.raises(ValueError, match=f"images are not those that .* began with .*{message}"):
             tiny_run(**options, epochs=1)
         shutil.rmtree(tmp_path / "images")
         shutil.copytree(tmp_path / "whole", tmp_path / "images")
@@ -280,7 +280,7 @@ def test_other_images_are_not_gone_on_with(tiny_run, tmp_path):
 def test_evaluation_images_are_looked_at_first(tiny_run, tmp_path, write_parquet):
     images = write_parquet(size=32, corrupt=[7])
     options = {"dataset": write_parquet("train.parquet", size=32), "train_split": "train", "eval_split": "train"}
-    with pytest.raises(CorruptImageError, match="Image 7 of the data set cannot be read .* --skip-corrupt"):
+    with pytest.raises(CorruptImageError, match="Image 7 .* cannot be read .* --skip-corrupt"):
         tiny_run(**options, eval_dataset=images, batch_size=6)
     assert not (tmp_path / "out").exists()
     assert tiny_run("--skip-corrupt", **options, eval_dataset=images, batch_size=6)["best"]
@@ -320,7 +320,7 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(name, damage, tmp_path):
     damage(folders[1] / name)
     assert checkpoints.newest_whole() == folders[0]
     damage(folders[0] / name)
-    with pytest.raises(ValueError, match="All checkpoints in .* are damaged; start anew with --overwrite"):
+    with pytest.raises(ValueError, match="All checkpoints .* are damaged; .* --overwrite"):
         checkpoints.newest_whole()
 
 
