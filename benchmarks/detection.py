@@ -1,4 +1,4 @@
-"""Small objects: a detector on frozen maps of a SparseFormer backbone, of its teacher, and of that at lower resolution.
+"""Small objects: a detector on frozen maps of SparseFormer backbones, beside their teacher at several resolutions.
 
     python benchmarks/detection.py --teacher VIT --train CALTECH_TRAIN --train-backgrounds CAMVID_TRAIN \\
         --test CALTECH_TEST --test-backgrounds CAMVID_TEST --student FOLDER
@@ -135,7 +135,7 @@ class Scenes(Dataset):
         """`image`, a `PIL.Image`; `boxes`, `(objects, 4)` float32, left, top, right, bottom in pixels; `labels`,
         `(objects,)` int64."""
         with seeded(self.seed, index):
-            number = index % len(self.backgrounds)
+            number = int(torch.randint(len(self.backgrounds), ()))
             image = decode_image(self.backgrounds[number]["image"], number).resize(SIZE[::-1])
             boxes, labels = [], []
             sides = torch.rand(int(torch.randint(2, MOST_OBJECTS + 1, ())))
@@ -198,7 +198,9 @@ def ellipse(width: int, height: int) -> Image.Image:
 def backbones(arguments, model: nn.Module, image_format: ImageFormat):
     """The rows' backbones, one at a time."""
     device = choose_device()
-    same_cost = [tuple(round(cells * (n / (GRID[0] * GRID[1])) ** 0.5) * 14 for cells in GRID) for n in arguments.tokens]
+    same_cost = [
+        tuple(round(cells * (n / (GRID[0] * GRID[1])) ** 0.5) * 14 for cells in GRID) for n in arguments.tokens
+    ]
     for size in (SIZE, *same_cost):
         anatomy = read_anatomy(model, size)
         name = "teacher" if size == SIZE else "teacher at lower resolution"
