@@ -28,6 +28,7 @@ from PIL import Image, ImageDraw
 from torch import nn
 from torch.utils.data import Dataset
 from torchmetrics.detection import MeanAveragePrecision
+from torchvision.ops import box_convert
 from tqdm import tqdm
 from transformers import (
     AutoBackbone,
@@ -65,7 +66,7 @@ MOST_OBJECTS, PLACES = 8, 20
 GRID = tuple(side // 14 for side in SIZE)
 STUDENTS = {"trees, before training": TREE, "grid, before training": {}}
 METRICS = {"map": "ap", "map_50": "ap50", **{f"map_{side}": f"ap_{side}" for side in SIDES}}
-BATCH_SIZE = 16
+BATCH_SIZE = 8
 # Test images of the picture, and the score of the boxes that it shows.
 PICTURES, SHOWN = 4, 0.5
 
@@ -80,12 +81,14 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[192], help="of students (default: 192)")
     parser.add_argument("--train-images", type=int, default=1_500, help="default: %(default)s")
     parser.add_argument("--test-images", type=int, default=400, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=800, help=f"of {BATCH_SIZE} images (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4_000, help=f"of {BATCH_SIZE} images (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="default: %(default)s")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
     add_run_arguments(parser, "runs/detection")
     parser.set_defaults(seeds=[0, 1])
     arguments = parser.parse_args()
+    if len({Path(folder).name for folder in arguments.student}) < len(arguments.student):
+        parser.error("two of --student have the same name; rename a folder")
     train = Scenes(arguments.train, arguments.train_backgrounds, arguments.train_images, seed=0)
     test = Scenes(arguments.test, arguments.test_backgrounds, arguments.test_images, seed=1)
     model, processor = load_vision_model(arguments.teacher, str(choose_device()))
@@ -221,7 +224,7 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat):
 def measure(arguments, image_format: ImageFormat, backbone: Backbone, train: Scenes, test: Scenes) -> list[dict]:
     """A run of each seed, trained now or found; maps are computed if one is trained."""
     budget = ("train_images", "test_images", "steps", "learning_rate", "mixed_precision")
-    argv = [str(getattr(arguments, name)) for name in budget]
+    argv = [arguments.teacher, *(str(getattr(arguments, name)) for name in budget)]
     maps, runs = None, []
     for seed in arguments.seeds:
         file = arguments.runs_dir / f"{folder_name(f'{backbone.name} {backbone.tokens}', seed, argv)}.json"
@@ -269,8 +272,8 @@ AutoBackbone.register(MapConfig, MapBackbone, exist_ok=True)
 
 
 def make_head(hidden_size: int) -> RTDetrV2ForObjectDetection:
-    """A detector of maps of so many channels."""
-    width, heads = 128, 4
+    """A detector of maps of so many channels, small enough to learn in minutes on a CPU."""
+    width, heads = 64, 4
     config = RTDetrV2Config(
         backbone_config=MapConfig(hidden_size=hidden_size),
         encoder_in_channels=[hidden_size] * 3,
@@ -282,25 +285,29 @@ def make_head(hidden_size: int) -> RTDetrV2ForObjectDetection:
         decoder_in_channels=[width] * 3,
         decoder_attention_heads=heads,
         decoder_ffn_dim=2 * width,
-        decoder_layers=3,
-        num_queries=50,
-        num_denoising=32,
+        decoder_layers=2,
+        num_queries=40,
+        num_denoising=24,
         num_labels=len(CLASSES),
     )
     return RTDetrV2ForObjectDetection(config).to(choose_device())
+
+
+def targets_of(truth: list[dict]) -> list[dict[str, torch.Tensor]]:
+    """Boxes and labels as the detector takes them: centers and sizes, x before y, 0 to 1 across the image."""
+    found, scale = [], torch.tensor([*SIZE[::-1], *SIZE[::-1]])
+    for each in truth:
+        boxes = box_convert(each["boxes"] / scale, "xyxy", "cxcywh").to(choose_device())
+        found.append({"class_labels": each["labels"].to(choose_device()), "boxes": boxes})
+    return found
 
 
 def train_head(arguments, maps: torch.Tensor, truth: list[dict], seed: int, name: str) -> RTDetrV2ForObjectDetection:
     """Train a detector on maps of all images, `(images, channels, rows, columns)`."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    head, scale = make_head(maps.shape[1]).train(), torch.tensor([*SIZE[::-1], *SIZE[::-1]])
-    targets = []
-    for each in truth:
-        left_top, right_bottom = (each["boxes"] / scale).split(2, dim=1)
-        boxes = torch.cat([(left_top + right_bottom) / 2, right_bottom - left_top], dim=1)
-        targets.append({"class_labels": each["labels"].to(head.device), "boxes": boxes.to(head.device)})
-    optimizer = torch.optim.AdamW(head.parameters(), lr=arguments.learning_rate, weight_decay=1e-4)
+    head, targets = make_head(maps.shape[1]).train(), targets_of(truth)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=arguments.learning_rate, weight_decay=1e-4, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, arguments.learning_rate, arguments.steps, pct_start=0.1)
     order: list[int] = []
     for _ in (progress := tqdm(range(arguments.steps), desc=f"{name}, seed {seed}", leave=False)):
