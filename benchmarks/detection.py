@@ -8,9 +8,9 @@ chance put them, so that boxes and classes are known. Each backbone's map of the
 frozen. Transformers' RT-DETR v2 learns from it, with equal heads: coarser maps are interpolated to the grid of the
 finest. Rows are the teacher at 336 x 448 pixels, for each of --tokens the teacher at the resolution that costs as
 much, students before training, and --student, folders that load as `SparseFormerBackbone`. Runs are kept under
---runs-dir and found again, so that a killed command goes on. Writes detection.json, and detection.webp, pictures with
-what was found. Objects below 32 x 32 pixels are small, those above 96 x 96 large, as COCO has it, though its images
-are larger. Needs frugalvit[detection].
+--runs-dir and found again, so that a killed command goes on, and seeds can be run side by side. Writes detection.json
+and detection.webp, test images with the boxes that were found. Objects below 32 x 32 pixels are small, those above
+96 x 96 large, as COCO has it, though its images are larger. Needs frugalvit[detection].
 """
 
 import argparse
@@ -51,7 +51,7 @@ from frugalvit.common.masks import load_masked_images
 from frugalvit.common.views import ImageFormat, seeded
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.pictures import save_figure
-from shared import add_run_arguments, folder_name, print_rows, spread, write_table
+from shared import add_results_argument, folder_name, print_rows, spread, write_table
 
 
 # Classes that road scenes do not show.
@@ -82,10 +82,11 @@ def main():
     parser.add_argument("--train-images", type=int, default=1_500, help="default: %(default)s")
     parser.add_argument("--test-images", type=int, default=400, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=4_000, help=f"of {BATCH_SIZE} images (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=5e-4, help="default: %(default)s")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
-    add_run_arguments(parser, "runs/detection")
-    parser.set_defaults(seeds=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of the detector (default: 0 1)")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs/detection"), help="default: %(default)s")
+    add_results_argument(parser)
     arguments = parser.parse_args()
     if len({Path(folder).name for folder in arguments.student}) < len(arguments.student):
         parser.error("two of --student have the same name; rename a folder")
