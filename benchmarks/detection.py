@@ -66,6 +66,8 @@ MOST_OBJECTS, PLACES = 8, 20
 GRID = tuple(side // 14 for side in SIZE)
 STUDENTS = {"trees, before training": TREE, "grid, before training": {}}
 METRICS = {"map": "ap", "map_50": "ap50", **{f"map_{side}": f"ap_{side}" for side in SIDES}}
+# The same of boxes alone, whatever their class.
+BOX_METRICS = {key: f"box_{name}" for key, name in METRICS.items()}
 BATCH_SIZE = 8
 # Test images of the picture, and the score of the boxes that it shows.
 PICTURES, SHOWN = 4, 0.5
@@ -99,7 +101,7 @@ def main():
         runs = measure(arguments, image_format, backbone, train, test)
         row = {"backbone": backbone.name, "pixels": "x".join(map(str, backbone.size)), "tokens": backbone.tokens}
         row |= {"macs": backbone.macs}
-        for name in METRICS.values():
+        for name in (*METRICS.values(), *BOX_METRICS.values()):
             values = [run[name] for run in runs]
             row |= {name: statistics.mean(values), f"{name}_spread": spread(values)}
         rows.append(row)
@@ -327,20 +329,25 @@ def train_head(arguments, maps: torch.Tensor, truth: list[dict], seed: int, name
 
 @torch.inference_mode()
 def evaluate(head: RTDetrV2ForObjectDetection, maps: torch.Tensor, truth: list[dict]) -> dict:
-    """Average precision, and what was found in the first images."""
-    metric, found = MeanAveragePrecision(), []
+    """Average precision, with classes and of boxes alone, and the boxes that were found in the first images."""
+    processor, found, boxes = RTDetrImageProcessor(), [], []
     for batch in maps.split(BATCH_SIZE):
-        outputs = head(batch.float().to(head.device))
-        sizes = [SIZE] * len(batch)
-        found += RTDetrImageProcessor().post_process_object_detection(outputs, threshold=0, target_sizes=sizes)
-    found = [{name: values.cpu() for name, values in each.items()} for each in found]
-    metric.update(found, truth)
-    measured = metric.compute()
+        outputs, sizes = head(batch.float().to(head.device)), [SIZE] * len(batch)
+        found += processor.post_process_object_detection(outputs, threshold=0, target_sizes=sizes)
+        # The likeliest class is the only one.
+        outputs.logits = outputs.logits.amax(-1, keepdim=True)
+        boxes += processor.post_process_object_detection(outputs, threshold=0, target_sizes=sizes)
+    without_classes, measured = [each | {"labels": each["labels"] * 0} for each in truth], {}
+    for names, guesses, expected in ((METRICS, found, truth), (BOX_METRICS, boxes, without_classes)):
+        metric = MeanAveragePrecision()
+        metric.update([{name: values.cpu() for name, values in each.items()} for each in guesses], expected)
+        values = metric.compute()
+        measured |= {name: values[key].item() for key, name in names.items()}
     shown = [
         [[round(value, 1) for value in box] for box in each["boxes"][each["scores"] > SHOWN].tolist()]
-        for each in found[:PICTURES]
+        for each in boxes[:PICTURES]
     ]
-    return {name: measured[key].item() for key, name in METRICS.items()} | {"detections": shown}
+    return measured | {"detections": shown}
 
 
 def draw(test: Scenes, found: dict[str, list[list[list[float]]]]) -> Figure:
