@@ -68,7 +68,7 @@ def test_a_detector_learns_from_maps(detection, data):
     assert detection.evaluate(head, maps, scenes.truth)["ap"] < 0.1
 
     class Known:
-        """What a perfect detector returns, the boxes in another order."""
+        """A perfect detector, which returns boxes in another order."""
 
         device = torch.device("cpu")
 
