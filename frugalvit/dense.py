@@ -49,6 +49,7 @@ def write_dense_features(arguments: argparse.Namespace) -> None:
         *(arguments.model, arguments.device, arguments.trust_remote_code, "a SparseFormer"),
         *(_choose_backbone, _HEADS),
     )
+    model = as_backbone(model)
     if arguments.layers:
         last = model.config.num_hidden_layers
         if wrong := [layer for layer in arguments.layers if not 1 <= layer <= last]:
