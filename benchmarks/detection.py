@@ -48,10 +48,11 @@ from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import choose_device, load_vision_model
 from frugalvit.common.masks import load_masked_images
+from frugalvit.common.tables import format_table
 from frugalvit.common.views import ImageFormat, seeded
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.pictures import save_figure
-from shared import add_results_argument, folder_name, print_rows, spread, write_table
+from shared import add_results_argument, folder_name, spread, write_table
 
 
 # Classes that road scenes do not show.
@@ -83,8 +84,8 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[192], help="of students (default: 192)")
     parser.add_argument("--train-images", type=int, default=1_500, help="default: %(default)s")
     parser.add_argument("--test-images", type=int, default=400, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=4_000, help=f"of {BATCH_SIZE} images (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=3_000, help=f"of {BATCH_SIZE} images (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="default: %(default)s")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of the detector (default: 0 1)")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/detection"), help="default: %(default)s")
@@ -106,7 +107,7 @@ def main():
             row |= {name: statistics.mean(values), f"{name}_spread": spread(values)}
         rows.append(row)
         found[f"{backbone.name}, {backbone.tokens} tokens"] = runs[0]["detections"]
-        print_rows(rows)
+        print(format_table([{k: v for k, v in row.items() if not k.endswith("spread")} for row in rows]), flush=True)
     settings = {"teacher": Path(arguments.teacher).name, "seeds": arguments.seeds, "steps": arguments.steps}
     settings |= {"batch_size": BATCH_SIZE, "learning_rate": arguments.learning_rate, "classes": CLASSES}
     settings |= {"train_objects": train.count(), "test_objects": test.count()}
@@ -290,7 +291,7 @@ def make_head(hidden_size: int) -> RTDetrV2ForObjectDetection:
         decoder_ffn_dim=2 * width,
         decoder_layers=2,
         num_queries=40,
-        num_denoising=24,
+        num_denoising=48,
         num_labels=len(CLASSES),
     )
     return RTDetrV2ForObjectDetection(config).to(choose_device())
