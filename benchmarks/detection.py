@@ -71,7 +71,7 @@ METRICS = {"map": "ap", "map_50": "ap50", **{f"map_{side}": f"ap_{side}" for sid
 BOX_METRICS = {key: f"box_{name}" for key, name in METRICS.items()}
 BATCH_SIZE = 8
 # Test images of the picture, and the score of the boxes that it shows.
-PICTURES, SHOWN = 4, 0.5
+PICTURES, SHOWN = 4, 0.3
 
 
 def main():
