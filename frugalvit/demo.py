@@ -24,16 +24,18 @@ from .common.loading import choose_device, load_image_classifier
 from .common.num_tokens import using_tokens
 from .common.resources import checkpoint_path, shipped_checkpoints
 from .common.views import prepare_images, restore_images
+from .dense import as_backbone, dense_features, draw_dense
 from .features import draw_features, feature_maps, parts
+from .modeling.modeling_sparseformer import SparseFormerBackbone
 from .options.demo import parse
 from .pictures import draw_cells, draw_maps
-from .predict import draw_predictions, predict
+from .predict import Prediction, draw_predictions, predict
 
 
 TITLE = "frugalvit: vision transformers that need less"
 INTRODUCTION = (
-    "Choose a model and an image, or drop in your own. SparseFormers show where their tokens look, step by step; the "
-    "other models what their layers make of the image."
+    "Choose a model and an image, or drop in your own. SparseFormers show where their tokens look, step by step, and, "
+    "if these embed patches, the map of features that they make; the other models what their layers make of the image."
 )
 SHIPPED = (
     "Models called cifar10 know ten classes alone: airplane, automobile, bird, cat, deer, dog, frog, horse, ship, "
@@ -65,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("Two of the models have the same name; rename a folder.")
     for model in arguments.models:
         # What is wrong with one is known before a page is there.
-        load_image_classifier(model, arguments.device, arguments.trust_remote_code)
+        load_image_classifier(model, arguments.device, arguments.trust_remote_code, or_backbone=True)
     folders = folders or shipped_classifiers()
     # Ended by a signal, too, the process leaves nothing behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -124,7 +126,7 @@ def build_page(
 
     @functools.lru_cache(maxsize=4)
     def load(name: str):
-        return load_image_classifier(folders[name], device, trust_remote_code)
+        return load_image_classifier(folders[name], device, trust_remote_code, or_backbone=True)
 
     def offer(name: str):
         counts = token_counts(load(name)[0])
@@ -191,22 +193,25 @@ def look(
     """Return the labels that a model gives an image, and pictures of how it sees it.
 
     Args:
-        model (`PreTrainedModel`): An image classifier.
+        model (`PreTrainedModel`): An image classifier, or a `SparseFormerBackbone`, which has no labels.
         image_processor: Its image processor.
         image (`PIL.Image.Image`): An RGB image.
         name (`str`, *optional*): The model's, for captions.
         num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own choice if not given.
 
     Returns:
-        `tuple`: Scores of the best five labels; pictures of where tokens look, of the layers' features and of
-        attention, each `None` where the model has no such thing.
+        `tuple`: Scores of the best five labels; pictures of where tokens look, of the layers' features (of a
+        SparseFormer, of its feature map) and of attention, each `None` where the model has no such thing.
     """
     if num_tokens is not None:
         with using_tokens(model, num_tokens):
             return look(model, image_processor, image, name)
-    [prediction] = predict(model, image_processor, [image], output_rois=has_rois(model))
     pixel_values = prepare_images(image_processor, [image]).to(model.device)
     seen = restore_images(image_processor, pixel_values)
+    if isinstance(model, SparseFormerBackbone):
+        prediction = look_around(model, pixel_values, seen[0])
+    else:
+        [prediction] = predict(model, image_processor, [image], output_rois=has_rois(model))
     rois = features = attention = None
     if has_rois(model):
         if getattr(model.config, "placement", None) == "content":
@@ -216,7 +221,9 @@ def look(
     if isinstance(model, ExportedModule):
         # A program tells nothing of what is inside.
         return dict(prediction.labels), rois, None, None
-    if not has_rois(model) and (patch_grid(model.config) or model.config.model_type == "bootstrapped_vit"):
+    if (backbone := as_backbone(model)) is not None:
+        features = draw_dense(seen, maps_of(backbone, pixel_values, len(prediction.rois[-1])))
+    elif not has_rois(model) and (patch_grid(model.config) or model.config.model_type == "bootstrapped_vit"):
         maps = {part: feature_maps(alone, pixel_values) for part, alone in parts(name, model).items()}
         features = draw_features(seen, maps)
     if received := attention_maps(model, pixel_values, prediction.rois):
@@ -228,6 +235,29 @@ def look(
             legend="Attention that a place gets from all tokens and heads, in each panel from least (dark) to most.",
         )
     return dict(prediction.labels), rois, features, attention
+
+
+@torch.no_grad()
+def look_around(model: SparseFormerBackbone, pixel_values: torch.Tensor, view: torch.Tensor) -> Prediction:
+    """Where the tokens of a backbone look, as `predict` tells it of a classifier, without labels.
+
+    Args:
+        model (`SparseFormerBackbone`): The backbone.
+        pixel_values (`torch.Tensor`): `(1, channels, height, width)`.
+        view (`torch.Tensor`): `(channels, height, width)`, 0 to 1: the image as the model sees it.
+    """
+    outputs = model(pixel_values, output_rois=True)
+    rois, points = ([step[0].cpu() for step in steps] for steps in (outputs.rois, outputs.sampling_points))
+    return Prediction([], view=view, rois=rois, sampling_points=points)
+
+
+def maps_of(
+    backbone: SparseFormerBackbone, pixel_values: torch.Tensor, num_tokens: int
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Feature maps for `draw_dense`, of so many tokens, and before them of the most that the model is made for, whose
+    components color both."""
+    counts = sorted({num_tokens, max(token_counts(backbone), default=num_tokens)}, reverse=True)
+    return {f"{count} tokens": dense_features(backbone, pixel_values, count) for count in counts}
 
 
 def attention_maps(

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import save_file
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .common.files import check_file_path, whole_file
 from .common.image_files import find_images, read_images
 from .common.loading import load_vision_model, load_with_image_processor
 from .common.views import prepare_images, restore_images
 from .modeling.hosts import read_anatomy
-from .modeling.modeling_sparseformer import SparseFormerBackbone
+from .modeling.modeling_sparseformer import SparseFormerBackbone, SparseFormerPreTrainedModel
 from .pictures import check_picture_path, draw_maps, save_figure
 
 
@@ -26,6 +26,8 @@ from .pictures import check_picture_path, draw_maps, save_figure
 BATCH_SIZE = 8
 # What a backbone does not read of a folder.
 _HEADS = frozenset({"classifier", "visual_projection", "decode_head", "feature_maps"})
+# A map of the last layer as it is.
+_PLAIN = {"out_features": None, "out_indices": None, "feature_scales": None, "upsampler_hidden_size": None}
 
 
 def write_dense_features(arguments: argparse.Namespace) -> None:
@@ -47,6 +49,7 @@ def write_dense_features(arguments: argparse.Namespace) -> None:
         *(arguments.model, arguments.device, arguments.trust_remote_code, "a SparseFormer"),
         *(_choose_backbone, _HEADS),
     )
+    model = as_backbone(model)
     if arguments.layers:
         last = model.config.num_hidden_layers
         if wrong := [layer for layer in arguments.layers if not 1 <= layer <= last]:
@@ -89,6 +92,21 @@ def prepare_at_size(image_processor, images: Sequence[Image.Image], size: Sequen
     height, width = size
     options = {"size": {"height": height, "width": width}, "do_resize": True, "do_center_crop": False}
     return image_processor(list(images), return_tensors="pt", **options)["pixel_values"]
+
+
+def as_backbone(model: PreTrainedModel) -> SparseFormerBackbone | None:
+    """A backbone with the weights of a SparseFormer, which are not copied; None of other models, and of those whose
+    tokens embed no patches, as their maps show what tokens have gathered from far around."""
+    if isinstance(model, SparseFormerBackbone):
+        # Rows and columns, also of one that was saved for DPT.
+        model.config.reshape_hidden_states = True
+        return model
+    if not isinstance(model, SparseFormerPreTrainedModel) or model.config.patch_size is None:
+        return None
+    with torch.device("meta"):
+        backbone = SparseFormerBackbone(type(model.config).from_dict(model.config.to_dict() | _PLAIN))
+    backbone.sparseformer = model.base_model
+    return backbone.eval()
 
 
 @torch.no_grad()

@@ -153,7 +153,8 @@ def example(image_format: ImageFormat, report: dict) -> str:
         *_run(report["format"], report["precision"], FORMATS[report["format"]].program.format(part), first, most),
     ]
     if first == "logits" and not report["architecture"].endswith("SemanticSegmentation"):
-        lines += ['labels = json.load(open("config.json"))["id2label"]', f"print(labels[str({first}[0].argmax())])"]
+        lines.append('labels = json.load(open("config.json"))["id2label"]')
+        lines.append(f"print(labels[str(int({first}[0].argmax()))])")
     else:
         lines.remove("import json")
         shapes = f"*(each.shape for each in {first})" if first in SEVERAL else f"{first}.shape"

@@ -165,8 +165,8 @@ def render_card(template: str | Path, results: str | Path) -> str:
 
     Args:
         template (`str` or `Path`): A Jinja template. `results("name")` is the content of `name.json`, `row("name",
-            "row")` a row of the table in it, and the filter `percent` writes 0.5 as 50.00 %. The card's own name is
-            `name`.
+            "row")` a row of the table in it, or `row("name", "value", "column")` the first with that value, and the
+            filter `percent` writes 0.5 as 50.00 %. The card's own name is `name`.
         results (`str` or `Path`): The folder with the JSON files.
 
     Raises:
@@ -177,9 +177,9 @@ def render_card(template: str | Path, results: str | Path) -> str:
     def read(name: str) -> dict:
         return read_json(results / f"{name}.json")
 
-    def find_row(name: str, row: str) -> dict:
+    def find_row(name: str, row: str, column: str = "row") -> dict:
         for each in read(name)["rows"]:
-            if each["row"] == row:
+            if each.get(column) == row:
                 return each
         raise ValueError(f"{name}.json has no row {row!r}, which {str(template)!r} names.")
 

@@ -21,7 +21,8 @@ def outputs_of(model, inputs: dict) -> dict:
     if not hasattr(model, "get_image_features"):
         outputs = model(pixel_values=inputs["pixel_values"])
         names = ("logits", "image_embeds", "last_hidden_state")
-        return {name: outputs[name] for name in names if getattr(outputs, name, None) is not None}
+        maps = {f"feature_maps.{index}": each for index, each in enumerate(getattr(outputs, "feature_maps", ()))}
+        return {name: outputs[name] for name in names if getattr(outputs, name, None) is not None} | maps
     features = {"image_features": model.get_image_features(inputs["pixel_values"]).pooler_output}
     if hasattr(model, "get_text_features"):
         features["text_features"] = model.get_text_features(inputs["input_ids"]).pooler_output

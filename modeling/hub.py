@@ -89,6 +89,11 @@ processor = AutoImageProcessor.from_pretrained("path/or/id")
 model_class = get_class_from_dynamic_module("{module}.{name}", "path/or/id")
 model = model_class.from_pretrained("path/or/id")"""
 
+_USING_A_BACKBONE = """
+
+# (1, channels, rows, columns), one for each of `out_indices`; `from frugalvit import {name}` is the same class.
+feature_maps = model(**processor(image, return_tensors="pt")).feature_maps"""
+
 
 _PIPELINES = {
     "AutoModel": "image-feature-extraction",
@@ -133,8 +138,9 @@ def loading_example(model: PreTrainedModel) -> str:
             processor_remote=remote if llava else "",
             remote=remote,
         )
-    module = model.family_class().__module__.rpartition(".")[2]
-    return _LOADING_BY_CLASS_NAME.format(module=module, name=type(model).__name__)
+    module, name = model.family_class().__module__.rpartition(".")[2], type(model).__name__
+    using = _USING_A_BACKBONE if name.endswith("Backbone") else ""
+    return (_LOADING_BY_CLASS_NAME + using).format(module=module, name=name)
 
 
 def embedding_example(model: PreTrainedModel) -> str:

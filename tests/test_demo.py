@@ -26,6 +26,7 @@ import frugalvit
 from frugalvit import demo
 from frugalvit.cli import main
 from frugalvit.common.loading import load_image_classifier
+from frugalvit.dense import dense_features, principal_colors
 from frugalvit.publish import size_of
 
 
@@ -34,6 +35,8 @@ NAMES = ("cifar10-sparseformer", "cifar10-vit-context-broadcast")
 ELASTIC = {
     "elastic": {"elastic_token_counts": [4, 9, 16]},
     "tree": {"elastic_token_counts": [4, 16], "placement": "content"},
+    # As DPT reads it.
+    "backbone": {"elastic_token_counts": [4, 16], "placement": "content", "reshape_hidden_states": False},
 }
 
 
@@ -81,7 +84,9 @@ def save_elastic(folder, elastic_token_counts: list[int], **kind) -> str:
         **{"hidden_size": 32, "focusing_hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, **kind},
     )
     torch.manual_seed(0)
-    frugalvit.SparseFormerForImageClassification(config).save_pretrained(folder)
+    backbone = "reshape_hidden_states" in kind
+    model_class = frugalvit.SparseFormerBackbone if backbone else frugalvit.SparseFormerForImageClassification
+    model_class(config).save_pretrained(folder)
     return str(folder)
 
 
@@ -158,6 +163,23 @@ def test_a_tree_grows(ask, image_file, tmp_path):
         _, figure, *_ = demo.look(model, image_processor, Image.open(image_file), num_tokens=tokens)
         seen, cells = figure.axes
         assert not seen.collections and {len(lines.get_paths()) for lines in cells.collections} == {tokens}
+
+
+@pytest.mark.parametrize("name", ["elastic", "backbone"])
+def test_feature_maps(name, ask, image_file, tmp_path):
+    """Of as many tokens as are chosen, in the colors of the most: those that `SparseFormerBackbone` reads out."""
+    shown = {tokens: ask(name, image_file, tokens=tokens) for tokens in (4, 16)}
+    assert all(features["visible"] for _, _, features, _ in shown.values())
+    model, image_processor = load_image_classifier(save_elastic(tmp_path / name, **ELASTIC[name]), "cpu", False, True)
+    labels, rois, features, attention = demo.look(model, image_processor, Image.open(image_file), num_tokens=4)
+    assert bool(labels) == bool(shown[4][0].get("label")) == (name == "elastic")
+    assert rois and attention and len(features.axes) == 3
+    backbone = frugalvit.SparseFormerBackbone.from_pretrained(tmp_path / name, reshape_hidden_states=True)
+    pixel_values = image_processor(Image.open(image_file), return_tensors="pt")["pixel_values"]
+    maps = [dense_features(backbone, pixel_values, tokens)["stage2"] for tokens in (16, 4)]
+    for axes, colors in zip(features.axes[1:], principal_colors(*maps), strict=True):
+        np.testing.assert_allclose(axes.images[0].get_array(), colors[0].permute(1, 2, 0), atol=1e-4)
+    assert not np.array_equal(picture(shown[4][2]), picture(shown[16][2]))
 
 
 def test_nothing_is_shown_without_an_image(ask):

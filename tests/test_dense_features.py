@@ -28,7 +28,9 @@ def folder(tmp_path_factory):
     torch.nn.init.normal_(teacher.embeddings.patch_embeddings.projection.weight, std=0.1)
     teacher.save_pretrained(folder / "teacher")
     ViTImageProcessor(size={"height": 56, "width": 56}).save_pretrained(folder / "teacher")
-    student = SparseFormerModel.from_teacher(teacher, 16, focusing="inherited", placement="content")
+    # As DPT reads it.
+    fields = {"placement": "content", "reshape_hidden_states": False}
+    student = SparseFormerModel.from_teacher(teacher, 16, focusing="inherited", **fields)
     student.save_pretrained(folder / "student")
     for number in range(3):
         pixels = np.random.default_rng(number).integers(0, 256, (9, 12, 3), dtype=np.uint8)
@@ -50,7 +52,7 @@ def test_writes_the_maps_and_draws_them_beside_the_teachers(folder, tmp_path, ca
     with safe_open(output, "pt") as file:
         maps = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         assert json.loads(file.metadata()["images"]) == [str(folder / f"{number}.png") for number in range(2)]
-    backbone = SparseFormerBackbone.from_pretrained(folder / "student", out_indices=[1, 3])
+    backbone = SparseFormerBackbone.from_pretrained(folder / "student", out_indices=[1, 3], reshape_hidden_states=True)
     images = [Image.open(folder / f"{number}.png").convert("RGB") for number in range(2)]
     pixel_values = prepare_images(load_image_processor(folder / "student", False, "a model"), images)
     with torch.no_grad():

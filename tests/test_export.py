@@ -333,16 +333,21 @@ def test_fewer_bits_are_fewer_bytes(write):
     assert sizes[0] > 1.9 * sizes[1]
 
 
-@pytest.mark.parametrize("arguments", [("--format", "onnx", "--output-rois"), ("--format", "openvino")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--format", "onnx", "--output-rois"), ("--format", "openvino"), ("--format", "torch", "--license", "mit")],
+)
 def test_the_lines_of_the_card_need_only_the_runtime(arguments, write, photograph, tmp_path):
     output = write(*arguments)
     [lines] = re.findall(r"```python\n(.*?)```", (output / "README.md").read_text(), re.DOTALL)
-    script = BLOCKED + lines.replace("photo.jpg", str(photograph))
+    script = (BLOCKED.replace('"torch", ', "") if "torch" in arguments else BLOCKED) + lines.replace(
+        "photo.jpg", str(photograph)
+    )
     # The folder alone, elsewhere.
     copied = shutil.copytree(output, tmp_path / "elsewhere")
     process = subprocess.run([sys.executable, "-c", script], cwd=copied, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
-    model, image_processor = load_image_classifier(output)
+    model, image_processor = load_image_classifier(output, trust_remote_code=True)
     [prediction] = predict(model, image_processor, [Image.open(photograph).convert("RGB")])
     assert process.stdout.strip() == prediction.labels[0][0]
 

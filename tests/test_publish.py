@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import HfApi, ModelCard
+from PIL import Image
 from processes import run_in_server
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -31,6 +32,7 @@ import frugalvit
 from frugalvit import publish
 from frugalvit.cli import main
 from frugalvit.info import describe
+from frugalvit.modeling.hub import loading_example
 from frugalvit.publish import render_card
 from frugalvit.training.components.arguments import RECIPE_FILES
 from frugalvit.validation import (
@@ -45,6 +47,7 @@ from frugalvit.validation import (
     load_model,
     validate_repository,
 )
+from frugalvit.without_package import outputs_of
 
 
 ROOT = Path(__file__).parents[1]
@@ -226,14 +229,42 @@ def test_clips_and_backbones(tmp_path):
     # A model that was loaded remembers where from.
     vision = type(vision).from_pretrained(tmp_path / "mine")
     frugal = frugalvit.SparseFormerCLIPModel.from_clip(clip, vision)
+    backbone = frugalvit.SparseFormerBackbone(sparseformer(out_indices=[0, 1]))
+    assert outputs_of(backbone, {"pixel_values": torch.zeros(1, 3, 32, 32)}).keys() > {"feature_maps.1"}
     for name, model, task in (
         ("clip", frugal, "zero-shot-image-classification"),
         ("vision", vision, "image-feature-extraction"),
+        ("backbone", backbone, "image-feature-extraction"),
     ):
         model.save_pretrained(tmp_path / name)
         write_card(tmp_path / name, task)
         publish.main([str(tmp_path / name), "--output", str(tmp_path / f"{name}-out")])
         assert str(tmp_path) not in (tmp_path / f"{name}-out" / "config.json").read_text(encoding="utf-8")
+
+
+def test_the_card_of_a_backbone_has_its_measured_maps(tmp_path):
+    """Of the results of benchmarks/dense_camvid.py, with milliseconds where these were measured."""
+    torch.manual_seed(0)
+    backbone = frugalvit.SparseFormerBackbone(sparseformer()).eval()
+    backbone.save_pretrained(tmp_path / "model")
+    table = json.loads((RESULTS / "dense_camvid.json").read_text("utf-8"))
+    teacher, student = table["rows"][0], table["rows"][0] | {"backbone": "trees, bootstrapped", "macs": 10**9}
+    card, argv = CARDS / "backbone.md", ["--output", str(tmp_path / "out"), "--overwrite"]
+    for time, expected in (({}, "| 1.0 | 43.29 %"), ({"milliseconds": 12.345}, "| 1.0 | 12.3 | 43.29 %")):
+        rows = [each | time for each in (teacher, student)]
+        (tmp_path / "dense_camvid.json").write_text(json.dumps(table | {"rows": rows}), encoding="utf-8")
+        publish.main([str(tmp_path / "model"), "--card", str(card), "--results", str(tmp_path), *argv])
+        written = ModelCard.load(tmp_path / "out" / "README.md")
+        assert f"| trees, bootstrapped | 336 x 448 | 768 {expected}" in written.text
+        [result] = written.data.eval_results
+        assert (result.metric_type, result.metric_value) == ("mean_iou", round(student["mean_iou"], 4))
+    with pytest.raises(ValueError, match="dense_camvid.json has no row 'trees, bootstrapped'"):
+        (tmp_path / "dense_camvid.json").write_text(json.dumps(table | {"rows": [teacher]}), encoding="utf-8")
+        render_card(card, tmp_path)
+    # The short card, too, says how maps are made.
+    known = {"image": Image.new("RGB", (32, 32))}
+    exec(loading_example(backbone).replace("path/or/id", str(tmp_path / "model")), known)
+    assert known["feature_maps"][0].shape == (1, 32, 2, 2)
 
 
 def spoil_weights(folder):

@@ -86,7 +86,10 @@ def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 
 
 def load_image_classifier(
-    name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
+    name: str | os.PathLike,
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+    or_backbone: bool = False,
 ) -> tuple[PreTrainedModel, object]:
     """Load a model for inference, in float32, and its image processor.
 
@@ -95,6 +98,7 @@ def load_image_classifier(
             `split_revision`.
         device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
+        or_backbone (`bool`, *optional*, defaults to `False`): Take what was saved as a `SparseFormerBackbone`, too.
 
     Returns:
         `tuple`: The model and the image processor.
@@ -103,13 +107,17 @@ def load_image_classifier(
         ValueError: if there is no such model, it classifies nothing, weights are missing or left over, or a class has
             no name.
     """
+
+    def choose_class(config: PreTrainedConfig) -> type:
+        is_backbone = or_backbone and "SparseFormerBackbone" in (config.architectures or ())
+        return modeling_sparseformer.SparseFormerBackbone if is_backbone else AutoModelForImageClassification
+
     if is_exported(name):
         model = load_exported(name, device, trust_remote_code, "an image classifier", ["logits"])
         image_processor = load_image_processor(name, False, "an image classifier")
     else:
-        model, image_processor = load_with_image_processor(
-            name, device, trust_remote_code, "an image classifier", lambda _: AutoModelForImageClassification
-        )
+        kind = f"an image classifier{' or a SparseFormer backbone' * or_backbone}"
+        model, image_processor = load_with_image_processor(name, device, trust_remote_code, kind, choose_class)
     labels = model.config.id2label
     if labels.keys() != {*range(len(labels))} or not all(isinstance(label, str) for label in labels.values()):
         raise ValueError(
