@@ -16,7 +16,7 @@ from transformers import Dinov2Config, Dinov2Model, ViTImageProcessor
 @pytest.fixture(scope="module")
 def detection():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+        patch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
         yield importlib.import_module("detection")
 
 
