@@ -109,7 +109,8 @@ class RandomPatches:
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        return self.anatomy.pool(self.states(pixel_values)[0])
+        tokens, _ = self.states(pixel_values)
+        return self.anatomy.pool(tokens)
 
     def states(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens after the last block, `(batch, prefix + patches, hidden_size)`, and the numbers of the
