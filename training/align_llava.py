@@ -267,8 +267,8 @@ class AlignLlavaTrainer(RecipeTrainer):
         if self.quantize:
             plain = load_llava(self.base_model, "cpu", self.llava.dtype)[0].model.language_model
         weights = self.model.whole_state(plain)
-        # Saving takes them out of it.
-        num_parameters = sum(weight.numel() for weight in weights.values())
+        # Saving takes them out of it. A head that is the embeddings counts once.
+        num_parameters = sum({weight.data_ptr(): weight.numel() for weight in weights.values()}.values())
         self.llava.save_pretrained(folder, state_dict=weights)
         self.new_processor.save_pretrained(folder)
         # A PaliGemma's processor ends the line itself.

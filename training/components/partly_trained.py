@@ -102,7 +102,9 @@ class Learner(nn.Module):
 
 
 def _drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
-    frozen = {f"{prefix}{name}" for name, parameter in learner.named_parameters() if not parameter.requires_grad}
+    # A head that is its model's embeddings has two names.
+    parameters = learner.named_parameters(remove_duplicate=False)
+    frozen = {f"{prefix}{name}" for name, parameter in parameters if not parameter.requires_grad}
     buffers = {f"{prefix}{name}" for name, _ in learner.named_buffers()}
     for name in (frozen | buffers) & state.keys():
         del state[name]
