@@ -69,7 +69,8 @@ def test_the_projector_alone_learns_to_give_the_same_answers(make, align, tmp_pa
     exec(code.replace("path/or/id", str(tmp_path / "out")), {"image": image})
     assert capsys.readouterr().out.strip()
     assert f"\n{model.num_parameters():,} parameters" in card.text
-    assert AutoProcessor.from_pretrained(tmp_path / "out").num_latent_tokens == 7
+    if make is make_llava:
+        assert AutoProcessor.from_pretrained(tmp_path / "out").num_latent_tokens == 7
     # What is kept is what learns.
     (newest,) = (tmp_path / "out" / "checkpoints").glob("step-00000012")
     assert (newest / "model.safetensors").stat().st_size < 20_000
