@@ -91,7 +91,7 @@ model = model_class.from_pretrained("path/or/id")"""
 
 _USING_A_BACKBONE = """
 
-# (1, channels, rows, columns), one for each of `out_indices`; `from frugalvit import {name}` is the same class.
+# (1, channels, rows, columns), one for each of `out_indices`; frugalvit has the same class, {name}.
 feature_maps = model(**processor(image, return_tensors="pt")).feature_maps"""
 
 

@@ -45,7 +45,7 @@ def checkout(tmp_path) -> Path:
     """Stands in for ToMe: the call by which it patches a model."""
     package = tmp_path / "checkout" / "tome"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("class patch:\n    timm = staticmethod(lambda vit: vit)\n")
+    (package / "__init__.py").write_text("class patch:\n    timm = staticmethod(lambda vit, trace_source: vit)\n")
     return package.parent
 
 

@@ -291,7 +291,7 @@ class TestFolder:
             card = ModelCard.load(folder / "README.md")
             assert card.data.library_name == "transformers"
             code = card.text.split("```python\n")[1].split("```")[0].replace("path/or/id", str(folder))
-            names = {}
+            names = {"image": Image.new("RGB", (48, 40), "red")}
             exec(code, names)
             # A tower loads by AutoModel, which gives the family's class for it.
             as_base = model_class.__name__ == "SparseFormerVisionModel"
