@@ -100,6 +100,10 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         model = load_model(arguments.model)
         image_processor = load_image_processor(arguments.model, False, "a model")
         image_format = ImageFormat.from_processor(image_processor)
+        vision = vision_config_of(model.config)
+        if pair(vision.image_size) != image_format.size:
+            # DINOv2's names the size that its positions are for, and its processor makes smaller images.
+            vision.image_size = list(image_format.size)
         check_options(arguments, model)
         token_counts = choose_token_counts(model, arguments)
         output_rois = arguments.output_rois or (arguments.page and has_rois(model))

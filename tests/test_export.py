@@ -21,6 +21,7 @@ import transformers
 from huggingface_hub import ModelCard
 from packaging.version import parse
 from PIL import Image
+from transformers import Dinov2Config, Dinov2ForImageClassification, ViTImageProcessor
 
 import frugalvit
 from frugalvit import demo, export
@@ -247,6 +248,21 @@ def test_a_backbones_program_computes_its_maps(folder, photograph, tmp_path, mon
     capsys.readouterr()
     exec(lines.replace("photo.jpg", str(photograph)), {})
     assert capsys.readouterr().out == "(1, 32, 8, 8) (1, 32, 8, 8)\n"
+
+
+def test_images_have_the_size_that_the_processor_makes(folder, tmp_path):
+    """DINOv2's configuration names the larger size that its positions are for."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Dinov2ForImageClassification(Dinov2Config(image_size=64, patch_size=8, num_labels=10, **sizes))
+    model.config.id2label = load_image_classifier(folder)[0].config.id2label
+    model.save_pretrained(tmp_path / "dinov2")
+    ViTImageProcessor(size={"height": 32, "width": 48}).save_pretrained(tmp_path / "dinov2")
+    output = tmp_path / "program"
+    assert main(["export", str(tmp_path / "dinov2"), "--format", "openvino", "--output", str(output), *FEW]) == 0
+    exported = ExportedModule(output)
+    assert exported.config.image_size == [32, 48]
+    assert exported(torch.zeros(2, 3, 32, 48)).logits.shape == (2, 10)
 
 
 @pytest.mark.parametrize("name, factor", [("onnx", 1e20), ("openvino", float("nan"))])
