@@ -248,7 +248,8 @@ def test_the_card_of_a_backbone_has_its_measured_maps(tmp_path):
     backbone = frugalvit.SparseFormerBackbone(sparseformer()).eval()
     backbone.save_pretrained(tmp_path / "model")
     table = json.loads((RESULTS / "dense_camvid.json").read_text("utf-8"))
-    teacher, student = table["rows"][0], table["rows"][0] | {"backbone": "trees, bootstrapped", "macs": 10**9}
+    teacher = {name: value for name, value in table["rows"][0].items() if name != "milliseconds"}
+    student = teacher | {"backbone": "trees, bootstrapped", "macs": 10**9}
     card, argv = CARDS / "backbone.md", ["--output", str(tmp_path / "out"), "--overwrite"]
     for time, expected in (({}, "| 1.0 | 43.29 %"), ({"milliseconds": 12.345}, "| 1.0 | 12.3 | 43.29 %")):
         rows = [each | time for each in (teacher, student)]
