@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import compute_without_frugalvit
 from torch import nn
-from transformers import AutoModelForImageClassification
+from transformers import AutoImageProcessor, AutoModelForImageClassification, Trainer, TrainingArguments
 
 import frugalvit
 from frugalvit import ContextBroadcast, count_context_broadcast, insert_context_broadcast, remove_context_broadcast
@@ -525,6 +525,36 @@ def test_a_checkpoint_with_older_names(tmp_path):
             pixel_values = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
             states = [each(pixel_values, output_hidden_states=True).hidden_states[-1] for each in (loaded, expected)]
         torch.testing.assert_close(*states)
+
+
+def test_trainer_trains_an_altered_model(tmp_path):
+    model = make("ViT")
+    insert_context_broadcast(model, "cb_s")
+    torch.manual_seed(0)
+    examples = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 2} for i in range(8)]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=3, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(model, arguments, train_dataset=examples)
+    trainer.train()
+    scales = [layer.mlp.context_broadcast_out.scale for layer in model.vit.layers]
+    assert all(scale.abs().min() > 0 for scale in scales)
+    trainer.save_model(tmp_path / "final")
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "final").eval()
+    assert torch.equal(output_of(loaded), output_of(model.eval()))
+
+
+def test_pipeline_and_image_processor(tmp_path, photographs):
+    model = make("ViT")
+    insert_context_broadcast(model)
+    model.save_pretrained(tmp_path)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    image = photographs[0][0]
+    [best, *_] = transformers.pipeline("image-classification", str(tmp_path), device="cpu")(image)
+    pixel_values = AutoImageProcessor.from_pretrained(tmp_path)(image, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        scores = model(pixel_values).logits.softmax(-1)
+    assert best["score"] == pytest.approx(scores.max().item())
 
 
 @pytest.mark.parametrize(

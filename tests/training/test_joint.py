@@ -24,6 +24,7 @@ from frugalvit import (
     BootstrappedViTForImageClassification,
     HintDecayCallback,
 )
+from frugalvit.attention import measure_attention
 from frugalvit.common.data import load_images
 from frugalvit.modeling.reference_initialization import reference_init_
 from frugalvit.training import joint
@@ -299,6 +300,17 @@ def test_the_vits_gradient_alone_is_clipped(run, tmp_path, monkeypatch):
         lengths.append(moved)
     assert lengths[1]["vit."] == pytest.approx(1e-3, rel=1e-3) and lengths[0]["vit."] > 0.1
     assert lengths[1]["twin."] > 0.1
+
+
+def test_starts_the_vit_from_impulses(run, tmp_path):
+    options = {"initialization": "impulse", "initialization_options": "mass=0.5,value_init=mimetic"}
+    sizes = SIZES.replace("patch_size=8", "patch_size=4")
+    run(epochs=1, learning_rate=1e-12, vit=f"{sizes},image_size=32", agent=sizes, **options)
+    vit = AutoModelForImageClassification.from_pretrained(tmp_path / "out" / "vit")
+    with torch.no_grad():
+        vit.base_model.embeddings.patch_embeddings.projection.weight.zero_()
+    masses = measure_attention(vit, [torch.zeros(1, 3, 32, 32)])[0].mass
+    assert sum(masses) / len(masses) > 0.15
 
 
 def test_sees_cropped_images_resized(run, monkeypatch):

@@ -96,6 +96,21 @@ def test_accumulating_gradients_changes_nothing(tiny_run):
         assert ours == pytest.approx(theirs, rel=2e-5)
 
 
+def test_goes_on_from_a_checkpoint_with_other_classes(tiny_run, tmp_path, write_parquet):
+    tiny_run(name="first")
+    two = {
+        "dataset": write_parquet("24.parquet", 24),
+        "train_split": "train",
+        "eval_dataset": write_parquet(),
+        "eval_split": None,
+    }
+    results = tiny_run(name="second", model=tmp_path / "first", config_overrides=None, **two)
+    assert results["best"]["accuracy"] >= 0.5
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "second")
+    assert model.config.id2label == {0: "even", 1: "odd"} and model.classifier.out_features == 2
+    assert dict(AutoImageProcessor.from_pretrained(tmp_path / "second").size) == {"height": 32, "width": 32}
+
+
 def test_goes_on_at_another_size_with_muon(tiny_run, tmp_path):
     small = ",".join(f"{name}={value}" for name, value in (VIT | {"image_size": 16}).items())
     options = {"optimizer": "muon", "mixup": 0, "randaugment_layers": 0, "epochs": 6}
