@@ -8,17 +8,13 @@ take turns. Writes any_number_of_tokens.json.
 
 import argparse
 import functools
-import tempfile
-from pathlib import Path
 
 import torch
 
-from frugalvit import checkpoint_path, export
 from frugalvit.common.command_line import CommandParser, positive
-from frugalvit.common.exported import ExportedModule
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
-from shared import add_results_argument, write_table
+from shared import add_results_argument, exported, write_table
 
 
 MODEL = "caltech101-sparseformer"
@@ -35,34 +31,25 @@ def main():
     arguments = parser.parse_args()
 
     rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        calls, sizes = {}, {}
-        for runtime in RUNTIMES:
-            every = exported(Path(scratch), runtime, "all", arguments.dataset)
-            for count in COUNTS:
-                one = exported(Path(scratch), runtime, str(count), arguments.dataset)
-                calls[runtime, count, "one"] = one
-                calls[runtime, count, "any"] = functools.partial(every, num_tokens=count)
-                sizes[runtime, count, "one"], sizes[runtime, count, "any"] = (
-                    program.report["bytes"] for program in (one, every)
-                )
-        for batch_size in arguments.batch_size:
-            speeds = images_per_second(calls, torch.randn(batch_size, 3, 224, 224), arguments.rounds)
-            for (runtime, count, numbers), speed in speeds.items():
-                row = {"runtime": runtime, "tokens": count, "program_for": numbers, "batch_size": batch_size}
-                rows.append(row | {"images_per_second": speed, "bytes": sizes[runtime, count, numbers]})
+    calls, sizes = {}, {}
+    for runtime in RUNTIMES:
+        options = ["--format", runtime, "--dataset", arguments.dataset]
+        every = exported(MODEL, *options, "--num-tokens", "all")
+        for count in COUNTS:
+            one = exported(MODEL, *options, "--num-tokens", str(count))
+            calls[runtime, count, "one"] = one
+            calls[runtime, count, "any"] = functools.partial(every, num_tokens=count)
+            sizes[runtime, count, "one"], sizes[runtime, count, "any"] = (
+                program.report["bytes"] for program in (one, every)
+            )
+    for batch_size in arguments.batch_size:
+        speeds = images_per_second(calls, torch.randn(batch_size, 3, 224, 224), arguments.rounds)
+        for (runtime, count, numbers), speed in speeds.items():
+            row = {"runtime": runtime, "tokens": count, "program_for": numbers, "batch_size": batch_size}
+            rows.append(row | {"images_per_second": speed, "bytes": sizes[runtime, count, numbers]})
     print(format_table(rows))
     settings = {"model": MODEL, "rounds": arguments.rounds, "precision": "float32"}
     write_table(arguments.results_dir / "any_number_of_tokens.json", settings, rows, threads=torch.get_num_threads())
-
-
-def exported(scratch: Path, runtime: str, num_tokens: str, dataset: str) -> ExportedModule:
-    """The student as a program of a runtime, for one number of tokens or "all"."""
-    folder = scratch / f"{runtime}-{num_tokens}"
-    command = [str(checkpoint_path(MODEL)), "--output", str(folder), "--format", runtime, "--num-tokens", num_tokens]
-    export.main([*command, "--dataset", dataset, "--limit", "16"])
-    # Written by this command.
-    return ExportedModule(folder, trust_remote_code=True)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@ by ToMe (github.com/facebookresearch/ToMe, not tuned). Students look at 336 x 44
 and, of --bootstrap, bootstrapped on the training images, without their masks, for embeddings and maps; then with an
 upsampler, which the same images train while all else is frozen. Cells without a token of their own take that of the
 patch that was merged with theirs, or of the nearest. Cosines are those with the teacher's map on the test images, maps
-of fewer cells interpolated. Images a second are those of float32, one image at a time, all backbones in turns. Runs
-are kept under --runs-dir and found again. Writes dense_camvid.json. CamVid (Brostow et al.) is for research and stays
-out of the repository.
+of fewer cells interpolated. Milliseconds are those of one image in float32, all backbones in turns. Runs are kept under
+--runs-dir and found again. Writes dense_camvid.json. CamVid (Brostow et al.) is for research and stays out of the
+repository.
 """
 
 import argparse
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,11 +136,7 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat):
     """The rows' backbones, of a teacher, peers and students of it."""
     device = choose_device()
     normalize = {"image_mean": image_format.mean, "image_std": image_format.std}
-    for size in SIZES:
-        anatomy = read_anatomy(model, size)
-        name = "teacher" if size == SIZE else "teacher at lower resolution"
-        maps = functools.partial(map_of_teacher, anatomy)
-        yield Backbone(name, anatomy.num_patches, size, macs_of(Vision(model, maps), size), maps)
+    yield from teachers(model, SIZES)
     whole = read_anatomy(model, SIZE)
     for count in TOKENS:
         maps = functools.partial(map_of_random_patches, RandomPatches(whole, count, seed=0))
@@ -166,6 +162,15 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat):
         yield from students(f"{kind}, bootstrapped, Gaussian readout", student, counts[1:2], map_by_gaussians)
         student = SparseFormerBackbone.from_pretrained(train_upsampler(arguments, folder, whole, image_format))
         yield from students(f"{kind}, bootstrapped, upsampler", student.to(device).eval(), counts)
+
+
+def teachers(model: nn.Module, sizes: Sequence[tuple[int, int]]) -> Iterator[Backbone]:
+    """The teacher with images of several heights and widths."""
+    for size in sizes:
+        anatomy = read_anatomy(model, size)
+        name = "teacher" if size == SIZE else "teacher at lower resolution"
+        maps = functools.partial(map_of_teacher, anatomy)
+        yield Backbone(name, anatomy.num_patches, size, macs_of(Vision(model, maps), size), maps)
 
 
 def bootstrap_student(arguments, kind: str, image_format: ImageFormat) -> Path:

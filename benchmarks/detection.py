@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from dense_camvid import SIZE, TREE, Backbone, embed, map_of_teacher, students
+from dense_camvid import SIZE, TREE, Backbone, embed, students, teachers
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image, ImageDraw
@@ -41,7 +41,7 @@ from transformers import (
 from transformers.backbone_utils import BackboneConfigMixin, BackboneMixin
 from transformers.modeling_outputs import BackboneOutput
 
-from frugalvit import SparseFormerBackbone, count_macs
+from frugalvit import SparseFormerBackbone
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
@@ -209,11 +209,7 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat):
     same_cost = [
         tuple(round(cells * (n / (GRID[0] * GRID[1])) ** 0.5) * 14 for cells in GRID) for n in arguments.tokens
     ]
-    for size in (SIZE, *same_cost):
-        anatomy = read_anatomy(model, size)
-        name = "teacher" if size == SIZE else "teacher at lower resolution"
-        macs = count_macs(model, size).macs_with_attention
-        yield Backbone(name, anatomy.num_patches, size, macs, functools.partial(map_of_teacher, anatomy))
+    yield from teachers(model, (SIZE, *same_cost))
     normalize = {"image_mean": image_format.mean, "image_std": image_format.std}
     whole = read_anatomy(model, SIZE)
     for name, fields in STUDENTS.items():

@@ -12,21 +12,18 @@ Beside them stands the ratio of multiply-accumulates. Writes one_at_a_time.json.
 import argparse
 import copy
 import functools
-import tempfile
-from pathlib import Path
 
 import torch
 
-from frugalvit import checkpoint_path, export
+from frugalvit import checkpoint_path
 from frugalvit.common.command_line import CommandParser, positive
-from frugalvit.common.exported import ExportedModule
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.macs import macs_of
 from frugalvit.common.num_tokens import WithTokens
 from frugalvit.common.packing import pack_linear_layers
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
-from shared import add_results_argument, write_table
+from shared import add_results_argument, exported, write_table
 
 
 TEACHER, STUDENT = "caltech101-vit", "caltech101-sparseformer"
@@ -48,12 +45,13 @@ def main():
         layers = sum(map(pack_linear_layers, packed))
         precision, macs = str(dtype).removeprefix("torch."), {None: macs_of(plain[0], SIZE)}
         calls = {("plain", None): plain[0], ("packed", None): packed[0]}
-        calls["openvino", None] = exported(TEACHER, precision, arguments.dataset)
+        options = ["--format", "openvino", "--precision", precision, "--dataset", arguments.dataset, "--force"]
+        calls["openvino", None] = exported(TEACHER, *options)
         for count in arguments.tokens:
             macs[count] = macs_of(WithTokens(plain[1], count), SIZE)
             for kind, (_, student) in {"plain": plain, "packed": packed}.items():
                 calls[kind, count] = functools.partial(student, num_tokens=count)
-            calls["openvino", count] = exported(STUDENT, precision, arguments.dataset, count)
+            calls["openvino", count] = exported(STUDENT, *options, "--num-tokens", str(count))
         for batch_size in arguments.batch_sizes:
             images = torch.randn(batch_size, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
             speeds = images_per_second(calls, images, rounds=100, limit=arguments.seconds)
@@ -70,16 +68,6 @@ def main():
             print(format_table(rows[-len(speeds) :]), flush=True)
     settings = {"packed_layers": layers, "seconds": arguments.seconds, "threads": torch.get_num_threads()}
     write_table(arguments.results_dir / "one_at_a_time.json", settings, rows)
-
-
-def exported(name: str, precision: str, dataset: str, num_tokens: int | None = None) -> ExportedModule:
-    """A shipped model as a program of OpenVINO."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / name
-        command = [str(checkpoint_path(name)), "--output", str(folder), "--precision", precision]
-        command += ["--num-tokens", str(num_tokens)] if num_tokens else []
-        export.main([*command, "--format", "openvino", "--dataset", dataset, "--limit", "16", "--force"])
-        return ExportedModule(folder)
 
 
 if __name__ == "__main__":

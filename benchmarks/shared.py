@@ -17,9 +17,11 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from frugalvit import checkpoint_path, export
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
+from frugalvit.common.exported import ExportedModule
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.splits import default_split
@@ -112,6 +114,15 @@ def wanted_rows(arguments, known: Iterable[str]) -> list[str]:
     if unknown := sorted(set(arguments.rows or ()) - set(known)):
         raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(known)}.")
     return arguments.rows or known
+
+
+def exported(name: str, *options: str) -> ExportedModule:
+    """A model that ships as a program, compared with it on 16 images; options as of `frugalvit export`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / name
+        export.main([str(checkpoint_path(name)), "--output", str(folder), "--limit", "16", *options])
+        # Written here.
+        return ExportedModule(folder, trust_remote_code=True)
 
 
 def print_rows(rows: list[dict]):

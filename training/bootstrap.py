@@ -213,10 +213,10 @@ class BootstrapTrainer(RecipeTrainer):
             callbacks=callbacks,
             base_model=base_model,
         )
+        self.align = AlignmentLoss(model, self.anatomy, args)
         self.hold_teacher(compile_teacher, view)
         choose_attention(model, attn_implementation, self.accelerator.device)
         model.to(self.accelerator.device)
-        self.align = AlignmentLoss(model, self.anatomy, args)
         # What the teacher makes of each batch of a loader's images, which are the same in every epoch.
         self.known: dict[object, dict[int, torch.Tensor]] = defaultdict(dict)
 
@@ -255,14 +255,15 @@ class BootstrapTrainer(RecipeTrainer):
         inherits_patches = self.student.config.patch_size is not None
         cached = args.teacher_cache is not None and inherits_patches
         self.notes_attention = foretells_attention(self.student) or cached
+        self.map_layers = self.align.align_maps.layers if self.align.align_maps else []
+        # Numbers of a view that are noted in float32, and behind them its maps.
+        self.widths = anatomy.embedding_size, self.notes_attention * anatomy.num_patches
         self.cache = None
         if args.teacher_cache:
-            width = anatomy.embedding_size + self.notes_attention * anatomy.num_patches
-            layers = (args.dense_layers or [-1]) if args.dense_loss_weight else []
-            map_width = len(layers) * anatomy.hidden_size * anatomy.num_patches
+            map_width = len(self.map_layers) * anatomy.hidden_size * anatomy.num_patches
             self.cache = TeacherCache(
-                *(args.teacher_cache, self.accelerator, anatomy.source, width, view),
-                *(self.train_part[0], args.seed, self.notes_attention, map_width, layers),
+                *(args.teacher_cache, self.accelerator, anatomy.source, sum(self.widths), view),
+                *(self.train_part[0], args.seed, self.notes_attention, map_width, self.map_layers),
             )
         self.states: list[torch.Tensor] = []
         hold_teacher(self.accelerator, anatomy.source, anatomy.classifier)
@@ -296,7 +297,6 @@ class BootstrapTrainer(RecipeTrainer):
 
     def targets_of(self, inputs: dict) -> Targets:
         """The teacher's embeddings of a batch, and its attention, maps and hidden states where the loss reads them."""
-        align_tokens, align_maps = self.align.align_tokens, self.align.align_maps
 
         def ask() -> torch.Tensor:
             images = inputs.get("teacher_pixel_values", inputs["pixel_values"])
@@ -304,23 +304,21 @@ class BootstrapTrainer(RecipeTrainer):
                 parts = [self.embed(images).float()]
                 if self.notes_attention:
                     parts.append(attended_cells(self.anatomy, self.states))
-                if align_maps:
-                    parts += [each.flatten(1).float() for each in align_maps.of_teacher(self.states)]
+                if self.align.align_maps:
+                    parts += [each.flatten(1).float() for each in self.align.align_maps.of_teacher(self.states)]
             # Out of inference mode, so that the loss may keep it for its gradient.
             return torch.cat(parts, dim=1).clone()
 
         # The cache keeps one row of numbers for each view.
         noted = self.cache(inputs["index"], ask) if self.cache else ask()
         anatomy = self.anatomy
-        sizes = [anatomy.embedding_size, self.notes_attention * anatomy.num_patches]
-        embedding, attention, maps = noted.tensor_split([sizes[0], sum(sizes)], dim=1)
-        if align_maps:
-            maps = maps.unflatten(1, (len(align_maps.layers), anatomy.hidden_size, *anatomy.grid)).unbind(1)
+        embedding, attention, maps = noted.tensor_split([self.widths[0], sum(self.widths)], dim=1)
+        maps = maps.unflatten(1, (len(self.map_layers), anatomy.hidden_size, *anatomy.grid)).unbind(1)
         return Targets(
             embedding,
             attention.unflatten(1, anatomy.grid) if self.notes_attention else None,
-            list(self.states) if align_tokens else [],
-            list(maps) if align_maps else [],
+            list(self.states) if self.align.align_tokens else [],
+            list(maps),
         )
 
     def make_optimizer(self) -> tuple:

@@ -573,8 +573,9 @@ class ExportedModule(nn.Module):
         if part not in program.runners:
             raise ValueError(f"{str(folder)!r} has no program {part!r}, it has {', '.join(program.runners)}.")
         self._runner, self.outputs = program.runners[part], self.report["parts"][part]["outputs"]
-        # Those of ExecuTorch that calls have asked for; loading one takes a while.
-        self._program, self._methods = program.components[part].program, {}
+        if self.format == "executorch":
+            # Methods that calls have asked for; loading one takes a while. Other runtimes hold no program besides.
+            self._program, self._methods = program.components[part].program, {}
         self.token_counts, self.num_tokens = counts_of(self.report["parts"][part]), None
         if self.token_counts:
             own = getattr(vision_config_of(self.config), "default_num_tokens", None)
