@@ -10,9 +10,9 @@ by ToMe (github.com/facebookresearch/ToMe, not tuned). Students look at 336 x 44
 and, of --bootstrap, bootstrapped on the training images, without their masks, for embeddings and maps; then with an
 upsampler, which the same images train while all else is frozen. Cells without a token of their own take that of the
 patch that was merged with theirs, or of the nearest. Cosines are those with the teacher's map on the test images, maps
-of fewer cells interpolated. Milliseconds are those of one image in float32, all backbones in turns. Runs are kept under
---runs-dir and found again. Writes dense_camvid.json. CamVid (Brostow et al.) is for research and stays out of the
-repository.
+of fewer cells interpolated. Milliseconds are those of one image in float32, all backbones in turns. Runs are kept
+under --runs-dir and found again. Writes dense_camvid.json. CamVid (Brostow et al.) is for research and stays out of
+the repository.
 """
 
 import argparse
