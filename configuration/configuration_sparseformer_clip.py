@@ -6,7 +6,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import CLIPTextConfig, SiglipTextConfig
 
 from .configuration_base import FrugalViTConfig
-from .configuration_sparseformer import SparseFormerConfig
+from .configuration_sparseformer import SparseFormerConfig, read_vision_config
+from .configuration_sparseformer_base import SparseFormerBaseConfig
 
 
 # The default image side of a SigLIP.
@@ -26,7 +27,7 @@ class SparseFormerCLIPConfig(FrugalViTConfig):
 
     Args:
         text_config (`CLIPTextConfig` or `dict`, *optional*): The text side, CLIP's own.
-        vision_config (`SparseFormerConfig` or `dict`, *optional*):
+        vision_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*):
             The image side; by default the base model with 49 tokens.
         projection_dim (`int`, *optional*, defaults to 512): Width of the space that both sides are projected to.
         logit_scale_init_value (`float`, *optional*, defaults to 2.6592): Initial logarithm of the logits' scale.
@@ -40,18 +41,15 @@ class SparseFormerCLIPConfig(FrugalViTConfig):
     sub_configs = {"text_config": CLIPTextConfig, "vision_config": SparseFormerConfig}
 
     text_config: dict | CLIPTextConfig | None = None
-    vision_config: dict | SparseFormerConfig | None = None
+    vision_config: dict | SparseFormerBaseConfig | None = None
     projection_dim: int = 512
     logit_scale_init_value: float | int = 2.6592
 
     def __post_init__(self, **kwargs):
-        for name, config_class in self.sub_configs.items():
-            value = getattr(self, name)
-            if isinstance(value, dict):
-                value = config_class(**value)
-            elif value is None:
-                value = config_class() if name == "text_config" else config_class.from_variant("clip-base-49-224")
-            setattr(self, name, value)
+        text, vision = self.text_config or {}, self.vision_config
+        self.text_config = CLIPTextConfig(**text) if isinstance(text, dict) else text
+        vision = SparseFormerConfig.from_variant("clip-base-49-224") if vision is None else vision
+        self.vision_config = read_vision_config(vision)
         super().__post_init__(**kwargs)
 
     def validate_projection(self):
@@ -72,7 +70,7 @@ class SparseFormerSiglipConfig(FrugalViTConfig):
 
     Args:
         text_config (`SiglipTextConfig` or `dict`, *optional*): The text side, that of SigLIP or SigLIP 2.
-        vision_config (`SparseFormerConfig` or `dict`, *optional*):
+        vision_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*):
             The image side; by default a base model with 49 tokens and SigLIP's pooling head.
         logit_scale_init_value (`float`, *optional*, defaults to log 10): Initial logarithm of the logits' scale.
         logit_bias_init_value (`float`, *optional*, defaults to -10.0):
@@ -89,14 +87,14 @@ class SparseFormerSiglipConfig(FrugalViTConfig):
     sub_configs = {"text_config": SiglipTextConfig, "vision_config": SparseFormerConfig}
 
     text_config: dict | SiglipTextConfig | None = None
-    vision_config: dict | SparseFormerConfig | None = None
+    vision_config: dict | SparseFormerBaseConfig | None = None
     logit_scale_init_value: float | int = math.log(10)
     logit_bias_init_value: float | int = -10.0
 
     def __post_init__(self, **kwargs):
-        for name, default in (("text_config", {}), ("vision_config", SIGLIP_VISION)):
-            value = default if getattr(self, name) is None else getattr(self, name)
-            setattr(self, name, self.sub_configs[name](**value) if isinstance(value, dict) else value)
+        text = self.text_config or {}
+        self.text_config = SiglipTextConfig(**text) if isinstance(text, dict) else text
+        self.vision_config = read_vision_config(SIGLIP_VISION if self.vision_config is None else self.vision_config)
         super().__post_init__(**kwargs)
 
     def validate_widths(self):

@@ -17,7 +17,7 @@ class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
     there.
 
     Args:
-        vision_config (`SparseFormerConfig` or `dict`, *optional*):
+        vision_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*):
             The vision tower; by default CLIP's large model with 64 tokens.
         image_seq_length (`int`, *optional*):
             Tokens that an image gives the language model where a call chooses none. It is computed from the vision

@@ -41,7 +41,7 @@ class SparseFormerPaliGemmaConfig(HubConfigMixin, PaliGemmaConfig):
     there.
 
     Args:
-        vision_config (`SparseFormerConfig` or `dict`, *optional*):
+        vision_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*):
             The vision tower; by default as large as PaliGemma's, with 64 tokens. Its `projection_dim` is set to that
             of this configuration.
 

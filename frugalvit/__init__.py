@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .configuration.configuration_agent_cnn import *
     from .configuration.configuration_bootstrapped_vit import *
     from .configuration.configuration_convmixer import *
+    from .configuration.configuration_patch_sparseformer import *
     from .configuration.configuration_sparseformer import *
     from .configuration.configuration_sparseformer_clip import *
     from .configuration.configuration_sparseformer_llava import *
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from .modeling.modeling_agent_cnn import *
     from .modeling.modeling_bootstrapped_vit import *
     from .modeling.modeling_convmixer import *
+    from .modeling.modeling_patch_sparseformer import *
     from .modeling.modeling_sparseformer import *
     from .modeling.modeling_sparseformer_clip import *
     from .modeling.modeling_sparseformer_llava import *

@@ -15,6 +15,7 @@ from .common.contender import Contender, Vision, as_students, as_teacher, count_
 from .common.loading import load_vision_model
 from .common.num_tokens import using_tokens
 from .common.views import size_made_by
+from .configuration.configuration_sparseformer_base import is_sparseformer
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
 from .modeling.hosts import Anatomy, read_anatomy
 
@@ -186,7 +187,7 @@ def load_student(
     load = functools.partial(load_student, folder, method, name, device, trust_remote_code)
     size, name, config = size_made_by(image_processor), name or Path(folder).name, getattr(model, "config", None)
     fields = {"embed": image_embedder(model, size), "image_processor": image_maker(image_processor), "load": load}
-    sparse = getattr(config, "model_type", None) == "sparseformer"
+    sparse = is_sparseformer(config)
     if not (sparse or (anatomy := read_anatomy(model, size)).obstacle):
         return as_teacher(anatomy, name=name, method=method or name, **fields)
     if (classifier := getattr(model, "classifier", None)) is not None:

@@ -182,7 +182,7 @@ def token_counts(model: PreTrainedModel) -> list[int]:
     if isinstance(model, ExportedModule):
         return model.token_counts
     counts = getattr(model.config, "elastic_token_counts", None)
-    if counts and model.config.placement == "content":
+    if counts and getattr(model.config, "placement", None) == "content":
         counts = range(counts[0], counts[-1] + 1, 3)
     return [*(counts or ())]
 

@@ -17,6 +17,7 @@ from .common.files import check_file_path, whole_file
 from .common.image_files import find_images, read_images
 from .common.loading import load_vision_model, load_with_image_processor
 from .common.views import prepare_images, restore_images
+from .configuration.configuration_sparseformer_base import is_sparseformer
 from .modeling.hosts import read_anatomy
 from .modeling.modeling_sparseformer import SparseFormerBackbone, SparseFormerPreTrainedModel
 from .pictures import check_picture_path, draw_maps, save_figure
@@ -80,7 +81,7 @@ def write_dense_features(arguments: argparse.Namespace) -> None:
 
 
 def _choose_backbone(config: PreTrainedConfig) -> type:
-    if not config.model_type.startswith("sparseformer"):
+    if not is_sparseformer(config) and not config.model_type.startswith("sparseformer_"):
         raise ValueError(f"it is a {config.model_type}, whose maps are its own; `frugalvit bootstrap` makes a student")
     return SparseFormerBackbone
 
@@ -101,7 +102,7 @@ def as_backbone(model: PreTrainedModel) -> SparseFormerBackbone | None:
         # Rows and columns, also of one that was saved for DPT.
         model.config.reshape_hidden_states = True
         return model
-    if not isinstance(model, SparseFormerPreTrainedModel) or model.config.patch_size is None:
+    if not isinstance(model, SparseFormerPreTrainedModel) or not model.config.embeds_patches:
         return None
     with torch.device("meta"):
         backbone = SparseFormerBackbone(type(model.config).from_dict(model.config.to_dict() | _PLAIN))

@@ -43,6 +43,7 @@ from .common.speed import duration, foretold, images_per_second
 from .common.tables import format_table
 from .common.views import ImageFormat, vision_config_of
 from .configuration.configuration_base import pair
+from .configuration.configuration_sparseformer_base import is_sparseformer
 from .evaluation.images import image_batches, images_to_evaluate
 from .evaluation.two_towers import load_tokenizer
 from .export_card import agreement_rows, speed_rows, write_card
@@ -222,8 +223,9 @@ def check_options(arguments: argparse.Namespace, model: PreTrainedModel):
     if arguments.output_rois and not has_rois(model):
         raise ValueError(f"--output-rois: {name} has no RoIs, expected a SparseFormer.")
     vision = vision_config_of(model.config)
-    if arguments.any_size and (vision.model_type != "sparseformer" or vision.placement == "content"):
-        what = "trees, whose cells depend on the size" if vision.model_type == "sparseformer" else f"a {name}"
+    trees = getattr(vision, "placement", None) == "content"
+    if arguments.any_size and (trees or not is_sparseformer(vision)):
+        what = "trees, whose cells depend on the size" if trees else f"a {name}"
         raise ValueError(f"--any-size: this model has {what}; expected a SparseFormer with a fixed grid of tokens.")
     if arguments.page and not name.endswith("ForImageClassification"):
         raise ValueError(f"--page shows labels, which a {name} has not; expected an image classifier.")

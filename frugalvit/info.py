@@ -14,6 +14,7 @@ from .common.resources import locate_model, shipped_checkpoints
 from .common.tables import format_table
 from .common.views import size_made_by
 from .configuration.configuration_base import pair
+from .configuration.configuration_sparseformer_base import is_sparseformer
 from .options.info import parse
 
 
@@ -73,7 +74,7 @@ def _image_size(folder: Path, vision: PreTrainedModel) -> tuple[int, int]:
 def _count_tokens(model: PreTrainedModel, height: int, width: int) -> int | None:
     """Number of tokens after the last block, with [CLS]; `None` for a model that keeps a feature map."""
     config = model.config
-    if config.model_type == "sparseformer":
+    if is_sparseformer(config):
         return config.default_num_tokens + config.num_prefix_tokens
     image = torch.empty(1, config.num_channels, height, width, device="meta")
     with torch.no_grad():

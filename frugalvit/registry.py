@@ -18,6 +18,7 @@ FAMILIES = (
     "agent_cnn",
     "bootstrapped_vit",
     "convmixer",
+    "patch_sparseformer",
     "sparseformer",
     "sparseformer_clip",
     "sparseformer_llava",

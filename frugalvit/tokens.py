@@ -8,6 +8,7 @@ from .common.choices import CALIBRATED
 from .common.exported import ExportedModule
 from .common.macs import macs_of
 from .common.num_tokens import WithTokens
+from .configuration.configuration_sparseformer_base import is_sparseformer
 
 
 def choose_tokens(model: PreTrainedModel, num_tokens: int | None, confidence: float | str | None) -> float | None:
@@ -52,7 +53,7 @@ def choose_tokens(model: PreTrainedModel, num_tokens: int | None, confidence: fl
 
 def check_elastic(model: PreTrainedModel, purpose: str):
     """Raise a ValueError if a model is no SparseFormer for several counts of tokens."""
-    if model.config.model_type != "sparseformer":
+    if not is_sparseformer(model.config):
         raise ValueError(f"{purpose} is for SparseFormers, whose tokens can be chosen; got a {type(model).__name__}.")
     if len(model.config.trained_token_counts) == 1:
         raise ValueError(

@@ -7,17 +7,17 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..configuration.configuration_sparseformer import SparseFormerConfig
+from ..configuration.configuration_sparseformer_base import SparseFormerBaseConfig
 from .layers import MLP, SelfAttention, drop_path
 
 
-def cortex_norm(config: SparseFormerConfig) -> Callable[[int], nn.Module]:
+def cortex_norm(config: SparseFormerBaseConfig) -> Callable[[int], nn.Module]:
     """Return a function that makes a norm of the cortex, given its width."""
     norm_class = nn.LayerNorm if config.norm_type == "layer_norm" else nn.RMSNorm
     return functools.partial(norm_class, eps=config.layer_norm_eps)
 
 
-def cortex_attention(config: SparseFormerConfig) -> SelfAttention:
+def cortex_attention(config: SparseFormerBaseConfig) -> SelfAttention:
     """Return the attention of a block, with the norms that the configuration asks for."""
     norm = cortex_norm(config)
     return SelfAttention(
@@ -30,7 +30,7 @@ def cortex_attention(config: SparseFormerConfig) -> SelfAttention:
     )
 
 
-def cortex_mlp(config: SparseFormerConfig) -> MLP:
+def cortex_mlp(config: SparseFormerBaseConfig) -> MLP:
     """Return the MLP of a block, with the gate and the norm that the configuration asks for."""
     inner_norm = cortex_norm(config) if config.mlp_norm else None
     return MLP(config.hidden_size, config.intermediate_size, config.hidden_act, config.gated_mlp, inner_norm)
@@ -40,11 +40,11 @@ class SparseFormerLayer(GradientCheckpointingLayer):
     """A block of the cortex: attention and MLP, each of normalized tokens.
 
     Args:
-        config (`SparseFormerConfig`): The configuration.
+        config (`SparseFormerBaseConfig`): The configuration.
         drop_path_rate (`float`): Drop rate of each of the two branches, 0 to 1.
     """
 
-    def __init__(self, config: SparseFormerConfig, drop_path_rate: float):
+    def __init__(self, config: SparseFormerBaseConfig, drop_path_rate: float):
         super().__init__()
         self.drop_path_rate, norm = drop_path_rate, cortex_norm(config)
         self.layernorm_before = norm(config.hidden_size)
@@ -65,7 +65,7 @@ class SparseFormerLayer(GradientCheckpointingLayer):
 class SparseFormerPoolingHead(nn.Module):
     """The pooling of SigLIP: one learned query attends to all tokens, then an MLP; AIMv2's has none."""
 
-    def __init__(self, config: SparseFormerConfig):
+    def __init__(self, config: SparseFormerBaseConfig):
         super().__init__()
         hidden_size, heads = config.hidden_size, config.pooling_num_attention_heads or config.num_attention_heads
         intermediate_size = config.pooling_intermediate_size

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_sparseformer import SparseFormerConfig
+from ..configuration.configuration_sparseformer_base import SparseFormerBaseConfig
 from .cortex import cortex_attention, cortex_mlp, cortex_norm
 from .layers import MLP, SelfAttention, drop_path, in_float32
 from .pyramid import sample_features
@@ -153,18 +155,25 @@ class SparseFormerLatents(nn.Module):
     cortex.
 
     Args:
-        config (`SparseFormerConfig`): The configuration.
+        config (`SparseFormerBaseConfig`): The configuration.
+        width (`int`): Width of the tokens.
         num_rois (`int`, *optional*): Number of RoIs; `num_latent_tokens` by default.
+        num_embeddings (`int`, *optional*): Number of tokens, 1 for one that all share; one for each RoI by default.
     """
 
-    def __init__(self, config: SparseFormerConfig, num_rois: int | None = None):
+    def __init__(
+        self,
+        config: SparseFormerBaseConfig,
+        width: int,
+        num_rois: int | None = None,
+        num_embeddings: int | None = None,
+    ):
         super().__init__()
         num_rois = num_rois or config.num_latent_tokens
         self.num_latent_tokens = config.num_latent_tokens
         self.num_class_tokens = config.use_cls_token * config.num_class_tokens
         self.num_register_tokens = config.num_register_tokens
-        num_embeddings = 1 if config.shared_token_embedding else num_rois
-        self.token_embedding = nn.Parameter(torch.empty(num_embeddings, config.latent_size))
+        self.token_embedding = nn.Parameter(torch.empty(num_embeddings or num_rois, width))
         self.initial_rois = nn.Parameter(torch.empty(num_rois, 4, dtype=torch.float32))
         self.cls_token = self.register_tokens = None
         if self.num_class_tokens:
@@ -173,11 +182,22 @@ class SparseFormerLatents(nn.Module):
             self.register_tokens = nn.Parameter(torch.empty(self.num_register_tokens, config.hidden_size))
 
     def forward(self, batch_size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the first tokens, `(1, num_tokens, latent_size)`, and their RoIs, `(1, num_tokens, 4)` in float32,
+        """Return the first tokens, `(1, num_tokens, width)`, and their RoIs, `(1, num_tokens, 4)` in float32,
         alike for all images, and [CLS] and registers, `(batch, prefix tokens, hidden_size)`."""
         tokens, rois = self.token_embedding.expand(self.num_latent_tokens, -1), in_float32(self.initial_rois)
         # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
         return tokens[:num_tokens].repeat(1, 1, 1), rois[:num_tokens].repeat(1, 1, 1), self.prefix(batch_size)
+
+    def draw(self, config: SparseFormerBaseConfig):
+        """Draw tokens, and lay RoIs out as `initial_rois` does."""
+        self._start(initial_rois(self.num_latent_tokens, config.trained_token_counts[:-1]), std=1.0)
+
+    def _start(self, rois: torch.Tensor, std: float):
+        init.trunc_normal_(self.token_embedding, std=std)
+        init.copy_(self.initial_rois, rois)
+        for token in (self.cls_token, self.register_tokens):
+            if token is not None:
+                init.normal_(token)
 
     def prefix(self, batch_size: int) -> torch.Tensor | None:
         """[CLS] and registers of all images, None without any."""

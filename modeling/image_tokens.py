@@ -6,13 +6,16 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import ModelOutput
 
+from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
 from ..configuration.configuration_sparseformer import SparseFormerConfig
+from .modeling_patch_sparseformer import PatchSparseFormerModel
 from .modeling_sparseformer import SparseFormerModel
 
 
 # A folder's configuration is read before its model's file; it names its tower's kind.
-if SparseFormerConfig.model_type not in CONFIG_MAPPING:
-    AutoConfig.register(SparseFormerConfig.model_type, SparseFormerConfig)
+for config_class in (SparseFormerConfig, PatchSparseFormerConfig):
+    if config_class.model_type not in CONFIG_MAPPING:
+        AutoConfig.register(config_class.model_type, config_class)
 
 
 class SparseFormerTowerMixin:
@@ -22,7 +25,9 @@ class SparseFormerTowerMixin:
     def __init__(self, config: PreTrainedConfig):
         # The tower is built by `AutoModel`, which has to know it where this file is loaded as remote code. There,
         # a configuration from another process, as vLLM's are, may be of a class of the same name, read once more.
-        AutoModel.register(type(config.vision_config), SparseFormerModel, exist_ok=True)
+        vision = config.vision_config
+        tower_class = PatchSparseFormerModel if vision.embeds_patches else SparseFormerModel
+        AutoModel.register(type(vision), tower_class, exist_ok=True)
         super().__init__(config)
         # Those of a tower that is loaded alone are this model's own; vLLM would leave them out.
         self._keys_to_ignore_on_load_unexpected = set()

@@ -8,6 +8,8 @@ SparseFormer rotates them, queries and keys alike, which leaves their products a
 import torch
 from torch import nn
 
+from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
+from . import modeling_patch_sparseformer
 from .hosts import Anatomy, read_anatomy
 from .hosts.anatomy import TOLERANCE, AttentionPooling, Block, Projection, difference, evaluating, norm_eps, norm_type
 from .pyramid import grid_rois
@@ -36,7 +38,12 @@ def inherit(
     anatomy.require_plain("bootstrap from", embeds=True)
     if focusing not in FOCUSINGS:
         raise ValueError(f"`focusing` is {focusing!r}, expected one of {', '.join(map(repr, FOCUSINGS))}.")
-    inherits_patches = focusing == "inherited"
+    inherits_patches, embeds = focusing == "inherited", model_class.focusing_of_students == "inherited"
+    if embeds and not inherits_patches:
+        raise ValueError(f"`focusing` is {focusing!r}; tokens of {model_class.__name__} embed patches: 'inherited'.")
+    if inherits_patches and not embeds:
+        # A class that was derived elsewhere has none of its own, and makes its base model by the configuration.
+        model_class = getattr(modeling_patch_sparseformer, f"Patch{model_class.__name__}", model_class)
     if inherits_patches and not inherit_blocks:
         raise ValueError('`focusing="inherited"` inherits the whole teacher; expected `inherit_blocks=True`.')
     blocks = len(anatomy.blocks)
@@ -68,17 +75,15 @@ def inherit(
         if check:
             anatomy.check_tokens("inherit the patch embedding of")
         inherited |= patch_fields(anatomy)
-    config = model_class.config_class(
-        **{
-            **inherited,
-            "num_latent_tokens": num_latent_tokens or default_num_latent_tokens(anatomy, inherits_patches),
-            "num_hidden_layers": blocks - truncated,
-            # The papers halve the width from base (768 to 384); heads are 64 wide.
-            "focusing_hidden_size": max(anatomy.hidden_size // 16 * 8, 8),
-            "focusing_layer_norm_eps": FOCUSING_EPS,
-            **fields,
-        }
-    )
+    own = {
+        "num_latent_tokens": num_latent_tokens or default_num_latent_tokens(anatomy, inherits_patches),
+        "num_hidden_layers": blocks - truncated,
+    }
+    if not inherits_patches:
+        # The papers halve the width from base (768 to 384); heads are 64 wide.
+        own |= {"focusing_hidden_size": max(anatomy.hidden_size // 16 * 8, 8), "focusing_layer_norm_eps": FOCUSING_EPS}
+    config_class = PatchSparseFormerConfig if inherits_patches and not embeds else model_class.config_class
+    config = config_class(**inherited | own | fields)
     if needs_classifier and config.num_labels != len(anatomy.classifier.weight):
         raise ValueError(
             f"The teacher's classifier has {len(anatomy.classifier.weight)} classes, `num_labels` is "
@@ -111,7 +116,7 @@ def inherit(
 
 
 def patch_fields(anatomy: Anatomy) -> dict:
-    """Fields of a `SparseFormerConfig` that follow from how a teacher makes tokens of an image."""
+    """Fields of a `PatchSparseFormerConfig` that follow from how a teacher makes tokens of an image."""
     return {
         "patch_size": list(anatomy.patch_size),
         "num_channels": anatomy.patch_embedding.weight.shape[1],
@@ -183,7 +188,7 @@ def front_of_blank_image(anatomy: Anatomy, index: int) -> torch.Tensor:
 
 
 def configuration_fields(anatomy: Anatomy) -> dict:
-    """Fields of a `SparseFormerConfig` that follow from a teacher.
+    """Fields of a `SparseFormerBaseConfig` that follow from a teacher.
 
     Raises:
         ValueError: if its blocks differ from each other, or have activations or norms that a SparseFormer has not.

@@ -1,13 +1,15 @@
 """SparseFormer: a vision transformer whose few tokens look where they choose.
 
 Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent Tokens* (v1) and *Bootstrapping SparseFormers
-from Vision Foundation Models* (CVPR 2024). Before the cortex (`cortex.py`), tokens look at the image: in the papers'
-focusing stage (`focusing.py`), or by the patch embedding that a student inherits from its teacher (`patch_stage.py`).
-Weights load from the authors' checkpoints through `frugalvit convert showlab`.
+from Vision Foundation Models* (CVPR 2024). Tokens look at the image in the focusing stage (`focusing.py`), then comes
+the cortex (`cortex.py`). Students whose tokens embed patches as their teacher does are in
+`modeling_patch_sparseformer.py`; given their configuration, the classes of this file make those of that one. Weights
+load from the authors' checkpoints through `frugalvit convert showlab`.
 """
 
 import copy
-import math
+import importlib
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +30,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_base import pair
 from ..configuration.configuration_sparseformer import SparseFormerConfig
+from ..configuration.configuration_sparseformer_base import SparseFormerBaseConfig
 from .context_broadcast import ContextBroadcast, broadcast_layers, has_context_broadcast
 from .cortex import SparseFormerLayer, SparseFormerPoolingHead, cortex_norm
 from .dense import FeatureMaps, MapUpsampler
@@ -41,7 +44,6 @@ from .focusing import (
     SparseFormerStem,
     SparseFormerV1FocusingLayer,
     focusing_eps,
-    initial_rois,
     initial_sampling_offsets,
 )
 from .hub import HubModel, image_processor_config
@@ -53,15 +55,6 @@ from .layers import (
     pool_tokens,
     rotary_table,
 )
-from .patch_stage import (
-    SparseFormerGridLatents,
-    SparseFormerPatchLayer,
-    SparseFormerTreeLatents,
-    content_placement,
-    pixels_as_features,
-)
-from .placement import AttentionForecast, CellPyramid, cells_of, known_size
-from .pyramid import GridImage, grid_rois
 from .segmentation import LinearDecoder, SegmentationHead, semantic_segmentation_loss
 from .sparse_tokens import AdaptiveClassificationMixin, TokensMixin, place_among, read_at
 
@@ -158,6 +151,9 @@ class SparseFormerPreTrainedModel(TokensMixin, HubModel):
         "AutoModelForImageClassification": "SparseFormerForImageClassification",
         "AutoModelForSemanticSegmentation": "SparseFormerForSemanticSegmentation",
     }
+    # Modules that run on one device, and whose parameters are gathered together.
+    whole_modules = (SparseFormerFocusingLayer, SparseFormerLastLook, SparseFormerLatents, SparseFormerLayer)
+    focusing_of_students = "paper"
     embeds = {"image": ("forward", "pooler_output")}
     embedding_arguments = ("num_tokens",)
     _keep_in_fp32_modules_strict = ["initial_rois"]
@@ -184,6 +180,22 @@ class SparseFormerPreTrainedModel(TokensMixin, HubModel):
         r"^feature_maps\.",
     ]
 
+    def __new__(cls, config=None, *args, **kwargs):
+        return super().__new__(cls.class_for(config))
+
+    @classmethod
+    def class_for(cls, config: SparseFormerBaseConfig | None) -> type:
+        """This class, or, for a `PatchSparseFormerConfig`, its subclass for that."""
+        if getattr(config, "model_type", None) in (None, cls.config_class.model_type):
+            return cls
+        # Not a `from … import`, by which folders of the papers' models would ship that file.
+        patches = importlib.import_module(".modeling_patch_sparseformer", __package__)
+        for module in (sys.modules[cls.__module__], patches):
+            found = getattr(module, f"Patch{cls.__name__}", None)
+            if isinstance(found, type) and issubclass(found, cls):
+                return found
+        return cls
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """As in Transformers. A CLIP, a SigLIP, a LLaVA or a PaliGemma with a SparseFormer is loaded as its image
@@ -196,21 +208,23 @@ class SparseFormerPreTrainedModel(TokensMixin, HubModel):
         return loaded
 
     def get_input_embeddings(self) -> nn.Module:
-        base = self.base_model
-        return base.final_focusing_layer.sampling.projection if self.config.patch_size else base.stem.convolution
+        return self.base_model.stem.convolution
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
-        config = self.config
-        head_dim = min(
-            config.hidden_size // config.num_attention_heads,
-            config.focusing_hidden_size // config.focusing_num_attention_heads,
-        )
+        head_dim = self._smallest_head()
         if attn_implementation and "fl" in attn_implementation and head_dim < 16:
             raise ValueError(
                 f"{attn_implementation!r} needs attention heads of 16 or more channels, this model's have {head_dim}. "
                 'Use attn_implementation="sdpa" or "eager".'
             )
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def _smallest_head(self) -> int:
+        config = self.config
+        return min(
+            config.hidden_size // config.num_attention_heads,
+            config.focusing_hidden_size // config.focusing_num_attention_heads,
+        )
 
     def no_weight_decay(self) -> list[str]:
         """Names of parameters that optimizers should not decay, besides biases and norms."""
@@ -237,17 +251,7 @@ class SparseFormerPreTrainedModel(TokensMixin, HubModel):
             bound = weight[0].numel() ** -0.5
             init.uniform_(module.convolution.bias, -bound, bound)
         elif isinstance(module, SparseFormerLatents):
-            if isinstance(module, SparseFormerGridLatents):
-                rois = grid_rois(module.grid)
-            elif isinstance(module, SparseFormerTreeLatents):
-                rois = cells_of(module.grids)
-            else:
-                std, rois = 1.0, initial_rois(module.num_latent_tokens, self.config.trained_token_counts[:-1])
-            init.trunc_normal_(module.token_embedding, std=std)
-            init.copy_(module.initial_rois, rois)
-            for token in (module.cls_token, module.register_tokens):
-                if token is not None:
-                    init.normal_(token)
+            module.draw(self.config)
         elif isinstance(module, SparseFormerMixing):
             init.constant_(module.layernorm.weight, module.layernorm.normalized_shape[0] ** -0.5)
             init.zeros_(module.generator.weight)
@@ -265,13 +269,6 @@ class SparseFormerPreTrainedModel(TokensMixin, HubModel):
             init.zeros_(module.out_proj.weight)
         elif isinstance(module, SparseFormerFocusingLayer) and module.stage_embedding is not None:
             init.normal_(module.stage_embedding)
-        elif isinstance(module, AttentionForecast):
-            for convolution in (module.embedding, *module.convolutions):
-                init.kaiming_normal_(convolution.weight, nonlinearity="relu")
-                init.zeros_(convolution.bias)
-            # Foretells that attention is even.
-            init.zeros_(module.head.weight)
-            init.zeros_(module.head.bias)
         elif isinstance(module, SparseFormerPoolingHead):
             init.normal_(module.probe)
         elif isinstance(module, MapUpsampler):
@@ -287,23 +284,12 @@ class SparseFormerPreTrainedModel(TokensMixin, HubModel):
             module.reset_parameters()
 
 
-# Modules that run on one device, and whose parameters are gathered together.
-_WHOLE = (
-    SparseFormerFocusingLayer,
-    SparseFormerLastLook,
-    SparseFormerLatents,
-    SparseFormerLayer,
-    SparseFormerPatchLayer,
-)
-
-
 @dataclass
 class Looks:
     """The result of the stage before the cortex.
 
     Args:
-        hidden_states (`torch.Tensor`): `(batch, tokens, hidden_size)`.
-        prefix (`torch.Tensor`, *optional*): [CLS] and registers, `(batch, prefix tokens, hidden_size)`.
+        hidden_states (`torch.Tensor`): `(batch, [CLS] and registers + tokens, hidden_size)`.
         rois (`list[torch.Tensor]`): `(batch, tokens, 4)` after every adjustment.
         points (`list[torch.Tensor]`): `(batch, tokens, points, 2)` of every sampling.
         features (`torch.Tensor`, *optional*): The early convolution's map.
@@ -311,11 +297,15 @@ class Looks:
     """
 
     hidden_states: torch.Tensor
-    prefix: torch.Tensor | None
     rois: list[torch.Tensor]
     points: list[torch.Tensor]
     features: torch.Tensor | None = None
     forecast: torch.Tensor | None = None
+
+
+def join(prefix: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return tokens, `(batch, tokens, hidden_size)`, behind [CLS] and registers, if there are any."""
+    return hidden_states if prefix is None else torch.cat([prefix.to(hidden_states.dtype), hidden_states], dim=1)
 
 
 class SparseFormerModel(SparseFormerPreTrainedModel):
@@ -325,15 +315,27 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
         """As in Transformers. Loads a `SparseFormerVisionModelWithProjection` if `config` names that class."""
         # `AutoModel` has one class for all SparseFormers and gives it the folder's configuration.
-        architectures = getattr(config, "architectures", None) or ()
-        chosen = super()
-        if cls is SparseFormerModel and SparseFormerVisionModelWithProjection.__name__ in architectures:
+        architectures, chosen = getattr(config, "architectures", None) or (), super()
+        is_auto = cls.auto_classes["AutoModel"] == cls.__name__
+        if is_auto and any(name.endswith("VisionModelWithProjection") for name in architectures):
             chosen = SparseFormerVisionModelWithProjection
         return chosen.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
-    def __init__(self, config: SparseFormerConfig):
+    def __init__(self, config: SparseFormerBaseConfig):
         config.validate()
         super().__init__(config)
+        self.layers = nn.ModuleList(self._make_layers(config))
+        self.layernorm = cortex_norm(config)(config.hidden_size) if config.final_norm else nn.Identity()
+        attends = config.pooling in ("attention", "latent_attention")
+        self.pooling_head = SparseFormerPoolingHead(config) if attends else None
+        broadcast_layers(self.layers, config, has_class_token=config.use_cls_token)
+        # FSDP refuses names of classes that a model has not.
+        whole = [module for module in self.modules() if isinstance(module, self.whole_modules)]
+        self._no_split_modules = {type(module).__name__ for module in whole}
+        self.post_init()
+
+    def _make_layers(self, config: SparseFormerConfig) -> list[nn.Module]:
+        """Make the modules before the cortex, and return its blocks."""
         iterations, blocks = config.num_focusing_iterations, config.num_hidden_layers
         is_block = config.final_focusing_is_block
         # One for each execution of a layer, in order; v1's last focusing layer is the first block.
@@ -341,35 +343,20 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         rates = [config.drop_path_rate * i / max(executions - 1, 1) for i in range(executions)]
         block_rates = rates[executions - blocks :]
 
-        self.placement = self.focusing_layer = self.transition = None
-        self.transition_layernorm = nn.Identity()
-        if config.patch_size is None:
-            self.stem, self.latents = SparseFormerStem(config), SparseFormerLatents(config)
-            focusing_layer = SparseFormerV1FocusingLayer if is_block else SparseFormerFocusingLayer
-            self.focusing_layer = focusing_layer(config, rates[:iterations])
-            self.transition = nn.Linear(config.focusing_hidden_size, config.hidden_size)
-            if config.transition_layer_norm:
-                self.transition_layernorm = nn.LayerNorm(config.hidden_size, eps=focusing_eps(config))
-            self.final_focusing_layer = None if is_block else SparseFormerLastLook(config, rates[iterations])
-        else:
-            if config.placement == "content":
-                self.stem, self.placement = CellPyramid(pair(config.patch_size)), content_placement(config)
-                self.latents = SparseFormerTreeLatents(config)
-            else:
-                self.stem, self.latents = GridImage(pair(config.patch_size)), SparseFormerGridLatents(config)
-            self.final_focusing_layer = SparseFormerPatchLayer(config)
-
-        self.embedding_norm = cortex_norm(config)(config.hidden_size) if config.embedding_norm else nn.Identity()
-        self.layers = nn.ModuleList(SparseFormerLayer(config, rate) for rate in block_rates[is_block:])
+        norm, eps = config.transition_layer_norm, focusing_eps(config)
+        self.stem = SparseFormerStem(config)
+        self.latents = SparseFormerLatents(
+            config, config.focusing_hidden_size, num_embeddings=1 if config.shared_token_embedding else None
+        )
+        focusing_layer = SparseFormerV1FocusingLayer if is_block else SparseFormerFocusingLayer
+        self.focusing_layer = focusing_layer(config, rates[:iterations])
+        self.transition = nn.Linear(config.focusing_hidden_size, config.hidden_size)
+        self.transition_layernorm = nn.LayerNorm(config.hidden_size, eps=eps) if norm else nn.Identity()
+        self.final_focusing_layer = None if is_block else SparseFormerLastLook(config, rates[iterations])
+        layers: list[nn.Module] = [SparseFormerLayer(config, rate) for rate in block_rates[is_block:]]
         if is_block:
-            self.layers.insert(0, SparseFormerV1FocusingLayer(config, block_rates[:1], full_width=True))
-        self.layernorm = cortex_norm(config)(config.hidden_size) if config.final_norm else nn.Identity()
-        attends = config.pooling in ("attention", "latent_attention")
-        self.pooling_head = SparseFormerPoolingHead(config) if attends else None
-        broadcast_layers(self.layers, config, has_class_token=config.use_cls_token)
-        # FSDP refuses names of classes that a model has not.
-        self._no_split_modules = {type(module).__name__ for module in self.modules() if isinstance(module, _WHOLE)}
-        self.post_init()
+            layers.insert(0, SparseFormerV1FocusingLayer(config, block_rates[:1], full_width=True))
+        return layers
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
@@ -410,86 +397,61 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             ValueError: if the images have other channels or are smaller, or `num_tokens` does not fit.
         """
         pixel_values = check_pixel_values(pixel_values, self.config.num_channels, min_size=4)
-        if self.config.patch_size is None:
-            looks = self.focus(pixel_values, num_tokens, features, **kwargs)
-        elif self.placement is None:
-            looks = self.embed_grid(pixel_values, num_tokens)
-        else:
-            looks = self.embed_tree(pixel_values, num_tokens)
-
+        looks = self.look(pixel_values, num_tokens, features, **kwargs)
         hidden_states = looks.hidden_states
-        if looks.prefix is not None:
-            hidden_states = torch.cat([looks.prefix.to(hidden_states.dtype), hidden_states], dim=1)
-        hidden_states = self.embedding_norm(hidden_states)
         kwargs |= self.rotation(looks.rois[-1])
         cls_alone = not output_tokens and self.reads_cls_alone(**kwargs)
-        # `focus` has run v1's first block.
-        for layer in [*self.layers][self.config.final_focusing_is_block :]:
+        for layer in self._layers_after_looks():
             leading = self.config.num_class_tokens if cls_alone and layer is self.layers[-1] else None
             hidden_states = layer(hidden_states, leading=leading, **kwargs)
 
-        features = looks.features
-        if output_stem_features and features is None:
-            features = pixels_as_features(pixel_values)
         return SparseFormerModelOutput(
             last_hidden_state=self.layernorm(hidden_states),
             pooler_output=self.pool(hidden_states),
             rois=tuple(looks.rois) if output_rois else None,
             sampling_points=tuple(looks.points) if output_rois else None,
-            stem_features=features if output_stem_features else None,
+            stem_features=self.map_of_image(pixel_values, looks) if output_stem_features else None,
             attention_forecast=looks.forecast if output_attention_forecast else None,
         )
 
-    def focus(
+    def look(
         self,
         pixel_values: torch.Tensor,
         num_tokens: int | torch.Tensor | None,
         features: torch.Tensor | None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Looks:
-        """The papers' focusing stage. Arguments are those of `forward`."""
+        """The focusing stage. Arguments are those of `forward`."""
         num_tokens = self.choose_num_tokens(num_tokens)
         features = self.stem(pixel_values) if features is None else features
         # Before the first sampling, all images have the same tokens and RoIs: they are computed once.
         hidden_states, rois, prefix = self.latents(pixel_values.shape[0], num_tokens)
-        looks = Looks(hidden_states, prefix, rois=[], points=[], features=features)
+        all_rois, all_points = [], []
         for iteration in range(self.config.num_focusing_iterations):
             hidden_states, rois, points = self.focusing_layer(hidden_states, rois, features, iteration, **kwargs)
-            looks.rois.append(rois)
-            looks.points.append(points)
+            all_rois.append(rois)
+            all_points.append(points)
 
         hidden_states = self.transition_layernorm(self.transition(hidden_states))
         if self.final_focusing_layer is not None:
             hidden_states, points = self.final_focusing_layer(hidden_states, rois, features)
         else:
             hidden_states, rois, points = self.layers[0](hidden_states, rois, features, **kwargs)
-            looks.rois.append(rois)
-        looks.points.append(points)
-        looks.hidden_states = hidden_states
-        return looks
+            all_rois.append(rois)
+        all_points.append(points)
+        return Looks(join(prefix, hidden_states), all_rois, all_points, features)
 
-    def embed_grid(self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None) -> Looks:
-        """Tokens embed the cells of a grid. Arguments are those of `forward`."""
-        cells = grids = None
-        if isinstance(num_tokens, torch.Tensor):
-            grid, cells, grids = self.read_grid(num_tokens)
-        else:
-            grid = self.config.grid_of(self.choose_num_tokens(num_tokens))
-        positions, rois, prefix = self.latents(pixel_values.shape[0], grid, cells, grids)
-        hidden_states, rois, points = self.final_focusing_layer(positions, rois, self.stem(pixel_values, grid))
-        return Looks(hidden_states, prefix, [rois], [points])
+    def _layers_after_looks(self) -> list[nn.Module]:
+        """The blocks that `look` has not run, which are all but v1's first."""
+        return [*self.layers][self.config.final_focusing_is_block :]
 
-    def embed_tree(self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None) -> Looks:
-        """Tokens embed the cells of a tree that is chosen for each image. Arguments are those of `forward`."""
-        size = known_size(pixel_values)
-        grids = self.config.cell_grids(size)
-        num_tokens = self.config.tokens_of_tree(self.choose_num_tokens(num_tokens), size)
-        levels = self.stem(pixel_values, grids)
-        cells, forecast = self.placement(levels, num_tokens)
-        positions, rois, prefix = self.latents(pixel_values.shape[0], cells, grids)
-        patches = self.placement.patches(levels, cells)
-        hidden_states, rois, points = self.final_focusing_layer(positions, rois, patches)
-        return Looks(hidden_states, prefix, [rois], [points], forecast=forecast)
+    def shared_features(self, pixel_values: torch.Tensor) -> torch.Tensor | None:
+        """The part of `forward` that is the same for any number of tokens, its `features`."""
+        return self.stem(pixel_values)
+
+    def map_of_image(self, pixel_values: torch.Tensor, looks: Looks) -> torch.Tensor:
+        """The map that the paper's segmentation head reads, `(batch, stem_channels, height / 4, width / 4)`."""
+        return looks.features
 
     def choose_num_tokens(self, num_tokens: int | torch.Tensor | None) -> int:
         """Return the count of tokens to compute with, see `forward`. One that a tensor chooses is the largest of
@@ -499,22 +461,12 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         if not isinstance(num_tokens, torch.Tensor):
             return self.check_num_tokens(num_tokens)
         counts = self.config.trained_token_counts
-        place = place_among(counts, num_tokens)
-        if self.placement is None:
-            return read_at(place, counts)
-        # The only counts that trees can have.
-        base = math.prod(self.config.cell_grids()[0])
-        return base + 3 * read_at(place, [(count - base) // 3 for count in counts])
+        return read_at(place_among(counts, num_tokens), counts)
 
-    def read_grid(self, num_tokens: torch.Tensor) -> tuple[tuple[int, int], torch.Tensor, list[tuple[int, int]]]:
-        """Return the rows and columns of the grid that a number in a tensor chooses, the numbers of its cells among
-        those of the grids of all counts, `(1, cells)`, and these grids."""
-        counts = self.config.trained_token_counts
-        grids, place = [self.config.grid_of(count) for count in counts], place_among(counts, num_tokens)
-        count = read_at(place, counts)
-        grid = tuple(read_at(place, [sides[axis] for sides in grids]) for axis in (0, 1))
-        first = read_at(place, [sum(counts[:number]) for number in range(len(counts))])
-        return grid, first + torch.arange(count, device=num_tokens.device).unsqueeze(0), grids
+    def resize_latents(self, num_latent_tokens: int) -> bool:
+        """Change the number of latent tokens, and return whether smaller counts stay as they were trained."""
+        self.latents.resize_tokens(num_latent_tokens)
+        return True
 
     def run_cortex(self, hidden_states: torch.Tensor, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The cortex alone, for any tokens.
@@ -602,7 +554,7 @@ class SparseFormerBackbone(BackboneMixin, SparseFormerPreTrainedModel):
         r"^(classifier|visual_projection|decode_head)\.",
     ]
 
-    def __init__(self, config: SparseFormerConfig):
+    def __init__(self, config: SparseFormerBaseConfig):
         super().__init__(config)
         self.num_features = [config.hidden_size] * len(config.stage_names)
         self.sparseformer = SparseFormerModel(config)
@@ -675,7 +627,7 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
     # The loss is a mean over the pixels that count, whose number `Trainer` does not know.
     accepts_loss_kwargs = False
 
-    def __init__(self, config: SparseFormerConfig):
+    def __init__(self, config: SparseFormerBaseConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.sparseformer = SparseFormerModel(config)
@@ -688,7 +640,7 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
         """As in Transformers. `num_latent_tokens`, given here or in a `config`, may differ from the checkpoint's;
         `resize_tokens` changes it."""
         config = kwargs.get("config")
-        if isinstance(config, SparseFormerConfig) and pretrained_model_name_or_path is not None:
+        if isinstance(config, SparseFormerBaseConfig) and pretrained_model_name_or_path is not None:
             num_latent_tokens = num_latent_tokens or config.num_latent_tokens
             others = {name: value for name, value in kwargs.items() if name != "config"}
             stored, _ = SparseFormerConfig.from_pretrained(
@@ -795,7 +747,7 @@ class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
     loads_with = "AutoModel"
     embeds = {"image": ("forward", "image_embeds")}
 
-    def __init__(self, config: SparseFormerConfig):
+    def __init__(self, config: SparseFormerBaseConfig):
         if config.projection_dim is None:
             raise ValueError(
                 "`projection_dim` of the configuration is None, expected the width of the projected embedding."

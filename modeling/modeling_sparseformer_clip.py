@@ -12,10 +12,11 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
-from ..configuration.configuration_sparseformer import SparseFormerConfig
+from ..configuration.configuration_sparseformer_base import is_sparseformer
 from ..configuration.configuration_sparseformer_clip import SparseFormerCLIPConfig, SparseFormerSiglipConfig
 from .hub import HubModel
-from .modeling_sparseformer import SparseFormerModel, SparseFormerModelOutput
+from .modeling_patch_sparseformer import make_tower
+from .modeling_sparseformer import SparseFormerModelOutput
 
 
 class SparseFormerCLIPPreTrainedModel(HubModel):
@@ -143,7 +144,7 @@ class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
         super().__init__(config)
         text, vision = config.text_config, config.vision_config
         self.text_model = CLIPTextModel._from_config(text)
-        self.vision_model = SparseFormerModel._from_config(vision)
+        self.vision_model = make_tower(vision)
         self.text_projection = nn.Linear(text.hidden_size, config.projection_dim, bias=False)
         self.visual_projection = nn.Linear(vision.hidden_size, config.projection_dim, bias=False)
         self.logit_scale = nn.Parameter(torch.tensor(float(config.logit_scale_init_value)))
@@ -238,7 +239,7 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         config.validate()
         super().__init__(config)
         self.text_model = SiglipTextModel._from_config(config.text_config)
-        self.vision_model = SparseFormerModel._from_config(config.vision_config)
+        self.vision_model = make_tower(config.vision_config)
         # The text model ends in a linear layer, the image side in its pooling head.
         self.text_projection = self.visual_projection = nn.Identity()
         self.logit_scale = nn.Parameter(torch.tensor([float(config.logit_scale_init_value)]))
@@ -306,8 +307,7 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
 
 
 def _is_sparseformer(model: nn.Module) -> bool:
-    # Never by class: remote code has another one of the same name.
-    return getattr(getattr(model, "config", None), "model_type", None) == SparseFormerConfig.model_type
+    return is_sparseformer(getattr(model, "config", None))
 
 
 __all__ = [

@@ -16,13 +16,12 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from ..configuration.configuration_base import pair
-from ..configuration.configuration_sparseformer import (
-    SparseFormerConfig,
-    check_feature_layers,
-    read_vision_config,
-)
+from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
+from ..configuration.configuration_sparseformer import SparseFormerConfig, check_feature_layers, read_vision_config
+from ..configuration.configuration_sparseformer_base import SparseFormerBaseConfig
 from .dense import FeatureMaps, shares_of_tokens, spread
 from .hub import AlteredConfigMixin, AlteredModel
+from .modeling_patch_sparseformer import PatchSparseFormerModel
 from .modeling_sparseformer import SparseFormerModel, SparseFormerModelOutput
 
 
@@ -40,7 +39,7 @@ class SparseFormerGridTower(SparseFormerModel):
     With a token for each patch, it gives what its teacher does, before any training.
 
     Args:
-        config (`SparseFormerConfig`): `feature_stride` is the size of a cell.
+        config (`SparseFormerBaseConfig`): `feature_stride` is the size of a cell.
         num_front_tokens (`int`, *optional*, defaults to 0):
             Tokens before those of cells: class and register tokens as far as there are any, then the mean token.
     """
@@ -48,7 +47,7 @@ class SparseFormerGridTower(SparseFormerModel):
     # Those of a tower that is loaded alone are the model's own; vLLM would leave them out.
     _keys_to_ignore_on_load_unexpected = None
 
-    def __init__(self, config: SparseFormerConfig, num_front_tokens: int = 0):
+    def __init__(self, config: SparseFormerBaseConfig, num_front_tokens: int = 0):
         super().__init__(config)
         self.num_front_tokens = num_front_tokens
         self.feature_maps = FeatureMaps(config)
@@ -101,6 +100,12 @@ class SparseFormerGridTower(SparseFormerModel):
         return torch.cat([front, mean, spread(tokens, shares).flatten(2).mT], dim=1)
 
 
+class PatchSparseFormerGridTower(SparseFormerGridTower, PatchSparseFormerModel):
+    """`SparseFormerGridTower` whose tokens embed patches."""
+
+    config: PatchSparseFormerConfig
+
+
 class GridTowerConfigMixin(AlteredConfigMixin):
     """A configuration of Transformers with a SparseFormer as its vision tower.
 
@@ -108,7 +113,7 @@ class GridTowerConfigMixin(AlteredConfigMixin):
     is the size of a cell of the grid.
 
     Args:
-        tower_config (`SparseFormerConfig` or `dict`, *optional*): The vision tower.
+        tower_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*): The vision tower.
         tower_front_tokens (`int`, *optional*, defaults to 0): Tokens before those of cells, as the tower had before.
     """
 

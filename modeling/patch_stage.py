@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..configuration.configuration_base import pair
-from ..configuration.configuration_sparseformer import SparseFormerConfig
+from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
 from .cortex import cortex_norm
 from .focusing import SparseFormerLatents
 from .layers import in_float32
@@ -32,9 +32,13 @@ def resize_table(values: torch.Tensor, grid: tuple[int, int], new: tuple[int, in
 class SparseFormerGridLatents(SparseFormerLatents):
     """Positions and RoIs of the cells of a grid, in the place of learned tokens."""
 
-    def __init__(self, config: SparseFormerConfig):
-        super().__init__(config)
+    def __init__(self, config: PatchSparseFormerConfig):
+        super().__init__(config, config.hidden_size)
         self.grid = config.token_grid
+
+    def draw(self, config: PatchSparseFormerConfig):
+        """Draw positions, and lay RoIs out as the cells of the grid."""
+        self._start(grid_rois(self.grid), config.initializer_range)
 
     def forward(
         self,
@@ -74,14 +78,18 @@ class SparseFormerGridLatents(SparseFormerLatents):
 class SparseFormerTreeLatents(SparseFormerLatents):
     """Positions and RoIs of all cells that a tree can have, those of the coarsest grid first."""
 
-    def __init__(self, config: SparseFormerConfig):
+    def __init__(self, config: PatchSparseFormerConfig):
         grids = config.cell_grids()
-        super().__init__(config, sum(map(math.prod, grids)))
+        super().__init__(config, config.hidden_size, num_rois=sum(map(math.prod, grids)))
         self.grids = grids
         # Cells are cut out of the image, and do not move.
         rois = self.initial_rois.data
         del self.initial_rois
         self.register_buffer("initial_rois", rois)
+
+    def draw(self, config: PatchSparseFormerConfig):
+        """Draw positions, and lay RoIs out as the cells of all grids."""
+        self._start(cells_of(self.grids), config.initializer_range)
 
     def forward(
         self, batch_size: int, cells: torch.Tensor, grids: list[tuple[int, int]]
@@ -103,7 +111,7 @@ class SparseFormerTreeLatents(SparseFormerLatents):
 class SparseFormerPatchLayer(nn.Module):
     """Adds embedded patches to the tokens, which are positions until then."""
 
-    def __init__(self, config: SparseFormerConfig):
+    def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()
         self.sampling = PatchSampling(
             pair(config.patch_size),
@@ -121,7 +129,7 @@ class SparseFormerPatchLayer(nn.Module):
         return positions + embedded, rois.expand(embedded.shape[0], -1, -1), points
 
 
-def content_placement(config: SparseFormerConfig) -> ContentPlacement:
+def content_placement(config: PatchSparseFormerConfig) -> ContentPlacement:
     """Return the module that chooses the cells of each image."""
     return ContentPlacement(
         config.placement_rule, pair(config.patch_size), config.num_channels, config.placement_random_share

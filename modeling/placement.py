@@ -10,6 +10,7 @@ of tokens is kept, and both ends are the teacher, on the coarsest and on the fin
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
 
 from .layers import in_float32
 from .pyramid import GridImage, grid_rois
@@ -198,6 +199,14 @@ class AttentionForecast(nn.Module):
             nn.Conv2d(self.WIDTH, self.WIDTH, 3, padding=dilation, dilation=dilation) for dilation in (1, 2, 4)
         )
         self.head = nn.Conv2d(self.WIDTH, 1, 1)
+
+    def draw(self):
+        """Draw weights that foretell even attention."""
+        for convolution in (self.embedding, *self.convolutions):
+            init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+            init.zeros_(convolution.bias)
+        init.zeros_(self.head.weight)
+        init.zeros_(self.head.bias)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """`(batch, channels, height, width)`, where a cell has a patch's points, to logits `(batch, rows, columns)` in

@@ -67,7 +67,7 @@ class SegmentationHead(nn.Module):
         self.blocks = nn.ModuleList(SegmentationLayer(config) for _ in range(config.decoder_num_hidden_layers))
         self.layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
         self.classifier = nn.Linear(hidden_size, config.num_labels)
-        self.query = nn.Conv2d(config.stem_channels, hidden_size, kernel_size=3, padding=1)
+        self.query = nn.Conv2d(config.map_channels, hidden_size, kernel_size=3, padding=1)
         self.key = nn.Linear(hidden_size, hidden_size, bias=False)
         self.importance = nn.Linear(hidden_size, 1, bias=False)
 

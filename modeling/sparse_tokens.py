@@ -1,5 +1,5 @@
-"""How many tokens a SparseFormer computes with, where these come from, and how many an image needs: methods of every
-model of the family, and of its classifier."""
+"""How many tokens a SparseFormer computes with, where these come from, and how many an image needs: methods of all
+SparseFormers, and of their classifiers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,7 @@ from torch import nn
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils import logging
 
-from ..configuration.configuration_base import pair
-from ..configuration.configuration_sparseformer import choose_grid
 from .hub import import_from_package
-from .patch_stage import SparseFormerTreeLatents, content_placement, resize_table
-from .placement import CellPyramid, cells_of
 
 
 logger = logging.get_logger(__name__)
@@ -51,7 +47,7 @@ def read_at(place: torch.Tensor, values: Sequence[int]) -> int:
 
 
 class TokensMixin:
-    """Methods of a `SparseFormerPreTrainedModel` that choose, resize, place and inherit its tokens."""
+    """Methods of a `SparseFormerPreTrainedModel` that choose, resize and inherit its tokens."""
 
     def resize_tokens(self, num_latent_tokens: int):
         """Change the number of latent tokens in place, as continued bootstrapping needs; kept tokens stay as they are.
@@ -65,18 +61,10 @@ class TokensMixin:
         """
         if num_latent_tokens < 1:
             raise ValueError(f"`num_latent_tokens` is {num_latent_tokens}, expected at least 1.")
-        base, config = self.base_model, self.config
+        config = self.config
         num_latent_tokens = config.round_tokens(num_latent_tokens)
         smaller = [count for count in config.trained_token_counts if count < num_latent_tokens]
-        if config.placement == "content":
-            # Each cell has its token already.
-            base.latents.num_latent_tokens = num_latent_tokens
-        elif config.patch_size is None:
-            base.latents.resize_tokens(num_latent_tokens)
-        else:
-            config.token_grid = choose_grid(num_latent_tokens, pair(config.image_size))
-            base.latents.resize_grid(config.token_grid)
-            # Smaller grids would be interpolated from one that is not the trained one.
+        if not self.base_model.resize_latents(num_latent_tokens):
             smaller = []
         config.elastic_token_counts = (
             [*smaller, num_latent_tokens] if config.elastic_token_counts and smaller else None
@@ -119,37 +107,6 @@ class TokensMixin:
             )
         return num_tokens
 
-    @torch.no_grad()
-    def place_by_content(self, rule: str = "detail", num_levels: int | None = None):
-        """Place tokens by content, in place: those that embed the patches of a grid embed the cells of a quadtree
-        from then on, see `frugalvit.modeling.placement`. Weights stay; positions are interpolated.
-
-        Args:
-            rule (`str`, *optional*, defaults to `"detail"`): `placement_rule` of the configuration.
-            num_levels (`int`, *optional*): `num_placement_levels` of the configuration.
-
-        Raises:
-            ValueError: if tokens embed no patches, or are placed by content already.
-        """
-        base, config = self.base_model, self.config
-        if config.placement == "content":
-            raise ValueError("This model's tokens are placed by content already.")
-        fields = {"placement": "content", "placement_rule": rule, "num_placement_levels": num_levels}
-        placed, latents = type(config).from_dict(config.to_dict() | fields | {"token_grid": None}), base.latents
-        trees = SparseFormerTreeLatents(placed).to(latents.token_embedding)
-        tables = [resize_table(latents.token_embedding, latents.grid, grid) for grid in trees.grids]
-        trees.load_state_dict(
-            latents.state_dict() | {"token_embedding": torch.cat(tables), "initial_rois": cells_of(trees.grids)}
-        )
-        trees.token_embedding.requires_grad_(latents.token_embedding.requires_grad)
-        counts = ("num_latent_tokens", "elastic_token_counts", "num_tokens")
-        for name in (*fields, "token_grid", "placement_grid", *counts):
-            setattr(config, name, getattr(placed, name))
-        config.calibration = None
-        base.latents, base.stem = trees, CellPyramid(pair(config.patch_size))
-        base.placement = content_placement(config).to(latents.token_embedding)
-        base.placement.apply(self._init_weights)
-
     @classmethod
     @torch.no_grad()
     def from_teacher(
@@ -158,7 +115,7 @@ class TokensMixin:
         num_latent_tokens: int | None = None,
         truncate: float | int | None = None,
         inherit_blocks: bool = True,
-        focusing: str = "paper",
+        focusing: str | None = None,
         check: bool = True,
         break_ties: bool = True,
         **fields,
@@ -183,8 +140,9 @@ class TokensMixin:
                 stage is new, else none.
             inherit_blocks (`bool`, *optional*, defaults to `True`):
                 With `False`, only the classifier's weights are inherited (an ablation of table 3).
-            focusing (`str`, *optional*, defaults to `"paper"`):
-                `"paper"`, a stage that is learned from random weights, or `"inherited"`.
+            focusing (`str`, *optional*):
+                `"paper"`, a stage that is learned from random weights, the default, or `"inherited"`, which gives a
+                model of `modeling_patch_sparseformer.py`, the default of its classes.
             check (`bool`, *optional*, defaults to `True`):
                 Whether to compare the two on two images of noise: the inherited blocks, given the teacher's tokens at
                 RoIs that are its patches, have to compute what the teacher does.
@@ -192,7 +150,7 @@ class TokensMixin:
                 With a new focusing stage, whether equal initial RoIs are moved apart, by N(0, 0.05) of the image: 12
                 of the paper's 48 tokens start alike, and would stay alike. Neither paper nor reference does so
                 (`results/bootstrap_choices.json` has the gain).
-            fields: Fields of `SparseFormerConfig` to set differently, for example `stem_channels=32`.
+            fields: Fields of the configuration to set differently, for example `stem_channels=32`.
 
         Returns:
             The model, in evaluation mode.
@@ -205,7 +163,9 @@ class TokensMixin:
         # The code that reads teachers is not saved with a model.
         inheritance = import_from_package("inheritance", "Inheriting from a teacher")
         return inheritance.inherit(
-            cls, teacher, num_latent_tokens, truncate, inherit_blocks, focusing, check, break_ties, **fields
+            *(cls, teacher, num_latent_tokens, truncate, inherit_blocks, focusing or cls.focusing_of_students),
+            *(check, break_ties),
+            **fields,
         )
 
 
@@ -253,7 +213,7 @@ class AdaptiveClassificationMixin:
             confidence = calibrated["confidence"] if calibrated else 0.9
         if not 0 <= confidence <= 1:
             raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
-        features = base.stem(pixel_values) if config.patch_size is None else None
+        features = base.shared_features(pixel_values)
         logits, num_tokens, left = None, None, torch.arange(len(pixel_values), device=pixel_values.device)
         for count in token_counts:
             known = {} if features is None else {"features": features[left]}

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from ..configuration.configuration_base import pair
-from ..configuration.configuration_sparseformer import SparseFormerConfig
+from ..configuration.configuration_sparseformer_base import is_sparseformer
 from ..configuration.configuration_sparseformer_llava import SparseFormerLlavaConfig
 from ..configuration.configuration_sparseformer_paligemma import SparseFormerPaliGemmaConfig
 from .hosts import read_anatomy
@@ -84,7 +84,7 @@ def swap_vision_tower(
     model_type = vlm.config.model_type if hasattr(vlm, "lm_head") else None
     model_class = model_type and grid_class(type(vlm))
     tower = getattr(vision_model, "vision_model", vision_model).base_model
-    if getattr(tower.config, "model_type", None) != SparseFormerConfig.model_type:
+    if not is_sparseformer(getattr(tower, "config", None)):
         raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
     if model_class is not None:
         model = _empty_on_grid(vlm, tower, image_grid, model_class)

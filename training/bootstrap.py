@@ -175,7 +175,7 @@ class BootstrapTrainer(RecipeTrainer):
             teacher = read_anatomy(teacher.requires_grad_(False), self.teacher_format.size)
             check_teacher(teacher, base_model)
         normalized = [(form.mean, form.std) for form in (self.teacher_format, self.student_format)]
-        if model.config.patch_size is not None and normalized[0] != normalized[1]:
+        if model.config.embeds_patches and normalized[0] != normalized[1]:
             raise ValueError(
                 f"The student inherits its teacher's patches and normalizes otherwise: mean and std are "
                 f"{normalized[1]}, the teacher's {normalized[0]}. Give them to from_teacher: image_mean, image_std."
@@ -252,7 +252,7 @@ class BootstrapTrainer(RecipeTrainer):
                     "FSDP out."
                 )
         # A cache serves students of all placements.
-        inherits_patches = self.student.config.patch_size is not None
+        inherits_patches = self.student.config.embeds_patches
         cached = args.teacher_cache is not None and inherits_patches
         self.notes_attention = foretells_attention(self.student) or cached
         self.map_layers = self.align.align_maps.layers if self.align.align_maps else []

@@ -35,7 +35,7 @@ class Targets:
 def foretells_attention(student: nn.Module) -> bool:
     """Whether a student learns to predict where its teacher attends."""
     config = student.config
-    return config.placement == "content" and config.placement_rule == "learned"
+    return config.embeds_patches and config.placement == "content" and config.placement_rule == "learned"
 
 
 def forecast_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:

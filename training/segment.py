@@ -21,6 +21,7 @@ from ..common.loading import load_image_processor
 from ..common.masks import MaskReader, SegmentationEvalView, SegmentationView, load_masked_splits
 from ..common.metrics import evaluate_segmenter
 from ..common.views import ImageFormat
+from ..configuration.configuration_sparseformer_base import is_sparseformer
 from ..modeling.modeling_sparseformer import SparseFormerForSemanticSegmentation
 from ..modeling.segmentation import semantic_segmentation_loss
 from .components.arguments import run_as_program
@@ -186,7 +187,7 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
                 "--num-labels, or name them with --class-names."
             )
         set_drop_path(config, arguments.drop_path)
-        sparse = config.model_type == "sparseformer"
+        sparse = is_sparseformer(config)
         if sparse:
             config.image_size, config.resize_size = [height, width], None
         elif arguments.num_latent_tokens:

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import nn
 
 from ..configuration.configuration_base import pair
+from ..configuration.configuration_sparseformer_base import is_sparseformer
 from .exported import ExportedModule
 from .views import EvalView, ImageFormat, prepare_images, vision_config_of
 
@@ -72,10 +73,10 @@ def share_read(model: nn.Module, num_tokens: int | None = None) -> float:
         num_tokens (`int`, *optional*): Most tokens that it is going to compute with; its own choice if not given.
     """
     config = vision_config_of(getattr(model, "config", None))
-    if getattr(config, "model_type", None) != "sparseformer" or isinstance(model, ExportedModule):
+    if not is_sparseformer(config) or not config.embeds_patches or isinstance(model, ExportedModule):
         return 1.0
     # Trees read small parts of an image as finely as they can.
-    if config.patch_size is None or config.placement != "grid":
+    if config.placement != "grid":
         return 1.0
     grid = config.grid_of(num_tokens or config.default_num_tokens)
     lengths = zip(grid, pair(config.patch_size), pair(config.image_size), strict=True)

@@ -21,6 +21,7 @@ from ..common.packing import pack_linear_layers
 from ..common.reading import Reader, share_read
 from ..common.splits import hold_back
 from ..common.views import EvalView, ImageFormat, size_made_by
+from ..configuration.configuration_sparseformer_base import is_sparseformer
 from ..modeling.hosts import read_anatomy
 from .images import image_batches, images_to_evaluate, take_first
 
@@ -90,7 +91,7 @@ def image_embedder(
     family = getattr(getattr(model, "config", None), "model_type", "")
     if hasattr(model, "get_image_features") and family.startswith("sparseformer"):
         return lambda images: model.get_image_features(images).pooler_output
-    if family == "sparseformer":
+    if is_sparseformer(getattr(model, "config", None)):
         project = getattr(model, "visual_projection", nn.Identity())
         return lambda images: project(model.base_model(images, output_tokens=False).pooler_output)
     anatomy = read_anatomy(model, image_size)

@@ -17,6 +17,7 @@ from ..common.masks import MaskReader, load_masked_images, masked_split_names
 from ..common.metrics import SegmentationScores, check_scores
 from ..common.splits import evaluation_splits
 from ..common.views import LONGEST, ImageFormat
+from ..configuration.configuration_sparseformer_base import is_sparseformer
 from ..pictures import check_picture_path, draw_segmentation, save_figure
 from .images import take_first
 
@@ -137,7 +138,7 @@ def picture_of(model: PreTrainedModel, image_format: ImageFormat, images: datase
         pixels.append(_resize(picture, image_format.size, image_format))
         masks.append(read_mask(record["mask"], index, picture.size, picture.info["orientation"]))
     pixels = torch.stack(pixels)
-    sparse = {"output_rois": True, "output_token_maps": True} if model.config.model_type == "sparseformer" else {}
+    sparse = {"output_rois": True, "output_token_maps": True} if is_sparseformer(model.config) else {}
     outputs = model(pixel_values=image_format.normalize(pixels).to(model.device), **sparse)
     predictions = [
         F.interpolate(logits[None].float(), mask.shape, mode="bilinear").argmax(1)[0]

@@ -25,7 +25,7 @@ from .optimizers import make_optimizer, parameter_groups
 
 def recipe_of(config, size: tuple[int, int]) -> str:
     """The recipe for a student with this configuration, whose teacher has images of that height and width."""
-    if config.patch_size is not None:
+    if config.embeds_patches:
         return "inherited"
     return "paper" if max(size) > LARGEST_SMALL else "small"
 
@@ -93,6 +93,8 @@ def build_student(
                 f"--student {options.student} gives embeddings {width} wide and --teacher {teacher_width}, before or "
                 "after a projection; these cannot be aligned. Give the teacher that the student was bootstrapped from."
             )
+        if options.placement == "content" and not student.config.embeds_patches:
+            raise ValueError("--placement content is for tokens that embed patches: --focusing inherited.")
         if options.placement == "content" and student.config.placement != "content":
             student.place_by_content(options.placement_rule)
         if options.num_latent_tokens not in (None, student.config.num_latent_tokens):
@@ -117,7 +119,7 @@ def build_student(
         student_class = (
             SparseFormerVisionModel if teacher.projection is None else SparseFormerVisionModelWithProjection
         )
-    looks = {}
+    looks, kind = {}, "patch_sparseformer" if options.focusing == "inherited" else "sparseformer"
     if options.placement == "content":
         looks = {"placement": "content", "placement_rule": options.placement_rule}
     student = student_class.from_teacher(
@@ -132,7 +134,7 @@ def build_student(
         image_std=teacher_format.std,
         resample=teacher_format.resample,
         resize_size=teacher_format.resize,
-        **{"image_size": image_size, **looks, **parse_overrides("sparseformer", options.config_overrides)},
+        **{"image_size": image_size, **looks, **parse_overrides(kind, options.config_overrides)},
     )
     if options.image_size:
         set_image_size(student.config, options.image_size)
@@ -189,7 +191,7 @@ def freeze(student: SparseFormerPreTrainedModel, options, num_blocks: int) -> se
     if not options.inherit_blocks:
         return set()
     base = student.base_model
-    layers, inherits_patches = base.layers, base.config.patch_size is not None
+    layers, inherits_patches = base.layers, base.config.embeds_patches
     tune = 1 / 3 if options.tune is None else options.tune
     count = int(tune) if tune >= 1 else round(tune * num_blocks)
     if options.tune_all or (inherits_patches and options.tune is None):
@@ -219,7 +221,7 @@ def build_optimizer(
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
 
     # Where the focusing stage is inherited, too, nothing waits for it.
-    waits = student.config.patch_size is None
+    waits = not student.config.embeds_patches
 
     def inherited_rate(step: int) -> float:
         return 0.0 if step < warmup and waits else schedule.inherited_learning_rate * rate(step)
