@@ -96,12 +96,12 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         patch_norm (`bool`, *optional*, defaults to `False`): A norm follows that layer, before positions are added.
         embedding_norm (`bool`, *optional*, defaults to `False`): A norm of all tokens before the cortex (CLIP).
         token_grid (`int` or pair of `int`, *optional*):
-            Rows and columns of the cells that are the tokens' first RoIs, in row order. By default,
-            those with `num_latent_tokens` cells that are most nearly square in an image of `image_size`.
+            Rows and columns of the cells that are the tokens' first RoIs, in row order. By default, those with
+            `num_latent_tokens` cells that are most nearly square in an image of `image_size`.
         placement (`str`, *optional*, defaults to `"grid"`):
-            Where tokens look: in the cells of a `"grid"`, or, by `"content"`, in those of a
-            quadtree that is chosen for each image, see `frugalvit.modeling.placement`. Trees have the coarsest grid's
-            cells and three more for each split; other counts are rounded down.
+            Where tokens look: in the cells of a `"grid"`, or, by `"content"`, in those of a quadtree that is chosen
+            for each image, see `frugalvit.modeling.placement`. Trees have the coarsest grid's cells and three more for
+            each split; other counts are rounded down.
         placement_rule (`str`, *optional*, defaults to `"detail"`):
             Which cells of a tree are split. `"detail"`: those that lose most when they have the resolution of a patch,
             the mean squared difference times the cell's area. `"contrast"`: the same with the root of the difference.
@@ -152,10 +152,15 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
 
     @classmethod
     def _without_former_fields(cls, values: dict) -> dict:
+        kind = values.get("model_type", cls.model_type)
+        if kind != cls.model_type and not is_patch_config(values):
+            raise ValueError(f"These are the fields of a {kind}, expected those of a {cls.model_type}.")
         # Of students that glanced at the image first, which trees have replaced; their folders cannot be computed.
         if values.get("glance_grid"):
             raise ValueError("`glance_grid` is gone; tokens that choose where to look have `placement='content'`.")
         kept = {name: value for name, value in values.items() if name not in (*_FORMER_FIELDS, "glance_grid")}
+        if kind != cls.model_type and (classes := values.get("architectures")):
+            kept["architectures"] = [f"Patch{name}" for name in classes]
         return kept | {"model_type": cls.model_type}
 
     def __post_init__(self, **kwargs):

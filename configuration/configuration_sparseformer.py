@@ -123,7 +123,8 @@ class SparseFormerConfig(SparseFormerBaseConfig):
             if not known:
                 raise ValueError(f"`focusing_steps` is {steps}, expected one of {[*GENERATIONS.values()]}.")
             self.generation = known[0]
-        kwargs.pop("final_focusing_steps", None)
+        for name in ("final_focusing_steps", "glance_grid", "num_glance_layers", "num_pyramid_levels"):
+            kwargs.pop(name, None)
         if self.num_mixed_points is None:
             self.num_mixed_points = max(self.num_sampling_points, 32)
         if self.focusing_num_attention_heads is None:

@@ -392,7 +392,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
             )
 
     def validate_pooling(self):
-        """What is pooled is there."""
+        """The kind of pooling is known, and the class tokens that it takes exist."""
         self._check_choices(
             pooling=(
                 *("cls", "class_mean", "mean", "latent_mean", "cls_and_latent_mean"),

@@ -42,7 +42,7 @@ def inherit(
     if embeds and not inherits_patches:
         raise ValueError(f"`focusing` is {focusing!r}; tokens of {model_class.__name__} embed patches: 'inherited'.")
     if inherits_patches and not embeds:
-        # A class that was derived elsewhere has none of its own, and makes its base model by the configuration.
+        # In the code of a folder, the papers' models come without these.
         model_class = getattr(modeling_patch_sparseformer, f"Patch{model_class.__name__}", model_class)
     if inherits_patches and not inherit_blocks:
         raise ValueError('`focusing="inherited"` inherits the whole teacher; expected `inherit_blocks=True`.')

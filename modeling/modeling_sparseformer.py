@@ -8,6 +8,7 @@ load from the authors' checkpoints through `frugalvit convert showlab`.
 """
 
 import copy
+import functools
 import importlib
 import sys
 from dataclasses import dataclass
@@ -194,7 +195,9 @@ class SparseFormerPreTrainedModel(TokensMixin, HubModel):
             found = getattr(module, f"Patch{cls.__name__}", None)
             if isinstance(found, type) and issubclass(found, cls):
                 return found
-        return cls
+        # A class that was derived elsewhere, for example in a notebook.
+        is_base = issubclass(cls, SparseFormerModel)
+        return _derive(cls, patches.PatchSparseFormerModel if is_base else patches.PatchSparseFormerPreTrainedModel)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -282,6 +285,12 @@ class SparseFormerPreTrainedModel(TokensMixin, HubModel):
             init.zeros_(module.query.bias)
         elif isinstance(module, ContextBroadcast):
             module.reset_parameters()
+
+
+@functools.cache
+def _derive(model_class: type, base: type) -> type:
+    body = {"__module__": model_class.__module__, "__doc__": model_class.__doc__, "config_class": base.config_class}
+    return type(model_class.__name__, (model_class, base), body)
 
 
 @dataclass

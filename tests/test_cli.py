@@ -88,7 +88,11 @@ def test_choices_are_all_that_there_are():
     """Names that options list without importing what defines them."""
     from frugalvit import compare, contenders
     from frugalvit.common import choices, exported
-    from frugalvit.configuration import configuration_base, configuration_bootstrapped_vit, configuration_sparseformer
+    from frugalvit.configuration import (
+        configuration_base,
+        configuration_bootstrapped_vit,
+        configuration_patch_sparseformer,
+    )
     from frugalvit.modeling import conversion, inheritance, initialization, reference_initialization
     from frugalvit.options import compare as compared
 
@@ -96,8 +100,8 @@ def test_choices_are_all_that_there_are():
     assert tuple(initialization.INITIALIZATIONS) == choices.INITIALIZATIONS
     assert reference_initialization.REFERENCE == choices.REFERENCE
     assert inheritance.FOCUSINGS == choices.FOCUSINGS
-    assert configuration_sparseformer.PLACEMENTS == choices.PLACEMENTS
-    assert configuration_sparseformer.PLACEMENT_RULES == choices.PLACEMENT_RULES
+    assert configuration_patch_sparseformer.PLACEMENTS == choices.PLACEMENTS
+    assert configuration_patch_sparseformer.PLACEMENT_RULES == choices.PLACEMENT_RULES
     assert configuration_base.CONTEXT_BROADCASTS == choices.CONTEXT_BROADCASTS
     assert configuration_base.CONTEXT_BROADCAST_POSITIONS == choices.CONTEXT_BROADCAST_POSITIONS
     assert tuple(configuration_bootstrapped_vit.VARIANTS) == choices.JOINT_VARIANTS

@@ -83,7 +83,7 @@ def test_configurations(kind, data, tmp_path_factory):
     chosen = data.draw(overrides(kind))
     torch.manual_seed(0)
     try:
-        config = KINDS[kind].config_class.from_variant(KINDS[kind].variant, **{**KINDS[kind].fields, **chosen})
+        config = KINDS[kind].config(**chosen)
         model = KINDS[kind].classifier(config)
         size = config.image_size
         size = (size, size) if isinstance(size, int) else tuple(size)

@@ -13,7 +13,7 @@ class Kind:
 
     Args:
         config_class (`type`): Its configuration.
-        variant (`str`): A variant of the papers, made small by
+        variant (`str`, *optional*): A variant of the papers, made small by
         fields (`dict`): these.
         classes (`tuple[type, ...]`): Its models: the base model, the classifier, others.
         any_size (`bool`): Whether the models take images of any size.
@@ -22,12 +22,17 @@ class Kind:
     """
 
     config_class: type[PreTrainedConfig]
-    variant: str
+    variant: str | None
     fields: dict
     classes: tuple[type[PreTrainedModel], ...]
     any_size: bool = True
     one_program: bool = True
     files: set[str] = field(default_factory=set)
+
+    def config(self, **fields) -> PreTrainedConfig:
+        """A tiny configuration, with these fields instead."""
+        fields = self.fields | fields
+        return self.config_class.from_variant(self.variant, **fields) if self.variant else self.config_class(**fields)
 
     @property
     def base(self) -> type[PreTrainedModel]:
@@ -52,13 +57,9 @@ class Kind:
 
 
 SHARED = {"image_size": 32, "resize_size": None, "num_labels": 3}
-SPARSEFORMER = {
+CORTEX = {
     **SHARED,
     "num_latent_tokens": 5,
-    "num_sampling_points": 4,
-    "num_mixed_points": 8,
-    "stem_channels": 8,
-    "focusing_hidden_size": 32,
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "drop_path_rate": 0.0,
@@ -66,6 +67,13 @@ SPARSEFORMER = {
     "upsampler_hidden_size": 8,
     "decoder_hidden_size": 32,
 }
+SPARSEFORMER = CORTEX | {
+    "num_sampling_points": 4,
+    "num_mixed_points": 8,
+    "stem_channels": 8,
+    "focusing_hidden_size": 32,
+}
+PATCHES = CORTEX | {"patch_size": 4}
 SPARSEFORMERS = (
     frugalvit.SparseFormerModel,
     frugalvit.SparseFormerForImageClassification,
@@ -74,9 +82,13 @@ SPARSEFORMERS = (
     frugalvit.SparseFormerForSemanticSegmentation,
     frugalvit.SparseFormerBackbone,
 )
+PATCH_SPARSEFORMERS = tuple(getattr(frugalvit, f"Patch{each.__name__}") for each in SPARSEFORMERS)
 SPARSEFORMER_FILES = {
-    *("context_broadcast.py", "cortex.py", "dense.py", "focusing.py", "patch_stage.py", "placement.py", "pyramid.py"),
-    *("segmentation.py", "sparse_tokens.py"),
+    *("context_broadcast.py", "cortex.py", "dense.py", "focusing.py", "pyramid.py", "segmentation.py"),
+    *("sparse_tokens.py", "configuration_sparseformer_base.py", "configuration_patch_sparseformer.py"),
+}
+PATCH_FILES = SPARSEFORMER_FILES | {
+    *("configuration_sparseformer.py", "modeling_sparseformer.py", "patch_stage.py", "placement.py"),
 }
 # What tells the generations of SparseFormer apart is left as it is.
 KINDS = {
@@ -89,25 +101,19 @@ KINDS = {
         files=SPARSEFORMER_FILES,
     ),
     "patches": Kind(
-        frugalvit.SparseFormerConfig,
-        "augreg-base-49-224",
-        {
-            **SPARSEFORMER,
-            **{"num_latent_tokens": 6, "patch_size": 4, "patch_norm": True, "embedding_norm": True},
-        },
-        SPARSEFORMERS,
-        files=SPARSEFORMER_FILES,
+        frugalvit.PatchSparseFormerConfig,
+        None,
+        PATCHES | {"num_latent_tokens": 6, "patch_norm": True, "embedding_norm": True},
+        PATCH_SPARSEFORMERS,
+        files=PATCH_FILES,
     ),
     "content": Kind(
-        frugalvit.SparseFormerConfig,
-        "augreg-base-49-224",
-        {
-            **SPARSEFORMER,
-            **{"num_latent_tokens": 10, "patch_size": 4, "placement": "content", "placement_rule": "learned"},
-        },
-        (*SPARSEFORMERS[:2], frugalvit.SparseFormerBackbone),
+        frugalvit.PatchSparseFormerConfig,
+        None,
+        PATCHES | {"num_latent_tokens": 10, "placement": "content", "placement_rule": "learned"},
+        (*PATCH_SPARSEFORMERS[:2], frugalvit.PatchSparseFormerBackbone),
         one_program=False,
-        files=SPARSEFORMER_FILES,
+        files=PATCH_FILES,
     ),
     "v1": Kind(
         frugalvit.SparseFormerConfig,

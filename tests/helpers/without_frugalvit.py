@@ -92,13 +92,13 @@ def pipeline_computes_the_same(source: str, loader: str, model, processor) -> bo
 @torch.no_grad()
 def is_initialized(model) -> bool:
     """Whether a new base model has its family's initial weights, and not those that PyTorch gives its layers."""
+    if model.config.model_type == "patch_sparseformer":
+        # No cell is more salient than another, and none of a grid is larger.
+        rois = model.latents.initial_rois
+        first = rois[: 4 if model.placement is not None else len(rois)]
+        alike = ((first[:, 2:] - first[:, :2]) - (rois[0, 2:] - rois[0, :2])).abs().max().item() < 1e-6
+        return alike and (model.placement is None or not model.placement.forecast.head.weight.any())
     if model.config.model_type == "sparseformer":
-        if model.config.patch_size is not None:
-            # No cell is more salient than another, and none of a grid is larger.
-            rois = model.latents.initial_rois
-            first = rois[: 4 if model.placement is not None else len(rois)]
-            alike = ((first[:, 2:] - first[:, :2]) - (rois[0, 2:] - rois[0, :2])).abs().max().item() < 1e-6
-            return alike and (model.placement is None or not model.placement.forecast.head.weight.any())
         # RoIs do not move, stems are far wider than 0.02.
         still = not model.focusing_layer.roi_deltas.out_proj.weight.any()
         return still and model.stem.convolution.weight.std().item() > 0.04

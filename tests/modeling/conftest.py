@@ -36,7 +36,7 @@ def make_config():
     """Function that makes a tiny configuration of a kind."""
 
     def make(kind: str, **fields) -> PreTrainedConfig:
-        return KINDS[kind].config_class.from_variant(KINDS[kind].variant, **{**KINDS[kind].fields, **fields})
+        return KINDS[kind].config(**fields)
 
     return make
 

@@ -117,7 +117,7 @@ class ModelTester:
     def get_config(self):
         fields = {**self.kind.fields, "num_hidden_layers": self.num_hidden_layers, "image_size": self.image_size}
         fields |= self.fields
-        return self.kind.config_class.from_variant(self.kind.variant, **fields)
+        return self.kind.config(**fields)
 
     def prepare_config_and_inputs_for_common(self):
         size = (self.batch_size, self.num_channels, self.image_size, self.image_size)
@@ -295,9 +295,7 @@ class TwoTowersTester:
         return frugalvit.SparseFormerCLIPConfig(text_config=self.text, vision_config=vision, projection_dim=16)
 
     def get_vision_config(self, **fields) -> dict:
-        kind = KINDS["bootstrapped"]
-        fields = {**kind.fields, "num_hidden_layers": self.num_hidden_layers, **fields}
-        return kind.config_class.from_variant(kind.variant, **fields).to_dict()
+        return KINDS["bootstrapped"].config(**{"num_hidden_layers": self.num_hidden_layers} | fields).to_dict()
 
     def prepare_config_and_inputs_for_common(self):
         input_ids = common.ids_tensor([self.batch_size, 7], 99)
@@ -432,8 +430,7 @@ class VisionLanguageTester:
         return {"model_type": model_type, "pad_token_id": 0, **sizes, **fields}
 
     def get_vision_config(self):
-        kind = KINDS["bootstrapped"]
-        return kind.config_class.from_variant(kind.variant, **{**kind.fields, "num_hidden_layers": 2})
+        return KINDS["bootstrapped"].config(num_hidden_layers=2)
 
     def prepare_config_and_inputs_for_common(self):
         input_ids = common.ids_tensor([self.batch_size, self.seq_length], 94) + 5

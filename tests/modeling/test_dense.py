@@ -16,6 +16,7 @@ from transformers.backbone_utils import load_backbone
 from vision_transformers import KINDS, of_transformers
 
 from frugalvit import (
+    PatchSparseFormerBackbone,
     SparseFormerBackbone,
     SparseFormerConfig,
     SparseFormerForImageClassification,
@@ -364,7 +365,7 @@ def test_heads_of_transformers_are_trained_saved_and_loaded_with_it(name, tmp_pa
     torch.manual_seed(0)
     backbone_config = SparseFormerConfig(**FIELDS | backbone_fields)
     head = head_class(head_class.config_class(backbone_config=backbone_config, **fields)).train()
-    assert type(load_backbone(head.config)) is SparseFormerBackbone
+    assert type(load_backbone(head.config)) is PatchSparseFormerBackbone
     optimizer, losses = torch.optim.AdamW(head.parameters(), 1e-3), []
     for _ in range(2):
         outputs = head(images(), **labels)
@@ -408,7 +409,7 @@ class TestSwap:
         torch.testing.assert_close(swapped(images(32, 32)).logits, expected, atol=1e-4, rtol=1e-3)
         swapped.save_pretrained(tmp_path)
         loaded = transformers.UperNetForSemanticSegmentation.from_pretrained(tmp_path).eval()
-        assert type(loaded.backbone) is SparseFormerBackbone
+        assert type(loaded.backbone) is PatchSparseFormerBackbone
         torch.testing.assert_close(loaded(images(32, 32)).logits, expected, atol=1e-4, rtol=1e-3)
 
     def test_what_does_not_fit_is_refused(self, head):
@@ -416,7 +417,7 @@ class TestSwap:
         for wrong, message in (
             (make(), r"reads maps of 48, 48 channels, the backbone gives 32\. Choose as many layers"),
             (make(hidden_size=48, out_indices=[1, 2], reshape_hidden_states=False), "reshape_hidden_states=True`"),
-            (make(SparseFormerForImageClassification), "Got a SparseFormerForImageClassification as backbone"),
+            (make(SparseFormerForImageClassification), "Got a PatchSparseFormerForImageClassification as backbone"),
         ):
             with pytest.raises(ValueError, match=message):
                 swap_backbone(head, wrong)

@@ -16,7 +16,7 @@ def test_float64_stays_float64(name, monkeypatch):
     """The gradient in a direction is that of differences, as exactly as 64 bits allow."""
     kind = KINDS[name]
     torch.manual_seed(0)
-    config = kind.config_class.from_variant(kind.variant, **kind.fields)
+    config = kind.config()
     if config.model_type == "sparseformer":
         # No gradient flows into what encodes positions, on purpose.
         monkeypatch.setattr(SparseFormerPositionEncoding, "forward", lambda self, rois: 0.0)
@@ -52,6 +52,6 @@ def test_images_smaller_than_a_patch_are_said(name, size):
         )
     else:
         kind = KINDS[name]
-        model = kind.base(kind.config_class.from_variant(kind.variant, **kind.fields))
+        model = kind.base(kind.config())
     with pytest.raises(ValueError, match="Got an image of .* pixels, expected at least"):
         model(torch.randn(2, 3, *size))

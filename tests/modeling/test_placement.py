@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
-from frugalvit.configuration.configuration_sparseformer import PLACEMENT_RULES, coarsest_grid
+from frugalvit.configuration.configuration_patch_sparseformer import PLACEMENT_RULES, coarsest_grid
 from frugalvit.modeling.placement import (
     CellPyramid,
     ContentPlacement,

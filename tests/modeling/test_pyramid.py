@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frugalvit import SparseFormerConfig, SparseFormerForSemanticSegmentation, SparseFormerModel
-from frugalvit.configuration.configuration_sparseformer import choose_grid
+from frugalvit.configuration.configuration_patch_sparseformer import choose_grid
 from frugalvit.modeling.pyramid import GridImage, PatchSampling, grid_rois, points_in
 
 

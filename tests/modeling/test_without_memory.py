@@ -21,10 +21,7 @@ TWINS = frugalvit.BootstrappedViTConfig(
     num_labels=3,
 )
 FAMILIES = {
-    **{
-        name: (kind.config_class.from_variant(kind.variant, **kind.fields), kind.classifier)
-        for name, kind in KINDS.items()
-    },
+    **{name: (kind.config(), kind.classifier) for name, kind in KINDS.items()},
     "bootstrapped_vit": (TWINS, frugalvit.BootstrappedViTForImageClassification),
 }
 
