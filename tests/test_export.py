@@ -376,7 +376,7 @@ def test_a_folder_holds_nothing_of_this_machine(write, folder):
             assert "auto_map" not in path.read_text()
     card = ModelCard.load(output / "README.md").data
     assert card.library_name == "onnx"
-    assert {"frugalvit", "sparseformer", "onnx", "float32"} <= set(card.tags)
+    assert {"frugalvit", "patch_sparseformer", "onnx", "float32"} <= set(card.tags)
 
 
 def test_the_gate(folder, tmp_path, capsys):

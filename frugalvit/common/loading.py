@@ -36,7 +36,7 @@ from transformers import (
 from transformers.utils import is_bitsandbytes_available, logging
 
 from ..configuration.configuration_base import pair
-from ..modeling import modeling_sparseformer
+from ..modeling import modeling_patch_sparseformer, modeling_sparseformer
 from ..modeling.hosts.timm import TIMM
 from ..modeling.modeling_sparseformer_vlm import CONNECTORS, TOWERS, VLMS, grid_class, part_name
 from ..modeling.open_clip_adapter import open_clip_image_processor
@@ -109,7 +109,8 @@ def load_image_classifier(
     """
 
     def choose_class(config: PreTrainedConfig) -> type:
-        is_backbone = or_backbone and "SparseFormerBackbone" in (config.architectures or ())
+        names = config.architectures or ()
+        is_backbone = or_backbone and any(str(name).endswith("SparseFormerBackbone") for name in names)
         return modeling_sparseformer.SparseFormerBackbone if is_backbone else AutoModelForImageClassification
 
     if is_exported(name):
@@ -215,7 +216,7 @@ def _vision_class(config: PreTrainedConfig) -> type:
     for architecture in architectures:
         if architecture.endswith(("ForPreTraining", "ForMaskedImageModeling", "Backbone")):
             break
-        for module in (modeling_sparseformer, transformers):
+        for module in (modeling_sparseformer, modeling_patch_sparseformer, transformers):
             if hasattr(module, architecture) and not architecture.endswith("ForImageClassification"):
                 return getattr(module, architecture)
     else:
