@@ -56,7 +56,7 @@ from shared import (
     print_rows,
     reduced_epochs,
     row_arguments,
-    run_recipe,
+    run_training,
     set_budget,
     spread,
     wanted_rows,
@@ -70,7 +70,7 @@ VIT = f"image_size=32,{SIZES},num_attention_heads=9"
 AGENT = f"{SIZES},num_positions=9"
 IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
 TRANSFORMERS = {"initialization": "default"}
-# The recipe of one alone sees the images as the joint one does, without mixing and smoothing.
+# The training of one alone sees the images as the joint one does, without mixing and smoothing.
 ALONE = {
     "weight_decay": 0.05,
     "warmup_epochs": 0,
@@ -96,7 +96,7 @@ PAIR = {"vit": VIT, "agent": AGENT, "padding_mode": "reflect"}
 JOINT, SHARED = (PAIR | {"variant": f"{name}-small"} for name in ("joint", "shared"))
 NO_HINT = {"config_overrides": "hint_weight=0"}
 CONTROL = {"config_overrides": "hint_weight=0,divergence_weight=0"}
-# Rows: name -> recipe and its arguments. Rows of one name are one run.
+# Rows: name -> training and its arguments. Rows of one name are one run.
 TABLES = {
     "joint": {
         "ViT alone": (train, VIT_ALONE),
@@ -195,11 +195,11 @@ def run(arguments, name: str, recipe, row: dict, seed: int) -> tuple[Path, dict]
     argv += ["--batch-size", "64" if arguments.paper_recipe else "32", *row_arguments(options(arguments, name, row))]
     argv += given_arguments(arguments, "crop", "flip", "dataset_config", "label_column")
     folder = arguments.runs_dir / folder_name(name, seed, argv)
-    return folder, run_recipe(recipe, folder, argv)
+    return folder, run_training(recipe, folder, argv)
 
 
 def options(arguments, name: str, row: dict) -> dict:
-    """A row's arguments of its recipe, with the paper's sizes if they are wanted."""
+    """A row's arguments of its training, with the paper's sizes if they are wanted."""
     values = dict(row)
     if arguments.paper_recipe:
         values |= {"padding_mode": "constant", "crop_scale": [0.6, 1.0]} | PAPER_ROWS.get(name, {})

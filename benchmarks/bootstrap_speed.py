@@ -1,4 +1,4 @@
-"""Speed of bootstrapping: the recipe, beside a plain loop over the reference implementation and timm.
+"""Speed of bootstrapping: the command, beside a plain loop over the reference implementation and timm.
 
     python benchmarks/bootstrap_speed.py --sparseformer CHECKOUT --dataset IMAGES
 
@@ -38,7 +38,7 @@ from shared import add_results_argument, write_table
 from sparseformer_speed import load_reference
 
 
-# Of the eight inherited blocks; the recipe freezes as many.
+# Of the eight inherited blocks; the command freezes as many.
 FROZEN = 4
 
 
@@ -160,7 +160,7 @@ def plain_loop(arguments) -> float:
 
 
 def data_loader(arguments) -> float:
-    """Time decoding, augmentation and normalization in one process, as the recipe does them."""
+    """Time decoding, augmentation and normalization in one process, as the command does them."""
     view = BootstrapView(ImageFormat((224, 224)))
     images = load_images(arguments.dataset)
     loader = TrainingLoader(Accelerator(cpu=True), images, view, batch_size=arguments.batch_size)

@@ -19,10 +19,10 @@ import frugalvit
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.tables import format_table
 from frugalvit.training import bootstrap, train
-from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, wanted_rows, write_table
+from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_training, wanted_rows, write_table
 
 
-# Rows: name -> arguments of the recipe besides the shared ones. "{16 tokens}" is the folder of that row's run.
+# Rows: name -> arguments of the command besides the shared ones. "{16 tokens}" is the folder of that row's run.
 TABLES = {
     "tokens": {
         "8 tokens": ["--num-latent-tokens", "7"],
@@ -118,7 +118,7 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
     ]
     if extra == "train":
         argv = [*shared, "--epochs", str(arguments.epochs), *scratch_arguments(arguments)]
-        return run_recipe(train, folder, argv)
+        return run_training(train, folder, argv)
     continued = "--student" in extra
     extra = [part.replace("{16 tokens}", str(folder_of(arguments, "16 tokens", seed))) for part in extra]
     epochs = arguments.continued_epochs if continued else arguments.epochs
@@ -128,7 +128,7 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
         *(*shared, "--teacher", arguments.teacher, "--recipe", "paper", "--config-overrides", STUDENT),
         *("--epochs", str(epochs), "--learning-rate", str(rate), *extra),
     ]
-    return run_recipe(bootstrap, folder, argv)
+    return run_training(bootstrap, folder, argv)
 
 
 def scratch_arguments(arguments) -> list[str]:

@@ -56,7 +56,7 @@ from frugalvit.evaluation.embeddings import of_classes
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
-from shared import add_run_arguments, run_recipe, spread, write_comparison, write_table
+from shared import add_run_arguments, run_training, spread, write_comparison, write_table
 from token_merging import contender, diffrate, merging, tome
 
 
@@ -126,10 +126,10 @@ def train_teacher(arguments):
     small, teacher = arguments.runs_dir / "teacher-112", arguments.runs_dir / "teacher"
     first = ["--model", arguments.model, "--train-image-size", "112", "--epochs", "5", "--crop-scale", "0.3", "1.0"]
     first += ["--learning-rate", "3e-4", "--head-multiplier", "5", "--warmup-epochs", "0.5", "--mixup", "0.1"]
-    run_recipe(train, small, [*shared, *first])
+    run_training(train, small, [*shared, *first])
     second = ["--model", str(small), "--epochs", "1", "--steps-per-epoch", "55", "--crop-scale", "0.4", "1.0"]
     second += ["--learning-rate", "1e-4", "--warmup-epochs", "0.1", "--mixup", "0"]
-    run_recipe(train, teacher, [*shared, *second, "--gradient-accumulation-steps", "4"])
+    run_training(train, teacher, [*shared, *second, "--gradient-accumulation-steps", "4"])
     measured = teacher_on_test(arguments, "test")
     print(f"Teacher: {measured['accuracy']:.2%} of {len(measured['labels']):,} test images.")
 
@@ -160,7 +160,7 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
         *("--view-epochs", str(arguments.view_epochs), "--zoom-out", str(arguments.zoom_out), *VARIANTS[variant]),
         *("--teacher-cache", str(cache)),
     ]
-    run_recipe(bootstrap, folder, argv)
+    run_training(bootstrap, folder, argv)
     views = epochs * min(steps, epoch) * BATCH_SIZE
     about = {"variant": variant, "views": views, "seed": seed, "zoom_out": arguments.zoom_out}
     measured = [about | row for row in measure_student(arguments, *load_image_classifier(folder, "cpu"))]
@@ -334,7 +334,7 @@ def run_peer(arguments, name: str, seed: int, argv: list[str]) -> Path:
         *("--mixed-precision", arguments.mixed_precision, "--crop-scale", "0.5", "1"),
         *("--epochs", "1", "--warmup-epochs", "0.1"),
     ]
-    run_recipe(token_merging, folder, [*shared, *argv])
+    run_training(token_merging, folder, [*shared, *argv])
     return folder
 
 
@@ -378,7 +378,7 @@ def compare_features(arguments):
         train, test = (of_classes(images, LEFT_OUT) for images in (train, test))
     student = runs / f"features-elastic-seed{seed}"
     argv = [*shared_arguments(arguments, arguments.model, kept, seed), "--epochs", str(epochs), *VARIANTS["elastic"]]
-    run_recipe(bootstrap, student, [*argv, "--num-latent-tokens", "64"])
+    run_training(bootstrap, student, [*argv, "--num-latent-tokens", "64"])
     contenders = load_teachers(arguments.model, "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
     contenders += load_students(str(student), METHODS["elastic"], "student")
     rows = compare(contenders, test, train, batch_size=32, rounds=1, memory=False)

@@ -20,7 +20,7 @@ from frugalvit.common.data import load_images
 from frugalvit.common.files import write_json
 from frugalvit.common.tables import format_table
 from frugalvit.training import bootstrap
-from shared import add_run_arguments, folder_name, run_recipe, write_table
+from shared import add_run_arguments, folder_name, run_training, write_table
 
 
 # Arguments of `frugalvit bootstrap` besides the shared ones. The rate of inherited weights is relative to 1e-3.
@@ -95,7 +95,7 @@ def train_student(arguments, choice: str, tokens: int, seed: int) -> dict:
         changed.enter_context(students_with(trial))
         if choice == "7 x 7 points":
             changed.enter_context(resampled_patches())
-        run_recipe(bootstrap, folder, argv)
+        run_training(bootstrap, folder, argv)
     (measured,) = measure_student(arguments, *load_trial(folder, trial))
     write_json(measured_file, measured)
     return measured

@@ -66,7 +66,7 @@ from shared import (
     add_run_arguments,
     data_arguments,
     folder_name,
-    run_recipe,
+    run_training,
     spread,
     write_table,
 )
@@ -149,7 +149,7 @@ def main():
 
 
 def shared_arguments(arguments, seed: int) -> list[str]:
-    """The options that the command lines of all recipes share."""
+    """The options that the command lines of all trainings share."""
     return [
         *(*data_arguments(arguments), "--train-split", f"train[:{arguments.images}]"),
         *("--eval-split", test_split(arguments), "--mixed-precision", "no", "--seed", str(seed)),
@@ -173,7 +173,7 @@ def train_images(arguments) -> datasets.Dataset:
 def train_clip(arguments, seed: int) -> Path:
     """The folder of a CLIP, trained now or before."""
     folder = arguments.runs_dir / folder_name("clip", seed)
-    run_recipe(
+    run_training(
         small_clip,
         folder,
         [
@@ -189,7 +189,7 @@ def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
     tokens, extra = (STUDENTS | STUDENTS_INHERITED)[name]
     paper = ["--recipe", "paper", "--config-overrides", STUDENT, "--learning-rate", "4e-3"]
     folder = arguments.runs_dir / folder_name(name, seed)
-    run_recipe(
+    run_training(
         bootstrap,
         folder,
         [
@@ -402,7 +402,7 @@ def align(arguments, llava: Path, student: Path, name: str, extra: list[str], se
     if extra == ["--dataset"]:
         data = ["--dataset", str(write_conversations(arguments)), "--eval-split", "none", "--seed", str(seed)]
         extra = []
-    run_recipe(
+    run_training(
         align_llava,
         folder,
         [

@@ -58,7 +58,7 @@ from frugalvit.modeling.placement import split_in_four, worth_of
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from frugalvit.training.components.attended_cells import attended_cells
-from shared import add_run_arguments, run_recipe, spread, write_table
+from shared import add_run_arguments, run_training, spread, write_table
 from token_merging import merging
 
 
@@ -118,7 +118,7 @@ def train_teacher(arguments):
         *("--layer-decay", "0.85", "--head-multiplier", "5", "--warmup-epochs", "1", "--mixup", "0.1"),
         *("--mixed-precision", arguments.mixed_precision, "--num-workers", str(arguments.num_workers)),
     ]
-    run_recipe(train, folder, argv)
+    run_training(train, folder, argv)
     model, processor = load_image_classifier(folder, str(choose_device()))
     pixels, labels = test_pixels(arguments, ImageFormat.from_processor(processor), VIEWS[:1])
     right = ask(arguments, lambda batch: model(batch).logits, processor, pixels[VIEWS[0]]).argmax(1) == labels
@@ -402,7 +402,7 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
         *("--teacher-cache", str(arguments.runs_dir / f"{arguments.name}-teacher-seed{seed}")),
         *(("--config-overrides", f"placement_random_share={arguments.random_share}") if content else ()),
     ]
-    run_recipe(bootstrap, folder, argv)
+    run_training(bootstrap, folder, argv)
     model, processor = load_image_classifier(folder, "cpu")
     about = {"seed": seed, "epochs": arguments.epochs, "inherited_rate": rate, "batch_size": arguments.batch_size}
     about |= {"random_share": arguments.random_share} if content else {}

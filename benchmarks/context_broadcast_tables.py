@@ -62,7 +62,7 @@ from shared import (
     print_rows,
     reduced_epochs,
     row_arguments,
-    run_recipe,
+    run_training,
     set_budget,
     spread,
     wanted_rows,
@@ -83,7 +83,7 @@ PVT_V2 = (
 
 
 def vit(kind: str | None, *positions: str, **options) -> dict:
-    """A row's arguments of the recipe: a ViT of the family."""
+    """A row's arguments of the command: a ViT of the family."""
     overrides = ["context_broadcast=" + ("null" if kind is None else kind)]
     if positions:
         overrides.append("context_broadcast_position=[" + ",".join(f'"{position}"' for position in positions) + "]")
@@ -91,26 +91,26 @@ def vit(kind: str | None, *positions: str, **options) -> dict:
 
 
 def host(model_type: str, overrides: str, kind: str | None) -> dict:
-    """A row's arguments of the recipe: a model of Transformers."""
+    """A row's arguments of the command: a model of Transformers."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model_type": model_type, "config_overrides": overrides, **inserted}
 
 
 def shipped(name: str, kind: str | None, **options) -> dict:
-    """A row's arguments of the recipe: a shipped model, which trains on."""
+    """A row's arguments of the command: a shipped model, which trains on."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model": f"checkpoints/{name}", "learning_rate": 1e-4, **inserted, **options}
 
 
 def distilled(kind: str | None) -> dict:
-    """A row's arguments of the recipe: a ViT with a distillation token, whose classifier learns the shipped ViT's
+    """A row's arguments of the command: a ViT with a distillation token, whose classifier learns the shipped ViT's
     classes."""
     row = vit(kind, distill_from="checkpoints/cifar10-vit", distill_kind="hard")
     return row | {"config_overrides": f"{row['config_overrides']},use_distillation_token=true"}
 
 
 def scaled(start: float) -> dict:
-    """A row's arguments of the recipe: a ViT with CB_S, whose scale starts at `start`."""
+    """A row's arguments of the command: a ViT with CB_S, whose scale starts at `start`."""
     row = vit("cb_s")
     return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 
@@ -159,7 +159,7 @@ REDUCED = {
     "mixup": 0,
 }
 IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
-# Rows: name -> arguments of the recipe. Rows of one name are one run.
+# Rows: name -> arguments of the command. Rows of one name are one run.
 TABLES = {
     "kinds": {
         "none": vit(None),
@@ -287,7 +287,7 @@ def run(arguments, name: str, row: dict, seed: int) -> Path:
     argv = ["--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments), *row_arguments(options)]
     argv += given_arguments(arguments, "crop", "flip", "dataset_config", "label_column")
     folder = arguments.runs_dir / folder_name(name, seed, argv)
-    run_recipe(train, folder, argv)
+    run_training(train, folder, argv)
     return folder
 
 

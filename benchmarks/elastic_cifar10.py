@@ -26,7 +26,7 @@ from shared import (
     add_run_arguments,
     data_arguments,
     folder_name,
-    run_recipe,
+    run_training,
     spread,
     write_comparison,
     write_table,
@@ -98,7 +98,7 @@ def train_student(arguments, extra: list[str], name: str, seed: int) -> dict:
         *("--crop-scale", "0.8", "1", "--token-loss-weight", "2", "--batch-size", "64", "--warmup-epochs", "0.1"),
         *("--epochs", str(arguments.epochs), "--learning-rate", str(arguments.learning_rate), "--seed", str(seed)),
     ]
-    return run_recipe(bootstrap, arguments.runs_dir / folder_name(name, seed), [*argv, *extra])
+    return run_training(bootstrap, arguments.runs_dir / folder_name(name, seed), [*argv, *extra])
 
 
 def compare_all(arguments):

@@ -49,7 +49,7 @@ from shared import (
     print_rows,
     reduced_epochs,
     row_arguments,
-    run_recipe,
+    run_training,
     set_budget,
     wanted_rows,
     write_table,
@@ -64,7 +64,7 @@ def impulse(**options) -> dict:
     return {"initialization": "impulse", "initialization_options": text}
 
 
-# Rows: name -> arguments of the recipe.
+# Rows: name -> arguments of the command.
 BASELINES = {
     "kaiming uniform": {"initialization": "kaiming_uniform"},
     "truncated normal": {"initialization": "trunc_normal"},
@@ -250,7 +250,7 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
         *given_arguments(arguments, "crop", "flip"),
         *extra,
     ]
-    return run_recipe(train, arguments.runs_dir / folder_name(name, seed, argv), argv)
+    return run_training(train, arguments.runs_dir / folder_name(name, seed, argv), argv)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ whole suite, more of each than the tests try every time.
     python benchmarks/reliability.py writers     # 200 times, five commands write one folder at once, and one is killed
     python benchmarks/reliability.py json        # 2,000 odd versions of each JSON file that a folder may bring
     python benchmarks/reliability.py hostile     # links, foreign programs, checkpoints, indexes, names, aliases
-    python benchmarks/reliability.py processes   # recipes in two and four processes: shared out, killed, gone on with
+    python benchmarks/reliability.py processes   # training in two and four processes: shared out, killed, gone on with
     python benchmarks/reliability.py ends        # 50 signals at random moments, runs and workers that are stopped
     python benchmarks/reliability.py suite       # every test, in two and four processes too, and why some were skipped
 

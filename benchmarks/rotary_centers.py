@@ -26,7 +26,7 @@ from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.modeling.layers import rotary_table
 from frugalvit.modeling.modeling_sparseformer import SparseFormerModel
 from frugalvit.training import bootstrap
-from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_recipe, spread, write_table
+from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_training, spread, write_table
 
 
 # timm's DINOv3 ViT, made small: rotary positions alone, registers, layer scale.
@@ -76,7 +76,7 @@ def bootstrap_student(arguments, teacher: Path, name: str, seed: int) -> dict:
         *("--batch-size", "64", "--epochs", str(arguments.epochs), "--learning-rate", str(arguments.learning_rate)),
         *("--config-overrides", STUDENT, "--token-loss-weight", "2", "--recipe", "paper", "--no-compare"),
     ]
-    return run_recipe(bootstrap, arguments.runs_dir / folder_name(name, seed), argv)
+    return run_training(bootstrap, arguments.runs_dir / folder_name(name, seed), argv)
 
 
 def gradient_through_centers():

@@ -32,7 +32,7 @@ from frugalvit.common.views import ImageFormat
 from frugalvit.evaluation.segmentation import picture_of, segmentation_scores
 from frugalvit.pictures import save_figure
 from frugalvit.training import segment
-from shared import add_run_arguments, folder_name, run_recipe, spread, write_table
+from shared import add_run_arguments, folder_name, run_training, spread, write_table
 
 
 # CamVid's classes as SegNet merged them; 11 is void.
@@ -61,7 +61,7 @@ class ViTLinearForSemanticSegmentation(ViTPreTrainedModel):
 
 AutoModelForSemanticSegmentation.register(ViTConfig, ViTLinearForSemanticSegmentation, exist_ok=True)
 
-# Rows: name -> arguments of the recipe.
+# Rows: name -> arguments of the command.
 ROWS = {
     "SparseFormer, {tokens} tokens": [
         *("--model", "checkpoints/cifar10-sparseformer", "--num-latent-tokens", "{tokens}"),
@@ -110,7 +110,7 @@ def main():
 def train(arguments, name: str, recipe: list[str], seed: int) -> Path:
     """The folder of a model, trained now or before."""
     folder = arguments.runs_dir / folder_name(name, seed)
-    run_recipe(
+    run_training(
         segment,
         folder,
         [

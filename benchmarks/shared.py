@@ -136,14 +136,14 @@ def reduced_epochs(table: str) -> int:
 
 
 def budget_arguments(arguments) -> list[str]:
-    """The budget as a recipe's command line names it."""
+    """The budget as a command line names it."""
     split = f"train[:{arguments.images}]" if arguments.images else "train"
     budget = ["--train-split", split, "--epochs", str(arguments.epochs)]
     return [*budget, "--mixed-precision", arguments.mixed_precision]
 
 
 def data_arguments(arguments) -> list[str]:
-    """The data as a recipe's command line names it."""
+    """The data as a command line names it."""
     data = ["--dataset", *arguments.dataset]
     for option in ("eval_dataset", "class_names"):
         if getattr(arguments, option):
@@ -164,26 +164,26 @@ def evaluation_images(arguments) -> datasets.Dataset:
 
 
 def given_arguments(arguments, *options: str) -> list[str]:
-    """Return the options that a command was given, as a recipe's command line names them."""
+    """Return the options that a command was given, as a command line names them."""
     given = ((option, getattr(arguments, option)) for option in options)
     return [text for option, value in given if value for text in (f"--{option}", value)]
 
 
 def row_arguments(row: dict) -> list[str]:
-    """A row's arguments of a recipe as its command line names them."""
+    """A row's arguments as the command line names them."""
     values = {field: value if isinstance(value, list) else [value] for field, value in row.items()}
     return [text for field, value in values.items() for text in (f"--{field}", *map(str, value))]
 
 
 def folder_name(row: str, seed: int, argv: Sequence[str] = ()) -> str:
-    """The folder of a row's run with a seed. Arguments of the recipe, as a digest, set runs of other budgets, data and
+    """The folder of a row's run with a seed. The command's arguments, as a digest, set runs of other budgets, data and
     architectures apart."""
     name = f"{''.join(c if c.isalnum() else '-' for c in row)}-seed{seed}"
     return f"{name}-{hashlib.sha256(shlex.join(argv).encode()).hexdigest()[:8]}" if argv else name
 
 
-def run_recipe(recipe, folder: Path, argv: list[str]) -> dict:
-    """Run a recipe in a folder, or find the run of the same command there, and return its results."""
+def run_training(recipe, folder: Path, argv: list[str]) -> dict:
+    """Run a training in a folder, or find the run of the same command there, and return its results."""
     argv, file = ["--output", str(folder), *argv], folder / "results.json"
     if file.is_file():
         results = json.loads(file.read_text(encoding="utf-8"))

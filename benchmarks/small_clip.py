@@ -36,8 +36,8 @@ from frugalvit.training.components.cards import count_measured, name_images, say
 from frugalvit.training.components.checkpoints import TrainingState
 from frugalvit.training.components.images import labeled_images
 from frugalvit.training.components.optimizers import optimizer_with_schedule
-from frugalvit.training.components.runs import RecipeTrainingArguments, recipe_arguments, start_run
-from frugalvit.training.trainer import RecipeTrainer
+from frugalvit.training.components.runs import ImageTrainingArguments, start_run, training_arguments
+from frugalvit.training.trainer import ImageTrainer
 
 
 PROG = "benchmarks/small_clip.py"
@@ -72,15 +72,15 @@ GROUPS = [ClipArguments, DataArguments, OptimizerArguments, RunArguments]
 
 
 @dataclass
-class ContrastiveArguments(OptimizerArguments, RecipeTrainingArguments):
-    """Transformers' `TrainingArguments`, and the optimizer of the other recipes (`OptimizerArguments`).
+class ContrastiveArguments(OptimizerArguments, ImageTrainingArguments):
+    """Transformers' `TrainingArguments`, and the optimizer of other trainings (`OptimizerArguments`).
 
     Raises:
         ValueError: if a value does not fit.
     """
 
 
-class ContrastiveTrainer(RecipeTrainer):
+class ContrastiveTrainer(ImageTrainer):
     """Transformers' `Trainer` of a CLIP that learns from labeled images.
 
     Args:
@@ -142,7 +142,7 @@ class ContrastiveTrainer(RecipeTrainer):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the recipe with a command line's arguments."""
+    """Train as a command line says."""
     about = "Train a small CLIP from labeled images: an image's captions are sentences about its class."
     trainer = make_trainer(ArgumentParser(GROUPS, PROG, about).parse(argv), argv)
     trainer.train()
@@ -168,7 +168,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> ContrastiveTrainer:
         model.compile()
     size = {"height": model.config.vision_config.image_size, "width": model.config.vision_config.image_size}
     processor = CLIPProcessor(CLIPImageProcessor(size=size, crop_size=size, do_center_crop=False), tokenizer)
-    args = recipe_arguments(ContrastiveArguments, run, data, optimization)
+    args = training_arguments(ContrastiveArguments, run, data, optimization)
     return ContrastiveTrainer(model, args, tokens, processor, train, evaluation, test, run=run, data=data)
 
 

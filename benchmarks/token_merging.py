@@ -1,5 +1,5 @@
-"""A vision transformer whose tokens are merged by the code of ToMe or DiffRate, and a recipe like `training/`'s that
-tunes it.
+"""A vision transformer whose tokens are merged by the code of ToMe or DiffRate, and a trainer like those of `training/`
+that tunes it.
 
     python benchmarks/token_merging.py --teacher FOLDER --tome CHECKOUT --merged 16 --loss cosine --dataset … \\
         --output OUT
@@ -48,9 +48,9 @@ from frugalvit.training.components.arguments import (
 )
 from frugalvit.training.components.augmentation import BootstrapView
 from frugalvit.training.components.optimizers import optimizer_with_schedule
-from frugalvit.training.components.runs import RecipeTrainingArguments, recipe_arguments, start_run
+from frugalvit.training.components.runs import ImageTrainingArguments, start_run, training_arguments
 from frugalvit.training.components.teacher_cache import TeacherCache
-from frugalvit.training.trainer import RecipeTrainer
+from frugalvit.training.trainer import ImageTrainer
 
 
 PROG = "python benchmarks/token_merging.py"
@@ -168,7 +168,7 @@ def tome(
         teacher (`nn.Module` or `Anatomy`): A model that `as_timm` takes.
         checkout (`str` or `Path`): A checkout of github.com/facebookresearch/ToMe.
         merged (`int`): Tokens that each block merges away.
-        tuned (`str` or `Path`, *optional*): Folder of a run of this recipe, whose weights it takes.
+        tuned (`str` or `Path`, *optional*): Folder of a run of this training, whose weights it takes.
 
     Returns:
         `MergedViT`: Takes `(batch, 3, height, width)` and returns `Embedded`.
@@ -214,8 +214,8 @@ def diffrate(
     Args:
         teacher (`nn.Module` or `Anatomy`): A model that `as_timm` takes.
         checkout (`str` or `Path`): A checkout of github.com/OpenGVLab/DiffRate.
-        rates (`str` or `Path`): Folder of a search by this recipe.
-        tuned (`str` or `Path`, *optional*): Folder of a run of this recipe with these rates, whose weights it takes.
+        rates (`str` or `Path`): Folder of a search by this training.
+        tuned (`str` or `Path`, *optional*): Folder of a run of this training with these rates, whose weights it takes.
 
     Returns:
         `MergedViT`: Takes `(batch, 3, height, width)` and returns `Embedded`.
@@ -235,15 +235,15 @@ def with_weights(vit: PooledViT, tuned: str | Path | None) -> MergedViT:
 
 
 @dataclass
-class MergingTrainingArguments(MergingArguments, OptimizerArguments, RecipeTrainingArguments):
+class MergingTrainingArguments(MergingArguments, OptimizerArguments, ImageTrainingArguments):
     """The trainer's arguments."""
 
     def __post_init__(self):
-        for group in (MergingArguments, OptimizerArguments, RecipeTrainingArguments):
+        for group in (MergingArguments, OptimizerArguments, ImageTrainingArguments):
             group.__post_init__(self)
 
 
-class MergingTrainer(RecipeTrainer):
+class MergingTrainer(ImageTrainer):
     """Fine-tunes a `MergedViT`, or searches its rates.
 
     Args:
@@ -252,7 +252,7 @@ class MergingTrainer(RecipeTrainer):
         anatomy (`Anatomy`): The teacher's anatomy.
         image_format (`ImageFormat`): The images that the teacher takes.
         train, evaluation, test (`datasets.Dataset`): Images.
-        command: Arguments of `RecipeTrainer` that a command gives.
+        command: Arguments of `ImageTrainer` that a command gives.
     """
 
     def __init__(self, model, args, anatomy: Anatomy, image_format: ImageFormat, train, evaluation, test, **command):
@@ -310,7 +310,7 @@ class MergingTrainer(RecipeTrainer):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the recipe with a command line's arguments."""
+    """Train as a command line says."""
     groups = [MergingArguments, DataArguments, OptimizerArguments, RunArguments]
     arguments = ArgumentParser(groups, PROG, __doc__.splitlines()[0]).parse(argv)
     merging, data, optimization, run = arguments
@@ -332,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
     # It has no gradient where embeddings are aligned, which several processes do not take.
     vit.head.requires_grad_(not model.searches and merging.loss != "cosine")
     parts = load_splits(data, learns_labels=merging.search_macs is not None or merging.loss == "labels")
-    args = recipe_arguments(MergingTrainingArguments, run, data, merging, optimization)
+    args = training_arguments(MergingTrainingArguments, run, data, merging, optimization)
     MergingTrainer(model, args, anatomy, image_format, *parts, run=run, data=data).train()
     return 0
 
@@ -457,7 +457,7 @@ def load_last(folder: str | Path) -> dict[str, torch.Tensor]:
     vary."""
     last = max(Path(folder).glob("checkpoints/step-*"), default=None)
     if last is None:
-        raise ValueError(f"{str(folder)!r} holds no run of this recipe; expected the --output of one.")
+        raise ValueError(f"{str(folder)!r} holds no run of this training; expected the --output of one.")
     return {name.removeprefix("vit."): tensor for name, tensor in load_file(last / "model.safetensors").items()}
 
 

@@ -30,7 +30,7 @@ from frugalvit.common.tables import format_table
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.training import bootstrap
 from frugalvit.training.components.loaders import evaluation_loader
-from shared import add_run_arguments, folder_name, last_accuracies, run_recipe, write_table
+from shared import add_run_arguments, folder_name, last_accuracies, run_training, write_table
 
 
 def main():
@@ -127,14 +127,14 @@ def fine_tune(arguments, name: str, peer: list[str], seed: int) -> dict:
     """Results of a peer's run with a seed, on the views of the student's recipe."""
     recipe = ["--warmup-epochs", "0.5", "--learning-rate", str(arguments.learning_rate), "--loss", "teacher"]
     folder = arguments.runs_dir / folder_name(name, seed)
-    return run_recipe(token_merging, folder, [*budget(arguments, seed), *recipe, *peer])
+    return run_training(token_merging, folder, [*budget(arguments, seed), *recipe, *peer])
 
 
 def search_rates(arguments, peer: list[str], macs: float) -> Path:
     """The folder of DiffRate's search with the first seed."""
     folder = arguments.runs_dir / folder_name("DiffRate, searched", arguments.seeds[0])
     recipe = ["--warmup-epochs", "0.5", "--learning-rate", str(arguments.search_rate), "--search-macs", str(macs)]
-    run_recipe(token_merging, folder, [*budget(arguments, arguments.seeds[0]), *recipe, *peer])
+    run_training(token_merging, folder, [*budget(arguments, arguments.seeds[0]), *recipe, *peer])
     return folder
 
 
@@ -142,7 +142,7 @@ def bootstrap_student(arguments, seed: int) -> dict:
     """Results of a student's run with a seed, by the recipe `small`."""
     folder = arguments.runs_dir / folder_name("student", seed)
     argv = [*budget(arguments, seed), "--recipe", "small"]
-    return run_recipe(bootstrap, folder, argv)
+    return run_training(bootstrap, folder, argv)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
     Args:
         initialization_seed (`int`, *optional*):
             Seed of the weights of a model that `from_config` makes. Without it, PyTorch's random numbers go on from
-            where they are. Recipes note their seed here, so that `from_config` of a trained model's configuration
+            where they are. Trainers note their seed here, so that `from_config` of a trained model's configuration
             draws again the weights that training started from, on the CPU.
 
     Raises:

@@ -65,7 +65,7 @@ def read_epochs(folder: str) -> list[dict]:
         raise ValueError(f"No epoch of {folder!r} is done yet.")
     for record in epochs:
         if problem := misshapen(record, dict[str, float | int]) or misshapen(record, {"epoch": int}):
-            raise ValueError(f"An epoch in {str(file)!r} is none that a recipe wrote: {problem}.")
+            raise ValueError(f"An epoch in {str(file)!r} is none that a training wrote: {problem}.")
     return epochs
 
 

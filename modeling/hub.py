@@ -171,7 +171,7 @@ def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) 
 
 
 def model_card(model: PreTrainedModel) -> ModelCard:
-    """A card that says what the model is and how to load it; recipes write theirs with measured results instead."""
+    """A card that says what the model is and how to load it; trainers write theirs with measured results instead."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return make_card(
         *(model, type(model).__name__),

@@ -203,8 +203,8 @@ class BootstrappedViTForImageClassification(HubModel):
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             labels (`torch.Tensor`, *optional*): `(batch,)` class indices. Without, the transformer alone runs.
             hint_share (`float`, *optional*):
-                Factor of the hints' weight; the recipe lets it decay linearly to 0, step by step. The model's own
-                `hint_share` if not given, which is 1 unless a `HintDecayCallback` sets it.
+                Factor of the hints' weight; `frugalvit joint` lets it decay linearly to 0, step by step. The model's
+                own `hint_share` if not given, which is 1 unless a `HintDecayCallback` sets it.
             kwargs: Passed to the transformer's `forward`.
 
         Returns:

@@ -154,6 +154,7 @@ class SparseFormerPreTrainedModel(TokensMixin, HubModel):
     }
     # Modules that run on one device, and whose parameters are gathered together.
     whole_modules = (SparseFormerFocusingLayer, SparseFormerLastLook, SparseFormerLatents, SparseFormerLayer)
+    # `focusing` of `from_teacher`, where it is not given.
     focusing_of_students = "paper"
     embeds = {"image": ("forward", "pooler_output")}
     embedding_arguments = ("num_tokens",)
@@ -289,6 +290,7 @@ class SparseFormerPreTrainedModel(TokensMixin, HubModel):
 
 @functools.cache
 def _derive(model_class: type, base: type) -> type:
+    """A subclass of a class that was derived from one of this file, with the methods of a base class of patches."""
     body = {"__module__": model_class.__module__, "__doc__": model_class.__doc__, "config_class": base.config_class}
     return type(model_class.__name__, (model_class, base), body)
 

@@ -211,7 +211,7 @@ class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedMod
 
         Returns:
             `ViTContextBroadcastImageClassifierOutput`: `loss`, of a distilled model the mean of both classifiers', and
-            `(batch, num_labels)` `logits`. Learning from a teacher is the recipe's part (`frugalvit train
+            `(batch, num_labels)` `logits`. Learning from a teacher is the part of training (`frugalvit train
             --distill-from`).
         """
         outputs = self.vit(pixel_values, **kwargs)

@@ -54,7 +54,7 @@ def test_every_row_starts(table, monkeypatch, tmp_path):
         starts[folder] = built(train, ["--output", str(folder), *small], list("abcdefghij"))
         return {"epochs": [{"accuracy": 0.5, "train_loss": 1.0}], "device": "cpu"}
 
-    monkeypatch.setattr(table, "run_recipe", start)
+    monkeypatch.setattr(table, "run_training", start)
     for name in (*table.VIT_TABLES, "convmixer"):
         starts.clear()
         known = list(table.CONVMIXER if name == "convmixer" else table.VIT_TABLES[name])
@@ -82,7 +82,7 @@ def test_every_row_starts(table, monkeypatch, tmp_path):
     indirect=["table"],
 )
 def test_what_cannot_be_run_is_said_first(table, name, options, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(table, "run_recipe", lambda *_: pytest.fail("It trains."))
+    monkeypatch.setattr(table, "run_training", lambda *_: pytest.fail("It trains."))
     folders = ["--runs-dir", str(tmp_path / "runs"), "--results-dir", str(tmp_path / "results")]
     monkeypatch.setattr("sys.argv", ["x.py", name, *options, *folders])
     with pytest.raises(SystemExit) as stop:
@@ -138,7 +138,7 @@ def test_the_papers_recipe(table, name, rows, two_labels, monkeypatch, tmp_path)
         settings.append(argv)
         return {"epochs": [{"accuracy": 0.5, "agent_accuracy": 0.5}], "device": "cpu"}
 
-    monkeypatch.setattr(table, "run_recipe", size)
+    monkeypatch.setattr(table, "run_training", size)
     monkeypatch.setattr(table, "measured_once", lambda *_: {"accuracy": 0.5}, raising=False)
     options = ["--paper-recipe", "--dataset", str(two_labels), "--label-column", "fine", "--seeds", "0"]
     monkeypatch.setattr("sys.argv", ["x.py", name, *options, "--results-dir", str(tmp_path), "--rows", *rows])

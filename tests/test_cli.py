@@ -57,7 +57,7 @@ def test_answers_at_once(argument):
             assert any(line.split()[:1] == [name] and line.endswith(text) for line in printed)
 
 
-# Run in a process of its own, commands of `frugalvit` before recipes, whose parser is Transformers'.
+# Run in a process of its own, commands of `frugalvit` before training commands, whose parser is Transformers'.
 HELP = """
 import contextlib, io, sys
 from frugalvit import cli

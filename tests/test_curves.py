@@ -57,7 +57,7 @@ def test_draws_whatever_a_recipe_measures(tmp_path):
         (["begun"], "No epoch of 'begun' is done yet"),
         (["run", "--picture", "curves.txt"], "expected a file name ending in"),
         (["half"], "line 1 of 'half/metrics.jsonl' is no JSON"),
-        (["words"], "An epoch in 'words/metrics.jsonl' is none that a recipe wrote: it is not"),
+        (["words"], "An epoch in 'words/metrics.jsonl' is none that a training wrote: it is not"),
     ],
 )
 def test_bad_input(arguments, message, tmp_path, monkeypatch, capsys):

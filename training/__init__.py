@@ -1,4 +1,4 @@
-"""Recipes, one a procedure of the papers, over shared data, metrics and loop modules."""
+"""Trainings, one a procedure of the papers, over shared data, metrics and loop modules."""
 
 import sys
 

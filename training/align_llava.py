@@ -46,9 +46,9 @@ from .components.checkpoints import TrainingState
 from .components.images import as_images
 from .components.optimizers import optimizer_with_schedule
 from .components.partly_trained import Learner
-from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
+from .components.runs import ImageTrainingArguments, start_run, training_arguments
 from .options.align_llava import PRECISIONS, PROG, AnswerArguments, parse
-from .trainer import RecipeTrainer
+from .trainer import ImageTrainer
 
 
 # Of the learning rate: weights of the language model are moved less than those of the projector (LLaVA 1.5 takes 2e-4
@@ -63,7 +63,7 @@ print(processor.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 
 @dataclass
-class AlignLlavaArguments(AnswerArguments, OptimizerArguments, RecipeTrainingArguments):
+class AlignLlavaArguments(AnswerArguments, OptimizerArguments, ImageTrainingArguments):
     """Transformers' `TrainingArguments`, and the options of `frugalvit align-llava` by the same names.
     `ImageClassificationArguments` says which of `TrainingArguments` are not read.
 
@@ -85,7 +85,7 @@ class AlignLlavaArguments(AnswerArguments, OptimizerArguments, RecipeTrainingArg
         return False
 
 
-class AlignLlavaTrainer(RecipeTrainer):
+class AlignLlavaTrainer(ImageTrainer):
     """Transformers' `Trainer` of a LLaVA or a PaliGemma that learns to read a SparseFormer: its projector and, with
     `args.lora_rank`, its language model.
 
@@ -100,7 +100,7 @@ class AlignLlavaTrainer(RecipeTrainer):
         tower_name (`str`, *optional*): The tower's name, for the card; by default where it was loaded from.
         quantize (`str`, *optional*): How the language model of `original` is quantized, as of `--quantize`. The
             written model has its weights as they were before, plus what LoRA learned.
-        command (*optional*): Arguments of `RecipeTrainer` that a command gives, as `run` and `data`.
+        command (*optional*): Arguments of `ImageTrainer` that a command gives, as `run` and `data`.
 
     Raises:
         ValueError: if LLaVA, tower, images and arguments do not fit each other, or with FSDP or DeepSpeed.
@@ -172,7 +172,7 @@ class AlignLlavaTrainer(RecipeTrainer):
         )
 
     def train(self, *arguments, **options):
-        """As `RecipeTrainer.train`; the share of right tokens is measured before, too."""
+        """As `ImageTrainer.train`; the share of right tokens is measured before, too."""
         if self.eval_loader and self.before is None:
             self.before = self.measure(self.model, self.test_loader or self.eval_loader)["agreement"]
             self.accelerator.print(f"Before: {self.before:.2%} of the answers' tokens are right.")
@@ -283,7 +283,7 @@ class AlignLlavaTrainer(RecipeTrainer):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the recipe with a command line's arguments."""
+    """Train as a command line says."""
     trainer = make_trainer(parse(argv), argv)
     trainer.accelerator.print(trainer.outline())
     trainer.train()
@@ -304,7 +304,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> AlignLlavaTrainer:
     dtype = getattr(torch, parts.dtype)
     original, processor = load_llava(parts.model, state.device, dtype, parts.quantize, parts.device_map)
     tower, _ = load_vision_model(parts.vision_model, "cpu")
-    args = recipe_arguments(AlignLlavaArguments, run, data, parts, asking, optimization)
+    args = training_arguments(AlignLlavaArguments, run, data, parts, asking, optimization)
     return AlignLlavaTrainer(
         *(original, tower, args, train, evaluation, test, processor),
         tower_name=parts.vision_model,

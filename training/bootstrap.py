@@ -40,7 +40,7 @@ from .components.cards import choice_of_epoch, count_measured, say_license, writ
 from .components.checkpoints import TrainingState
 from .components.images import PlainImages, as_images, draw_image
 from .components.models import choose_attention
-from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
+from .components.runs import ImageTrainingArguments, start_run, training_arguments
 from .components.side_by_side import compare, contenders_of, describe, introduce
 from .components.students import (
     apply_recipe,
@@ -64,7 +64,7 @@ from .options.bootstrap import (
     check_blocks,
     parse,
 )
-from .trainer import RecipeTrainer
+from .trainer import ImageTrainer
 
 
 # Options of a call of `bootstrap`, and those that are called otherwise there than on a command line.
@@ -76,7 +76,7 @@ IN_CALL = {
 
 
 @dataclass
-class BootstrapArguments(AlignmentArguments, ScheduleArguments, RecipeTrainingArguments):
+class BootstrapArguments(AlignmentArguments, ScheduleArguments, ImageTrainingArguments):
     """Transformers' `TrainingArguments`, and the options of `frugalvit bootstrap` by the same names.
 
     Arguments of `TrainingArguments` about optimizer and schedule, such as `optim` and `warmup_steps`, are not read.
@@ -109,7 +109,7 @@ class BootstrapArguments(AlignmentArguments, ScheduleArguments, RecipeTrainingAr
         check_blocks(self, "tune")
 
 
-class BootstrapTrainer(RecipeTrainer):
+class BootstrapTrainer(ImageTrainer):
     """Transformers' `Trainer` that bootstraps a SparseFormer from a vision transformer, without labels (Gao et al.
     2024, section 3.2).
 
@@ -133,7 +133,7 @@ class BootstrapTrainer(RecipeTrainer):
         eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
         processing_class (*optional*): The teacher's image processor; needed where `teacher` is a model.
         callbacks (*optional*): As Transformers has them.
-        run, data (*optional*): The arguments of a command, as of `RecipeTrainer`.
+        run, data (*optional*): The arguments of a command, as of `ImageTrainer`.
         base_model (`str`, *optional*): The teacher's name, for the card; by default where it was loaded from.
         attn_implementation (`str`, *optional*): The student's attention; by default "eager" on CPUs, else the model's.
         compile_teacher (`bool`, *optional*, defaults to `False`): Run the teacher through `torch.compile`.
@@ -271,7 +271,7 @@ class BootstrapTrainer(RecipeTrainer):
         self.embed = torch.compile(anatomy.embed) if compiles else anatomy.embed
 
     def train(self, *arguments, **options):
-        """As `RecipeTrainer.train`."""
+        """As `ImageTrainer.train`."""
         # Watched before it is compiled, so that a compiled teacher gives its states, too.
         reads_states = self.align.align_tokens or self.align.align_maps or self.notes_attention
         with self.anatomy.watch() if reads_states else nullcontext([]) as self.states:
@@ -345,9 +345,9 @@ class BootstrapTrainer(RecipeTrainer):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the recipe with a command line's arguments."""
+    """Train as a command line says."""
     groups = parse(argv)
-    run_recipe(make_trainer(groups, argv), compares=groups[-1].compare)
+    run_training(make_trainer(groups, argv), compares=groups[-1].compare)
     return 0
 
 
@@ -410,7 +410,7 @@ def bootstrap(
     groups = fill_groups(GROUPS, options)
     groups[GROUPS.index(DataArguments)].evaluated = evaluated
     argv = [text for key, value in options.items() for text in as_words(key, value)]
-    run_recipe(make_trainer(groups, argv, loaded, parts), compares=groups[-1].compare)
+    run_training(make_trainer(groups, argv, loaded, parts), compares=groups[-1].compare)
     student, _ = load_vision_model(str(output), "cpu")
     return student
 
@@ -441,7 +441,7 @@ def make_trainer(
     anatomy = read_anatomy(teacher.requires_grad_(False), teacher_format.size)
     check_teacher(anatomy, options.teacher)
     student = build_student(options, anatomy, teacher_format)
-    args = recipe_arguments(BootstrapArguments, run, data, options, alignment, schedule)
+    args = training_arguments(BootstrapArguments, run, data, options, alignment, schedule)
     return BootstrapTrainer(
         *(anatomy, student, args, train, evaluation, test, processor),
         run=run,
@@ -452,7 +452,7 @@ def make_trainer(
     )
 
 
-def run_recipe(trainer: BootstrapTrainer, compares: bool):
+def run_training(trainer: BootstrapTrainer, compares: bool):
     """Train, and print what teacher and student cost before it, and the result after it."""
     anatomy, student, say = trainer.anatomy, trainer.student, trainer.accelerator.print
     sizes = (trainer.teacher_format.size, trainer.student_format.size)

@@ -33,9 +33,9 @@ from .components.checkpoints import TrainingState
 from .components.images import labeled_images
 from .components.models import choose_attention, configure_start
 from .components.optimizers import optimizer_with_schedule
-from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
+from .components.runs import ImageTrainingArguments, start_run, training_arguments
 from .options.joint import CLIPPING, PROG, JointOptimizerArguments, LearningArguments, TwinArguments, parse
-from .trainer import RecipeTrainer
+from .trainer import ImageTrainer
 
 
 # Folders of the two models within a run's, and what their accuracies are called.
@@ -43,7 +43,7 @@ PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
 
 
 @dataclass
-class JointArguments(LearningArguments, JointOptimizerArguments, RecipeTrainingArguments):
+class JointArguments(LearningArguments, JointOptimizerArguments, ImageTrainingArguments):
     """Transformers' `TrainingArguments`, and the options of `frugalvit joint` by the same names.
     `ImageClassificationArguments` says which of `TrainingArguments` are not read.
 
@@ -61,7 +61,7 @@ class JointArguments(LearningArguments, JointOptimizerArguments, RecipeTrainingA
     max_grad_norm: float = 0.0
 
 
-class JointTrainer(RecipeTrainer):
+class JointTrainer(ImageTrainer):
     """Transformers' `Trainer` of a ViT and an agent CNN that learn from each other (Zhang et al.).
 
     The weight of the hints falls to 0 with the steps. `max_grad_norm` clips the ViT's gradient. Both models alone lie
@@ -73,7 +73,7 @@ class JointTrainer(RecipeTrainer):
         train_dataset: Images with labels, see `BootstrapTrainer`.
         eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
         callbacks (*optional*): As Transformers has them.
-        command (*optional*): Arguments of `RecipeTrainer` that a command gives, and `attn_implementation`.
+        command (*optional*): Arguments of `ImageTrainer` that a command gives, and `attn_implementation`.
 
     Raises:
         ValueError: if model, images and arguments do not fit each other.
@@ -116,7 +116,7 @@ class JointTrainer(RecipeTrainer):
             **command,
         )
         if self.is_deepspeed_enabled:
-            raise ValueError("This recipe clips the gradient of a part of its model, which DeepSpeed cannot.")
+            raise ValueError("This training clips the gradient of a part of its model, which DeepSpeed cannot.")
         # An agent has no attention.
         choose_attention(model.vit, attention, self.accelerator.device)
 
@@ -148,7 +148,7 @@ class JointTrainer(RecipeTrainer):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the recipe with a command line's arguments."""
+    """Train as a command line says."""
     trainer = make_trainer(parse(argv), argv)
     trainer.train()
     trainer.say_result("accuracy", "agent_accuracy")
@@ -167,7 +167,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> JointTrainer:
     model = build_twins(twins, class_names(train), run.seed)
     if run.compile:
         model.compile()
-    args = recipe_arguments(JointArguments, run, data, learning, optimization)
+    args = training_arguments(JointArguments, run, data, learning, optimization)
     return JointTrainer(
         *(model, args, train, evaluation, test),
         run=run,

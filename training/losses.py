@@ -1,4 +1,4 @@
-"""Losses of the recipes, as modules."""
+"""Losses of all trainings, as modules."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -29,7 +29,7 @@ from .components.cards import count_measured, name_images, say_license
 from .components.checkpoints import TrainingState
 from .components.models import load_checkpoint, new_config, new_model, read_config, set_drop_path
 from .components.optimizers import learning_rate_factors, optimizer_with_schedule
-from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
+from .components.runs import ImageTrainingArguments, start_run, training_arguments
 from .options.segment import (
     PROG,
     AugmentationArguments,
@@ -38,7 +38,7 @@ from .options.segment import (
     SegmentOptimizerArguments,
     parse,
 )
-from .trainer import RecipeTrainer
+from .trainer import ImageTrainer
 
 
 # What `--model` should be, for messages.
@@ -46,7 +46,7 @@ KIND = "a model to go on from"
 
 
 @dataclass
-class SegmentationArguments(AugmentationArguments, SegmentOptimizerArguments, RecipeTrainingArguments):
+class SegmentationArguments(AugmentationArguments, SegmentOptimizerArguments, ImageTrainingArguments):
     """Transformers' `TrainingArguments`, and the options of `frugalvit segment` by the same names.
     `ImageClassificationArguments` says which of `TrainingArguments` are not read; `warmup_steps` is read here, if
     `warmup_epochs` is 0.
@@ -68,7 +68,7 @@ class SegmentationArguments(AugmentationArguments, SegmentOptimizerArguments, Re
     reduce_labels: bool = False
 
 
-class SegmentationTrainer(RecipeTrainer):
+class SegmentationTrainer(ImageTrainer):
     """Transformers' `Trainer` of semantic segmentation, with ViT-Adapter's recipe.
 
     Args:
@@ -79,7 +79,7 @@ class SegmentationTrainer(RecipeTrainer):
             measure it on.
         processing_class: The model's image processor.
         callbacks (*optional*): As Transformers has them.
-        command (*optional*): Arguments of `RecipeTrainer` that a command gives, as `run` and `data`.
+        command (*optional*): Arguments of `ImageTrainer` that a command gives, as `run` and `data`.
 
     Raises:
         ValueError: if model, images and arguments do not fit each other.
@@ -149,7 +149,7 @@ class SegmentationTrainer(RecipeTrainer):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the recipe with a command line's arguments."""
+    """Train as a command line says."""
     trainer = make_trainer(parse(argv), argv)
     trainer.train()
     trainer.say_result("mean_iou")
@@ -165,7 +165,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> SegmentationTrainer:
     model, processor = build_model(segmenter, data)
     if run.compile:
         model.compile()
-    args = recipe_arguments(SegmentationArguments, run, data, augmentation, optimization)
+    args = training_arguments(SegmentationArguments, run, data, augmentation, optimization)
     return SegmentationTrainer(
         *(model, args, train, evaluation, test, processor), run=run, data=data, base_model=segmenter.model
     )
@@ -198,7 +198,7 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
         model = load_checkpoint(model_class, arguments.model, config, KIND, **options)
         given = load_image_processor(arguments.model, arguments.trust_remote_code, KIND)
         if getattr(given, "do_flip_channel_order", False):
-            raise ValueError(f"{arguments.model} takes blue before green before red, which this recipe does not.")
+            raise ValueError(f"{arguments.model} takes blue before green before red, which `segment` does not.")
         names = ("image_mean", "image_std", "resample", "do_normalize")
         preprocessing = {name: getattr(given, name, None) for name in names}
         preprocessing["do_normalize"] = bool(preprocessing["do_normalize"])

@@ -29,9 +29,9 @@ from .components.classifiers import build_model, choose_variant, format_in_train
 from .components.images import labeled_images
 from .components.models import choose_attention
 from .components.optimizers import learning_rate_factors, optimizer_with_schedule
-from .components.runs import RecipeTrainingArguments, recipe_arguments, start_run
+from .components.runs import ImageTrainingArguments, start_run, training_arguments
 from .options.train import PROG, LearningArguments, parse
-from .trainer import RecipeTrainer
+from .trainer import ImageTrainer
 
 
 # How many times as large as they are images are shown to a new model without a word.
@@ -39,7 +39,7 @@ MOST_ENLARGED = 3
 
 
 @dataclass
-class ImageClassificationArguments(LearningArguments, OptimizerArguments, RecipeTrainingArguments):
+class ImageClassificationArguments(LearningArguments, OptimizerArguments, ImageTrainingArguments):
     """Transformers' `TrainingArguments`, and the options of `frugalvit train` by the same names.
 
     Arguments of `TrainingArguments` about optimizer and schedule, such as `optim` and `warmup_steps`, are not read,
@@ -63,7 +63,7 @@ class ImageClassificationArguments(LearningArguments, OptimizerArguments, Recipe
     per_device_train_batch_size: int = 128
 
 
-class ImageClassificationTrainer(RecipeTrainer):
+class ImageClassificationTrainer(ImageTrainer):
     """Transformers' `Trainer` with the recipe for little data: RandAugment, mixup, CutMix, label smoothing, learning
     rates that fall from block to block, and distillation.
 
@@ -81,7 +81,7 @@ class ImageClassificationTrainer(RecipeTrainer):
         eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
         processing_class: The model's image processor.
         callbacks (*optional*): As Transformers has them.
-        command (*optional*): Arguments of `RecipeTrainer` that a command gives, and `attn_implementation`.
+        command (*optional*): Arguments of `ImageTrainer` that a command gives, and `attn_implementation`.
 
     Raises:
         ValueError: if model, images and arguments do not fit each other.
@@ -178,7 +178,7 @@ class ImageClassificationTrainer(RecipeTrainer):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the recipe with a command line's arguments."""
+    """Train as a command line says."""
     trainer = make_trainer(parse(argv), argv)
     trainer.accelerator.print(trainer.outline())
     trainer.train()
@@ -207,7 +207,7 @@ def make_trainer(groups: tuple, argv: list[str] | None) -> ImageClassificationTr
         )
     if run.compile:
         model.compile()
-    args = recipe_arguments(ImageClassificationArguments, run, data, arguments, learning, optimization)
+    args = training_arguments(ImageClassificationArguments, run, data, arguments, learning, optimization)
     return ImageClassificationTrainer(
         *(model, args, train, evaluation, test, processor),
         run=run,

@@ -1,4 +1,4 @@
-"""`Trainer` of images, which recipes share.
+"""`Trainer` of images, which all trainings share.
 
 It adds to Transformers' own: An image's view is a function of (seed, epoch, image), so that batches depend neither on
 workers nor on processes, and a run that was killed goes on to the same weights. Checkpoints are whole. The best model
@@ -44,7 +44,7 @@ from .components.images import as_images
 from .components.loaders import DeviceLoader, TrainingLoader, check_images, describe_parts, evaluation_loader
 from .components.runs import (
     NOT_IN_REPOSITORY,
-    RecipeTrainingArguments,
+    ImageTrainingArguments,
     check_output_folder,
     own_folder,
     record_of,
@@ -70,7 +70,7 @@ def names_arguments(method):
             return method(self, *given, **options)
         known = {*inspect.signature(type(self)).parameters}
         for args in (*given, *options.values(), getattr(self, "args", None)):
-            if isinstance(args, RecipeTrainingArguments):
+            if isinstance(args, ImageTrainingArguments):
                 known |= {each.name for each in dataclasses.fields(args)}
         with arguments_named(known, IN_PYTHON):
             return method(self, *given, **options)
@@ -78,13 +78,13 @@ def names_arguments(method):
     return call
 
 
-class RecipeTrainer(Trainer):
-    """Transformers' `Trainer` with all that recipes have in common. A subclass defines the loss (`compute_loss`),
+class ImageTrainer(Trainer):
+    """Transformers' `Trainer` with all that trainings have in common. A subclass defines the loss (`compute_loss`),
     `make_optimizer`, `measure` and `summary`.
 
     Args:
         model (`PreTrainedModel`): The model that learns.
-        args (`RecipeTrainingArguments`): How it learns.
+        args (`ImageTrainingArguments`): How it learns.
         run (`RunArguments`, *optional*), data (`ImageArguments`, *optional*):
             The arguments of a command that made the trainer, for its record and its card.
         train, evaluation (pairs of images and `View`): The images, `None` for none, and the view of each.
@@ -107,7 +107,7 @@ class RecipeTrainer(Trainer):
     def __init__(
         self,
         model: nn.Module,
-        args: RecipeTrainingArguments,
+        args: ImageTrainingArguments,
         *,
         run: RunArguments | None = None,
         data: ImageArguments | None = None,
@@ -164,7 +164,7 @@ class RecipeTrainer(Trainer):
         """Epochs of the whole training; the last one may end before its images do."""
         return self.total_steps / self.loader.steps_per_epoch
 
-    # What a recipe says.
+    # What a training says.
 
     def measure(self, model: nn.Module, loader: DeviceLoader) -> dict[str, float]:
         """Measure a model.
@@ -261,7 +261,7 @@ class RecipeTrainer(Trainer):
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError("A recipe's trainer measures by evaluate(images); predict with a pipeline.")
+        raise NotImplementedError("This trainer measures by evaluate(images); predict with a pipeline.")
 
     def _prepare_inputs(self, inputs: dict) -> dict:
         # They are on the device, and stay one and the same `dict`, in which a loss may note what it needs again.
@@ -449,7 +449,7 @@ class RecipeTrainer(Trainer):
         return repo_id
 
     def create_model_card(self, *_, **__):
-        """Does nothing: the recipe has written its own card."""
+        """Does nothing: the trainer has written its own card."""
 
     # Checkpoints: Transformers writes the files, aside.
 
@@ -458,7 +458,7 @@ class RecipeTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial):
         def write():
-            super(RecipeTrainer, self)._save_checkpoint(model, trial)
+            super(ImageTrainer, self)._save_checkpoint(model, trial)
             self.loader.save_position(self.progress.checkpoints.aside / f"checkpoint-{self.state.global_step}")
 
         self.progress.before_checkpoint()
@@ -504,7 +504,7 @@ class RecipeTrainer(Trainer):
 class EpochLoader:
     """The batches of a trainer's epochs, each from the step on that the run has come to."""
 
-    def __init__(self, trainer: RecipeTrainer):
+    def __init__(self, trainer: ImageTrainer):
         self.trainer, self.epoch = trainer, 0
         # What `Trainer` counts examples by.
         self.dataset = trainer.loader.loader.loader.dataset
@@ -523,7 +523,7 @@ class EpochLoader:
 class Progress(TrainerCallback):
     """The progress of a run: its losses, records, checkpoints and best epoch, and the bar that shows it."""
 
-    def __init__(self, trainer: RecipeTrainer):
+    def __init__(self, trainer: ImageTrainer):
         self.trainer, self.accelerator, self.loader = trainer, trainer.accelerator, trainer.loader
         self.folder = Path(trainer.args.output_dir)
         limit = trainer.args.save_total_limit or 2

@@ -1,1 +1,1 @@
-"""Tools of commands and recipes alike: files, images, data sets, models, counting and timing, tables."""
+"""Tools of all commands: files, images, data sets, models, counting and timing, tables."""

@@ -19,7 +19,7 @@ EXPORT_PRECISIONS = ("float32", "bfloat16", "int8")
 IGNORED = 255
 # The confidence that `frugalvit calibrate` found.
 CALIBRATED = "calibrated"
-# Optimizers of recipes.
+# Optimizers of training commands.
 OPTIMIZERS = ("adamw", "muon", "sam")
 # What `configuration/` and `modeling/` define, whose files import PyTorch: names that a test compares with theirs.
 INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")

@@ -91,7 +91,7 @@ class OneSpelling:
 
 
 class CommandParser(OneSpelling, argparse.ArgumentParser):
-    """The parser of commands that are no recipes."""
+    """The parser of commands that train nothing."""
 
     def __init__(self, *args, **kwargs):
         kwargs.setdefault("formatter_class", HelpFormatter)

@@ -27,16 +27,16 @@ def load_splits(
     """Load the images to train on, to evaluate on and to test on that `DataArguments` name, see `load_parts`.
 
     A label of -1, as in ImageNet's test split, is no label. Images to evaluate on count as unlabeled if some lack
-    their label (if all do, for a recipe that learns from labels), which is printed.
+    their label (if all do, for a training that learns from labels), which is printed.
 
     Args:
         data (`DataArguments`): The command's options; `data.evaluated` and `data.tested` are filled in.
-        learns_labels (`bool`, *optional*, defaults to `False`): Whether the recipe learns from the labels. Then all
+        learns_labels (`bool`, *optional*, defaults to `False`): Whether the training learns from the labels. Then all
             training images need one, and all classes that are evaluated need training images. In a stream, this cannot
             be checked.
 
     Raises:
-        ValueError: as `load_images` and `load_parts`; if parts have different classes; or, for a recipe that learns
+        ValueError: as `load_images` and `load_parts`; if parts have different classes; or, for a training that learns
             from labels, if some are missing.
     """
     options = {
@@ -202,19 +202,19 @@ def evaluation_splits(splits: list[str]) -> list[str]:
 def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
     """Match the labels of images to a classifier's classes.
 
-    If the classifier does not know the labels, and the recipe does not learn from them, they are left out, which is
+    If the classifier does not know the labels, and the training does not learn from them, they are left out, which is
     printed.
 
     Args:
         parts (`tuple`): Images to train on, to evaluate on and to test on, as `load_splits` returns them.
         id2label (`Mapping[int, str]`, *optional*): The classifier's classes; `None` if there is no classifier.
-        learns_labels (`bool`): Whether the recipe learns from the labels.
+        learns_labels (`bool`): Whether the training learns from the labels.
 
     Returns:
         `tuple`: The three parts, and the classifier's number of each class, `None` if there are no labels.
 
     Raises:
-        ValueError: if the recipe learns from the labels, and the classifier does not know all of them.
+        ValueError: if the training learns from the labels, and the classifier does not know all of them.
     """
     names = next(filter(None, (class_names(part) for part in parts if part is not None)), None)
     if id2label is None or names is None:

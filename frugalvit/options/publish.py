@@ -11,7 +11,7 @@ def make_parser() -> CommandParser:
         description="Upload a trained model to the hub, in half the bytes, after everything about it has been looked "
         "at.",
     )
-    parser.add_argument("model", metavar="FOLDER", help="a model, for example a recipe's output folder")
+    parser.add_argument("model", metavar="FOLDER", help="a model, for example the output folder of a training")
     parser.add_argument("repo_id", metavar="REPO_ID", nargs="?", help="hub repository to upload to, in one commit")
     parser.add_argument("--output", metavar="OUT", help="also keep what is uploaded in this folder")
     parser.add_argument(

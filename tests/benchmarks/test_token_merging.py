@@ -189,5 +189,5 @@ def test_refuses_a_folder_without_the_package(token_merging, tmp_path):
 
 
 def test_refuses_weights_that_no_run_has_left(token_merging, checkout, tmp_path):
-    with pytest.raises(ValueError, match="holds no run of this recipe"):
+    with pytest.raises(ValueError, match="holds no run of this training"):
         token_merging.tome(tiny_vit(), checkout, 8, tuned=tmp_path / "nothing")

@@ -1,4 +1,4 @@
-"""Arguments of recipes, on the command line and in files: what cannot be ends with one clear line."""
+"""Arguments of training commands, on the command line and in files: what cannot be ends with one clear line."""
 
 import pytest
 

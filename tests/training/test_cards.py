@@ -1,4 +1,4 @@
-"""Cards of recipes: the fields that the hub reads, and the names of this machine that it must not."""
+"""Cards of trainings: the fields that the hub reads, and the names of this machine that it must not."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Recipes and commands on an accelerator, which none of the machines that run the tests needs to have: no tensor of
+"""Trainings and commands on an accelerator, which none of the machines that run the tests needs to have: no tensor of
 the CPU meets one of the device, and in a step nothing waits for the device."""
 
 import importlib
@@ -46,7 +46,7 @@ def device():
 
 @pytest.fixture
 def run(device, tmp_path, monkeypatch):
-    """Runs a recipe for two steps an epoch, and its evaluation, and returns where each step but the last waited."""
+    """Runs a training for two steps an epoch, and its evaluation, and returns where each step but the last waited."""
 
     def read_weights(self, model):
         return {name: value.cpu() for name, value in model.state_dict().items()}

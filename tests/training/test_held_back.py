@@ -1,4 +1,4 @@
-"""Recipes on folders as people have them, and without images to evaluate on."""
+"""Trainings on folders as people have them, and without images to evaluate on."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The recipe for a ViT beside its agent, on a few embedded images."""
+"""A ViT trained beside its agent, on a few embedded images."""
 
 import copy
 import json
@@ -36,7 +36,7 @@ SIZES = "hidden_size=36,num_hidden_layers=2,intermediate_size=48,patch_size=8"
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the recipe on 64 images, batches of 16, and returns what `results.json` holds."""
+    """Runs the training on 64 images, batches of 16, and returns what `results.json` holds."""
 
     def run(name: str = "out", *arguments, **options):
         options = {
@@ -137,7 +137,7 @@ def test_both_start_as_the_reference_has_it(variant):
 
 @pytest.mark.parametrize("variant", ["joint-small", "shared-small"])
 def test_the_start_travels_with_the_configuration(variant, tmp_path):
-    """The saved configuration draws the recipe's start. Loaded weights are not drawn again."""
+    """The saved configuration draws the training's start. Loaded weights are not drawn again."""
     sizes = {"vit": f"{SIZES},image_size=32", "agent": SIZES}
     torch.manual_seed(0)
     model = joint.build_twins(joint.TwinArguments(variant=variant, **sizes), ["a", "b"])
@@ -169,7 +169,7 @@ def test_agents_alone_start_as_the_reference_has_it():
 
 
 def test_trainer_gives_the_recipes_weights(run, monkeypatch, tmp_path):
-    """It has the recipe's batches and its optimizer, and no dropout, whose random numbers differ."""
+    """It has the command's batches and its optimizer, and no dropout, whose random numbers differ."""
     batches, forward = [], BootstrappedViTForImageClassification.forward
 
     def watch(self, pixel_values, labels=None, **options):
@@ -207,7 +207,7 @@ def test_trainer_gives_the_recipes_weights(run, monkeypatch, tmp_path):
     )
 
     def distance(callbacks: list) -> float:
-        """Largest distance from the weights of the recipe's last step."""
+        """Largest distance from the weights of the command's last step."""
         copied = copy.deepcopy(model)
         Trainer(copied, arguments, train_dataset=examples, callbacks=callbacks).train()
         assert copied.hint_share == 1

@@ -279,7 +279,7 @@ def test_commands_are_short(module):
 def test_every_recipe_has_a_trainer_with_its_arguments():
     for name in ("Bootstrap", "ImageClassification", "Joint", "Segmentation", "AlignLlava"):
         kind, arguments = getattr(frugalvit, f"{name}Trainer"), getattr(frugalvit, f"{name}Arguments")
-        assert issubclass(kind, trainer.RecipeTrainer) and arguments(output_dir="unused", use_cpu=True)
+        assert issubclass(kind, trainer.ImageTrainer) and arguments(output_dir="unused", use_cpu=True)
 
 
 def test_losses_can_be_asked(make):
@@ -307,7 +307,7 @@ def test_losses_can_be_asked(make):
     [
         ({"save_only_model": True}, "save_only_model is True, expected False"),
         ({"logging_steps": 0.5}, "logging_steps is 0.5, expected 1 or more"),
-        ({"label_smoothing_factor": 0.1}, "expected 0: a recipe's is label_smoothing"),
+        ({"label_smoothing_factor": 0.1}, "expected 0: that of trainers here is label_smoothing"),
         ({"tune": -1}, r"--tune is -1, .* In Python: tune\."),
         ({"learning_rate": -1}, r"--learning-rate is -1, .* In Python: learning_rate\."),
     ],
@@ -370,7 +370,7 @@ def test_a_given_checkpoint_is_gone_back_to(make, tmp_path):
     own.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoints" / steps[0]))
     assert own.state.global_step == 8
     assert_equal(weights(tmp_path / "out"), before)
-    with pytest.raises(ValueError, match="checkpoint-500 is no checkpoint of a recipe"):
+    with pytest.raises(ValueError, match="checkpoint-500 is no checkpoint of a training"):
         make().train(resume_from_checkpoint=str(tmp_path / "checkpoint-500"))
 
 

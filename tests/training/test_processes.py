@@ -49,7 +49,7 @@ def fsdp() -> dict[str, str]:
 
 
 def run(folder: Path, jobs: list[dict]):
-    """Run jobs of several_processes.py; their `options` are the command line's of a recipe, besides those of all."""
+    """Run jobs of several_processes.py; their `options` are the command line's, besides those of all."""
     for job in jobs:
         job["log"] = str(folder / f"{job['name']}.log")
         job.setdefault("ends", [1 if "stops" in job else 0] * job["processes"])

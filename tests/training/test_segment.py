@@ -1,4 +1,4 @@
-"""The recipe for segmentation, on scenes of rectangles."""
+"""Trainings for segmentation, on scenes of rectangles."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The cache of a teacher's embeddings, in the bootstrap recipe."""
+"""The cache of a teacher's embeddings, in bootstrapping."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The recipe for image classifiers, from its command line to a folder that loads."""
+"""Trainings of image classifiers, from its command line to a folder that loads."""
 
 import json
 import runpy
@@ -177,7 +177,7 @@ STARTS = {
     ],
 )
 def test_a_published_configuration_draws_the_start_again(model_type, initialization, options, tmp_path):
-    """A saved configuration says how the run began, for every initialization and recipe."""
+    """A saved configuration says how the run began, for every initialization and training."""
     start = {"initialization": initialization, "initialization_options": options}
     if model_type == "bootstrapped_vit":
         sizes = "patch_size=8,hidden_size=16,num_hidden_layers=2,intermediate_size=32"

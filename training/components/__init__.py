@@ -1,1 +1,1 @@
-"""Components of the training recipes: arguments, data, augmentation, optimizers, checkpoints, cards."""
+"""Components of training: arguments, data, augmentation, optimizers, checkpoints, cards."""

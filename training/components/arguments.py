@@ -1,4 +1,4 @@
-"""Arguments that recipes share, and how a command line is read."""
+"""Arguments that training commands share, and how a command line is read."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""Model cards of recipes, with what they measured."""
+"""Model cards of trained models, with what was measured."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def write_card(
         folder (`Path`): Folder in which the card is written, as `README.md`.
         model (`PreTrainedModel`): The model.
         summary (`str`): The model and its measured numbers in a sentence or two.
-        data (`ImageArguments`), run (`RunArguments`), state (`TrainingState`): The recipe's arguments and state.
+        data (`ImageArguments`), run (`RunArguments`), state (`TrainingState`): The training's arguments and state.
         base_model (`str`, *optional*): The model from which training started.
         metric (`str`, *optional*, defaults to `"accuracy"`): The number that the hub lists, if it was measured.
         use (`str`, *optional*): Code that uses `model` and `processor`, where that of the task does not fit.

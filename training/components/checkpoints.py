@@ -122,10 +122,10 @@ class Checkpoints:
         """Remove the checkpoints that are later than this one, and return it.
 
         Raises:
-            ValueError: if it is no checkpoint that a recipe wrote.
+            ValueError: if it is no checkpoint that a training wrote.
         """
         if not re.fullmatch(r"step-\d+", checkpoint.name, re.ASCII) or not checkpoint.is_dir():
-            raise ValueError(f"{checkpoint} is no checkpoint of a recipe; expected a folder called step-….")
+            raise ValueError(f"{checkpoint} is no checkpoint of a training; expected a folder called step-….")
         if self.accelerator.is_main_process:
             for later in self.all():
                 if int(later.name.removeprefix("step-")) > int(checkpoint.name.removeprefix("step-")):

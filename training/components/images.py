@@ -1,4 +1,4 @@
-"""Images in the forms in which people have them, made into data sets for recipes."""
+"""Images in the forms in which people have them, made into data sets to train on."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,7 +72,7 @@ def is_selected(features: datasets.Features | None) -> bool:
 
 
 def labeled_images(train, evaluation=None, test=None) -> tuple:
-    """Images to train on, to evaluate on and to test on, each as `as_images` returns them, for a recipe that learns
+    """Images to train on, to evaluate on and to test on, each as `as_images` returns them, for a trainer that learns
     from labels.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Models as a recipe's arguments describe them."""
+"""Models as a command's arguments describe them."""
 
 import inspect
 import re

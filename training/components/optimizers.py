@@ -1,4 +1,4 @@
-"""Optimizers and schedules that recipes share."""
+"""Optimizers and schedules that trainers share."""
 
 import torch
 import transformers

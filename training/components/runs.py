@@ -40,7 +40,7 @@ FIXED = frozenset(
         *("bf16", "fp16", "max_grad_norm"),
     }
 )
-# Of recipes' arguments, what does not.
+# Of the arguments, what does not.
 NOT_FIXED = frozenset({"per_device_eval_batch_size"})
 # What may be there before a run begins.
 BESIDES = (LOCK, "*_results.json", "trainer_state.json")
@@ -61,7 +61,7 @@ def start_run(run: RunArguments, prog: str, argv: list[str] | None, arguments: l
         arguments (`list`): All dataclasses of arguments.
 
     Raises:
-        ValueError: if the folder is taken, or processes are started as recipes cannot run.
+        ValueError: if the folder is taken, or processes are started as training cannot run.
     """
     if run.mixed_precision == "auto":
         run.mixed_precision = automatic_precision(run)
@@ -103,8 +103,8 @@ def start_run(run: RunArguments, prog: str, argv: list[str] | None, arguments: l
 
 
 @dataclass
-class RecipeTrainingArguments(TrainingArguments):
-    """Transformers' `TrainingArguments`, and arguments that all recipes have besides.
+class ImageTrainingArguments(TrainingArguments):
+    """Transformers' `TrainingArguments`, and arguments that all trainers here have besides.
 
     Args:
         seed (`int`, *optional*, defaults to 0): Seed of initialization, order and augmentation.
@@ -131,7 +131,7 @@ class RecipeTrainingArguments(TrainingArguments):
     overwrite: bool = False
 
     def __init_subclass__(cls):
-        # A recipe's arguments are those of several groups of options, each of which checks its own.
+        # A trainer's arguments are those of several groups of options, each of which checks its own.
         checks = [kind.__post_init__ for kind in (*cls.__bases__, cls) if hasattr(kind, "__post_init__")]
 
         def check_all(self):
@@ -153,7 +153,7 @@ class RecipeTrainingArguments(TrainingArguments):
             ("logging_steps", self.logging_steps >= 1 and self.logging_steps == int(self.logging_steps), "1 or more"),
             ("save_steps", self.save_steps >= 1 and self.save_steps == int(self.save_steps), "1 or more"),
             ("save_only_model", not self.save_only_model, "False: a run goes on from its optimizer, too"),
-            ("label_smoothing_factor", not self.label_smoothing_factor, "0: a recipe's is label_smoothing"),
+            ("label_smoothing_factor", not self.label_smoothing_factor, "0: that of trainers here is label_smoothing"),
         ):
             if not fits:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected {expected}.")
@@ -166,7 +166,7 @@ class RecipeTrainingArguments(TrainingArguments):
         return self.world_size * self.gradient_accumulation_steps
 
     def as_run(self) -> tuple[RunArguments, DataArguments]:
-        """The same arguments in the groups of a recipe's command."""
+        """The same arguments in the groups of a command."""
 
         def group(kind: type, **values):
             names = {each.name: IN_PYTHON.get(each.name, each.name) for each in dataclasses.fields(kind) if each.init}
@@ -184,7 +184,7 @@ class RecipeTrainingArguments(TrainingArguments):
         return run, group(DataArguments, dataset=[])
 
 
-def recipe_arguments(kind: type[RecipeTrainingArguments], run: RunArguments, data: ImageArguments, *groups):
+def training_arguments(kind: type[ImageTrainingArguments], run: RunArguments, data: ImageArguments, *groups):
     """Return the arguments of a trainer for the options of a command.
 
     Args:
@@ -211,7 +211,7 @@ def recipe_arguments(kind: type[RecipeTrainingArguments], run: RunArguments, dat
     return kind(**values)
 
 
-def record_of(args: RecipeTrainingArguments, trainer: str) -> dict:
+def record_of(args: ImageTrainingArguments, trainer: str) -> dict:
     """The content of `run.json` for a run that no command began: the arguments that made it what it is."""
     kinds = type(args).__mro__
     own = set().union(*(inspect.get_annotations(kind) for kind in kinds[: kinds.index(TrainingArguments)]))
@@ -297,7 +297,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> dict | None:
-    """Read the `run.json` that a recipe wrote into a folder; None if there is none that can be read."""
+    """Read the `run.json` that a training wrote into a folder; None if there is none that can be read."""
     try:
         return read_json(folder / "run.json", {"arguments": dict, "images": dict | None})
     except PermissionError:

@@ -14,7 +14,7 @@ POINTS = 4
 
 
 class TokenAlignment:
-    """Hints (Romero et al. 2015) for the tokens of a SparseFormer, not part of the paper's recipe.
+    """Hints (Romero et al. 2015) for the tokens of a SparseFormer, not part of the paper's method.
 
     A token is compared with the mean of the teacher's tokens within its RoI, before the first inherited block and
     after each, or at some of these depths. The distance is the mean squared one, averaged over depths. It is taken

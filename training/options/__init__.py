@@ -1,1 +1,1 @@
-"""The options of each recipe, a file each: read before what the recipe needs is imported."""
+"""The options of each training command, a file each: read before what the command needs is imported."""
