@@ -1,5 +1,5 @@
-"""A vision transformer whose tokens are merged by the code of ToMe or DiffRate, and a trainer like those of `training/`
-that tunes it.
+"""A vision transformer whose tokens are merged by the code of ToMe or DiffRate, and a trainer for it, like those of
+`training/`.
 
     python benchmarks/token_merging.py --teacher FOLDER --tome CHECKOUT --merged 16 --loss cosine --dataset … \\
         --output OUT
