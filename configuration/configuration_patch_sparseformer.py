@@ -155,15 +155,15 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         kind = values.get("model_type", cls.model_type)
         if kind != cls.model_type and not is_patch_config(values):
             raise ValueError(f"These are the fields of a {kind}, expected those of a {cls.model_type}.")
-        # Of students that glanced at the image first, which trees have replaced; their folders cannot be computed.
-        if values.get("glance_grid"):
-            raise ValueError("`glance_grid` is gone; tokens that choose where to look have `placement='content'`.")
-        kept = {name: value for name, value in values.items() if name not in (*_FORMER_FIELDS, "glance_grid")}
+        kept = {name: value for name, value in values.items() if name not in _FORMER_FIELDS}
         if kind != cls.model_type and (classes := values.get("architectures")):
             kept["architectures"] = [f"Patch{name}" for name in classes]
         return kept | {"model_type": cls.model_type}
 
     def __post_init__(self, **kwargs):
+        # Of students that glanced at the image first, which trees have replaced; their folders cannot be computed.
+        if kwargs.pop("glance_grid", None):
+            raise ValueError("`glance_grid` is gone; tokens that choose where to look have `placement='content'`.")
         self.patch_size = one_or_pair(self.patch_size)
         if self.feature_stride is None:
             self.feature_stride = self.patch_size

@@ -72,8 +72,8 @@ class SparseFormerConfig(SparseFormerBaseConfig):
 
     Raises:
         huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
-            if a name looks like a misspelled field; the message says what was given and what would fit.
-        ValueError: if a field of `PatchSparseFormerConfig` is given without `patch_size`.
+            if a name looks like a misspelled field or is one of `PatchSparseFormerConfig`; the message says what was
+            given and what would fit.
     """
 
     model_type = "sparseformer"
@@ -114,10 +114,9 @@ class SparseFormerConfig(SparseFormerBaseConfig):
 
     def __post_init__(self, **kwargs):
         # Folders from before this class was one of its own have these fields, with values that say nothing.
-        own, unset = {each.name for each in fields(self)}, {"patch_size": None}
-        for field in fields(PatchSparseFormerConfig):
-            if field.name in {*kwargs} - own and kwargs.pop(field.name) != unset.get(field.name, field.default):
-                raise ValueError(f"`{field.name}` is for tokens that embed patches: give it with `patch_size`.")
+        for name, default in self._patch_fields().items():
+            if name in kwargs and kwargs[name] == default:
+                del kwargs[name]
         if steps := kwargs.pop("focusing_steps", None):
             known = [name for name, of_generation in GENERATIONS.items() if of_generation == tuple(steps)]
             if not known:
@@ -133,6 +132,13 @@ class SparseFormerConfig(SparseFormerBaseConfig):
             self.focusing_intermediate_size = 4 * self.focusing_hidden_size
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def _patch_fields(cls) -> dict:
+        """Fields that `PatchSparseFormerConfig` alone has, with their defaults when both were one class."""
+        own = {field.name for field in fields(cls)}
+        others = {field.name: field.default for field in fields(PatchSparseFormerConfig) if field.name not in own}
+        return others | {"patch_size": None}
+
     @property
     def map_channels(self) -> int:
         """Channels of the map that the paper's segmentation head reads."""
@@ -142,6 +148,12 @@ class SparseFormerConfig(SparseFormerBaseConfig):
     def final_focusing_is_block(self) -> bool:
         """Whether the layer that focuses at full width is the first block of the cortex."""
         return self.generation == "v1"
+
+    def validate_patches(self):
+        """No token embeds patches."""
+        for name in self._patch_fields():
+            if name in vars(self):
+                raise ValueError(f"`{name}` is for tokens that embed patches: give it with `patch_size`.")
 
     def validate_focusing_counts(self):
         """Counts and sizes of the focusing stage are positive."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
-from frugalvit import Embedder, SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path
+from frugalvit import Embedder, PatchSparseFormerConfig, SparseFormerForImageClassification, checkpoint_path
 from frugalvit.calibrate import MARK, CosinePromise, LabelPromise
 from frugalvit.cli import main
 from frugalvit.common.choices import SUBSET
@@ -27,14 +27,14 @@ PROMISE = ["--disagreement", "0.1", "--certainty", "0.8"]
 FOUND = {"confidence": 0.5, "disagreement": 0.02, "certainty": 0.95, "images": 500, "reference": "16 tokens"}
 
 
-def config(**fields) -> SparseFormerConfig:
+def config(**fields) -> PatchSparseFormerConfig:
     names = class_names(load_images(SUBSET, "test[:1]"))
     options = {
         **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "elastic_token_counts": [4, 9, 16]},
         **{"hidden_size": 32, "focusing_hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
         **{"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}},
     }
-    return SparseFormerConfig(**{**options, **fields})
+    return PatchSparseFormerConfig(**{**options, **fields})
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def served(command: list[str], port: int, folder: Path, **environment: str):
 
 
 def save_elastic(folder, elastic_token_counts: list[int], **kind) -> str:
-    config = frugalvit.SparseFormerConfig(
+    config = frugalvit.PatchSparseFormerConfig(
         **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "elastic_token_counts": elastic_token_counts},
         **{"hidden_size": 32, "focusing_hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, **kind},
     )

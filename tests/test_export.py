@@ -58,7 +58,7 @@ sys.meta_path.insert(0, Blocker())
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A SparseFormer with few operations, for images that are cut out of larger ones."""
-    config = frugalvit.SparseFormerConfig(
+    config = frugalvit.PatchSparseFormerConfig(
         **{"image_size": 32, "resize_size": 36, "patch_size": 4, "num_latent_tokens": 4, "hidden_size": 32},
         **{"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "num_labels": 10},
     )

@@ -55,7 +55,7 @@ def encoded(image: Image.Image) -> bytes:
 
 def elastic(**fields) -> SparseFormerForImageClassification:
     torch.manual_seed(0)
-    config = frugalvit.SparseFormerConfig(
+    config = frugalvit.PatchSparseFormerConfig(
         **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "elastic_token_counts": [4, 9, 16]},
         **{"hidden_size": 32, "focusing_hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
         **fields,

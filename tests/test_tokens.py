@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 
-from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path, count_macs
+from frugalvit import PatchSparseFormerConfig, SparseFormerForImageClassification, checkpoint_path, count_macs
 from frugalvit.cli import main
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
@@ -25,7 +25,7 @@ def elastic(tmp_path_factory):
     folder = tmp_path_factory.mktemp("elastic")
     torch.manual_seed(0)
     names = class_names(load_images(SUBSET, SPLIT))
-    config = SparseFormerConfig(
+    config = PatchSparseFormerConfig(
         **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "elastic_token_counts": [4, 9, 16]},
         **{"hidden_size": 32, "focusing_hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
         **{"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}},

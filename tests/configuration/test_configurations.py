@@ -3,7 +3,13 @@
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 
-from frugalvit import AgentCNNConfig, BootstrappedViTConfig, SparseFormerConfig, SparseFormerModel
+from frugalvit import (
+    AgentCNNConfig,
+    BootstrappedViTConfig,
+    PatchSparseFormerConfig,
+    SparseFormerConfig,
+    SparseFormerModel,
+)
 from kinds import KINDS
 
 
@@ -20,8 +26,8 @@ def bootstrapped_vit(vit=(), agent=(), **fields):
 PATCHES = {"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "hidden_size": 32, "num_attention_heads": 2}
 MAKE = {
     "sparseformer": SparseFormerConfig,
-    "patches": lambda **fields: SparseFormerConfig(**PATCHES | fields),
-    "content": lambda **fields: SparseFormerConfig(**PATCHES | {"placement": "content"} | fields),
+    "patches": lambda **fields: PatchSparseFormerConfig(**PATCHES | fields),
+    "content": lambda **fields: PatchSparseFormerConfig(**PATCHES | {"placement": "content"} | fields),
     "elastic": lambda **fields: SparseFormerConfig(num_latent_tokens=9, **fields),
     "vit_impulse_init": lambda **fields: of_kind("vit_impulse_init", **fields),
     "vit_context_broadcast": lambda **fields: of_kind("vit_context_broadcast", **fields),
@@ -47,15 +53,15 @@ BAD_FIELDS = {
         ({"sampling_padding_mode": "reflect"}, r"`sampling_padding_mode` is 'reflect', expected one of"),
         ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),
         ({"layer_norm_eps": 0.0}, "`layer_norm_eps` is 0.0, expected a positive number"),
+        ({"token_grid": [4, 4]}, "`token_grid` is for .* give it with `patch_size`"),
+        ({"placement": "content"}, "`placement` is for .* give it with `patch_size`"),
     ],
     "patches": [
-        ({"token_grid": [4, 4], "patch_size": None}, "`token_grid` is for .* give it with `patch_size`"),
         ({"token_grid": [3, 4]}, r"`token_grid`=\(3, 4\) has 12 cells, expected `num_latent_tokens`=16"),
         ({"num_latent_tokens": 17}, "17 tokens make no grid"),
         ({"glance_grid": [2, 2]}, "`glance_grid` is gone"),
     ],
     "content": [
-        ({"patch_size": None}, "`placement` is for .* give it with `patch_size`"),
         ({"token_grid": [4, 4]}, r"`token_grid` is \[4, 4\] with `placement='content'`"),
         ({"placement": "contents"}, "`placement` is 'contents'"),
         ({"placement_rule": "random"}, "`placement_rule` is 'random'"),

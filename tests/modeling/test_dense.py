@@ -17,6 +17,7 @@ from vision_transformers import KINDS, of_transformers
 
 from frugalvit import (
     PatchSparseFormerBackbone,
+    PatchSparseFormerConfig,
     SparseFormerBackbone,
     SparseFormerConfig,
     SparseFormerForImageClassification,
@@ -36,7 +37,7 @@ FIELDS = {
 def make(model_class=SparseFormerBackbone, seed: int = 0, **fields):
     """A small model in evaluation mode whose weights are no longer initial."""
     torch.manual_seed(seed)
-    model = model_class(SparseFormerConfig(**FIELDS | fields)).eval()
+    model = model_class(PatchSparseFormerConfig(**FIELDS | fields)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not name.endswith("initial_rois"):
@@ -186,10 +187,10 @@ class TestMaps:
         program = (
             "import re, torch\n"
             "open('/proc/self/clear_refs', 'w').write('5')\n"
-            "from frugalvit import SparseFormerBackbone, SparseFormerConfig\n"
+            "from frugalvit import PatchSparseFormerConfig, SparseFormerBackbone\n"
             "sizes = {'patch_size': 14, 'hidden_size': 384, 'num_hidden_layers': 12, 'out_indices': [3, 6, 9, 12]}\n"
             "few = {'num_latent_tokens': 1024, 'placement': 'content', 'upsampler_hidden_size': 64}\n"
-            "model = SparseFormerBackbone(SparseFormerConfig(image_size=[720, 1280], **sizes, **few)).eval()\n"
+            "model = SparseFormerBackbone(PatchSparseFormerConfig(image_size=[720, 1280], **sizes, **few)).eval()\n"
             "with torch.no_grad(): maps = model(torch.zeros(1, 3, 720, 1280)).feature_maps\n"
             "assert [each.shape for each in maps] == [(1, 384, 51, 91)] * 4\n"
             "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])\n"
@@ -220,7 +221,7 @@ class TestUpsampler:
     def test_learns_what_tokens_do_not_tell(self):
         """The target is the mean pixel of each cell."""
         torch.manual_seed(0)
-        model = SparseFormerBackbone(SparseFormerConfig(**FIELDS | {"upsampler_hidden_size": 8}))
+        model = SparseFormerBackbone(PatchSparseFormerConfig(**FIELDS | {"upsampler_hidden_size": 8}))
         model.sparseformer.requires_grad_(False)
         pixel_values = images().repeat_interleave(2, -1)[..., :64]
         target = nn.functional.avg_pool2d(pixel_values, 8).mean(1, keepdim=True).expand(-1, 32, -1, -1)
@@ -263,8 +264,8 @@ class TestLoading:
         assert decoded.shape == (2, 3, 8, 8)
 
     def test_configurations_name_layers_where_they_are_not_the_last(self):
-        assert not {"out_features", "out_indices"} & {*SparseFormerConfig(**FIELDS).to_dict()}
-        config = SparseFormerConfig(**FIELDS | {"out_indices": [0, -2]})
+        assert not {"out_features", "out_indices"} & {*PatchSparseFormerConfig(**FIELDS).to_dict()}
+        config = PatchSparseFormerConfig(**FIELDS | {"out_indices": [0, -2]})
         assert config.out_features == ["stem", "stage3"]
         assert SparseFormerConfig.from_dict(config.to_dict()).out_indices == config.out_indices
         assert isinstance(transformers.AutoBackbone.from_config(config), SparseFormerBackbone)
@@ -295,7 +296,7 @@ class TestLoading:
 class TestLinearDecoder:
     def test_learns(self):
         torch.manual_seed(0)
-        model = SparseFormerForSemanticSegmentation(SparseFormerConfig(**FIELDS | {"decoder_type": "linear"}))
+        model = SparseFormerForSemanticSegmentation(PatchSparseFormerConfig(**FIELDS | {"decoder_type": "linear"}))
         labels = torch.zeros(2, 64, 64, dtype=torch.long)
         labels[:, 32:, :32] = 2
         outputs = model(images(), labels=labels, output_token_maps=True)
@@ -363,7 +364,7 @@ def test_heads_of_transformers_are_trained_saved_and_loaded_with_it(name, tmp_pa
     fields, backbone_fields, labels, output = HEADS[name]
     head_class = getattr(transformers, name)
     torch.manual_seed(0)
-    backbone_config = SparseFormerConfig(**FIELDS | backbone_fields)
+    backbone_config = PatchSparseFormerConfig(**FIELDS | backbone_fields)
     head = head_class(head_class.config_class(backbone_config=backbone_config, **fields)).train()
     assert type(load_backbone(head.config)) is PatchSparseFormerBackbone
     optimizer, losses = torch.optim.AdamW(head.parameters(), 1e-3), []
@@ -442,7 +443,7 @@ class TestSwap:
 )
 def test_layers_and_sizes_that_do_not_exist(fields, message):
     with pytest.raises((StrictDataclassError, ValueError), match=message):
-        SparseFormerConfig(**FIELDS | fields)
+        PatchSparseFormerConfig(**FIELDS | fields)
 
 
 def test_layers_chosen_later_have_to_exist():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
+from frugalvit import PatchSparseFormerConfig, SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.configuration.configuration_patch_sparseformer import PLACEMENT_RULES, coarsest_grid
 from frugalvit.modeling.placement import (
     CellPyramid,
@@ -127,7 +127,7 @@ def test_the_rules_differ():
 
 def test_a_forecast_is_even_before_training_and_moves_small_cells():
     torch.manual_seed(0)
-    model = SparseFormerModel(SparseFormerConfig(**TREE, placement_rule="learned")).eval()
+    model = SparseFormerModel(PatchSparseFormerConfig(**TREE, placement_rule="learned")).eval()
     pixels = image(2)
     outputs = model(pixels, output_attention_forecast=True, output_rois=True)
     assert outputs.attention_forecast.shape == (2, 8, 8) and not outputs.attention_forecast.any()
@@ -154,7 +154,7 @@ def test_patches_are_those_of_their_cells():
 
 
 def test_counts_are_rounded_down_to_trees():
-    config = SparseFormerConfig(**TREE | {"elastic_token_counts": [5, 9, 16], "num_tokens": 12})
+    config = PatchSparseFormerConfig(**TREE | {"elastic_token_counts": [5, 9, 16], "num_tokens": 12})
     assert config.cell_grids() == [(2, 2), (4, 4), (8, 8)] and config.placement_grid == (2, 2)
     assert (config.num_latent_tokens, config.elastic_token_counts, config.num_tokens) == (16, [4, 7, 16], 10)
     model = SparseFormerModel(config).eval()
@@ -173,7 +173,7 @@ def test_counts_are_rounded_down_to_trees():
 @given(st.integers(4, 90), st.integers(4, 90), st.integers(8, 40))
 def test_images_of_any_size_and_shape(height, width, count):
     torch.manual_seed(0)
-    model = SparseFormerModel(SparseFormerConfig(**TREE | {"num_latent_tokens": 40})).eval()
+    model = SparseFormerModel(PatchSparseFormerConfig(**TREE | {"num_latent_tokens": 40})).eval()
     outputs = model(image(1, (height, width)), num_tokens=count, output_rois=True)
     (rois,) = outputs.rois
     most = math.prod(model.config.cell_grids((height, width))[-1])
@@ -184,7 +184,7 @@ def test_images_of_any_size_and_shape(height, width, count):
 
 
 def test_larger_images_have_finer_cells():
-    config = SparseFormerConfig(**TREE)
+    config = PatchSparseFormerConfig(**TREE)
     assert config.cell_grids((64, 64)) == [*config.cell_grids(), (16, 16)]
     assert config.cell_grids((32, 64)) == [(1, 2), (2, 4), (4, 8), (8, 16)]
     assert coarsest_grid((720, 1280)) == (1, 2) and coarsest_grid((224, 224)) == (2, 2)
@@ -192,7 +192,7 @@ def test_larger_images_have_finer_cells():
 
 def test_trees_differ_from_image_to_image_and_at_random_while_training():
     torch.manual_seed(0)
-    model = SparseFormerModel(SparseFormerConfig(**TREE, placement_random_share=0.9))
+    model = SparseFormerModel(PatchSparseFormerConfig(**TREE, placement_random_share=0.9))
     pixels = image(1).expand(8, -1, -1, -1)
     trees = [model.train(mode)(pixels, output_rois=True).rois[-1] for mode in (False, True)]
     assert (trees[0] == trees[0][:1]).all() and not (trees[1] == trees[1][:1]).all()
@@ -205,7 +205,7 @@ def test_trees_differ_from_image_to_image_and_at_random_while_training():
 def test_a_grids_student_is_placed_by_content():
     torch.manual_seed(0)
     model = SparseFormerForImageClassification(
-        SparseFormerConfig(**TINY | {"elastic_token_counts": [4, 9, 16]})
+        PatchSparseFormerConfig(**TINY | {"elastic_token_counts": [4, 9, 16]})
     ).eval()
     pixels = F.interpolate(image(2, (8, 8)), (32, 32), mode="nearest")
     expected = {count: model(pixels, num_tokens=count).logits for count in (4, 16)}
@@ -218,7 +218,7 @@ def test_a_grids_student_is_placed_by_content():
 
 
 def test_is_exported_for_any_batch():
-    model = SparseFormerModel(SparseFormerConfig(**TREE)).eval()
+    model = SparseFormerModel(PatchSparseFormerConfig(**TREE)).eval()
     pixels = image(3)
     expected = model(pixels).pooler_output
     program = torch.export.export(model, (pixels,), dynamic_shapes={"pixel_values": {0: torch.export.Dim("batch")}})

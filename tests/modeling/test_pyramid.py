@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frugalvit import SparseFormerConfig, SparseFormerForSemanticSegmentation, SparseFormerModel
+from frugalvit import PatchSparseFormerConfig, SparseFormerForSemanticSegmentation, SparseFormerModel
 from frugalvit.configuration.configuration_patch_sparseformer import choose_grid
 from frugalvit.modeling.pyramid import GridImage, PatchSampling, grid_rois, points_in
 
@@ -51,7 +51,7 @@ def test_counts_become_grids_of_nearly_square_cells():
 
 def test_tokens_are_resized_with_their_grid():
     torch.manual_seed(0)
-    model = SparseFormerModel(SparseFormerConfig(**TINY)).eval()
+    model = SparseFormerModel(PatchSparseFormerConfig(**TINY)).eval()
     torch.nn.init.normal_(model.latents.token_embedding)
     images = torch.randn(2, 3, 32, 32)
     before = model(images).pooler_output
@@ -66,7 +66,7 @@ def test_tokens_are_resized_with_their_grid():
 
 
 def test_images_are_segmented_by_patches():
-    config = SparseFormerConfig(**TINY, decoder_hidden_size=32)
+    config = PatchSparseFormerConfig(**TINY, decoder_hidden_size=32)
     outputs = SparseFormerForSemanticSegmentation(config)(torch.randn(2, 3, 30, 34), output_token_maps=True)
     assert outputs.logits.shape == (2, 3, 8, 9)
     torch.testing.assert_close(outputs.token_maps.sum(1), torch.ones(2, 8, 9))
@@ -74,5 +74,5 @@ def test_images_are_segmented_by_patches():
 
 def test_folders_of_students_that_had_no_glance_load():
     gone = {"glance_grid": None, "num_glance_layers": 3, "num_pyramid_levels": 1}
-    saved = SparseFormerConfig(**TINY).to_dict() | gone
-    assert SparseFormerConfig.from_dict(saved).to_dict() == SparseFormerConfig(**TINY).to_dict()
+    saved = PatchSparseFormerConfig(**TINY).to_dict() | gone
+    assert PatchSparseFormerConfig.from_dict(saved).to_dict() == PatchSparseFormerConfig(**TINY).to_dict()
