@@ -53,7 +53,8 @@ class SparseFormerConfig(SparseFormerBaseConfig):
         focusing_num_attention_heads (`int`, *optional*): Heads of the focusing layer; one per 64 channels by default.
         focusing_intermediate_size (`int`, *optional*): MLP width of the focusing layer; 4 times its width by default.
         focusing_hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of the focusing layer's MLP.
-        focusing_layer_norm_eps (`float`, *optional*): Epsilon of every LayerNorm before the cortex.
+        focusing_layer_norm_eps (`float`, *optional*): Epsilon of every LayerNorm before the cortex; that of the cortex
+            by default.
         shared_token_embedding (`bool`, *optional*, defaults to `True`):
             All latent tokens start from one learned embedding (v1: one each).
         stage_embedding (`bool`, *optional*, defaults to `True`):
