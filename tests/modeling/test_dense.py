@@ -37,7 +37,8 @@ FIELDS = {
 def make(model_class=SparseFormerBackbone, seed: int = 0, **fields):
     """A small model in evaluation mode whose weights are no longer initial."""
     torch.manual_seed(seed)
-    model = model_class(PatchSparseFormerConfig(**FIELDS | fields)).eval()
+    # Without a `patch_size`, the papers' own.
+    model = model_class(SparseFormerConfig(**FIELDS | fields)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not name.endswith("initial_rois"):
