@@ -6,18 +6,13 @@ import functools
 import gc
 import http.server
 import json
-import os
 import signal
 import threading
 
 import pytest
-import torch
 from accelerate.state import AcceleratorState
 from huggingface_hub import HfApi
 
-
-# Every worker of pytest has a core, and so has what it starts: threads spin while they wait for each other's core.
-torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 # Few tests that take long, many of them processes to wait for.
 LONG_MODULES = (
