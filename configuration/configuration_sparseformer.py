@@ -108,9 +108,10 @@ class SparseFormerConfig(SparseFormerBaseConfig):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
         """As in Transformers. Returns the configuration that is there, also a `PatchSparseFormerConfig`."""
-        found, _ = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
-        if is_patch_config(found.get(cls.base_config_key, found)):
-            return PatchSparseFormerConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
+        found, others = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
+        found = found.get(cls.base_config_key, found)
+        if is_patch_config(found):
+            return PatchSparseFormerConfig.from_dict(found, **others)
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     def __post_init__(self, **kwargs):
@@ -298,7 +299,7 @@ def read_vision_config(value: SparseFormerBaseConfig | dict) -> SparseFormerBase
         ValueError: if it is that of another model.
     """
     if isinstance(value, dict):
-        return SparseFormerConfig.from_dict(dict(value))
+        return SparseFormerConfig(**value)
     if not is_sparseformer(value):
         raise ValueError(f"`vision_config` is a {type(value).__name__}, expected a SparseFormerConfig.")
     return value

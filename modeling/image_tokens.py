@@ -8,8 +8,7 @@ from transformers.utils import ModelOutput
 
 from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
 from ..configuration.configuration_sparseformer import SparseFormerConfig
-from .modeling_patch_sparseformer import PatchSparseFormerModel
-from .modeling_sparseformer import SparseFormerModel
+from .modeling_patch_sparseformer import tower_class
 
 
 # A folder's configuration is read before its model's file; it names its tower's kind.
@@ -25,9 +24,7 @@ class SparseFormerTowerMixin:
     def __init__(self, config: PreTrainedConfig):
         # The tower is built by `AutoModel`, which has to know it where this file is loaded as remote code. There,
         # a configuration from another process, as vLLM's are, may be of a class of the same name, read once more.
-        vision = config.vision_config
-        tower_class = PatchSparseFormerModel if vision.embeds_patches else SparseFormerModel
-        AutoModel.register(type(vision), tower_class, exist_ok=True)
+        AutoModel.register(type(config.vision_config), tower_class(config.vision_config), exist_ok=True)
         super().__init__(config)
         # Those of a tower that is loaded alone are this model's own; vLLM would leave them out.
         self._keys_to_ignore_on_load_unexpected = set()

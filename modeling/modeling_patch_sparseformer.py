@@ -14,7 +14,6 @@ from ..configuration.configuration_base import pair
 from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig, choose_grid
 from ..configuration.configuration_sparseformer_base import SparseFormerBaseConfig
 from .cortex import SparseFormerLayer, cortex_norm
-from .focusing import SparseFormerLatents
 from .modeling_sparseformer import (
     Looks,
     SparseFormerBackbone,
@@ -49,7 +48,7 @@ class PatchSparseFormerPreTrainedModel(SparseFormerPreTrainedModel):
         "AutoModelForImageClassification": "PatchSparseFormerForImageClassification",
         "AutoModelForSemanticSegmentation": "PatchSparseFormerForSemanticSegmentation",
     }
-    whole_modules = (SparseFormerLatents, SparseFormerLayer, SparseFormerPatchLayer)
+    whole_modules = (*SparseFormerPreTrainedModel.whole_modules, SparseFormerPatchLayer)
     focusing_of_students = "inherited"
 
     def get_input_embeddings(self) -> nn.Module:
@@ -218,9 +217,9 @@ class PatchSparseFormerVisionModelWithProjection(
     config: PatchSparseFormerConfig
 
 
-def make_tower(config: SparseFormerBaseConfig) -> SparseFormerModel:
-    """Return a vision tower with fresh weights, of either kind."""
-    return (PatchSparseFormerModel if config.embeds_patches else SparseFormerModel)._from_config(config)
+def tower_class(config: SparseFormerBaseConfig) -> type[SparseFormerModel]:
+    """The class of a vision tower with this configuration. Models with towers ask here: so they ship this file."""
+    return PatchSparseFormerModel if config.embeds_patches else SparseFormerModel
 
 
 __all__ = [

@@ -188,7 +188,7 @@ class SparseFormerPreTrainedModel(TokensMixin, HubModel):
     @classmethod
     def class_for(cls, config: SparseFormerBaseConfig | None) -> type:
         """This class, or, for a `PatchSparseFormerConfig`, its subclass for that."""
-        if getattr(config, "model_type", None) in (None, cls.config_class.model_type):
+        if not getattr(config, "embeds_patches", False) or cls.config_class.model_type == config.model_type:
             return cls
         # Not a `from … import`, by which folders of the papers' models would ship that file.
         patches = importlib.import_module(".modeling_patch_sparseformer", __package__)

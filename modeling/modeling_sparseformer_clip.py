@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple
 from ..configuration.configuration_sparseformer_base import is_sparseformer
 from ..configuration.configuration_sparseformer_clip import SparseFormerCLIPConfig, SparseFormerSiglipConfig
 from .hub import HubModel
-from .modeling_patch_sparseformer import make_tower
+from .modeling_patch_sparseformer import tower_class
 from .modeling_sparseformer import SparseFormerModelOutput
 
 
@@ -144,7 +144,7 @@ class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
         super().__init__(config)
         text, vision = config.text_config, config.vision_config
         self.text_model = CLIPTextModel._from_config(text)
-        self.vision_model = make_tower(vision)
+        self.vision_model = tower_class(vision)._from_config(vision)
         self.text_projection = nn.Linear(text.hidden_size, config.projection_dim, bias=False)
         self.visual_projection = nn.Linear(vision.hidden_size, config.projection_dim, bias=False)
         self.logit_scale = nn.Parameter(torch.tensor(float(config.logit_scale_init_value)))
@@ -239,7 +239,8 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         config.validate()
         super().__init__(config)
         self.text_model = SiglipTextModel._from_config(config.text_config)
-        self.vision_model = make_tower(config.vision_config)
+        vision = config.vision_config
+        self.vision_model = tower_class(vision)._from_config(vision)
         # The text model ends in a linear layer, the image side in its pooling head.
         self.text_projection = self.visual_projection = nn.Identity()
         self.logit_scale = nn.Parameter(torch.tensor([float(config.logit_scale_init_value)]))
