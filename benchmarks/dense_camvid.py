@@ -7,19 +7,23 @@ Each backbone's map of the last layer is frozen, and a linear layer learns which
 of its pixels), from all training images. Its scores of a test image are interpolated to the mask's size. The teacher
 sees images of 336 x 448 pixels, and smaller ones, and 336 x 448 with some of its patches, chosen at random, and merged
 by ToMe (github.com/facebookresearch/ToMe, not tuned). Students look at 336 x 448 with fewer tokens, before training
-and, of --bootstrap, bootstrapped on the training images, without their masks, for embeddings and maps; then with an
-upsampler, which the same images train while all else is frozen. Cells without a token of their own take that of the
-patch that was merged with theirs, or of the nearest. Cosines are those with the teacher's map on the test images, maps
-of fewer cells interpolated. Milliseconds are those of one image in float32, all backbones in turns. Runs are kept
-under --runs-dir and found again. Writes dense_camvid.json. CamVid (Brostow et al.) is for research and stays out of
-the repository.
+and, of --bootstrap, bootstrapped on the training images, without their masks, for embeddings and maps, with and
+without an upsampler; "alone" is an upsampler that is trained while all else is frozen. Cells without a token of their
+own take that of the patch that was merged with theirs, or of the nearest. Cosines are those with the teacher's map on
+the test images, maps of fewer cells interpolated. Milliseconds are those of one image on the CPU in float32, all
+backbones in turns. How far a row is behind the teacher has the error of the test images, by a bootstrap of them.
+
+The grid with an upsampler is trained with every seed of --seeds, others with the first. Runs are kept under --runs-dir
+and found again: with --train-only, processes side by side may train them, of each kind and seed one. Writes
+dense_camvid.json. CamVid (Brostow et al.) is for research and stays out of the repository.
 """
 
 import argparse
+import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -31,15 +35,17 @@ from torch import nn
 from tqdm import tqdm
 from transformers import ViTImageProcessor
 
-from frugalvit import BootstrapArguments, BootstrapTrainer, MapAlignmentLoss, SparseFormerBackbone, SparseFormerModel
+from frugalvit import (
+    BootstrapArguments,
+    BootstrapTrainer,
+    SparseFormerBackbone,
+)
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.contender import Vision
 from frugalvit.common.decoding import decode_image
-from frugalvit.common.files import whole_folder
 from frugalvit.common.loading import choose_device, load_vision_model
 from frugalvit.common.macs import macs_of
 from frugalvit.common.masks import MaskReader, load_masked_images
-from frugalvit.common.metrics import SegmentationScores
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import ImageFormat
@@ -47,14 +53,14 @@ from frugalvit.contenders import RandomPatches
 from frugalvit.modeling.dense import spread as spread_over_cells
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.segmentation import geometric_bias
-from shared import add_results_argument, spread, write_table
+from shared import add_run_arguments, folder_name, spread, write_table
 from token_merging import PooledViT, apply_tome, as_timm
 
 
 SIZE = (336, 448)
-# The teacher's images, as shares of `SIZE`: 768, 432, 336 and 192 patches of 14 pixels.
-SIZES = [SIZE, (252, 336), (224, 294), (168, 224)]
-TOKENS = [432, 255, 192]
+# The teacher's images, as shares of `SIZE`: 768, 432, 285, 192 patches of 14 pixels.
+SIZES = [SIZE, (252, 336), (210, 266), (168, 224)]
+TOKENS = [432, 285, 192]
 # Tokens that ToMe merges in each block.
 MERGED = [40, 56, 80]
 # Thin things, which low resolution loses first.
@@ -62,9 +68,13 @@ THIN = ("pole", "sign", "pedestrian", "cyclist")
 # Of a tree in such images: cells of 3 x 4 are halved to patches of 14 pixels.
 TREE = {"placement": "content", "placement_grid": [3, 4], "num_placement_levels": 4}
 STUDENTS = {"trees": TREE | {"placement_random_share": 0.25}, "grid": {}}
-# Of grids of such images; trees have three tokens more or fewer.
-GRIDS = [432, 252, 192]
-UPSAMPLER_HIDDEN_SIZE, UPSAMPLER_EPOCHS = 64, 3
+UPSAMPLER = {"upsampler_hidden_size": 128}
+STUDENTS |= {f"{name}-upsampler": fields | UPSAMPLER for name, fields in STUDENTS.items()}
+# All but the upsampler stays as it was.
+ALONE = "grid-upsampler-alone"
+STUDENTS[ALONE] = UPSAMPLER
+# It is bootstrapped with every seed, other students with the first.
+HEADLINE = "grid-upsampler"
 
 
 @dataclass
@@ -75,72 +85,99 @@ class Backbone:
         name (`str`): Name of its row.
         tokens (`int`): Patches or latent tokens.
         size (pair of `int`): Height and width of its images.
-        macs (`int`): Multiply-accumulates of an image, with attention.
+        model (`nn.Module`): What computes them.
         maps (`Callable`): Normalized images to `(batch, channels, rows, columns)`.
+        others (`list[Callable]`): The same of models that were trained with other seeds.
     """
 
     name: str
     tokens: int
     size: tuple[int, int]
-    macs: int
+    model: nn.Module
     maps: Callable[[torch.Tensor], torch.Tensor]
+    others: list[Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of an image, with attention."""
+        return macs_of(Vision(self.model, self.maps), self.size)
 
 
-def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str) -> CommandParser:
+    """Options of what is measured on these scenes."""
+    parser = CommandParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", required=True, help="folder of a pretrained ViT with patches of 14 pixels")
     parser.add_argument("--bootstrap", nargs="*", default=[], choices=STUDENTS, help="students to bootstrap")
     parser.add_argument(
-        "--bootstrap-epochs", type=int, default=10, help="of the training images (default: %(default)s)"
+        "--bootstrap-epochs", type=int, default=100, help="of the training images (default: %(default)s)"
     )
-    parser.add_argument("--tome", help="checkout of ToMe")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs/dense_camvid"), help="default: %(default)s")
+    parser.add_argument("--train-only", action="store_true", help="train what is not there yet, and measure nothing")
+    parser.add_argument("--num-workers", type=int, default=0, help="processes that decode (default: 0)")
     parser.add_argument("--train", required=True, help="CamVid to train on, as in `frugalvit segment`")
     parser.add_argument("--test", required=True, help="CamVid to test on")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the linear layer (default: 0 1 2)")
-    parser.add_argument("--epochs", type=int, default=20, help="of the linear layer (default: %(default)s)")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
-    add_results_argument(parser)
+    add_run_arguments(parser, "runs/dense_camvid")
+    return parser
+
+
+def main():
+    parser = make_parser(__doc__)
+    parser.add_argument("--tome", help="checkout of ToMe")
     arguments = parser.parse_args()
-    train, test = (load_masked_images([data], "train") for data in (arguments.train, arguments.test))
-    masks = [read_masks(images) for images in (train, test)]
-    model, processor = load_vision_model(arguments.teacher, str(choose_device()))
+    model, processor = load_vision_model(arguments.teacher, "cpu")
     image_format = ImageFormat.from_processor(processor)
-    found, rows, maps_of_teacher = list(backbones(arguments, model, image_format)), [], None
+    for kind in arguments.bootstrap:
+        bootstrap_students(arguments, kind, image_format)
+    if not arguments.train_only:
+        compare_frozen(arguments, model, image_format)
+
+
+def compare_frozen(arguments, model: nn.Module, image_format: ImageFormat):
+    """Measure all backbones, frozen, and write the table."""
+    train, test = (load_masked_images([data], "train") for data in (arguments.train, arguments.test))
+    masks = [read_masks(images).to(choose_device()) for images in (train, test)]
+    # On the CPU they are timed, on a GPU, if there is one, used.
+    found = dict(enumerate(backbones(arguments, model, image_format, torch.device("cpu"))))
     speeds = images_per_second(
-        {index: backbone.maps for index, backbone in enumerate(found)},
-        {index: torch.randn(1, 3, *backbone.size, device=choose_device()) for index, backbone in enumerate(found)},
+        {index: backbone.maps for index, backbone in found.items()},
+        {index: torch.randn(1, 3, *backbone.size) for index, backbone in found.items()},
+        rounds=10,
     )
-    for backbone, speed in zip(found, speeds.values(), strict=True):
-        maps = [embed(arguments, image_format, backbone, images) for images in (train, test)]
-        # The teacher comes first.
-        maps_of_teacher = maps[1] if maps_of_teacher is None else maps_of_teacher
-        scores = [score(arguments, *maps, *masks, seed) for seed in arguments.seeds]
+    costs = [{"macs": backbone.macs, "milliseconds": 1000 / speeds[index]} for index, backbone in found.items()]
+    rows, teacher = [], None
+    found = backbones(arguments, model, image_format, choose_device())
+    for backbone, cost in zip(found, costs, strict=True):
         row = {"backbone": backbone.name, "pixels": "x".join(map(str, backbone.size)), "tokens": backbone.tokens}
-        row |= {"macs": backbone.macs, "milliseconds": 1000 / speed}
-        row |= {"mean_iou": statistics.mean(each["mean_iou"] for each in scores)}
-        row |= {"spread": spread([each["mean_iou"] for each in scores])}
-        row |= {"thin_iou": statistics.mean(each["thin_iou"] for each in scores)}
-        rows.append(row | {"cosine": mean_cosine(maps[1], maps_of_teacher)})
+        row |= cost
+        scores, cosines = [], []
+        for maps_of in (backbone.maps, *backbone.others):
+            each = dataclasses.replace(backbone, maps=maps_of)
+            maps = [embed(arguments, image_format, each, images) for images in (train, test)]
+            # The teacher comes first.
+            teacher = teacher or (maps[1], score(*maps, *masks))
+            scores.append(teacher[1] if not rows else score(*maps, *masks))
+            cosines.append(mean_cosine(maps[1], teacher[0]))
+        for name, classes in (("mean_iou", CLASSES), ("thin_iou", THIN)):
+            values = [mean_iou(counts.sum(0), classes).item() for counts in scores]
+            row |= {name: statistics.mean(values), name.replace("iou", "spread"): spread(values)}
+        row |= behind(scores, teacher[1]) if rows else {}
+        rows.append(row | {"cosine": statistics.mean(cosines)})
         print(format_table(rows), flush=True)
-    settings = {"teacher": Path(arguments.teacher).name, "epochs": arguments.epochs, "seeds": arguments.seeds}
-    if arguments.bootstrap:
-        settings |= {"bootstrap_epochs": arguments.bootstrap_epochs, "upsampler_epochs": UPSAMPLER_EPOCHS}
+    settings = {"teacher": Path(arguments.teacher).name, "seeds": arguments.seeds}
+    settings |= {"bootstrap_epochs": arguments.bootstrap_epochs} if arguments.bootstrap else {}
     data = f"CamVid, {len(train)} training and {len(test)} test images, 11 classes, scored at 360 x 480 pixels"
-    write_table(
-        arguments.results_dir / "dense_camvid.json", settings, rows, data=data, threads=torch.get_num_threads()
-    )
+    threads = torch.get_num_threads()
+    write_table(arguments.results_dir / "dense_camvid.json", settings, rows, data=data, threads=threads)
 
 
-def backbones(arguments, model: nn.Module, image_format: ImageFormat):
-    """The rows' backbones, of a teacher, peers and students of it."""
-    device = choose_device()
-    normalize = {"image_mean": image_format.mean, "image_std": image_format.std}
+def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: torch.device) -> Iterator[Backbone]:
+    """The rows' backbones, of a teacher, peers and students of it, on a device."""
+    model.to(device)
     yield from teachers(model, SIZES)
     whole = read_anatomy(model, SIZE)
     for count in TOKENS:
         maps = functools.partial(map_of_random_patches, RandomPatches(whole, count, seed=0))
-        yield Backbone("teacher with random patches", count, SIZE, macs_of(Vision(model, maps), SIZE), maps)
+        yield Backbone("teacher with random patches", count, SIZE, model, maps)
     for merged in MERGED if arguments.tome else []:
         vit = as_timm(whole)
         apply_tome(vit, arguments.tome, merged, trace_source=True)
@@ -150,18 +187,28 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat):
         tokens = whole.num_patches
         for _ in whole.blocks:
             tokens -= min(merged, tokens // 2)
-        yield Backbone(f"ToMe, {merged} a block, unmerged", tokens, SIZE, macs_of(Vision(vit, maps), SIZE), maps)
-    fields = {"focusing": "inherited", "image_size": list(SIZE), **TREE, **normalize}
-    student = SparseFormerBackbone.from_teacher(whole, TOKENS[0], **fields).to(device).eval()
-    yield from students("trees, before training", student, TOKENS)
+        yield Backbone(f"ToMe, {merged} a block, unmerged", tokens, SIZE, vit, maps)
+    # Upsamplers add nothing before training.
+    for kind in dict.fromkeys(kind.partition("-")[0] for kind in arguments.bootstrap or ["trees"]):
+        student = new_student(whole, kind, image_format).to(device).eval()
+        yield from students(f"{kind}, before training", student, student.config.trained_token_counts[::-1])
     for kind in arguments.bootstrap:
-        folder = bootstrap_student(arguments, kind, image_format)
-        student = SparseFormerBackbone.from_pretrained(folder).to(device).eval()
-        counts = student.config.trained_token_counts[::-1]
-        yield from students(f"{kind}, bootstrapped", student, counts)
-        yield from students(f"{kind}, bootstrapped, Gaussian readout", student, counts[1:2], map_by_gaussians)
-        student = SparseFormerBackbone.from_pretrained(train_upsampler(arguments, folder, whole, image_format))
-        yield from students(f"{kind}, bootstrapped, upsampler", student.to(device).eval(), counts)
+        folders = bootstrap_students(arguments, kind, image_format)
+        found = [SparseFormerBackbone.from_pretrained(folder).to(device).eval() for folder in folders]
+        name, counts = (
+            f"{kind.replace('-', ' with ', 1).replace('-', ' ')}, bootstrapped",
+            found[0].config.trained_token_counts[::-1],
+        )
+        yield from students(name, found[0], counts, others=found[1:])
+        if not found[0].config.upsampler_hidden_size:
+            yield from students(f"{name}, Gaussian readout", found[0], counts[1:2], map_by_gaussians, found[1:])
+
+
+def new_student(teacher: Anatomy, kind: str, image_format: ImageFormat) -> SparseFormerBackbone:
+    """A student of a kind before training, for several counts of tokens."""
+    fields = {"focusing": "inherited", "image_size": list(SIZE), "elastic_token_counts": sorted(TOKENS)}
+    fields |= {"image_mean": image_format.mean, "image_std": image_format.std, **STUDENTS[kind]}
+    return SparseFormerBackbone.from_teacher(teacher, TOKENS[0], **fields)
 
 
 def teachers(model: nn.Module, sizes: Sequence[tuple[int, int]]) -> Iterator[Backbone]:
@@ -170,79 +217,54 @@ def teachers(model: nn.Module, sizes: Sequence[tuple[int, int]]) -> Iterator[Bac
         anatomy = read_anatomy(model, size)
         name = "teacher" if size == SIZE else "teacher at lower resolution"
         maps = functools.partial(map_of_teacher, anatomy)
-        yield Backbone(name, anatomy.num_patches, size, macs_of(Vision(model, maps), size), maps)
+        yield Backbone(name, anatomy.num_patches, size, model, maps)
 
 
-def bootstrap_student(arguments, kind: str, image_format: ImageFormat) -> Path:
-    """The folder of a student for several counts of tokens, bootstrapped now or before."""
-    folder = arguments.runs_dir / f"{kind}-{arguments.bootstrap_epochs}epochs"
-    if (folder / "model.safetensors").is_file():
-        return folder
-    teacher, _ = load_vision_model(arguments.teacher, "cpu")
-    # As large as its images are here.
-    size = {"height": SIZE[0], "width": SIZE[1]}
+def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[Path]:
+    """The folders of students of a kind, one of each seed, bootstrapped now or before."""
+    folders, size = [], {"height": SIZE[0], "width": SIZE[1]}
     normalize = {"image_mean": image_format.mean, "image_std": image_format.std}
+    # Images are as large as those that are compared.
     processor = ViTImageProcessor(size=size, resample=image_format.resample, **normalize)
-    counts = TOKENS if kind == "trees" else GRIDS
-    fields = {
-        "focusing": "inherited",
-        "image_size": list(SIZE),
-        "elastic_token_counts": sorted(counts),
-        **STUDENTS[kind],
-    }
-    student = SparseFormerModel.from_teacher(read_anatomy(teacher, SIZE), counts[0], **fields, **normalize)
-    options = BootstrapArguments(
-        **{"output_dir": str(folder), "num_train_epochs": arguments.bootstrap_epochs, "dense_loss_weight": 1.0},
-        **{
-            "per_device_train_batch_size": 16,
-            "crop_scale": [0.5, 1.0],
-            "bf16": arguments.mixed_precision == "bf16",
-            "use_cpu": choose_device().type == "cpu",
-        },
-        **{"learning_rate": 2e-3, "inherited_learning_rate": 0.04, "crop_ratio": [1.2, 1.5]},
-    )
-    images = load_masked_images([arguments.train], "train").select_columns(["image"])
-    BootstrapTrainer(teacher, student, options, images, processing_class=processor).train()
-    return folder
+    for seed in arguments.seeds if kind == HEADLINE else arguments.seeds[:1]:
+        name = folder_name(f"{kind} {arguments.bootstrap_epochs} epochs", seed)
+        folders.append(folder := arguments.runs_dir / name)
+        if (folder / "results.json").is_file():
+            continue
+        teacher, _ = load_vision_model(arguments.teacher, "cpu")
+        torch.manual_seed(seed)
+        student = new_student(read_anatomy(teacher, SIZE), kind, image_format)
+        options = BootstrapArguments(
+            output_dir=str(folder),
+            seed=seed,
+            num_train_epochs=arguments.bootstrap_epochs,
+            per_device_train_batch_size=16,
+            learning_rate=2e-3,
+            inherited_learning_rate=0.0 if kind == ALONE else 0.05,
+            warmup_epochs=arguments.bootstrap_epochs / 20,
+            dense_loss_weight=1.0,
+            crop_scale=[0.4, 1.0],
+            crop_ratio=[1.2, 1.5],
+            bf16=arguments.mixed_precision == "bf16",
+            use_cpu=choose_device().type == "cpu",
+            dataloader_num_workers=arguments.num_workers,
+        )
+        images = load_masked_images([arguments.train], "train").select_columns(["image"])
+        BootstrapTrainer(teacher, student, options, images, processing_class=processor).train()
+    return folders
 
 
-def train_upsampler(arguments, folder: Path, teacher: Anatomy, image_format: ImageFormat) -> Path:
-    """The folder of a bootstrapped student with an upsampler, trained now or before, without labels, while all else is
-    frozen."""
-    output, device = folder.with_name(f"{folder.name}-upsampler"), choose_device()
-    if (output / "model.safetensors").is_file():
-        return output
-    torch.manual_seed(0)
-    student = SparseFormerBackbone.from_pretrained(folder, upsampler_hidden_size=UPSAMPLER_HIDDEN_SIZE)
-    student.requires_grad_(False).to(device).eval()
-    weights = [*student.feature_maps.requires_grad_(True).parameters()]
-    images, distance, batch_size = load_masked_images([arguments.train], "train"), MapAlignmentLoss(), 8
-    optimizer, steps = torch.optim.AdamW(weights, lr=1e-3), UPSAMPLER_EPOCHS * (len(images) // batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps)
-    order = torch.cat([torch.randperm(len(images)) for _ in range(UPSAMPLER_EPOCHS)])
-    for step in tqdm(range(steps), desc="upsampler", leave=False):
-        chosen = order[step * batch_size :][:batch_size].tolist()
-        batch = read_pixels(image_format, images, chosen, SIZE).to(device)
-        batch = batch.flip(-1) if step % 2 else batch
-        student.set_num_tokens(student.config.trained_token_counts[step % len(student.config.trained_token_counts)])
-        with torch.autocast(device.type, torch.bfloat16, enabled=arguments.mixed_precision == "bf16"):
-            with torch.no_grad():
-                target = map_of_teacher(teacher, batch)
-            loss = distance(student(batch).feature_maps, [target])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    student.set_num_tokens(None)
-    with whole_folder(output, overwrite=True) as written:
-        student.save_pretrained(written)
-    return output
-
-
-def students(name: str, student: SparseFormerBackbone, counts, readout: Callable | None = None):
+def students(
+    name: str,
+    student: SparseFormerBackbone,
+    counts: Sequence[int],
+    readout: Callable | None = None,
+    others: Sequence[SparseFormerBackbone] = (),
+) -> Iterator[Backbone]:
+    """A student with each count of tokens; `others` were trained with other seeds."""
     for count in counts:
-        maps = functools.partial(readout or map_of_student, student, count)
-        yield Backbone(name, count, SIZE, macs_of(Vision(student, maps), SIZE), maps)
+        maps, *rest = (functools.partial(readout or map_of_student, each, count) for each in (student, *others))
+        yield Backbone(name, count, SIZE, student, maps, rest)
 
 
 def read_masks(images) -> torch.Tensor:
@@ -306,52 +328,73 @@ def embed(arguments, image_format: ImageFormat, backbone: Backbone, images) -> t
         chosen = range(start, min(start + 8, len(images)))
         batch = read_pixels(image_format, images, chosen, backbone.size).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=arguments.mixed_precision == "bf16"):
-            found.append(backbone.maps(batch).bfloat16().cpu())
+            found.append(backbone.maps(batch).bfloat16())
     return torch.cat(found)
+
+
+# Rows see the same images.
+@functools.lru_cache(None)
+def read_image(images, index: int, size: tuple[int, int]) -> torch.Tensor:
+    """An image of a height and width, `(3, height, width)` uint8."""
+    image = decode_image(images[index]["image"], index).resize(size[::-1], Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def read_pixels(image_format: ImageFormat, images, chosen, size: tuple[int, int]) -> torch.Tensor:
     """Chosen images, resized and normalized, `(batch, 3, height, width)`."""
-    found = [
-        decode_image(images[index]["image"], index).resize(size[::-1], Image.Resampling.BICUBIC) for index in chosen
-    ]
-    return image_format.normalize(
-        torch.stack([torch.from_numpy(np.array(each)) for each in found]).permute(0, 3, 1, 2)
-    )
+    return image_format.normalize(torch.stack([read_image(images, index, size) for index in chosen]))
 
 
-def score(arguments, train: torch.Tensor, test: torch.Tensor, train_masks, test_masks, seed: int) -> dict[str, float]:
-    """Mean intersection over union of a linear layer on frozen maps."""
-    generator = torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)
-    grid = train.shape[-2:]
+def score(train: torch.Tensor, test: torch.Tensor, train_masks: torch.Tensor, test_masks: torch.Tensor):
+    """Pixels of each test image and class that a linear layer on frozen maps gets right, and that it or the mask says:
+    `(images, 2, classes)`. The layer is fitted to the shares of classes in cells by L-BFGS."""
+    grid, device = train.shape[-2:], train.device
     shares = torch.cat([shares_of_classes(part, grid) for part in train_masks.split(20)]).flatten(0, 2)
-    cells = train.permute(0, 2, 3, 1).flatten(0, 2)
-    mean, std = cells.float().mean(0), cells.float().std(0)
-    classify = nn.Linear(train.shape[1], len(CLASSES))
-    optimizer = torch.optim.AdamW(classify.parameters(), lr=2e-3, weight_decay=1e-4)
-    batch_size = 1_024
-    steps = arguments.epochs * (len(cells) // batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, steps)
-    for _ in range(arguments.epochs):
-        order = torch.randperm(len(cells), generator=generator)
-        for chosen in order.split(batch_size)[: len(cells) // batch_size]:
-            scores = classify((cells[chosen].float() - mean) / std)
-            # Cells of pixels that do not count weigh less.
-            loss = -(shares[chosen] * scores.log_softmax(1)).sum(1).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    measured = SegmentationScores(len(CLASSES))
+    cells = train.permute(0, 2, 3, 1).flatten(0, 2).float()
+    mean, std = cells.mean(0), cells.std(0)
+    cells = (cells - mean) / std
+    classify = nn.Linear(cells.shape[1], len(CLASSES), device=device)
+    nn.init.zeros_(classify.weight), nn.init.zeros_(classify.bias)
+    optimizer = torch.optim.LBFGS(classify.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        # Cells of pixels that do not count weigh less.
+        found = -(shares * classify(cells).log_softmax(1)).sum(1).mean()
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    counts = []
     with torch.inference_mode():
         for maps, masks in zip(test.split(10), test_masks.split(10), strict=True):
-            scores = classify((maps.float().permute(0, 2, 3, 1) - mean) / std).permute(0, 3, 1, 2)
+            scores = classify((maps.permute(0, 2, 3, 1).float() - mean) / std).permute(0, 3, 1, 2)
             guessed = F.interpolate(scores, masks.shape[1:], mode="bilinear").argmax(1)
-            measured.add_batch(predictions=guessed, references=masks)
-    found = measured.compute()
-    thin = statistics.mean(found["iou"][CLASSES.index(name)] for name in THIN)
-    return {"mean_iou": found["mean_iou"], "thin_iou": thin}
+            for number in range(len(CLASSES)):
+                said, true = (guessed == number) & (masks < len(CLASSES)), masks == number
+                counts.append(torch.stack([(said & true).sum((1, 2)), (said | true).sum((1, 2))], dim=1))
+    parts = [torch.stack(counts[at : at + len(CLASSES)], dim=-1) for at in range(0, len(counts), len(CLASSES))]
+    return torch.cat(parts).double().cpu()
+
+
+def mean_iou(counts: torch.Tensor, classes: Sequence[str] = CLASSES) -> torch.Tensor:
+    """Mean intersection over union of classes, of counts `(…, 2, classes)`."""
+    right, union = counts[..., [CLASSES.index(name) for name in classes]].unbind(-2)
+    return (right / union).nanmean(-1)
+
+
+def behind(scores: list[torch.Tensor], teacher: torch.Tensor) -> dict[str, float]:
+    """How far the mean intersection over union of students of several seeds is behind the teacher's, and the standard
+    error of that, by a bootstrap of the test images."""
+    chosen = torch.randint(len(teacher), (2_000, len(teacher)), generator=torch.Generator().manual_seed(0))
+    weights = F.one_hot(chosen, len(teacher)).sum(1).double()
+
+    def resampled(counts: torch.Tensor) -> torch.Tensor:
+        return mean_iou((weights @ counts.flatten(1)).unflatten(1, counts.shape[1:]))
+
+    whole = [mean_iou(counts.sum(0)).item() for counts in (teacher, *scores)]
+    differences = resampled(teacher) - torch.stack([resampled(counts) for counts in scores]).mean(0)
+    return {"behind": whole[0] - statistics.mean(whole[1:]), "behind_error": differences.std().item()}
 
 
 def shares_of_classes(masks: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:

@@ -93,11 +93,13 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
 
 @dataclass
 class SparseFormerBackboneOutput(BackboneOutput):
-    """`BackboneOutput` with the extra outputs of `SparseFormerModelOutput`."""
+    """`BackboneOutput` with the embedding and the extra outputs of `SparseFormerModelOutput`."""
 
     rois: tuple[torch.FloatTensor, ...] | None = None
     sampling_points: tuple[torch.FloatTensor, ...] | None = None
     focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    pooler_output: torch.FloatTensor | None = None
+    attention_forecast: torch.FloatTensor | None = None
 
 
 @dataclass
@@ -611,6 +613,8 @@ class SparseFormerBackbone(BackboneMixin, SparseFormerPreTrainedModel):
             rois=outputs.rois if output_rois else None,
             sampling_points=outputs.sampling_points if output_rois else None,
             focusing_hidden_states=outputs.focusing_hidden_states,
+            pooler_output=outputs.pooler_output,
+            attention_forecast=outputs.attention_forecast,
         )
 
     def in_a_row(self, features: torch.Tensor, states: torch.Tensor) -> torch.Tensor:

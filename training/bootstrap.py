@@ -32,7 +32,7 @@ from ..common.sources import find_source
 from ..common.splits import hold_back, load_splits, match_classes
 from ..common.views import ImageFormat
 from ..modeling.hosts import Anatomy, read_anatomy
-from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
+from ..modeling.modeling_sparseformer import SparseFormerBackbone, SparseFormerPreTrainedModel
 from .components.arguments import DataArguments, RunArguments, arguments_named, as_words, fill_groups, run_as_program
 from .components.attended_cells import attended_cells
 from .components.augmentation import BootstrapView, PairedEvalView
@@ -199,9 +199,10 @@ class BootstrapTrainer(ImageTrainer):
             *(self.student_format, self.teacher_format, args.crop_scale, args.crop_ratio, args.flip),
             *(args.zoom_out, args.canvas_images, functools.partial(draw_image, train)),
         )
+        # A classifier or projection stays frozen, so the base model alone learns; of a backbone, upsamplers, too.
+        reads_maps = isinstance(model, SparseFormerBackbone) and args.dense_loss_weight
         super().__init__(
-            # The classifier or projection stays frozen, so the base model alone is what learns.
-            model=model.base_model,
+            model=model if reads_maps else model.base_model,
             args=args,
             run=run,
             data=data,

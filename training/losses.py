@@ -10,6 +10,7 @@ from torch import nn
 from ..modeling.dense import shares_of_tokens, spread
 from ..modeling.hosts import Anatomy
 from ..modeling.layers import divergence
+from ..modeling.modeling_sparseformer import SparseFormerBackbone
 from .components.token_alignment import TokenAlignment, distance_from_largest
 
 
@@ -79,7 +80,10 @@ class AlignmentLoss(nn.Module):
         self.align_tokens = None
         if args.token_loss_weight:
             self.align_tokens = TokenAlignment(student, teacher, args.token_layers, args.token_distance)
-        self.align_maps = MapsOfTokens(student, teacher, args.dense_layers) if args.dense_loss_weight else None
+        self.align_maps = None
+        if args.dense_loss_weight:
+            maps_of = MapsOfBackbone if isinstance(student, SparseFormerBackbone) else MapsOfTokens
+            self.align_maps = maps_of(student, teacher, args.dense_layers)
         self.foretells = foretells_attention(student)
 
     @property
@@ -121,8 +125,11 @@ class AlignmentLoss(nn.Module):
 
 
 class MapAlignmentLoss(nn.Module):
-    """Distance of feature maps from a teacher's, averaged over cells and layers: 1 minus the cosine of two vectors,
-    and the squared log of the ratio of their lengths, as heads that read the teacher's maps see lengths, too.
+    """Distance of feature maps from a teacher's, averaged over cells and layers: of what distinguishes an image's
+    cells, 1 minus the cosine of two vectors, and the squared log of the ratio of their lengths.
+
+    The mean of the teacher's map over an image's cells is subtracted from both maps. What all cells have in common is
+    most of a cosine, and heads that tell cells apart do not read it.
 
     Args:
         scale_weight (`float`, *optional*, defaults to 0.1): Weight of the term about lengths.
@@ -156,6 +163,8 @@ class MapAlignmentLoss(nn.Module):
             found, target = found.float(), target.float()
             if found.shape != target.shape:
                 found = F.interpolate(found, target.shape[-2:], mode="bilinear")
+            common = target.mean((2, 3), keepdim=True)
+            found, target = found - common, target - common
             lengths = [features.norm(dim=1).clamp(min=1e-6).log() for features in (found, target)]
             scale = (lengths[0] - lengths[1]).square().mean()
             losses.append((1 - F.cosine_similarity(found, target)).mean() + self.scale_weight * scale)
@@ -200,6 +209,33 @@ class MapsOfTokens(nn.Module):
             spread(norm(outputs.hidden_states[layer])[:, self.num_prefix_tokens :], shares) for layer in self.layers
         ]
         return self.distance(maps, targets)
+
+
+class MapsOfBackbone(MapsOfTokens):
+    """Distance of the feature maps of a `SparseFormerBackbone`, which its upsamplers refine, from its teacher's.
+
+    Args:
+        student (`SparseFormerBackbone`): The student, whose `out_indices` are the layers.
+        teacher (`Anatomy`), layers (`list[int]`, *optional*): As of `MapsOfTokens`.
+
+    Raises:
+        ValueError: if `layers` are not those of the backbone, or its maps are not normalized or in rows.
+    """
+
+    def __init__(self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None):
+        own = [index - len(student.stage_names) for index in student.out_indices]
+        if layers not in (None, own):
+            raise ValueError(f"--dense-layers are {layers}, the backbone has maps of {own}; leave them out.")
+        if not (student.config.apply_layernorm and student.config.reshape_hidden_states):
+            raise ValueError(
+                "A backbone is aligned with apply_layernorm and reshape_hidden_states; set them to False when it has "
+                "been trained."
+            )
+        super().__init__(student, teacher, own)
+
+    def forward(self, outputs, targets: list[torch.Tensor]) -> torch.Tensor:
+        """The loss of the backbone's `outputs` beside the teacher's maps of the same images."""
+        return self.distance(outputs.feature_maps, targets)
 
 
 __all__ = ["AlignmentLoss", "MapAlignmentLoss", "Targets"]
