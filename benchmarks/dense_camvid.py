@@ -15,7 +15,7 @@ backbones in turns. How far a row is behind the teacher has the error of the tes
 
 The grid with an upsampler is trained with every seed of --seeds, others with the first. Runs are kept under --runs-dir
 and found again: with --train-only, processes side by side may train them, of each kind and seed one. Writes
-dense_camvid.json. CamVid (Brostow et al.) is for research and stays out of the repository.
+dense_camvid.json and dense_camvid.webp. CamVid (Brostow et al.) is for research and stays out of the repository.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from PIL import Image
 from segmentation_table import CLASSES, VOID
 from torch import nn
@@ -49,10 +50,12 @@ from frugalvit.common.masks import MaskReader, load_masked_images
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import ImageFormat
+from frugalvit.compare import draw_comparison
 from frugalvit.contenders import RandomPatches
 from frugalvit.modeling.dense import spread as spread_over_cells
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.segmentation import geometric_bias
+from frugalvit.pictures import save_figure
 from shared import add_run_arguments, folder_name, spread, write_table
 from token_merging import PooledViT, apply_tome, as_timm
 
@@ -157,9 +160,9 @@ def compare_frozen(arguments, model: nn.Module, image_format: ImageFormat):
             teacher = teacher or (maps[1], score(*maps, *masks))
             scores.append(teacher[1] if not rows else score(*maps, *masks))
             cosines.append(mean_cosine(maps[1], teacher[0]))
-        for name, classes in (("mean_iou", CLASSES), ("thin_iou", THIN)):
+        for name, error, classes in (("mean_iou", "spread", CLASSES), ("thin_iou", "thin_spread", THIN)):
             values = [mean_iou(counts.sum(0), classes).item() for counts in scores]
-            row |= {name: statistics.mean(values), name.replace("iou", "spread"): spread(values)}
+            row |= {name: statistics.mean(values), error: spread(values)}
         row |= behind(scores, teacher[1]) if rows else {}
         rows.append(row | {"cosine": statistics.mean(cosines)})
         print(format_table(rows), flush=True)
@@ -168,6 +171,18 @@ def compare_frozen(arguments, model: nn.Module, image_format: ImageFormat):
     data = f"CamVid, {len(train)} training and {len(test)} test images, 11 classes, scored at 360 x 480 pixels"
     threads = torch.get_num_threads()
     write_table(arguments.results_dir / "dense_camvid.json", settings, rows, data=data, threads=threads)
+    save_figure(draw(rows), arguments.results_dir / "dense_camvid.webp")
+
+
+def draw(rows: list[dict]) -> Figure:
+    """Mean intersection over union over speed."""
+    points = []
+    for row in rows:
+        name = "ToMe, unmerged" if row["backbone"].startswith("ToMe") else row["backbone"]
+        speed, score = {"float32": {1: 1000 / row["milliseconds"]}}, {"mean_iou": row["mean_iou"]}
+        error = {"mean_iou_error": row.get("behind_error")}
+        points.append({"model": "336 x 448 pixels", "method": name, "images_per_second": speed, **score, **error})
+    return draw_comparison([point for point in points if "Gaussian" not in point["method"]], size=(6.0, 4.6))
 
 
 def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: torch.device) -> Iterator[Backbone]:

@@ -56,11 +56,15 @@ def main():
             continue
         built = build(0)
         row = {"model": name, "macs": count_macs(built, SIZE).macs_with_attention}
-        for column, values in (
-            ("mean_iou", [score["mean_iou"] for score in scores]),
-            ("thin_iou", [statistics.mean(score["iou"][CLASSES.index(thin)] for thin in THIN) for score in scores]),
+        for column, error, values in (
+            ("mean_iou", "spread", [score["mean_iou"] for score in scores]),
+            (
+                "thin_iou",
+                "thin_spread",
+                [statistics.mean(score["iou"][CLASSES.index(thin)] for thin in THIN) for score in scores],
+            ),
         ):
-            row |= {column: statistics.mean(values), column.replace("iou", "spread"): spread(values)}
+            row |= {column: statistics.mean(values), error: spread(values)}
         rows.append(row)
         print(format_table(rows), flush=True)
     if rows:

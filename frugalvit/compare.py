@@ -59,6 +59,7 @@ SCORES = {
     "accuracy": "accuracy",
     "linear_accuracy": "accuracy of a linear probe",
     "neighbor_accuracy": "accuracy of nearest neighbors",
+    "mean_iou": "mean intersection over union",
     "cosine": "cosine with the teacher's embedding",
 }
 

@@ -411,9 +411,9 @@ def bootstrap(
     groups = fill_groups(GROUPS, options)
     groups[GROUPS.index(DataArguments)].evaluated = evaluated
     argv = [text for key, value in options.items() for text in as_words(key, value)]
-    run_training(make_trainer(groups, argv, loaded, parts), compares=groups[-1].compare)
-    student, _ = load_vision_model(str(output), "cpu")
-    return student
+    trainer = make_trainer(groups, argv, loaded, parts)
+    run_training(trainer, compares=groups[-1].compare)
+    return type(trainer.student).from_pretrained(output, dtype=torch.float32)
 
 
 def make_trainer(
@@ -436,6 +436,10 @@ def make_trainer(
     teacher, processor = teacher or load_vision_model(options.teacher, "cpu", options.trust_remote_code)
     teacher_format = ImageFormat.from_processor(processor)
     apply_recipe(groups, teacher_format.size)
+    if options.upsampler_hidden_size and not alignment.dense_loss_weight:
+        raise ValueError(
+            "--upsampler-hidden-size is for maps, which nothing aligns; give --dense-loss-weight, for example 1."
+        )
     start_run(run, PROG, argv, list(groups))
     say_license(run, options.teacher)
     train, evaluation, test = (*parts, None) if parts else load_splits(data, alignment.label_loss_weight > 0)

@@ -165,7 +165,9 @@ class MapAlignmentLoss(nn.Module):
                 found = F.interpolate(found, target.shape[-2:], mode="bilinear")
             common = target.mean((2, 3), keepdim=True)
             found, target = found - common, target - common
-            lengths = [features.norm(dim=1).clamp(min=1e-6).log() for features in (found, target)]
+            # An image of one color has hardly any differences, whose lengths mean nothing.
+            least = common.norm(dim=1).clamp(min=1e-4) / 100
+            lengths = [features.norm(dim=1).clamp(min=least).log() for features in (found, target)]
             scale = (lengths[0] - lengths[1]).square().mean()
             losses.append((1 - F.cosine_similarity(found, target)).mean() + self.scale_weight * scale)
         return torch.stack(losses).mean()
@@ -225,7 +227,10 @@ class MapsOfBackbone(MapsOfTokens):
     def __init__(self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None):
         own = [index - len(student.stage_names) for index in student.out_indices]
         if layers not in (None, own):
-            raise ValueError(f"--dense-layers are {layers}, the backbone has maps of {own}; leave them out.")
+            raise ValueError(
+                f"--dense-layers are {layers}, and the backbone has maps of {own}; leave --dense-layers out, and name "
+                "other layers by the backbone's out_indices."
+            )
         if not (student.config.apply_layernorm and student.config.reshape_hidden_states):
             raise ValueError(
                 "A backbone is aligned with apply_layernorm and reshape_hidden_states; set them to False when it has "

@@ -21,7 +21,12 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from frugalvit import SparseFormerConfig, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
+from frugalvit import (
+    SparseFormerBackbone,
+    SparseFormerConfig,
+    SparseFormerVisionModel,
+    SparseFormerVisionModelWithProjection,
+)
 from frugalvit.common.macs import count_macs
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.training import bootstrap
@@ -505,6 +510,29 @@ def test_maps_are_cached_in_half_precision(teacher, tmp_path):
     assert maps.dtype.itemsize == 2 and maps.shape[1] == 2 * width * 16 and maps.any(1).all()
     with pytest.raises(ValueError, match="holds embeddings for other maps"):
         inherited(teacher, tmp_path / "other", *MAPS, "--dense-layers", "-1", *cache)
+
+
+def test_upsamplers_learn_with_the_tokens_and_go_on(teacher, tmp_path):
+    """The student is a backbone, whose maps are nearer to its teacher's for its upsampler; it stays one when it goes
+    on."""
+    maps, counts = ("--dense-loss-weight", "1"), ("--elastic-token-counts", "4", "16")
+    upsampler = ("--upsampler-hidden-size", "16")
+    with pytest.raises(ValueError, match="nothing aligns; give --dense-loss-weight"):
+        inherited(teacher, tmp_path / "out", *counts, *upsampler)
+    losses = {
+        name: inherited(teacher, tmp_path / name, *maps, *counts, *options, "--learning-rate", "5e-3", epochs=3)
+        for name, options in {"plain": (), "out": upsampler}.items()
+    }
+    plain, upsampled = (found["epochs"][-1]["train_loss"] for found in losses.values())
+    assert upsampled < plain
+    student = SparseFormerBackbone.from_pretrained(tmp_path / "out")
+    assert type(student).__name__ in student.config.architectures
+    [trained] = student.feature_maps.upsamplers.values()
+    assert trained.out_proj.weight.any()
+    options = ("--student", str(tmp_path / "out"), "--epochs", "1")
+    run(teacher, tmp_path / "on", *maps, *options, "--recipe", "inherited", "--config-overrides", "", epochs=None)
+    [gone_on] = SparseFormerBackbone.from_pretrained(tmp_path / "on").feature_maps.upsamplers.values()
+    assert gone_on.out_proj.weight.any() and not torch.equal(gone_on.out_proj.weight, trained.out_proj.weight)
 
 
 def elastic(teacher, output_dir, *arguments, **options):

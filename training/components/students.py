@@ -12,6 +12,7 @@ from ...common.views import ImageFormat
 from ...configuration.configuration_base import pair
 from ...modeling.hosts import Anatomy
 from ...modeling.modeling_sparseformer import (
+    SparseFormerBackbone,
     SparseFormerForImageClassification,
     SparseFormerPreTrainedModel,
     SparseFormerVisionModel,
@@ -81,10 +82,15 @@ def build_student(
 ) -> SparseFormerPreTrainedModel:
     """Return a new student with the teacher's blocks, or that of `--student` with the tokens and pixels that are asked
     for."""
+    width = options.upsampler_hidden_size
+    upsampler = {} if width is None else {"upsampler_hidden_size": width}
     if options.student:
         student, _ = load_vision_model(options.student, "cpu")
         if not isinstance(student, SparseFormerPreTrainedModel):
             raise ValueError(f"--student {options.student} is no SparseFormer but a {type(student).__name__}.")
+        # Of a backbone, what was loaded is the base model.
+        if upsampler or any(name.endswith("Backbone") for name in student.config.architectures or ()):
+            student = SparseFormerBackbone.from_pretrained(options.student, dtype=torch.float32, **upsampler)
         projects = isinstance(student, SparseFormerVisionModelWithProjection)
         width = student.config.projection_dim if projects else student.config.pooled_size
         teacher_width = teacher.embedding_size
@@ -113,7 +119,9 @@ def build_student(
         )
     height, width = teacher_format.size
     image_size = height if height == width else [height, width]
-    if teacher.classifier is not None:
+    if upsampler:
+        student_class = SparseFormerBackbone
+    elif teacher.classifier is not None:
         student_class = SparseFormerForImageClassification
     else:
         student_class = (
@@ -134,7 +142,7 @@ def build_student(
         image_std=teacher_format.std,
         resample=teacher_format.resample,
         resize_size=teacher_format.resize,
-        **{"image_size": image_size, **looks, **parse_overrides(kind, options.config_overrides)},
+        **{"image_size": image_size, **looks, **upsampler, **parse_overrides(kind, options.config_overrides)},
     )
     if options.image_size:
         set_image_size(student.config, options.image_size)

@@ -124,6 +124,11 @@ class StudentArguments:
         "The student's configuration, for example stem_channels=32; besides, of the recipe small, "
         f"{RECIPES['small']['config_overrides']}.",
     )
+    upsampler_hidden_size: int | None = argument(
+        None,
+        "Make a backbone (SparseFormerBackbone), whose map convolutions of this width refine, for example 128. With "
+        "--dense-loss-weight, which trains them together with the tokens. Default: none, or --student's.",
+    )
     truncate: float | None = by_recipe("truncate", "Leading blocks left out: a share of the teacher's, or a count.")
     tune: float | None = argument(
         None,
@@ -145,7 +150,7 @@ class StudentArguments:
     def __post_init__(self):
         fits = self.placement == "grid" or self.focusing == "inherited" or self.student is not None
         check(self.placement, fits, "placement", "grid without --focusing inherited or --student")
-        check_at_least(self, 1, "num_latent_tokens", "image_size")
+        check_at_least(self, 1, "num_latent_tokens", "image_size", "upsampler_hidden_size")
         if self.elastic_token_counts is not None:
             counts = self.elastic_token_counts = sorted({*self.elastic_token_counts})
             check(counts, len(counts) > 1 and counts[0] > 0, "elastic_token_counts", "two or more counts from 1")
@@ -180,7 +185,8 @@ class AlignmentArguments:
     dense_loss_weight: float = argument(
         0.0,
         "Weight of an added distance of the student's feature map from the teacher's, cell by cell, for heads that "
-        "read maps: 1 minus the cosine, and a tenth of the squared log of how many times as long vectors are.",
+        "read maps. Of what distinguishes an image's cells, it is 1 minus the cosine, and a tenth of the squared log "
+        "of how many times as long vectors are.",
     )
     dense_layers: list[int] | None = argument(
         None, "Layers of these maps, from the last, -1, backwards; name those that a head reads. Default: -1."
