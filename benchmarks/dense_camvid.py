@@ -36,11 +36,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import ViTImageProcessor
 
-from frugalvit import (
-    BootstrapArguments,
-    BootstrapTrainer,
-    SparseFormerBackbone,
-)
+from frugalvit import BootstrapArguments, BootstrapTrainer, SparseFormerBackbone
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.contender import Vision
 from frugalvit.common.decoding import decode_image
@@ -61,8 +57,8 @@ from token_merging import PooledViT, apply_tome, as_timm
 
 
 SIZE = (336, 448)
-# The teacher's images, as shares of `SIZE`: 768, 432, 285, 192 patches of 14 pixels.
-SIZES = [SIZE, (252, 336), (210, 266), (168, 224)]
+# The teacher's images: 768, 432, 336, 285 and 192 patches of 14 pixels.
+SIZES = [SIZE, (252, 336), (224, 294), (210, 266), (168, 224)]
 TOKENS = [432, 285, 192]
 # Tokens that ToMe merges in each block.
 MERGED = [40, 56, 80]
@@ -112,7 +108,7 @@ def make_parser(description: str) -> CommandParser:
     parser.add_argument("--teacher", required=True, help="folder of a pretrained ViT with patches of 14 pixels")
     parser.add_argument("--bootstrap", nargs="*", default=[], choices=STUDENTS, help="students to bootstrap")
     parser.add_argument(
-        "--bootstrap-epochs", type=int, default=100, help="of the training images (default: %(default)s)"
+        "--bootstrap-epochs", type=int, default=64, help="of the training images (default: %(default)s)"
     )
     parser.add_argument("--train-only", action="store_true", help="train what is not there yet, and measure nothing")
     parser.add_argument("--num-workers", type=int, default=0, help="processes that decode (default: 0)")
@@ -147,7 +143,7 @@ def compare_frozen(arguments, model: nn.Module, image_format: ImageFormat):
         rounds=10,
     )
     costs = [{"macs": backbone.macs, "milliseconds": 1000 / speeds[index]} for index, backbone in found.items()]
-    rows, teacher = [], None
+    rows, maps_of_teacher, scores_of_teacher = [], None, None
     found = backbones(arguments, model, image_format, choose_device())
     for backbone, cost in zip(found, costs, strict=True):
         row = {"backbone": backbone.name, "pixels": "x".join(map(str, backbone.size)), "tokens": backbone.tokens}
@@ -156,14 +152,15 @@ def compare_frozen(arguments, model: nn.Module, image_format: ImageFormat):
         for maps_of in (backbone.maps, *backbone.others):
             each = dataclasses.replace(backbone, maps=maps_of)
             maps = [embed(arguments, image_format, each, images) for images in (train, test)]
-            # The teacher comes first.
-            teacher = teacher or (maps[1], score(*maps, *masks))
-            scores.append(teacher[1] if not rows else score(*maps, *masks))
-            cosines.append(mean_cosine(maps[1], teacher[0]))
+            scores.append(score(*maps, *masks))
+            if not rows:
+                # The teacher comes first.
+                maps_of_teacher, [scores_of_teacher] = maps[1], scores
+            cosines.append(mean_cosine(maps[1], maps_of_teacher))
         for name, error, classes in (("mean_iou", "spread", CLASSES), ("thin_iou", "thin_spread", THIN)):
             values = [mean_iou(counts.sum(0), classes).item() for counts in scores]
             row |= {name: statistics.mean(values), error: spread(values)}
-        row |= behind(scores, teacher[1]) if rows else {}
+        row |= behind(scores, scores_of_teacher) if rows else {}
         rows.append(row | {"cosine": statistics.mean(cosines)})
         print(format_table(rows), flush=True)
     settings = {"teacher": Path(arguments.teacher).name, "seeds": arguments.seeds}
@@ -206,17 +203,14 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: to
     # Upsamplers add nothing before training.
     for kind in dict.fromkeys(kind.partition("-")[0] for kind in arguments.bootstrap or ["trees"]):
         student = new_student(whole, kind, image_format).to(device).eval()
-        yield from students(f"{kind}, before training", student, student.config.trained_token_counts[::-1])
+        yield from students(f"{kind}, before training", [student], TOKENS)
     for kind in arguments.bootstrap:
         folders = bootstrap_students(arguments, kind, image_format)
         found = [SparseFormerBackbone.from_pretrained(folder).to(device).eval() for folder in folders]
-        name, counts = (
-            f"{kind.replace('-', ' with ', 1).replace('-', ' ')}, bootstrapped",
-            found[0].config.trained_token_counts[::-1],
-        )
-        yield from students(name, found[0], counts, others=found[1:])
+        name = f"{kind.replace('-', ' with ', 1).replace('-', ' ')}, bootstrapped"
+        yield from students(name, found, TOKENS)
         if not found[0].config.upsampler_hidden_size:
-            yield from students(f"{name}, Gaussian readout", found[0], counts[1:2], map_by_gaussians, found[1:])
+            yield from students(f"{name}, Gaussian readout", found, TOKENS[1:2], map_by_gaussians)
 
 
 def new_student(teacher: Anatomy, kind: str, image_format: ImageFormat) -> SparseFormerBackbone:
@@ -270,16 +264,12 @@ def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[
 
 
 def students(
-    name: str,
-    student: SparseFormerBackbone,
-    counts: Sequence[int],
-    readout: Callable | None = None,
-    others: Sequence[SparseFormerBackbone] = (),
+    name: str, found: Sequence[SparseFormerBackbone], counts: Sequence[int], readout: Callable | None = None
 ) -> Iterator[Backbone]:
-    """A student with each count of tokens; `others` were trained with other seeds."""
+    """A student, of one seed or several, with each count of tokens."""
     for count in counts:
-        maps, *rest = (functools.partial(readout or map_of_student, each, count) for each in (student, *others))
-        yield Backbone(name, count, SIZE, student, maps, rest)
+        maps, *others = (functools.partial(readout or map_of_student, each, count) for each in found)
+        yield Backbone(name, count, SIZE, found[0], maps, others)
 
 
 def read_masks(images) -> torch.Tensor:

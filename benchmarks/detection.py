@@ -216,10 +216,10 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat):
         student = SparseFormerBackbone.from_teacher(
             *(whole, arguments.tokens[0]), focusing="inherited", image_size=list(SIZE), **fields, **normalize
         )
-        yield from students(name, student.to(device).eval(), arguments.tokens)
+        yield from students(name, [student.to(device).eval()], arguments.tokens)
     for folder in arguments.student:
         student = SparseFormerBackbone.from_pretrained(folder).to(device).eval()
-        yield from students(Path(folder).name, student, arguments.tokens)
+        yield from students(Path(folder).name, [student], arguments.tokens)
 
 
 def measure(arguments, image_format: ImageFormat, backbone: Backbone, train: Scenes, test: Scenes) -> list[dict]:

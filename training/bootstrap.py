@@ -342,7 +342,9 @@ class BootstrapTrainer(ImageTrainer):
 
     def write_repository(self, folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
         self.student.save_pretrained(folder, state_dict=weights)
-        write_card(folder, self.student, self.summary(state), self.data, self.run, state, self.base_model)
+        # How a backbone is loaded says how it is used, too.
+        use = "" if isinstance(self.student, SparseFormerBackbone) else None
+        write_card(folder, self.student, self.summary(state), self.data, self.run, state, self.base_model, use=use)
 
 
 def main(argv: list[str] | None = None) -> int:

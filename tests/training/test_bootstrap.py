@@ -529,6 +529,8 @@ def test_upsamplers_learn_with_the_tokens_and_go_on(teacher, tmp_path):
     assert type(student).__name__ in student.config.architectures
     [trained] = student.feature_maps.upsamplers.values()
     assert trained.out_proj.weight.any()
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert ".feature_maps" in card and "last_hidden_state" not in card
     options = ("--student", str(tmp_path / "out"), "--epochs", "1")
     run(teacher, tmp_path / "on", *maps, *options, "--recipe", "inherited", "--config-overrides", "", epochs=None)
     [gone_on] = SparseFormerBackbone.from_pretrained(tmp_path / "on").feature_maps.upsamplers.values()
