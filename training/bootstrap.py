@@ -414,8 +414,10 @@ def bootstrap(
     groups[GROUPS.index(DataArguments)].evaluated = evaluated
     argv = [text for key, value in options.items() for text in as_words(key, value)]
     trainer = make_trainer(groups, argv, loaded, parts)
+    # FSDP changes it.
+    student_class = type(trainer.student)
     run_training(trainer, compares=groups[-1].compare)
-    return type(trainer.student).from_pretrained(output, dtype=torch.float32)
+    return student_class.from_pretrained(output, dtype=torch.float32)
 
 
 def make_trainer(

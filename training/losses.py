@@ -128,8 +128,8 @@ class MapAlignmentLoss(nn.Module):
     """Distance of feature maps from a teacher's, averaged over cells and layers: of what distinguishes an image's
     cells, 1 minus the cosine of two vectors, and the squared log of the ratio of their lengths.
 
-    The mean of the teacher's map over an image's cells is subtracted from both maps. What all cells have in common is
-    most of a cosine, and heads that tell cells apart do not read it.
+    The mean of the teacher's map over an image's cells is subtracted from both maps, as what all cells have in common
+    is no help in telling them apart.
 
     Args:
         scale_weight (`float`, *optional*, defaults to 0.1): Weight of the term about lengths.
@@ -226,7 +226,7 @@ class MapsOfBackbone(MapsOfTokens):
 
     def __init__(self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None):
         own = [index - len(student.stage_names) for index in student.out_indices]
-        if layers not in (None, own):
+        if layers is not None and sorted(layers) != own:
             raise ValueError(
                 f"--dense-layers are {layers}, and the backbone has maps of {own}; leave --dense-layers out, and name "
                 "other layers by the backbone's out_indices."

@@ -82,8 +82,7 @@ def build_student(
 ) -> SparseFormerPreTrainedModel:
     """Return a new student with the teacher's blocks, or that of `--student` with the tokens and pixels that are asked
     for."""
-    width = options.upsampler_hidden_size
-    upsampler = {} if width is None else {"upsampler_hidden_size": width}
+    upsampler = {"upsampler_hidden_size": options.upsampler_hidden_size} if options.upsampler_hidden_size else {}
     if options.student:
         student, _ = load_vision_model(options.student, "cpu")
         if not isinstance(student, SparseFormerPreTrainedModel):
