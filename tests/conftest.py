@@ -8,6 +8,7 @@ import http.server
 import json
 import signal
 import threading
+import types
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -22,6 +23,7 @@ LONG_MODULES = (
     "tests/training/test_processes.py",
     "tests/training/test_bootstrap.py",
     "tests/training/test_recipes.py",
+    "tests/test_odd_commands.py",
     "tests/common/test_data_sets.py",
     "tests/modeling/test_hub.py",
     "tests/modeling/test_llava.py",
@@ -144,11 +146,20 @@ def hub(monkeypatch):
         monkeypatch.setattr("frugalvit.modeling.hub.HfApi", api)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", "hf_test")
-        thread = threading.Thread(target=server.serve_forever)
+        # It asks often whether it is to end.
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield handler
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def imported_once(monkeypatch):
+    """Whether a repository loads without frugalvit is asked in a fork of a process that has imported Transformers."""
+    from processes import run_in_server
+
+    monkeypatch.setattr("frugalvit.validation.subprocess", types.SimpleNamespace(run=run_in_server))
 
 
 @pytest.fixture(scope="session")

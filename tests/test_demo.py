@@ -274,7 +274,7 @@ def test_without_gradio(monkeypatch):
         demo.build_page({})
 
 
-def test_a_space_shows_a_model_with_the_code_that_it_brings(image_file, tmp_path, capsys):
+def test_a_space_shows_a_model_with_the_code_that_it_brings(image_file, imported_once, tmp_path, capsys):
     """As the hub runs it: its folder, packages of its requirements.txt, gradio's variables."""
     source, folder = frugalvit.checkpoint_path("cifar10-sparseformer"), tmp_path / "space"
     assert main(["publish", str(source), "--space", "--output", str(folder)]) == 0
@@ -300,7 +300,7 @@ def test_a_space_shows_a_model_with_the_code_that_it_brings(image_file, tmp_path
     assert rois["visible"]
 
 
-def test_what_classifies_no_images_makes_no_space(tmp_path, capsys):
+def test_what_classifies_no_images_makes_no_space(imported_once, tmp_path, capsys):
     clip = str(frugalvit.checkpoint_path("cifar10-sparseformer-clip"))
     assert main(["publish", clip, "--space", "--output", str(tmp_path / "space")]) == 1
     assert "as an image classifier" in capsys.readouterr().err and not (tmp_path / "space").exists()

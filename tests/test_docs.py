@@ -189,7 +189,7 @@ def run(line: str, monkeypatch):
 # What PyTorch and Trainer warn about is theirs; the reader sees it too.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks(page)])
-def test_pages_run_from_top_to_bottom(name, models, hub, tmp_path, monkeypatch):
+def test_pages_run_from_top_to_bottom(name, models, hub, imported_once, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # A copy: pages write, too.
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)

@@ -12,7 +12,6 @@ import torch
 import transformers
 from huggingface_hub import HfApi, ModelCard
 from PIL import Image
-from processes import run_in_server
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -88,10 +87,10 @@ def write_card(folder, task="image-classification"):
 
 
 @pytest.fixture(autouse=True)
-def imported_once(request, monkeypatch):
-    """Whether a repository loads without frugalvit is asked in a process of its own; one test starts it anew."""
+def imports(request):
+    """One test starts a process anew."""
     if "from_nothing" not in request.node.name:
-        monkeypatch.setattr("frugalvit.validation.subprocess.run", run_in_server)
+        request.getfixturevalue("imported_once")
 
 
 @pytest.fixture

@@ -140,8 +140,12 @@ class TestCounts:
         assert f"trained with {counts} latent tokens and is asked for 2" in record.message
 
 
+# Of what is traced: each further layer or iteration takes as long as the first.
+SHALLOW = {"num_hidden_layers": 1, "num_focusing_iterations": 2}
+
+
 def test_each_count_compiles_once(elastic, pixel_values):
-    model = elastic(SparseFormerForImageClassification, num_hidden_layers=1)
+    model = elastic(SparseFormerForImageClassification, **SHALLOW)
     counts = [model.config.elastic_token_counts[place] for place in (0, -1)]
     compiles = []
 
@@ -159,7 +163,7 @@ def test_each_count_compiles_once(elastic, pixel_values):
 
 @torch.no_grad()
 def test_export_has_the_count_that_is_set(elastic, pixel_values):
-    model = elastic(SparseFormerForImageClassification, num_hidden_layers=1)
+    model = elastic(SparseFormerForImageClassification, **SHALLOW)
     model.set_num_tokens(4)
     exported = torch.export.export(model, (pixel_values,)).module()
     torch.testing.assert_close(exported(pixel_values).logits, model(pixel_values, num_tokens=4).logits)
@@ -168,7 +172,7 @@ def test_export_has_the_count_that_is_set(elastic, pixel_values):
 @torch.no_grad()
 def test_a_tensor_chooses_among_the_counts(elastic, pixel_values):
     """In a program, too, which does not know it before."""
-    model = elastic(SparseFormerForImageClassification, num_hidden_layers=1)
+    model = elastic(SparseFormerForImageClassification, **SHALLOW)
     smallest, between, largest = model.config.elastic_token_counts
     chosen = {"num_tokens": torch.tensor(between)}
     program = torch.export.export(model, (pixel_values,), chosen).module()

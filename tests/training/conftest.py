@@ -18,7 +18,9 @@ TINY_VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_at
 
 
 # `datasets` waits for Arrow's threads after each pass over a stream of parquet: 5 seconds, too long for tests.
-datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1
+datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.01
+# As long does PyTorch for the processes of a loader that the garbage collector finds.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -132,8 +132,11 @@ def test_distilling(options, run, teacher):
     ("new", "options"),
     [
         (True, {"compare": True}),
-        (True, {"optimizer": "muon", "mixed_precision": "no"}),
-        (False, {"loss": "kl", "label_loss_weight": 0.5, "token_loss_weight": 1}),
+        (
+            False,
+            {"loss": "kl", "label_loss_weight": 0.5, "token_loss_weight": 1}
+            | {"optimizer": "muon", "mixed_precision": "no"},
+        ),
     ],
 )
 def test_bootstrap(new, options, run, teacher, student):

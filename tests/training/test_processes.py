@@ -122,7 +122,12 @@ def finished(folder, teacher):
     killed = [{"killed": where, "ends": [-9]} for where in ("best model", "epoch", "checkpoint")]
     jobs += classifiers([{"name": "whole"} | KILLED, *({"name": "killed"} | KILLED | each for each in [*killed, {}])])
     jobs += students(
-        [{"name": "student-one", "processes": 1}, {"name": "student-two", "processes": 2, "options": PARTS}], teacher
+        [
+            # The other one is compared with its teacher at the end.
+            {"name": "student-one", "processes": 1, "options": {"compare": False}},
+            {"name": "student-two", "processes": 2, "options": PARTS},
+        ],
+        teacher,
     )
     (folder / "images").mkdir()
     for number, record in enumerate(load_images(SUBSET, "test[:24]")):
