@@ -93,7 +93,8 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
 
 @dataclass
 class SparseFormerBackboneOutput(BackboneOutput):
-    """`BackboneOutput` with the embedding and the extra outputs of `SparseFormerModelOutput`."""
+    """`BackboneOutput` with the extra outputs of `SparseFormerModelOutput`, and `pooler_output` with
+    `output_embedding=True`."""
 
     rois: tuple[torch.FloatTensor, ...] | None = None
     sampling_points: tuple[torch.FloatTensor, ...] | None = None
@@ -581,6 +582,7 @@ class SparseFormerBackbone(BackboneMixin, SparseFormerPreTrainedModel):
         pixel_values: torch.Tensor | None = None,
         num_tokens: int | None = None,
         output_rois: bool = False,
+        output_embedding: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerBackboneOutput:
         """
@@ -589,6 +591,7 @@ class SparseFormerBackbone(BackboneMixin, SparseFormerPreTrainedModel):
                 Normalized images of any size from `feature_stride` on.
             num_tokens (`int`, *optional*): As of `SparseFormerModel.forward`.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
+            output_embedding (`bool`, *optional*, defaults to `False`): Return `pooler_output`.
             kwargs: Passed to `SparseFormerModel.forward`.
 
         Returns:
@@ -613,7 +616,7 @@ class SparseFormerBackbone(BackboneMixin, SparseFormerPreTrainedModel):
             rois=outputs.rois if output_rois else None,
             sampling_points=outputs.sampling_points if output_rois else None,
             focusing_hidden_states=outputs.focusing_hidden_states,
-            pooler_output=outputs.pooler_output,
+            pooler_output=outputs.pooler_output if output_embedding else None,
             attention_forecast=outputs.attention_forecast,
         )
 

@@ -329,6 +329,7 @@ class BootstrapTrainer(ImageTrainer):
         return evaluate_student(
             *(self.accelerator, model, self.student.config, self.align.project, self.classify, self.anatomy),
             *(loader, self.known[loader] if loader in (self.eval_loader, self.test_loader) else {}),
+            self.align.embedding_asked_for,
         )
 
     @property
@@ -480,11 +481,12 @@ def run_training(trainer: BootstrapTrainer, compares: bool):
 
 @torch.inference_mode()
 def evaluate_student(
-    accelerator: Accelerator, model, config, project, classify, teacher: Anatomy, loader, targets
+    accelerator: Accelerator, model, config, project, classify, teacher: Anatomy, loader, targets, asked
 ) -> dict[str, float]:
     """Measure a student beside its teacher.
 
-    `targets` holds the teacher's embeddings of batches, by number; those that it lacks are computed and kept there.
+    The model is called with the arguments `asked`. `targets` holds the teacher's embeddings of batches, by number;
+    those that it lacks are computed and kept there.
 
     Returns:
         `dict[str, float]`: `alignment`, the mean cosine of student's and teacher's embeddings, and, of classifiers
@@ -504,7 +506,7 @@ def evaluate_student(
         target = targets[number]
         features = {}
         for count in counts:
-            features[count] = project(model(pixel_values, num_tokens=count, output_tokens=False).pooler_output).float()
+            features[count] = project(model(pixel_values, num_tokens=count, **asked).pooler_output).float()
             cosines[count].append(accelerator.gather_for_metrics(F.cosine_similarity(features[count], target)))
         if labeled := classify is not None and "labels" in batch:
             logits = {count: classify(embedding) for count, embedding in features.items()}

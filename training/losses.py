@@ -87,10 +87,17 @@ class AlignmentLoss(nn.Module):
         self.foretells = foretells_attention(student)
 
     @property
+    def embedding_asked_for(self) -> dict[str, bool]:
+        """Arguments with which the model that learns is called, so that it returns the embedding."""
+        return {"output_embedding": True} if isinstance(self.align_maps, MapsOfBackbone) else {"output_tokens": False}
+
+    @property
     def outputs_asked_for(self) -> dict[str, bool]:
-        """Arguments with which the student's base model is called, so that it returns all that the loss reads."""
+        """Arguments with which the model that learns is called, so that it returns all that the loss reads."""
         reads_tokens = self.align_tokens or self.align_maps or self.args.elastic_loss_weight
-        asked = TokenAlignment.arguments if reads_tokens else {"output_tokens": False}
+        asked = self.embedding_asked_for
+        if reads_tokens:
+            asked = asked | {"output_tokens": True} | TokenAlignment.arguments
         return {**asked, "output_attention_forecast": True} if self.foretells else asked
 
     def forward(self, outputs, targets: Targets, labels: torch.Tensor | None = None, largest=None) -> torch.Tensor:
