@@ -75,7 +75,7 @@ def main():
 
 
 def models(arguments, model, image_format: ImageFormat) -> dict[str, Callable[[int], torch.nn.Module]]:
-    """What is fine-tuned: from the name of a row to a function of the number of a seed."""
+    """Models to fine-tune: from the name of a row to a function of the number of a seed."""
     teacher, count = read_anatomy(model, SIZE), TOKENS[1]
     plain = {"focusing": "inherited", "image_size": list(SIZE), **LINEAR}
     plain |= {"image_mean": image_format.mean, "image_std": image_format.std}
