@@ -364,6 +364,12 @@ def test_code_that_computes_something_else_is_found(trained):
     assert "without frugalvit it computes other logits, by up to" in problem
 
 
+def test_code_that_does_not_run_is_found(trained):
+    model = load_model(trained)
+    (trained / "modeling_sparseformer.py").write_text("raise RuntimeError('broken')", encoding="utf-8")
+    assert check_predictions(trained, model) == ["it does not load without frugalvit (RuntimeError: broken)"]
+
+
 def test_nothing_is_uploaded_that_is_not_right(trained, tmp_path, hub, capsys):
     edit_card("license: mit\n", "")(trained)
     assert main(["publish", str(trained), "someone/model", "--output", str(tmp_path / "out")]) == 1
