@@ -370,16 +370,14 @@ def score(train: torch.Tensor, test: torch.Tensor, train_masks: torch.Tensor, te
         return found
 
     optimizer.step(loss)
-    counts = []
+    counts, numbers = [], torch.arange(len(CLASSES), device=device).view(-1, 1, 1, 1)
     with torch.inference_mode():
         for maps, masks in zip(test.split(10), test_masks.split(10), strict=True):
             scores = classify((maps.permute(0, 2, 3, 1).float() - mean) / std).permute(0, 3, 1, 2)
             guessed = F.interpolate(scores, masks.shape[1:], mode="bilinear").argmax(1)
-            for number in range(len(CLASSES)):
-                said, true = (guessed == number) & (masks < len(CLASSES)), masks == number
-                counts.append(torch.stack([(said & true).sum((1, 2)), (said | true).sum((1, 2))], dim=1))
-    parts = [torch.stack(counts[at : at + len(CLASSES)], dim=-1) for at in range(0, len(counts), len(CLASSES))]
-    return torch.cat(parts).double().cpu()
+            said, true = (guessed == numbers) & (masks < len(CLASSES)), masks == numbers
+            counts.append(torch.stack([(said & true).sum((2, 3)), (said | true).sum((2, 3))]).permute(2, 0, 1))
+    return torch.cat(counts).double().cpu()
 
 
 def mean_iou(counts: torch.Tensor, classes: Sequence[str] = CLASSES) -> torch.Tensor:

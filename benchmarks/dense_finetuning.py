@@ -5,9 +5,8 @@
 All learn all weights, from the same images, crops, steps and schedule (`SegmentationTrainer`). The teacher is the
 student with all of its patches, which computes the same. All others have 285 tokens: a grid that is not bootstrapped
 is the teacher at a lower resolution; students of --bootstrap are those of dense_camvid.py, of the same --runs-dir, one
-of them with the head of the paper, too. Scores are those
-of the test images at the masks' size, after the last epoch. With --train-only, processes side by side may train seeds.
-Writes dense_finetuning.json.
+of them with the head of the paper, too. Scores are those of the test images at the masks' size, after the last epoch.
+With --train-only, processes side by side may train seeds. Writes dense_finetuning.json.
 """
 
 import functools

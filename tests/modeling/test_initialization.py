@@ -174,7 +174,6 @@ def test_closed_form_withstands_content_better_than_adam():
 
 
 def test_adam_does_what_the_algorithm_says():
-    assert solve_adam.__defaults__[:2] == (10_000, 1e-4)
     inputs, offsets = encoding(3, 4, 16), [(0, 1), (1, 0)]
     targets = torch.stack([impulse_matrix(3, 4, offset) for offset in offsets])
     query, key = solve_adam(inputs, targets, 8, steps=3, learning_rate=0.01, generator=seeded())
@@ -219,8 +218,7 @@ def test_closed_form_without_a_mass_reaches_the_maps_of_algorithm_1(offset):
     """The closed form's maps are as sharp as Algorithm 1's, no farther from eq. 8's target, and even where the impulse
     leaves the grid."""
     inputs, target = encoding(8, 8, 96), impulse_matrix(8, 8, offset)
-    # The paper's 10,000 steps at 1e-4 come as far.
-    query, key = solve_adam(inputs, target[None], 24, steps=1000, learning_rate=1e-3, generator=seeded())
+    query, key = solve_adam(inputs, target[None], 24, generator=seeded())
     maps = {
         "adam": attention_map(inputs, query[0], key[0]),
         "ours": attention_map(inputs, *solve_closed_form(inputs, target, 24, mass=None)),
@@ -228,7 +226,7 @@ def test_closed_form_without_a_mass_reaches_the_maps_of_algorithm_1(offset):
     }
     error = {name: (attention - target).square().mean().item() for name, attention in maps.items()}
     mass = {name: interior_mass(attention, target).item() for name, attention in maps.items()}
-    assert mass["ours"] == pytest.approx(mass["adam"], abs=0.04) and mass["ours"] > 0.95
+    assert mass["ours"] == pytest.approx(mass["adam"], abs=0.03) and mass["ours"] > 0.95
     assert error["ours"] < 1.1 * error["adam"] and error["0.9"] > 3 * error["adam"]
 
 
