@@ -372,7 +372,7 @@ class ImageTrainer(Trainer):
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:
-            self.optimizer, self.lr_scheduler = self.make_optimizer()
+            self.optimizer, self.schedule = self.make_optimizer()
             self.steps_twice = hasattr(self.optimizer, "first_step")
             if self.steps_twice and (self.args.gradient_accumulation_steps > 1 or self.args.fp16):
                 raise ValueError(
@@ -382,6 +382,8 @@ class ImageTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps, optimizer=None):
+        # DeepSpeed's start has left none where `Trainer` keeps it.
+        self.lr_scheduler = self.schedule
         return self.lr_scheduler
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,11 @@ def fsdp() -> dict[str, str]:
     return options | {"ACCELERATE_USE_FSDP": "true"}
 
 
+def as_arguments(values: dict) -> list[str]:
+    lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+    return [str(text) for name, value in lists.items() for text in (f"--{name}", *value)]
+
+
 def run(folder: Path, jobs: list[dict]):
     """Run jobs of several_processes.py; their `options` are the command line's, besides those of all."""
     for job in jobs:
@@ -56,8 +62,7 @@ def run(folder: Path, jobs: list[dict]):
         if "arguments" in job:
             continue
         values = SHARED | {"output_dir": folder / job["name"]} | job["options"]
-        lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
-        job["arguments"] = [str(text) for name, value in lists.items() for text in (f"--{name}", *value)]
+        job["arguments"] = as_arguments(values)
     (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
     program = Path(__file__).with_name("several_processes.py")
     process = subprocess.run(
@@ -298,6 +303,42 @@ def test_lost_processes_end_together_and_say_why(more_finished):
         more_finished / "lost.log.1",
         r"A process that decodes images died: DataLoader worker .* Then lower --num-workers\.",
     )
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("module", ["train", "bootstrap"])
+def test_deepspeed_has_the_losses_of_one_process_and_goes_on(module, teacher, tmp_path):
+    pytest.importorskip("deepspeed")
+    job = {"options": SHARED | {"eval_split": "test[:48]", "max_grad_norm": 0.5}}
+    (job,) = classifiers([job]) if module == "train" else students([job], teacher)
+    options = job["options"] | ({} if module == "train" else {"compare": False})
+    stage = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "DS_ACCELERATOR": "cpu"}
+    programs = {
+        "one": (["-m", f"frugalvit.training.{module}"], {}),
+        "two": (
+            ["-m", "torch.distributed.run", "--nproc-per-node", "2", Path(__file__).with_name("deepspeed_on_cpus.py")]
+            + [f"frugalvit.training.{module}"],
+            stage,
+        ),
+    }
+
+    def train_as(name: str) -> list[dict]:
+        program, environment = programs[name]
+        output = ["--output", str(tmp_path / name)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        subprocess.run(
+            [sys.executable, *program, *as_arguments(options), *output], env=environment, check=True, timeout=580
+        )
+        return log(tmp_path / name)
+
+    expected = train_as("one")
+    for _ in range(2):
+        for ours, theirs in zip(train_as("two"), expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
+        # As if it had been killed after its last checkpoint but one.
+        newest = max((tmp_path / "two" / "checkpoints").glob("step-*"))
+        assert list(newest.glob("global_step*"))
+        shutil.rmtree(newest)
 
 
 def test_processes_that_accelerate_does_not_see_are_refused(tmp_path, monkeypatch):

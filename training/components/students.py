@@ -239,7 +239,9 @@ def build_optimizer(
             ([p for p in group["params"] if p not in tuned], rate),
             ([p for p in group["params"] if p in tuned], inherited_rate),
         ):
-            groups.append({**group, "params": members})
-            rates.append(factor)
+            # DeepSpeed would drop an empty group, and the schedule would not find it.
+            if members:
+                groups.append({**group, "params": members})
+                rates.append(factor)
     optimizer = make_optimizer(schedule.optimizer, groups, lr=schedule.learning_rate)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates)

@@ -1,0 +1,21 @@
+"""A training under DeepSpeed in processes of a CPU, which Accelerate does not start: it takes DeepSpeed for a GPU's.
+
+    torchrun --nproc-per-node 2 deepspeed_on_cpus.py MODULE ARGUMENTS
+
+The module is one of frugalvit's recipes.
+"""
+
+import runpy
+import sys
+
+import deepspeed
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+
+if __name__ == "__main__":
+    PartialState(cpu=True)
+    deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    PartialState._shared_state |= {"distributed_type": DistributedType.DEEPSPEED, "_cpu": False}
+    module, *sys.argv[1:] = sys.argv[1:]
+    runpy.run_module(module, run_name="__main__")
