@@ -175,6 +175,10 @@ def test_a_trainer_can_be_asked(make):
         weight for weight in own.student.parameters() if weight.requires_grad
     }
     assert schedule.get_last_lr()
+    # DeepSpeed starts between the two, and leaves `Trainer` without a schedule.
+    own.create_optimizer()
+    own.lr_scheduler = None
+    assert own.create_scheduler(own.total_steps) is own.lr_scheduler and own.lr_scheduler.get_last_lr()
 
 
 class Recorder(TrainerCallback):
