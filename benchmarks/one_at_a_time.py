@@ -1,11 +1,11 @@
 """One photograph at a time, and few: images a second of a student with packed linear layers, without, and exported.
 
-    python benchmarks/one_at_a_time.py --dataset PHOTOGRAPHS
+    python benchmarks/one_at_a_time.py --dataset PHOTOGRAPHS --calibration-data OTHERS
 
 The shipped `caltech101-vit` and its student with several numbers of tokens compute batches of 1, 8 and 32 images, in
 float32 and bfloat16: as PyTorch has them, with `pack_linear_layers`, which `Embedder` and `Classifier` use, and as
-OpenVINO's programs of `frugalvit export`, one for each number of tokens, compared with the models on the photographs.
-All take turns. "Times" are over the teacher as PyTorch has it, which a user has now, and over the same kind's teacher.
+OpenVINO's programs of `frugalvit export`, one for each number of tokens, compared with the models on the photographs;
+beside bfloat16 those of 8 bits, too. All take turns. "Times" are over the teacher as PyTorch has it, which a user has now, and over the same kind's teacher.
 Beside them stands the ratio of multiply-accumulates. Writes one_at_a_time.json.
 """
 
@@ -36,6 +36,7 @@ def main():
     parser.add_argument("--batch-sizes", type=positive, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
     parser.add_argument("--seconds", type=positive, default=40, help="of each batch size (default: %(default)s)")
     parser.add_argument("--dataset", required=True, help="photographs to compare programs on")
+    parser.add_argument("--calibration-data", required=True, help="other photographs, for programs of 8 bits")
     add_results_argument(parser)
     arguments = parser.parse_args()
     rows = []
@@ -45,13 +46,19 @@ def main():
         layers = sum(map(pack_linear_layers, packed))
         precision, macs = str(dtype).removeprefix("torch."), {None: macs_of(plain[0], SIZE)}
         calls = {("plain", None): plain[0], ("packed", None): packed[0]}
-        options = ["--format", "openvino", "--precision", precision, "--dataset", arguments.dataset, "--force"]
-        calls["openvino", None] = exported(TEACHER, *options)
+        openvino = ["--format", "openvino", "--dataset", arguments.dataset, "--force"]
+        programs = {"openvino": [*openvino, "--precision", precision]}
+        if dtype == torch.bfloat16:
+            int8 = ["--precision", "int8", "--calibration-data", arguments.calibration_data]
+            programs["openvino int8"] = [*openvino, *int8]
+        for kind, options in programs.items():
+            calls[kind, None] = exported(TEACHER, *options)
         for count in arguments.tokens:
             macs[count] = macs_of(WithTokens(plain[1], count), SIZE)
             for kind, (_, student) in {"plain": plain, "packed": packed}.items():
                 calls[kind, count] = functools.partial(student, num_tokens=count)
-            calls["openvino", count] = exported(STUDENT, *options, "--num-tokens", str(count))
+            for kind, options in programs.items():
+                calls[kind, count] = exported(STUDENT, *options, "--num-tokens", str(count))
         for batch_size in arguments.batch_sizes:
             images = torch.randn(batch_size, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
             speeds = images_per_second(calls, images, rounds=100, limit=arguments.seconds)
