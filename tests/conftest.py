@@ -6,9 +6,15 @@ import functools
 import gc
 import http.server
 import json
+import os
 import signal
 import threading
 import types
+
+
+# Tests run side by side, and what they start computes little: threads would wait for each other. Besides, what is
+# computed is then what a process of one thread computes, bit by bit. PyTorch reads it when it is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from accelerate.state import AcceleratorState

@@ -20,8 +20,6 @@ from frugalvit.common.labels import class_names
 from frugalvit.common.risk import choose_confidence, most_wrong, stop_when_sure
 
 
-torch.set_num_threads(1)
-
 # Of few images, much can be promised at most.
 PROMISE = ["--disagreement", "0.1", "--certainty", "0.8"]
 FOUND = {"confidence": 0.5, "disagreement": 0.02, "certainty": 0.95, "images": 500, "reference": "16 tokens"}

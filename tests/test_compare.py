@@ -42,8 +42,6 @@ from frugalvit.contenders import (
 from frugalvit.modeling.hosts.transformers import resize_positions_
 
 
-torch.set_num_threads(1)
-
 VIT, STUDENT = (str(checkpoint_path(name)) for name in ("cifar10-vit", "cifar10-sparseformer"))
 SPLIT = "test[:48]"
 

@@ -26,7 +26,6 @@ from frugalvit.modeling.conversion import (
 )
 
 
-torch.set_num_threads(1)
 FIXTURES = {
     name: Path(__file__).parent / f"fixtures/sparseformer_{name}.safetensors" for name in ("v1", "bootstrapped")
 }

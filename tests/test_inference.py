@@ -22,8 +22,6 @@ from frugalvit.common.reading import Reader, count_threads, read_ahead, share_re
 from frugalvit.common.views import prepare_images
 
 
-torch.set_num_threads(1)
-
 MODEL = checkpoint_path("cifar10-sparseformer")
 
 

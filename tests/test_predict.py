@@ -26,8 +26,6 @@ from frugalvit.predict import draw_predictions, predict
 from tiny import save_vit
 
 
-torch.set_num_threads(1)
-
 LABELS = ["airplane", "bird", "cat", "dog"]
 SIZES = {"id2label": dict(enumerate(LABELS)), "label2id": {label: i for i, label in enumerate(LABELS)}}
 

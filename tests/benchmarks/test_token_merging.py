@@ -21,9 +21,6 @@ from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.training import bootstrap
 
 
-torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def token_merging():
     path = Path(__file__).resolve().parents[2] / "benchmarks" / "token_merging.py"

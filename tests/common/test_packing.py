@@ -12,7 +12,6 @@ from frugalvit.common import packing
 from frugalvit.common.packing import PackedLinear, pack_linear_layers, packing_pays
 
 
-torch.set_num_threads(1)
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="This PyTorch has no oneDNN, so that layers stay as they are."
 )

@@ -31,8 +31,6 @@ from frugalvit.evaluation.robustness import occlude_center
 from tiny import make_vit
 
 
-torch.set_num_threads(1)
-
 LABELS = ["airplane", "bird", "cat", "dog", "frog", "horse", "ship"]
 COUNT = 23
 

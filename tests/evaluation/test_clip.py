@@ -48,8 +48,6 @@ from frugalvit.evaluation.zero_shot import read_templates
 from tiny import randomize, word_tokenizer
 
 
-torch.set_num_threads(1)
-
 NAMES = ["airplane", "bird", "cat", "dog"]
 SPECIAL = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", "<image>"]
 WORDS = [*SPECIAL, "a", "photo", "of", "the", "is", ".", "?", "A", "B", "C", *NAMES]

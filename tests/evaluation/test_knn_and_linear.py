@@ -25,8 +25,6 @@ from frugalvit.evaluation.knn import neighbor_scores
 from frugalvit.evaluation.linear import PENALTIES, LinearProbe, choose_held_back, fit_probe
 
 
-torch.set_num_threads(1)
-
 VIT = str(checkpoint_path("cifar10-vit"))
 
 

@@ -13,16 +13,6 @@ from transformers import PreTrainedConfig
 from kinds import KINDS
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny models run fastest so, and tests that run side by side do not disturb each other. Before all other fixtures
-    of a module, so that what these compute is computed as in processes of one thread, bit by bit."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     """Code that all families share is compiled anew by every test: the compiler gives up on a function that it has

@@ -81,9 +81,6 @@ class ModelTesterMixin(common.ModelTesterMixin):
 
     def setUp(self):
         super().setUp()
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        self.addCleanup(torch.set_num_threads, threads)
         # Messages print every parameter, of tests that pass, too.
         torch.set_printoptions(threshold=0, edgeitems=1)
         self.addCleanup(torch.set_printoptions, profile="default")

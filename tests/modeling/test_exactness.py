@@ -25,7 +25,6 @@ from frugalvit.modeling.focusing import (
 from frugalvit.modeling.pyramid import sample_features
 
 
-torch.set_num_threads(1)
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 VARIANTS = ("v1", "bootstrapped")
 

@@ -8,9 +8,6 @@ from frugalvit.modeling.focusing import SparseFormerPositionEncoding
 from kinds import KINDS
 
 
-torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("name", list(KINDS))
 def test_float64_stays_float64(name, monkeypatch):
     """The gradient in a direction is that of differences, as exactly as 64 bits allow."""

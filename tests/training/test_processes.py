@@ -67,7 +67,6 @@ def run(folder: Path, jobs: list[dict]):
     program = Path(__file__).with_name("several_processes.py")
     process = subprocess.run(
         [sys.executable, program, folder / "jobs.json"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -325,7 +324,7 @@ def test_deepspeed_has_the_losses_of_one_process_and_goes_on(module, teacher, tm
     def train_as(name: str) -> list[dict]:
         program, environment = programs[name]
         output = ["--output", str(tmp_path / name)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        environment = os.environ | environment
         subprocess.run(
             [sys.executable, *program, *as_arguments(options), *output], env=environment, check=True, timeout=580
         )

@@ -49,7 +49,6 @@ def test_runs_killed_at_random_leave_nothing_broken(tmp_path):
     program, kills = Path(__file__).with_name("killed_at_random.py"), os.environ.get("FRUGALVIT_KILLS", "3")
     process = subprocess.run(
         [sys.executable, program, tmp_path, kills, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
         capture_output=True,
         text=True,
