@@ -8,6 +8,7 @@ OUTPUTS` prepares a prompt with an image: by the processor's own class, its call
 on standard input, each request in a fork, as imports take longer than most of what they are for.
 """
 
+import gc
 import importlib.abc
 import json
 import os
@@ -42,6 +43,15 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module  # n
 
 torch.set_num_threads(1)
 warnings.simplefilter("error")
+
+
+def keep_imports_from_the_collector():
+    """`Trainer` collects garbage whenever it trains, and what is imported is none."""
+    gc.collect()
+    gc.freeze()
+
+
+keep_imports_from_the_collector()
 
 
 def load_model(source: str, loader: str, **kwargs):
@@ -238,6 +248,7 @@ def serve():
     wrong, or null."""
     from transformers import LlavaProcessor, Trainer, pipeline  # noqa: F401 (once, rather than in every fork)
 
+    keep_imports_from_the_collector()
     for number, line in enumerate(sys.stdin):
         log = Path(f"{number}.log").absolute()
         if not (child := os.fork()):
