@@ -5,8 +5,8 @@
 The shipped `caltech101-vit` and its student with several numbers of tokens compute batches of 1, 8 and 32 images, in
 float32 and bfloat16: as PyTorch has them, with `pack_linear_layers`, which `Embedder` and `Classifier` use, and as
 OpenVINO's programs of `frugalvit export`, one for each number of tokens, compared with the models on the photographs;
-beside bfloat16 those of 8 bits, too. All take turns. "Times" are over the teacher as PyTorch has it, which a user has now, and over the same kind's teacher.
-Beside them stands the ratio of multiply-accumulates. Writes one_at_a_time.json.
+beside bfloat16 those of 8 bits, too. All take turns. "Times" are over the teacher as PyTorch has it, which a user has
+now, and over the same kind's teacher. Beside them stands the ratio of multiply-accumulates. Writes one_at_a_time.json.
 """
 
 import argparse

@@ -91,13 +91,13 @@ def save_elastic(folder, elastic_token_counts: list[int], **kind) -> str:
 
 
 def wait_for(url: str, process: subprocess.Popen, log, seconds: float = 200):
-    for _ in range(int(2 * seconds)):
+    for _ in range(int(20 * seconds)):
         assert process.poll() is None, log.read_text()
         try:
             if httpx.get(url).is_success:
                 return
         except httpx.TransportError:
-            time.sleep(0.5)
+            time.sleep(0.05)
     raise TimeoutError(log.read_text())
 
 
