@@ -74,11 +74,11 @@ IMAGE = WORDS.index("<image>")
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
 
 
-def make_llava(vision_class=CLIPVisionConfig, **fields) -> LlavaForConditionalGeneration:
+def make_llava(vision_class=CLIPVisionConfig, vision_layers=6, **fields) -> LlavaForConditionalGeneration:
     torch.manual_seed(0)
     language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlavaConfig(
-        vision_config=vision_class(image_size=32, patch_size=4, **VISION),
+        vision_config=vision_class(image_size=32, patch_size=4, **VISION | {"num_hidden_layers": vision_layers}),
         text_config=LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, eos_token_id=None, **language),
         image_token_index=IMAGE,
         **fields,

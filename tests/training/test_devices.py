@@ -25,7 +25,7 @@ from frugalvit import (
 from frugalvit.common.loading import load_image_classifier, load_llava, load_vision_model
 from frugalvit.modeling.swap import match_channels_, swap_vision_tower
 from frugalvit.training import align_llava
-from frugalvit.training.components import checkpoints
+from frugalvit.training.components import checkpoints, side_by_side
 from frugalvit.training.components.loaders import TrainingLoader
 from tiny import IMAGE, make_llava, save_to_swap
 
@@ -55,6 +55,8 @@ def run(device, tmp_path, monkeypatch):
     for name in ("save", "update"):
         monkeypatch.setattr(checkpoints.Checkpoints, name, lambda self, state, write=None: None)
     monkeypatch.setattr(Accelerator, "get_state_dict", read_weights)
+    # Two passes of each batch are measured.
+    monkeypatch.setattr(side_by_side, "LIMIT", 0.0)
     waits, epoch = [], TrainingLoader.epoch
 
     def watched(self, *position):
@@ -158,7 +160,7 @@ def test_a_teacher_that_is_known(run, teacher, student, tmp_path):
 def llava(tmp_path_factory):
     """A folder with a LLaVA and one with a tower for it."""
     folder = tmp_path_factory.mktemp("llava")
-    save_to_swap(folder, make_llava())
+    save_to_swap(folder, make_llava(vision_layers=3))
     return folder
 
 
@@ -257,24 +259,25 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize(
     "command",
     [
-        "predict {files}/image.png --model {cifar10-sparseformer} --rois {out}/rois.png",
-        "info {cifar10-sparseformer}",
-        "benchmark {cifar10-vit} {cifar10-sparseformer} --rounds 1 --batch-size 8 --dtype bfloat16",
-        "attention {cifar10-vit} --images 4 --initialization impulse --picture {out}/attention.png",
-        "attention {cifar10-sparseformer} --image {files}/image.png --picture {out}/attention.png",
+        "predict {files}/image.png --model {student} --rois {out}/rois.png",
+        "info {student}",
+        "benchmark {teacher} {student} --rounds 1 --batch-size 8 --dtype bfloat16",
+        "attention {teacher} --images 4 --initialization impulse --picture {out}/attention.png",
+        "attention {student} --image {files}/image.png --picture {out}/attention.png",
         "features {cifar10-vit-bootstrapped} --image {files}/image.png --picture {out}/features.png",
-        "evaluate classification --model {cifar10-sparseformer} --limit 4",
-        "evaluate classification --model {cifar10-vit} --limit 4 --attack fgsm",
-        "evaluate classification --model {cifar10-vit} --limit 4 --occlude center",
+        "evaluate classification --model {student} --limit 4",
+        "evaluate classification --model {teacher} --limit 4 --attack fgsm",
+        "evaluate classification --model {teacher} --limit 4 --occlude center",
         "evaluate zero-shot --model {cifar10-sparseformer-clip} --limit 4 --templates simple",
         "evaluate retrieval --model {cifar10-sparseformer-clip} --dataset {files}/captions.parquet",
         "evaluate scienceqa --model {cifar10-sparseformer-llava} --dataset {files}/questions.parquet",
     ],
     ids=lambda command: " ".join(command.split()[:2]),
 )
-def test_command(command, device, files, tmp_path):
-    shipped = {folder.name: folder for folder in checkpoint_path("cifar10-vit").parent.iterdir()}
-    assert not cli.main(shlex.split(command.format(files=files, out=tmp_path, **shipped)))
+def test_command(command, device, files, teacher, student, tmp_path):
+    folders = {folder.name: folder for folder in checkpoint_path("cifar10-vit").parent.iterdir()}
+    folders |= {"files": files, "teacher": teacher, "student": student, "out": tmp_path}
+    assert not cli.main(shlex.split(command.format(**folders)))
 
 
 def test_evaluating_segmentation(device, tmp_path, student):
