@@ -1,12 +1,13 @@
 """One photograph at a time, and few: images a second of a student with packed linear layers, without, and exported.
 
-    python benchmarks/one_at_a_time.py --dataset PHOTOGRAPHS --calibration-data OTHERS
+    python benchmarks/one_at_a_time.py --dataset PHOTOGRAPHS [--calibration-data OTHERS]
 
 The shipped `caltech101-vit` and its student with several numbers of tokens compute batches of 1, 8 and 32 images, in
 float32 and bfloat16: as PyTorch has them, with `pack_linear_layers`, which `Embedder` and `Classifier` use, and as
 OpenVINO's programs of `frugalvit export`, one for each number of tokens, compared with the models on the photographs;
-beside bfloat16 those of 8 bits, too. All take turns. "Times" are over the teacher as PyTorch has it, which a user has
-now, and over the same kind's teacher. Beside them stands the ratio of multiply-accumulates. Writes one_at_a_time.json.
+beside bfloat16 those of 8 bits, too, if there are photographs to calibrate them. All take turns. "Times" are over the
+teacher as PyTorch has it, which a user has now, and over the same kind's teacher. Beside them stands the ratio of
+multiply-accumulates. Writes one_at_a_time.json.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def main():
     parser.add_argument("--batch-sizes", type=positive, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
     parser.add_argument("--seconds", type=positive, default=40, help="of each batch size (default: %(default)s)")
     parser.add_argument("--dataset", required=True, help="photographs to compare programs on")
-    parser.add_argument("--calibration-data", required=True, help="other photographs, for programs of 8 bits")
+    parser.add_argument("--calibration-data", help="other photographs, for programs of 8 bits (default: none)")
     add_results_argument(parser)
     arguments = parser.parse_args()
     rows = []
@@ -48,7 +49,7 @@ def main():
         calls = {("plain", None): plain[0], ("packed", None): packed[0]}
         openvino = ["--format", "openvino", "--dataset", arguments.dataset, "--force"]
         programs = {"openvino": [*openvino, "--precision", precision]}
-        if dtype == torch.bfloat16:
+        if dtype == torch.bfloat16 and arguments.calibration_data:
             int8 = ["--precision", "int8", "--calibration-data", arguments.calibration_data]
             programs["openvino int8"] = [*openvino, *int8]
         for kind, options in programs.items():

@@ -41,7 +41,6 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: E402
 
 
-torch.set_num_threads(1)
 warnings.simplefilter("error")
 
 

@@ -311,28 +311,18 @@ def test_deepspeed_has_the_losses_of_one_process_and_goes_on(module, teacher, tm
     job = {"options": SHARED | {"eval_split": "test[:48]", "max_grad_norm": 0.5}}
     (job,) = classifiers([job]) if module == "train" else students([job], teacher)
     options = job["options"] | ({} if module == "train" else {"compare": False})
+    recipe = f"frugalvit.training.{module}"
+    two = ("torch.distributed.run", "--nproc-per-node", "2", Path(__file__).with_name("deepspeed_on_cpus.py"), recipe)
     stage = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "DS_ACCELERATOR": "cpu"}
-    programs = {
-        "one": (["-m", f"frugalvit.training.{module}"], {}),
-        "two": (
-            ["-m", "torch.distributed.run", "--nproc-per-node", "2", Path(__file__).with_name("deepspeed_on_cpus.py")]
-            + [f"frugalvit.training.{module}"],
-            stage,
-        ),
-    }
 
-    def train_as(name: str) -> list[dict]:
-        program, environment = programs[name]
-        output = ["--output", str(tmp_path / name)]
-        environment = os.environ | environment
-        subprocess.run(
-            [sys.executable, *program, *as_arguments(options), *output], env=environment, check=True, timeout=580
-        )
+    def train_by(name: str, *program, **environment: str) -> list[dict]:
+        command = [sys.executable, "-m", *program, *as_arguments(options | {"output_dir": tmp_path / name})]
+        subprocess.run(command, env=os.environ | environment, check=True, timeout=580)
         return log(tmp_path / name)
 
-    expected = train_as("one")
+    expected = train_by("one", recipe)
     for _ in range(2):
-        for ours, theirs in zip(train_as("two"), expected, strict=True):
+        for ours, theirs in zip(train_by("two", *two, **stage), expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
         # As if it had been killed after its last checkpoint but one.
         newest = max((tmp_path / "two" / "checkpoints").glob("step-*"))
