@@ -20,6 +20,13 @@ def pair(size) -> tuple[int, ...]:
     return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
 
 
+def set_image_size(config, image_size: int | list[int]):
+    """Change the size of a model's images, in pixels; a center crop shows as much of them as it did."""
+    if getattr(config, "resize_size", None) is not None:
+        config.resize_size = round(config.resize_size * min(pair(image_size)) / min(pair(config.image_size)))
+    config.image_size = image_size
+
+
 class HubConfigMixin:
     """Mixin of the configurations of `HubModel`s."""
 

@@ -32,9 +32,6 @@ from .modeling.initialization import initialize_attention_
 from .modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
 from .options.attention import parse
 from .pictures import LEGEND_COLOR, LEGEND_SIZE, LINE_COLORS, TEXT_COLOR, check_picture_path, label_lines, save_figure
-from .training import joint
-from .training.components.classifiers import starting_model
-from .training.options import train
 
 
 # The corner of the maps that is enlarged, as in the paper's figures, and how far from a position a head's favorite
@@ -145,6 +142,11 @@ def own_start(folder: str, model: PreTrainedModel, trust_remote_code: bool = Fal
     Raises:
         ValueError: if the folder has no `run.json` of such a run.
     """
+    # They take seconds to import, and few ask for a start.
+    from .training import joint
+    from .training.components.classifiers import starting_model
+    from .training.options import train
+
     folder, makers = Path(folder), {train.PROG: starting_model, joint.PROG: joint.starting_twins}
     known, file = " or ".join(makers), folder / "run.json"
     if folder.name in joint.PARTS and not file.is_file():

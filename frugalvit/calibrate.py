@@ -20,12 +20,12 @@ from .common.data import load_images, sample, split_names
 from .common.files import whole_folder
 from .common.loading import load_image_classifier, load_vision_model
 from .common.macs import macs_of
-from .common.metrics import check_scores
 from .common.num_tokens import WithTokens, using_tokens
 from .common.packing import pack_linear_layers
 from .common.reading import Reader, share_read
 from .common.resources import locate_model
 from .common.risk import choose_confidence, last_safe, most_wrong, stop_when_sure
+from .common.scores import check_scores
 from .common.splits import evaluation_splits
 from .common.views import size_made_by
 from .evaluation.embeddings import image_embedder, image_maker

@@ -37,8 +37,8 @@ from .common.labels import class_names, label_numbers
 from .common.licenses import check_license
 from .common.loading import load_image_processor
 from .common.macs import macs_of
-from .common.metrics import check_scores
 from .common.reading import Reader
+from .common.scores import check_scores
 from .common.speed import duration, foretold, images_per_second
 from .common.tables import format_table
 from .common.views import ImageFormat, vision_config_of

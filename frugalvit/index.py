@@ -26,8 +26,8 @@ from tqdm import tqdm
 from .common.files import LOCK, locked, misshapen, read_json, refuse_links, whole_file, write_json
 from .common.folders import image_files, say_unread
 from .common.image_files import decode_file
-from .common.metrics import check_scores
 from .common.reading import Reader, read_ahead
+from .common.scores import check_scores
 from .common.speed import LIMIT, images_per_second
 from .common.tables import printable
 from .evaluation.two_towers import TwoTowers, load_two_towers, name_models

@@ -15,12 +15,12 @@ from torch import nn
 from .common.decoding import CorruptImageError, read_image, read_record
 from .common.exported import is_exported
 from .common.loading import load_exported, load_image_classifier, load_image_processor, load_vision_model
-from .common.metrics import check_scores
 from .common.num_tokens import using_tokens
 from .common.packing import pack_linear_layers
 from .common.precision import choose_mixed_precision
 from .common.reading import Reader, read_ahead, share_read
 from .common.resources import locate_model
+from .common.scores import check_scores
 from .common.tables import first_line
 from .common.views import size_made_by
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from .common.files import read_json
 from .common.loading import split_revision
-from .training.components.checkpoints import measured_of
-from .training.components.runs import NOT_IN_REPOSITORY
+from .training.components.checkpoints import NOT_IN_REPOSITORY, measured_of
 
 
 # What a training may have noted of each count, the first choice first.

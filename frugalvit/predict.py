@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from .architectures import has_rois
 from .common.image_files import decode_file, find_files, find_images, readable
 from .common.loading import load_image_classifier
-from .common.metrics import check_scores
 from .common.packing import pack_linear_layers
 from .common.reading import Reader, read_ahead, share_read
 from .common.resources import checkpoint_path
+from .common.scores import check_scores
 from .common.tables import printable
 from .common.views import prepare_images, restore_images
 from .options.predict import MAX_DRAWN, PAGE, parse

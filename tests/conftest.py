@@ -8,6 +8,7 @@ import http.server
 import json
 import os
 import signal
+import sys
 import threading
 import types
 
@@ -59,6 +60,11 @@ def signals_as_at_a_terminal():
     for name, usual in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
             signal.signal(getattr(signal, name), usual)
+
+
+def pytest_configure():
+    """Keep OpenVINO from sending usage data, for which it forks the process: without this package it sends none."""
+    sys.modules["openvino_telemetry"] = None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -39,17 +39,10 @@ from ..common.tables import first_line
 from ..modeling.hub import upload_folder
 from .components.arguments import IN_PYTHON, ImageArguments, RunArguments, arguments_named
 from .components.cards import choice_of_epoch, write_card
-from .components.checkpoints import TEST, Checkpoints, TrainingState
+from .components.checkpoints import NOT_IN_REPOSITORY, TEST, Checkpoints, TrainingState
 from .components.images import as_images
 from .components.loaders import DeviceLoader, TrainingLoader, check_images, describe_parts, evaluation_loader
-from .components.runs import (
-    NOT_IN_REPOSITORY,
-    ImageTrainingArguments,
-    check_output_folder,
-    own_folder,
-    record_of,
-    replace_files,
-)
+from .components.runs import ImageTrainingArguments, check_output_folder, own_folder, record_of, replace_files
 from .components.sharding import ordinary_class, prepare_sharing
 
 

@@ -5,8 +5,6 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from timm.data import ImageNetInfo
-
 
 IMAGENET_CLASSES = 1000
 # What Transformers calls classes that have no names, and numbers.
@@ -44,6 +42,8 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
             )
         return [indices[0] for indices in found]
     if len(id2label) == IMAGENET_CLASSES:
+        from timm.data import ImageNetInfo
+
         synsets = {synset: index for index, synset in enumerate(ImageNetInfo().label_names())}
         if all(name in synsets for name in names):
             return [synsets[name] for name in names]

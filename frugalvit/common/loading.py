@@ -29,8 +29,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     ProcessorMixin,
-    TimmWrapperForImageClassification,
-    TimmWrapperModel,
     ViTImageProcessor,
 )
 from transformers.utils import is_bitsandbytes_available, logging
@@ -212,7 +210,7 @@ def _vision_class(config: PreTrainedConfig) -> type:
     if config.model_type == TIMM:
         # timm's own folders name no class.
         headless = "TimmWrapperModel" in architectures or not config.num_labels
-        return TimmWrapperModel if headless else TimmWrapperForImageClassification
+        return transformers.TimmWrapperModel if headless else transformers.TimmWrapperForImageClassification
     for architecture in architectures:
         if architecture.endswith(("ForPreTraining", "ForMaskedImageModeling", "Backbone")):
             break

@@ -16,9 +16,9 @@ from ..common.data import load_images
 from ..common.exported import ExportedModule, is_exported
 from ..common.labels import check_labels, class_names, label_numbers
 from ..common.loading import load_exported, load_image_processor, load_vision_model
-from ..common.metrics import check_scores
 from ..common.packing import pack_linear_layers
 from ..common.reading import Reader, share_read
+from ..common.scores import check_scores
 from ..common.splits import hold_back
 from ..common.views import EvalView, ImageFormat, size_made_by
 from ..configuration.configuration_sparseformer_base import is_sparseformer

@@ -9,8 +9,8 @@ import torch
 
 from ..common.data import load_images, load_table
 from ..common.files import read_text
-from ..common.metrics import check_scores
 from ..common.reading import Reader
+from ..common.scores import check_scores
 from .images import image_batches, take_first
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ..common.metrics import negative_log_likelihood
+from ..common.scores import negative_log_likelihood
 
 
 def fgsm(

@@ -14,7 +14,8 @@ from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
 from ..common.decoding import CorruptImageError, ImageError, decode_image
 from ..common.loading import load_with_image_processor
 from ..common.masks import MaskReader, load_masked_images, masked_split_names
-from ..common.metrics import SegmentationScores, check_scores
+from ..common.metrics import SegmentationScores
+from ..common.scores import check_scores
 from ..common.splits import evaluation_splits
 from ..common.views import LONGEST, ImageFormat
 from ..configuration.configuration_sparseformer_base import is_sparseformer

@@ -19,8 +19,8 @@ from ..common.loading import (
     one_error,
     split_revision,
 )
-from ..common.metrics import check_scores
 from ..common.reading import share_read
+from ..common.scores import check_scores
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel
 from ..modeling.open_clip_adapter import OpenClipVisual
 

@@ -7,7 +7,7 @@ tokens (`_read_pooling`).
 import torch
 from torch import nn
 
-from ...configuration.configuration_base import pair
+from ...configuration.configuration_base import pair, set_image_size
 from ..layers import interpolate_positions
 from .anatomy import (
     MLP,
@@ -433,6 +433,13 @@ def _as_patches(images: torch.Tensor, size: int) -> dict[str, torch.Tensor]:
     }
 
 
+def has_positions(model: nn.Module) -> bool:
+    """Whether a Transformers model adds positions to its patches that `resize_positions_` can resize."""
+    embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
+    positions = getattr(embeddings, "position_embeddings", None)
+    return isinstance(positions, torch.Tensor) and hasattr(embeddings, "interpolate_pos_encoding")
+
+
 @torch.no_grad()
 def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
     """Give a ViT the positions for images of another size, in place: learned ones are interpolated bicubically, fixed
@@ -448,11 +455,11 @@ def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
     Raises:
         ValueError: if the model is no such transformer, or its patches do not divide `image_size`.
     """
-    embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
-    if not hasattr(embeddings, "position_embeddings") or not hasattr(embeddings, "interpolate_pos_encoding"):
+    if not has_positions(model):
         raise ValueError(
             f"Cannot resize the positions of {type(model).__name__}; expected a Transformers ViT or DeiT."
         )
+    embeddings = model.base_model.embeddings
     patches, positions = embeddings.patch_embeddings, embeddings.position_embeddings
     if any(image_size % patch for patch in patches.patch_size):
         raise ValueError(f"Images of {image_size} pixels do not divide into patches of {patches.patch_size}.")
@@ -466,5 +473,5 @@ def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
         embeddings.position_embeddings = embeddings.sincos_positions().to(positions)
     patches.num_patches = grid[0] * grid[1]
     embeddings.image_size = patches.image_size = (image_size, image_size)
-    model.config.image_size = image_size
+    set_image_size(model.config, image_size)
     return model

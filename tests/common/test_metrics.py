@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from frugalvit.common.metrics import SegmentationScores, TopKAccuracy, check_scores, evaluate_classifier
+from frugalvit.common.metrics import SegmentationScores, TopKAccuracy, evaluate_classifier
+from frugalvit.common.scores import check_scores
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

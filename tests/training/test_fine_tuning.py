@@ -9,15 +9,23 @@ import datasets
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.models._hub import save_for_hf
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
+    BeitConfig,
+    BeitForImageClassification,
     BitImageProcessor,
     Dinov2Config,
     Dinov2Model,
+    LevitConfig,
+    LevitForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
     ViTImageProcessor,
 )
 
@@ -197,6 +205,41 @@ def test_a_backbone_of_dinov2_gets_a_classifier(image_size, tiny_run, tmp_path, 
     assert processor.size["shortest_edge"] == 5 * pixels // 4
     positions = model.dinov2.embeddings.position_embeddings
     assert positions.shape[1] == 1 + ((image_size or 56) // 8) ** 2
+
+
+@pytest.mark.parametrize("kind", ["vit_impulse_init", "convmixer"])
+def test_another_size_stays_when_a_model_is_saved_again(kind, tiny_run, tmp_path):
+    """In the image processor that training writes and in the configuration that a later folder gets its own from."""
+    sizes = {"image_size": 32, "resize_size": 40, "patch_size": 8, "hidden_size": 48, "num_hidden_layers": 2}
+    model = AutoModelForImageClassification.from_config(AutoConfig.for_model(kind, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    tiny_run(model=tmp_path / "model", image_size=48, **STILL)
+    AutoModelForImageClassification.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
+    processors = [AutoImageProcessor.from_pretrained(tmp_path / name) for name in ("out", "again")]
+    assert {dict(processor.size)["shortest_edge"] for processor in processors} == {60}
+    assert processors[0].to_dict() == processors[1].to_dict()
+
+
+def test_models_without_positions_take_another_size(tiny_run, tmp_path):
+    """Convolutions and relative positions take any, some attention none but its own."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    stages = {"hidden_sizes": [8, 16, 16], "num_attention_heads": [2, 2, 2], "key_dim": [8, 8, 8]}
+    models = {
+        "resnet": ResNetForImageClassification(ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])),
+        "beit": BeitForImageClassification(BeitConfig(**sizes, use_relative_position_bias=True)),
+        "levit": LevitForImageClassification(LevitConfig(image_size=64, depths=[1, 1, 1], **stages)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path / name)
+    for name in ("resnet", "beit"):
+        tiny_run(model=tmp_path / name, image_size=48, name=f"{name} trained", **STILL)
+        processor = AutoImageProcessor.from_pretrained(tmp_path / f"{name} trained")
+        model = AutoModelForImageClassification.from_pretrained(tmp_path / f"{name} trained")
+        inputs = processor(Image.new("RGB", (60, 50)), return_tensors="pt")
+        assert inputs["pixel_values"].shape[2:] == (48, 48) and model(**inputs).logits.shape == (1, 10)
+    with pytest.raises(ValueError, match="--image-size 48: a LevitFor.* does not take images of that size"):
+        tiny_run(model=tmp_path / "levit", image_size=48, **STILL)
 
 
 def test_a_model_of_timm_at_another_size(timm_vit, tiny_run, tmp_path):

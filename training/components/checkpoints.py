@@ -14,11 +14,15 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from ...common.files import disk_errors, misshapen, permit_as_usual, read_json, write_json
+from ...common.files import LOCK, disk_errors, misshapen, permit_as_usual, read_json, write_json
 
 
 # Before what is measured on images to test on, where the best epoch is chosen on others.
 TEST = "test_"
+# What is there besides the best model, to go on from and to read.
+NOT_IN_REPOSITORY = shutil.ignore_patterns(
+    "checkpoints", "logs", "runs", "metrics.jsonl", "results.json", "run.json", LOCK
+)
 # What each file of a checkpoint was when it was written.
 CHECKSUMS = "checksums.json"
 

@@ -12,11 +12,11 @@ from transformers import AutoModelForImageClassification, ViTImageProcessor
 from ...common.decoding import CorruptImageError, decode_image
 from ...common.loading import load_image_processor
 from ...common.views import ImageFormat
-from ...configuration.configuration_base import pair
+from ...configuration.configuration_base import FrugalViTConfig, pair, set_image_size
 from ...configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from ...modeling.context_broadcast_hosts import insert_context_broadcast
 from ...modeling.hosts.timm import TIMM
-from ...modeling.hosts.transformers import resize_positions_
+from ...modeling.hosts.transformers import has_positions, resize_positions_
 from ...modeling.hub import image_processor_config
 from ...modeling.reference_initialization import REFERENCE
 from ..options.train import LearningArguments, ModelArguments
@@ -155,8 +155,14 @@ def load_or_create(arguments: ModelArguments, learning: LearningArguments, names
             model.config.model_args = model_args
             processor = finish_timm_model(model, processor, arguments)
         elif arguments.image_size:
-            resize_positions_(model, arguments.image_size)
-            set_image_size(processor, arguments.image_size)
+            if has_positions(model):
+                resize_positions_(model, arguments.image_size)
+            else:
+                check_takes(model, arguments.image_size, "--image-size")
+                # Elsewhere the size may be that of weights.
+                if isinstance(model.config, FrugalViTConfig):
+                    set_image_size(model.config, arguments.image_size)
+            resize_by(processor, arguments.image_size)
         return model, processor
 
     config = new_config(arguments.model_type or "vit", arguments.config_overrides, learning.drop_path, **labels)
@@ -210,7 +216,7 @@ def finish_timm_model(model, processor, arguments: ModelArguments):
     return processor
 
 
-def set_image_size(processor, pixels: int):
+def resize_by(processor, pixels: int):
     """Let an image processor make square images of `pixels` x `pixels`; a center crop shows as much as it did."""
     size = {"height": pixels, "width": pixels}
     if getattr(processor, "do_center_crop", False):
@@ -237,17 +243,22 @@ def format_in_training(model, image_format: ImageFormat, pixels: int | None) -> 
     """
     if pixels is None:
         return image_format, {}
-    size = (pixels, pixels)
     options = {}
     if "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
         options["interpolate_pos_encoding"] = True
+    check_takes(model, pixels, "--train-image-size", **options)
+    return replace(image_format, size=(pixels, pixels)), options
+
+
+def check_takes(model, pixels: int, option: str, **options):
+    """Raise a ValueError that names an option of the command unless a model takes images of `pixels` x `pixels`, with
+    `options` of its forward pass."""
     try:
-        with torch.inference_mode():
-            model(pixel_values=torch.zeros(2, 3, *size), **options)
+        with torch.no_grad():
+            model(pixel_values=torch.zeros(2, 3, pixels, pixels), **options)
     # Models fail in more ways than can be listed.
     except Exception as error:
         raise ValueError(
-            f"--train-image-size {pixels}: a {type(model).__name__} does not take images of that size "
+            f"{option} {pixels}: a {type(model).__name__} does not take images of that size "
             f"({' '.join(str(error).split())[:200]})."
         ) from error
-    return replace(image_format, size=size), options

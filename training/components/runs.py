@@ -27,10 +27,6 @@ from .arguments import IN_PYTHON, RESUMABLE, DataArguments, ImageArguments, RunA
 from .checkpoints import Checkpoints
 
 
-# What is there besides the best model, to go on from and to read.
-NOT_IN_REPOSITORY = shutil.ignore_patterns(
-    "checkpoints", "logs", "runs", "metrics.jsonl", "results.json", "run.json", LOCK
-)
 # Where the best model is written before its files are moved over the earlier ones.
 BEST_ASIDE = ".best.aside"
 # Of `TrainingArguments`, what makes a run what it is.

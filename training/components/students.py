@@ -9,7 +9,7 @@ from torch import nn
 
 from ...common.loading import load_vision_model
 from ...common.views import ImageFormat
-from ...configuration.configuration_base import pair
+from ...configuration.configuration_base import pair, set_image_size
 from ...modeling.hosts import Anatomy
 from ...modeling.modeling_sparseformer import (
     SparseFormerBackbone,
@@ -158,13 +158,6 @@ def token_counts_to_train(config, seed: str) -> list[int]:
         return [smallest]
     *between, largest = between
     return [largest, *random.Random(seed).sample(between, min(len(between), 2)), smallest]
-
-
-def set_image_size(config, image_size: int):
-    """Change the size of images in the preprocessing; the model takes any."""
-    if config.resize_size is not None:
-        config.resize_size = round(config.resize_size * image_size / min(pair(config.image_size)))
-    config.image_size = image_size
 
 
 def format_of(config) -> ImageFormat:
