@@ -13,7 +13,6 @@ import frugalvit
 
 from .common.exported import ExportedModule
 from .common.loading import check_folder, load_pretrained, one_error, split_revision
-from .common.resources import locate_model
 from .common.views import vision_config_of
 from .configuration.configuration_base import pair
 from .modeling import modeling_sparseformer_vlm
@@ -47,13 +46,12 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
         projects = getattr(config, "projection_dim", None) is not None
         classifier = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
         return SparseFormerVisionModelWithProjection if projects else classifier, config
-    located = locate_model(name)
-    if located == name and not Path(name).is_dir() and "/" not in name:
+    folder, revision = split_revision(name)
+    if not Path(folder).is_dir() and "/" not in name:
         close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
         hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
         raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
-    folder, revision = split_revision(located)
-    check_folder(Path(located).expanduser(), COUNTED)
+    check_folder(Path(folder), COUNTED)
     with one_error(name, COUNTED):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
     try:

@@ -16,7 +16,6 @@ from .common.contender import as_students, as_teacher, measure_speeds
 from .common.files import whole_folder
 from .common.loading import choose_device, split_revision
 from .common.packing import PackedLinear, pack_linear_layers
-from .common.resources import locate_model
 from .common.tables import format_table
 from .contenders import load_teacher
 from .model_folders import Notes, copy_with_configuration, source_folder
@@ -51,13 +50,12 @@ def main(argv: list[str] | None = None) -> None:
     budget = budget_of(arguments)
 
     device = str(choose_device(arguments.device))
-    name = locate_model(arguments.model)
-    model = load_model(name, device)
+    model = load_model(arguments.model, device)
     if arguments.output and not hasattr(model, "set_num_tokens"):
         raise ValueError(f"{arguments.model!r} is a {type(model).__name__}, whose tokens cannot be chosen.")
     # Refused before anything is measured.
     with whole_folder(arguments.output, arguments.overwrite) if arguments.output else nullcontext() as folder:
-        source = source_folder(name)
+        source = source_folder(arguments.model)
         notes = Notes(source)
         teacher = find_teacher(arguments.teacher, notes, device)
         dtype = getattr(torch, arguments.dtype)
@@ -107,19 +105,21 @@ def find_teacher(given: str | None, notes: Notes, device: str) -> Anatomy | None
         ValueError: if the given teacher is no vision transformer.
     """
     if given:
-        return load_teacher(locate_model(given), device)[0]
+        return load_teacher(given, device)[0]
     for name in notes.teachers():
         try:
-            if Path(name).is_dir() or is_cached(name):
+            if is_here(name):
                 return load_teacher(name, device)[0]
         except ValueError as error:
             print(f"Measured without its teacher: {error}", file=sys.stderr)
     return None
 
 
-def is_cached(name: str) -> bool:
-    """Whether a model of the hub is on this machine."""
+def is_here(name: str) -> bool:
+    """Whether a model is on this machine, in a folder or in the hub's cache."""
     hub_id, revision = split_revision(name)
+    if Path(hub_id).is_dir():
+        return True
     return hub_id.count("/") == 1 and isinstance(try_to_load_from_cache(hub_id, "config.json", **revision), str)
 
 

@@ -23,7 +23,6 @@ from .common.macs import macs_of
 from .common.num_tokens import WithTokens, using_tokens
 from .common.packing import pack_linear_layers
 from .common.reading import Reader, share_read
-from .common.resources import locate_model
 from .common.risk import choose_confidence, last_safe, most_wrong, stop_when_sure
 from .common.scores import check_scores
 from .common.splits import evaluation_splits
@@ -43,9 +42,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     asked = arguments.disagreement, arguments.certainty
     promise = LabelPromise(*asked) if arguments.cosine is None else CosinePromise(*asked, arguments.cosine)
-    name = locate_model(arguments.model)
     loading = {"device": arguments.device, "trust_remote_code": arguments.trust_remote_code}
-    model, image_processor = promise.load(name, **loading)
+    model, image_processor = promise.load(arguments.model, **loading)
     check_elastic(model, "frugalvit calibrate")
     # An earlier one says nothing about this one.
     model.config.calibration = None
@@ -79,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         found = promise.find(model, answers, expected, reference)
         if folder:
             promise.keep(model, found)
-            copy_with_configuration(model, source_folder(name), folder)
+            copy_with_configuration(model, source_folder(arguments.model), folder)
             write_into_card(folder / "README.md", promise.describe(found))
     if arguments.json:
         print(json.dumps(found, indent=2))

@@ -70,6 +70,7 @@ def usage() -> str:
             "commands:",
             *lines,
             "",
+            "A model is named by its folder, its hub id (owner/name@revision, too) or, if it ships, its own name.",
             "`frugalvit COMMAND --help` explains one. --debug (or FRUGALVIT_DEBUG=1) shows where an error arose.",
             "--print-completion bash, zsh or tcsh prints a script by which the shell completes options.",
         ]

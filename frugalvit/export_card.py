@@ -48,7 +48,7 @@ def write_card(
         license (`str`, *optional*): The model's license; by default that of the original's card.
     """
     base = split_revision(name)[0]
-    from_hub = not Path(base).expanduser().is_dir()
+    from_hub = not Path(base).is_dir()
     title = f"{Path(base).name}, {report['format']}, {report['precision']}"
     outputs = [f"- `{output}`: {OUTPUTS[output]}" for part in report["parts"].values() for output in part["outputs"]]
     calibrated = report["calibration_images"]

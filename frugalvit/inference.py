@@ -19,7 +19,6 @@ from .common.num_tokens import using_tokens
 from .common.packing import pack_linear_layers
 from .common.precision import choose_mixed_precision
 from .common.reading import Reader, read_ahead, share_read
-from .common.resources import locate_model
 from .common.scores import check_scores
 from .common.tables import first_line
 from .common.views import size_made_by
@@ -81,7 +80,7 @@ class _Application:
                 raise ValueError("A loaded model needs its image processor: AutoImageProcessor.from_pretrained(…).")
             self.model, self.image_processor = model.eval(), image_processor
         else:
-            self.model, self.image_processor = self._load(locate_model(model), device, trust_remote_code)
+            self.model, self.image_processor = self._load(model, device, trust_remote_code)
             own = next(self.model.parameters(), None)
             fast = own is not None and dtype == "auto" and choose_mixed_precision(own.device) == "bf16"
             if own is not None and (fast or dtype == "bfloat16"):

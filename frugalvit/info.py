@@ -8,9 +8,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .architectures import COUNTED, architecture_of, image_side, variants
-from .common.loading import check_complete, load_image_processor, one_error
+from .common.loading import check_complete, load_image_processor, one_error, split_revision
 from .common.macs import count_macs
-from .common.resources import locate_model, shipped_checkpoints
+from .common.resources import shipped_checkpoints
 from .common.tables import format_table
 from .common.views import size_made_by
 from .configuration.configuration_base import pair
@@ -40,7 +40,7 @@ def describe(name: str) -> dict[str, object]:
         ValueError: if there is no such variant or model, or its architecture is unknown.
     """
     architecture, config = architecture_of(name)
-    folder = Path(locate_model(name)).expanduser()
+    folder = Path(split_revision(name)[0])
     if folder.is_dir():
         # Its weights' header is read, and nothing of them.
         options = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}

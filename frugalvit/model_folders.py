@@ -28,9 +28,9 @@ OTHER_WEIGHTS = ("*.bin", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth")
 
 def source_folder(name: str) -> Path:
     """The folder with the files of a model that was loaded."""
-    if (folder := Path(name).expanduser()).is_dir():
-        return folder
     hub_id, revision = split_revision(name)
+    if (folder := Path(hub_id)).is_dir():
+        return folder
     return Path(snapshot_download(hub_id, ignore_patterns=OTHER_WEIGHTS, **revision))
 
 

@@ -19,6 +19,7 @@ from .architectures import load_model
 from .common.exported import is_exported
 from .common.files import forget_code, read_json, strangers, whole_folder
 from .common.licenses import check_license
+from .common.resources import locate_model
 from .common.tables import format_table
 from .modeling.hub import model_card, upload_folder
 from .options.publish import parse
@@ -43,6 +44,7 @@ UNNAMED = "path/or/id"
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
+    arguments.model = locate_model(arguments.model)
 
     if arguments.results and not arguments.card:
         raise ValueError("--results has numbers for a template; name it with --card.")

@@ -40,6 +40,7 @@ from ..modeling.modeling_sparseformer_vlm import CONNECTORS, TOWERS, VLMS, grid_
 from ..modeling.open_clip_adapter import open_clip_image_processor
 from .choices import OPEN_CLIP
 from .exported import ExportedModule, is_exported
+from .resources import locate_model
 
 
 # A side of an image, or of what an image processor makes.
@@ -68,15 +69,17 @@ def choose_device(name: str | None = None) -> torch.device:
 
 
 def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """Split a folder or hub id from its revision, as arguments of `from_pretrained`: `owner/name@revision` pins a
-    branch, tag or commit.
+    """The folder of a model, also of one that ships, by its name, or else its hub id; and its revision, as arguments
+    of `from_pretrained`: `owner/name@revision` pins a branch, tag or commit.
 
     Raises:
-        ValueError: if nothing follows the `@`.
+        ValueError: if nothing follows the `@`, or a model of that name lies in a clone of the repository alone.
     """
-    name = os.fspath(name)
+    name = os.fspath(locate_model(name))
+    if (place := Path(name).expanduser()).exists():
+        return str(place), {}
     hub_id, at, revision = name.partition("@")
-    if not at or Path(name).expanduser().exists():
+    if not at:
         return name, {}
     if not revision:
         raise ValueError(f"{name!r} names no revision; expected owner/name@revision.")
@@ -273,11 +276,10 @@ def load_with_image_processor(
 def load_image_processor(name: str | os.PathLike, trust_remote_code: bool, kind: str):
     """The image processor of a model, which has to take an image; arguments and errors as in `load_pretrained`."""
     hub_id, revision = split_revision(name)
-    folder = Path(hub_id).expanduser()
+    folder = Path(hub_id)
     files = [folder / file for file in ("preprocessor_config.json", "processor_config.json")]
     try:
         with one_error(name, kind):
-            hub_id = str(folder) if folder.is_dir() else hub_id
             found = AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
     except ValueError as error:
         if folder.is_dir() and not any(file.exists() for file in files):
@@ -417,12 +419,10 @@ def load_pretrained(
             is not installed.
     """
     given, (name, revision) = os.fspath(name), split_revision(name)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        name = str(folder)
-    elif folder.exists():
-        raise ValueError(f"The model {name!r} is a file; give the folder that holds its config.json.")
-    elif name.startswith((".", "~", os.sep)) or name.count("/") != 1 or folder.parent.is_dir():
+    folder = Path(name)
+    if folder.is_file():
+        raise ValueError(f"The model {given!r} is a file; give the folder that holds its config.json.")
+    if not folder.is_dir() and (name.startswith((".", "~", os.sep)) or name.count("/") != 1 or folder.parent.is_dir()):
         raise ValueError(f"There is no folder {given!r}; give a folder that `save_pretrained` wrote, or a hub id.")
 
     device = choose_device(None if device is None else str(device))

@@ -52,10 +52,10 @@ def only_in_a_clone(what: str, hint: str = "") -> ValueError:
 
 
 def locate_model(model: str | os.PathLike) -> str | os.PathLike:
-    """The folder of a model that ships, where its name is given; a folder or hub id as it is.
+    """The folder of a model that ships, where its name is given; a folder, also of that name, or hub id as it is.
 
     Raises:
         ValueError: if it is the name of a model that lies in a clone of the repository, and this is none.
     """
-    ships = model in shipped_checkpoints() or (model in IN_A_CLONE and not Path(model).exists())
+    ships = model in (*shipped_checkpoints(), *IN_A_CLONE) and not Path(model).exists()
     return str(checkpoint_path(model)) if ships else model

@@ -32,7 +32,7 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--model",
         metavar="FOLDER",
-        help="model folder or hub id, owner/name@revision too (default: the SparseFormer for CIFAR-10 that ships)",
+        help="model folder, hub id (@revision, too) or name of one that ships (default: cifar10-sparseformer)",
     )
     parser.add_argument("--image-column", help="of parquet files, where names and types do not tell")
     parser.add_argument("--top", type=positive, default=5, help="labels for each image (default: 5)")

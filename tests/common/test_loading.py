@@ -17,11 +17,13 @@ from timm.models._hub import save_for_hf
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
+import frugalvit
 from frugalvit.common.loading import choose_device, load_image_classifier, load_vision_model, split_revision
 from frugalvit.common.views import EvalView, ImageFormat, restore_images, size_made_by
 from frugalvit.evaluation.two_towers import load_two_towers
 from frugalvit.info import describe
 from frugalvit.modeling.hosts import read_anatomy
+from tiny import save_vit
 
 
 VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -46,6 +48,17 @@ def test_revisions_that_are_none(cached, tmp_path):
     shutil.copytree(tmp_path / "models--someone--model" / "snapshots" / COMMITS["v1"], tmp_path / "mine@home")
     assert split_revision(tmp_path / "mine@home") == (str(tmp_path / "mine@home"), {})
     assert load_image_classifier(tmp_path / "mine@home", "cpu")[0].config.num_labels == 2
+
+
+def test_models_that_ship_have_names(tmp_path, monkeypatch):
+    """A folder of the same name comes first."""
+    monkeypatch.chdir(tmp_path)
+    folder = frugalvit.checkpoint_path("cifar10-convmixer")
+    assert split_revision("cifar10-convmixer") == (str(folder), {})
+    assert load_image_classifier("cifar10-convmixer", "cpu")[0].config.model_type == "convmixer"
+    save_vit("cifar10-convmixer")
+    assert split_revision("cifar10-convmixer") == ("cifar10-convmixer", {})
+    assert load_image_classifier("cifar10-convmixer", "cpu")[0].config.model_type == "vit"
 
 
 TINY = {"num_hidden_layers": 2, "image_size": 32, "patch_size": 8, "hidden_size": 32, "num_attention_heads": 2}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ...common.loading import load_vision_model
+from ...common.loading import load_vision_model, split_revision
 from ...common.views import ImageFormat
 from ...configuration.configuration_base import pair, set_image_size
 from ...modeling.hosts import Anatomy
@@ -89,7 +89,8 @@ def build_student(
             raise ValueError(f"--student {options.student} is no SparseFormer but a {type(student).__name__}.")
         # Of a backbone, what was loaded is the base model.
         if upsampler or any(name.endswith("Backbone") for name in student.config.architectures or ()):
-            student = SparseFormerBackbone.from_pretrained(options.student, dtype=torch.float32, **upsampler)
+            name, revision = split_revision(options.student)
+            student = SparseFormerBackbone.from_pretrained(name, dtype=torch.float32, **revision, **upsampler)
         projects = isinstance(student, SparseFormerVisionModelWithProjection)
         width = student.config.projection_dim if projects else student.config.pooled_size
         teacher_width = teacher.embedding_size

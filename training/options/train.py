@@ -56,7 +56,7 @@ class ModelArguments:
     )
     image_size: int | None = argument(
         None,
-        "Pixels of the images, for architectures that take any and to go on from a ViT at another size.",
+        "Pixels of the images, for architectures that take any size and to go on from --model at another one.",
     )
     train_image_size: int | None = argument(
         None,
