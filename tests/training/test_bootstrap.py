@@ -1,6 +1,7 @@
 """The bootstrap recipe on a few embedded images."""
 
 import json
+import shutil
 
 import numpy as np
 import open_clip
@@ -512,9 +513,9 @@ def test_maps_are_cached_in_half_precision(teacher, tmp_path):
         inherited(teacher, tmp_path / "other", *MAPS, "--dense-layers", "-1", *cache)
 
 
-def test_upsamplers_learn_with_the_tokens_and_go_on(teacher, tmp_path):
+def test_upsamplers_learn_with_the_tokens_and_go_on(teacher, tmp_path, monkeypatch):
     """The student is a backbone, whose maps are nearer to its teacher's for its upsampler; it stays one when it goes
-    on."""
+    on, here from a tag on the hub."""
     maps, counts = ("--dense-loss-weight", "1"), ("--elastic-token-counts", "4", "16")
     upsampler = ("--upsampler-hidden-size", "16")
     with pytest.raises(ValueError, match="nothing aligns; give --dense-loss-weight"):
@@ -531,7 +532,12 @@ def test_upsamplers_learn_with_the_tokens_and_go_on(teacher, tmp_path):
     assert trained.out_proj.weight.any()
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert ".feature_maps" in card and "last_hidden_state" not in card
-    options = ("--student", str(tmp_path / "out"), "--epochs", "1")
+    repository, commit = tmp_path / "models--someone--student", "1" * 40
+    shutil.copytree(tmp_path / "out", repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v1").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    options = ("--student", "someone/student@v1", "--epochs", "1")
     run(teacher, tmp_path / "on", *maps, *options, "--recipe", "inherited", "--config-overrides", "", epochs=None)
     [gone_on] = SparseFormerBackbone.from_pretrained(tmp_path / "on").feature_maps.upsamplers.values()
     assert gone_on.out_proj.weight.any() and not torch.equal(gone_on.out_proj.weight, trained.out_proj.weight)
