@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from .architectures import COUNTED, architecture_of, image_side, variants
 from .common.loading import check_complete, load_image_processor, one_error, split_revision
-from .common.macs import count_macs
+from .common.macs import KnownShapes, count_macs
 from .common.resources import shipped_checkpoints
 from .common.tables import format_table
 from .common.views import size_made_by
@@ -77,6 +77,6 @@ def _count_tokens(model: PreTrainedModel, height: int, width: int) -> int | None
     if is_sparseformer(config):
         return config.default_num_tokens + config.num_prefix_tokens
     image = torch.empty(1, config.num_channels, height, width, device="meta")
-    with torch.no_grad():
+    with torch.no_grad(), KnownShapes():
         hidden_states = model(image, output_hidden_states=True).hidden_states[-1]
     return hidden_states.shape[1] if hidden_states.ndim == 3 else None
