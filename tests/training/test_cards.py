@@ -38,7 +38,7 @@ def test_a_bootstrapped_model_can_be_published_as_it_is(teacher, tmp_path):
     assert card.text.count("## Beside the teacher") == 1 and "| student |" in card.text
 
 
-def test_nothing_of_this_machine_is_in_what_is_published(teacher, tmp_path, capsys):
+def test_nothing_of_this_machine_is_in_what_is_published(teacher, imported_once, tmp_path, capsys):
     """Neither card nor configuration names a place, whatever the command named."""
     images = tmp_path / "my photographs"
     for part, count in (("train", 12), ("val", 4), ("test", 6)):
