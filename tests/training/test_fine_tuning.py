@@ -345,6 +345,8 @@ def test_a_backbone_that_is_not_whole_is_refused(library, blocks, request, tiny_
     ("library", "saved", "options", "message"),
     [
         ("timm", {}, {"image_size": 30}, "Images of 30 pixels do not divide into patches of .8, 8."),
+        ("transformers", {}, {"image_size": 0}, "--image-size is 0, expected 1 or more"),
+        ("transformers", {}, {"train_image_size": -8}, "--train-image-size is -8, expected 1 or more"),
         ("timm", {}, {"train_image_size": 20}, "--train-image-size 20: a TimmWrapper.* not take images of that size"),
         ("transformers", {}, {"train_image_size": 4}, "--train-image-size 4: a ViTFor.* does not take images of that"),
         ("timm", {"class_token": False, "global_pool": "", "num_classes": 0}, {}, "neither pools its tokens nor has"),

@@ -67,6 +67,9 @@ class ModelArguments:
     image_std: list[float] = argument([0.5, 0.5, 0.5], "Standard deviation of the channels, from scratch.")
     trust_remote_code: bool = argument(False, "Run code that comes with the model or the teacher.")
 
+    def __post_init__(self):
+        check_at_least(self, 1, "image_size", "train_image_size")
+
 
 @dataclass
 class LearningArguments:
