@@ -75,8 +75,10 @@ def inherit(
         if check:
             anatomy.check_tokens("inherit the patch embedding of")
         inherited |= patch_fields(anatomy)
+    if num_latent_tokens is None:
+        num_latent_tokens = default_num_latent_tokens(anatomy, inherits_patches)
     own = {
-        "num_latent_tokens": num_latent_tokens or default_num_latent_tokens(anatomy, inherits_patches),
+        "num_latent_tokens": num_latent_tokens,
         "num_hidden_layers": blocks - truncated,
     }
     if not inherits_patches:

@@ -262,6 +262,11 @@ def impulse_init_(
         raise ValueError(f"`kernel_size` is {kernel_size}, but `solver='pinv'` has an order for 3 x 3 kernels only.")
 
     vit = read_parts(model)
+    if kernel_size // 2 >= min(vit.grid):
+        raise ValueError(
+            f"`kernel_size` is {kernel_size}, but the patches make a grid of {' x '.join(map(str, vit.grid))}, which "
+            f"some impulses would leave from everywhere; expected at most {2 * min(vit.grid) - 1}."
+        )
     _set_positions(vit, positions, position_std, generator)
     raw = {kind: _pseudo_input(kind, vit, generator) for kind in dict.fromkeys(kinds)}
     solve = _Solver(solver, vit.grid, mass, steps, renormalize_every, generator)

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import CLIPImageProcessor, ViTImageProcessor
 
 from ..configuration.configuration_base import pair
+from ..configuration.configuration_sparseformer_base import is_sparseformer
 from .hosts.anatomy import Obstacle
 from .hosts.open_clip import read_block
 from .inheritance import block_weights
@@ -288,10 +289,15 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
         `visual` is an `OpenClipVisual`.
 
     Raises:
-        ValueError: if the text side has an activation that open_clip's has not.
+        ValueError: if it is another model, or the text side has an activation that open_clip's has not.
     """
     import open_clip
 
+    if not hasattr(model.config, "text_config") or not is_sparseformer(model.config.vision_config):
+        raise ValueError(
+            f"Got a {type(model).__name__}, expected a SparseFormerCLIPModel or a SparseFormerSiglipModel, which "
+            "`from_clip` makes of a CLIP or SigLIP and a SparseFormer."
+        )
     config, is_siglip = model.config.text_config, hasattr(model, "logit_bias")
     if config.hidden_act not in _ACTIVATIONS:
         raise ValueError(

@@ -99,6 +99,8 @@ class TokensMixin:
                 f"`num_tokens` is {num_tokens}, expected 1 to {config.num_latent_tokens}, the latent tokens that this "
                 "model has; `resize_tokens` adds more, which then have to be trained."
             )
+        if config.embeds_patches and config.placement == "grid":
+            config.grid_of(num_tokens)
         if num_tokens not in config.trained_token_counts and not torch.compiler.is_compiling():
             trained = ", ".join(map(str, config.trained_token_counts))
             logger.warning_once(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFilter
-from transformers import AutoImageProcessor, CLIPImageProcessor, ViTImageProcessor
+from transformers import AutoImageProcessor, CLIPImageProcessor, DeiTImageProcessor, ViTImageProcessor
 
 import frugalvit
 from frugalvit import SparseFormerForImageClassification, checkpoint_path, extract_features
@@ -229,6 +229,19 @@ def test_readers_make_what_the_image_processor_makes(processor, at_least, photog
     small = read_image(io.BytesIO(as_jpeg(photograph)), at_least=fast.at_least)
     assert small.size == (120, 80)
     assert (fast.batch([fast.pixels(small)]) - expected).abs().mean() < 0.05
+
+
+def test_readers_ask_processors_that_squash_before_a_crop(photograph):
+    processor = DeiTImageProcessor(size={"height": 36, "width": 36}, crop_size={"height": 32, "width": 32})
+    expected, reader = processor([photograph], return_tensors="pt")["pixel_values"], Reader(processor)
+    assert reader.at_least is None and torch.equal(reader.batch([reader.pixels(photograph)]), expected)
+
+
+def test_images_of_a_batch_have_one_size(photograph):
+    reader = Reader(ViTImageProcessor(size={"shortest_edge": 24}), exact=True)
+    images = [photograph, photograph.resize((50, 50))]
+    with pytest.raises(ValueError, match="ViTImageProcessor makes pixels of different shapes"):
+        reader.batch([reader.pixels(image) for image in images])
 
 
 def test_what_is_read_of_an_image():

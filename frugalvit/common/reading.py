@@ -14,7 +14,7 @@ from torch import nn
 from ..configuration.configuration_base import pair
 from ..configuration.configuration_sparseformer_base import is_sparseformer
 from .exported import ExportedModule
-from .views import EvalView, ImageFormat, prepare_images, vision_config_of
+from .views import EvalView, ImageFormat, prepare_images, squashes_before_crop, vision_config_of
 
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
@@ -26,8 +26,8 @@ class Reader:
     """Prepares images for a model as its image processor does, from images that may be decoded at a lower resolution.
 
     If bootstrapping can follow the image processor (`ImageFormat.from_processor`), images are resized and cropped as
-    in bootstrapping, as 8-bit numbers, and normalized as a batch. Otherwise, and always with `exact`, they go through
-    the image processor, one by one.
+    in bootstrapping, as 8-bit numbers, and normalized as a batch. Otherwise, where it squashes images before a crop
+    (DeiT's), and always with `exact`, they go through the image processor, one by one.
 
     Args:
         image_processor: A Transformers image processor, or a function that is called like one.
@@ -41,7 +41,7 @@ class Reader:
 
     def __init__(self, image_processor, share: float = 1.0, exact: bool = False):
         self.image_processor, self.format, self.at_least = image_processor, None, None
-        if exact:
+        if exact or squashes_before_crop(image_processor):
             return
         try:
             self.format = ImageFormat.from_processor(image_processor)
@@ -58,7 +58,16 @@ class Reader:
         return self.view(image)["pixel_values"]
 
     def batch(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Make pixel values, `(batch, channels, height, width)` float32, of images that `pixels` returned."""
+        """Make pixel values, `(batch, channels, height, width)` float32, of images that `pixels` returned.
+
+        Raises:
+            ValueError: if the image processor made different sizes.
+        """
+        if len(sizes := {tuple(image.shape) for image in pixels}) > 1:
+            raise ValueError(
+                f"{type(self.image_processor).__name__} makes pixels of different shapes, {sorted(sizes)}, of images "
+                "of different shapes; expected one that resizes to one size, or crops."
+            )
         pixels = torch.stack(list(pixels))
         return pixels if self.format is None else self.format.normalize(pixels)
 

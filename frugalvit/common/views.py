@@ -169,9 +169,7 @@ class ImageFormat:
         square = (min(PICTURE), min(PICTURE))
         if not getattr(processor, "do_resize", True):
             size = self.size[::-1]
-        elif getattr(processor, "max_num_patches", None) or (
-            self.resize is not None and "height" in dict(getattr(processor, "size", None) or {})
-        ):
+        elif getattr(processor, "max_num_patches", None) or squashes_before_crop(processor):
             # What takes any shape, or is squashed before a crop, is followed on squares.
             size = square
         made = self._made_by(processor, size)
@@ -262,6 +260,13 @@ class ImageFormat:
             )
             pixel_values = (pixel_values * std + (mean - own_mean)) / own_std
         return pixel_values.flip(-3) if self.reverse_channels else pixel_values
+
+
+def squashes_before_crop(processor) -> bool:
+    """Whether an image processor resizes images to one size, whatever their shape, and crops from its center."""
+    size = dict(getattr(processor, "size", None) or {})
+    crops = getattr(processor, "do_center_crop", None) and dict(processor.crop_size) != size
+    return bool(crops and "height" in size and getattr(processor, "do_resize", True))
 
 
 def _number_of_filter(resample: int | str) -> int:

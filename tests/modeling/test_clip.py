@@ -332,6 +332,11 @@ def test_visual_towers_of_other_kinds_are_refused(vision_model):
 
 
 @torch.no_grad()
+def test_other_models_are_not_converted(vision_model):
+    with pytest.raises(ValueError, match=r"Got a SparseFormer\w+, expected a SparseFormerCLIPModel"):
+        to_open_clip(vision_model)
+
+
 def test_the_image_side_computes_with_the_tokens_that_are_chosen(clip, inputs, tmp_path):
     fields = {"num_latent_tokens": 6, "elastic_token_counts": [4, 6], **SMALL}
     vision_model = randomize(frugalvit.SparseFormerVisionModelWithProjection.from_teacher(clip, **fields))

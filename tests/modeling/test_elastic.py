@@ -124,8 +124,9 @@ class TestCounts:
 
     def test_no_grid(self, make_model, pixel_values):
         model = make_model("classifier", "patches", num_latent_tokens=16)
-        with pytest.raises(ValueError, match="7 tokens make no grid"):
-            model(pixel_values, num_tokens=7)
+        for refuse in (lambda: model(pixel_values, num_tokens=7), lambda: model.set_num_tokens(7)):
+            with pytest.raises(ValueError, match="7 tokens make no grid"):
+                refuse()
 
     @torch.no_grad()
     def test_what_was_not_trained_warns_once(self, elastic, pixel_values, caplog):

@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     DeiTConfig,
@@ -137,6 +138,12 @@ def test_refuses(name):
 def test_refuses_other_numbers_of_blocks_to_leave_out(truncate):
     with pytest.raises(ValueError, match="`truncate`"):
         SparseFormerForImageClassification.from_teacher(transformers_vit(), truncate=truncate)
+
+
+@pytest.mark.parametrize("focusing", [None, "inherited"])
+def test_refuses_no_tokens(focusing):
+    with pytest.raises(StrictDataclassError, match="`num_latent_tokens` is 0, expected at least 1"):
+        SparseFormerForImageClassification.from_teacher(transformers_vit(), num_latent_tokens=0, focusing=focusing)
 
 
 def test_refuses_other_classes_than_the_teachers():

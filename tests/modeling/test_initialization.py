@@ -443,6 +443,7 @@ def test_baselines_draw_what_they_say():
         ({"renormalize_every": 0}, "`renormalize_every` is 0, expected a positive number"),
         ({"steps": 0}, "`steps` is 0, expected a positive number"),
         ({"mass": 1.0}, "`mass` is 1.0, expected a number above 0 and below 1"),
+        ({"kernel_size": 99}, "`kernel_size` is 99, but the patches make a grid of"),
         ({"kernel_size": -3}, "`kernel_size` is -3, expected a positive integer"),
         ({"solver": "pinv", "kernel_size": 5}, "has an order for 3 x 3 kernels only"),
     ],

@@ -20,6 +20,7 @@ from transformers import (
     BeitConfig,
     BeitForImageClassification,
     BitImageProcessor,
+    ConvNextImageProcessor,
     Dinov2Config,
     Dinov2Model,
     LevitConfig,
@@ -232,6 +233,7 @@ def test_models_without_positions_take_another_size(tiny_run, tmp_path):
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
         ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path / name)
+    ConvNextImageProcessor(size={"shortest_edge": 64}).save_pretrained(tmp_path / "resnet")
     for name in ("resnet", "beit"):
         tiny_run(model=tmp_path / name, image_size=48, name=f"{name} trained", **STILL)
         processor = AutoImageProcessor.from_pretrained(tmp_path / f"{name} trained")
