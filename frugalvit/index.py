@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from .common.files import LOCK, locked, misshapen, read_json, refuse_links, whole_file, write_json
 from .common.folders import image_files, say_unread
-from .common.image_files import decode_file
+from .common.image_files import SKIP_HINT, decode_file
 from .common.reading import Reader, read_ahead
 from .common.scores import check_scores
 from .common.speed import LIMIT, images_per_second
@@ -258,7 +258,8 @@ def _readable(
                 continue
             if not skip_corrupt:
                 raise
-            tqdm.write(f"Left out: {printable(f'{file[0]} ({error})')}", file=sys.stderr)
+            reason = str(error).removesuffix(SKIP_HINT)
+            tqdm.write(f"Left out: {printable(f'{file[0]} ({reason})')}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,10 @@ from .reading import read_ahead
 from .tables import printable
 
 
+# What an error about a file says to do; not where it was done.
+SKIP_HINT = " To go on without such images: --skip-corrupt."
+
+
 def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path]:
     """Find the image and parquet files that arguments stand for: files, folders with all files in them, or patterns.
     If several folders, for example of classes, have more images than `limit`, so many are taken, evenly spread.
@@ -86,7 +90,7 @@ def readable(files: Iterator[tuple[tuple, Future]], skip_corrupt: bool) -> Itera
         except (ValueError, PermissionError) as error:
             if not skip_corrupt:
                 raise
-            tqdm.write(f"Left out: {printable(str(error))}", file=sys.stderr)
+            tqdm.write(f"Left out: {printable(str(error).removesuffix(SKIP_HINT))}", file=sys.stderr)
 
 
 def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
@@ -105,7 +109,7 @@ def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
 def decode_file(
     file: Path | dict,
     name: str,
-    hint: str = " To go on without such images: --skip-corrupt.",
+    hint: str = SKIP_HINT,
     at_least: tuple[int, int] | None = None,
 ) -> Image.Image:
     """Read the RGB image in a file, or of an undecoded `datasets` record; `at_least` as in `read_image`.

@@ -114,7 +114,7 @@ class KnownShapes(TorchDispatchMode):
 
 
 def _kind(argument) -> Hashable:
-    """What the shapes of an operator's outputs depend on."""
+    """The properties of an argument that the shapes of an operator's outputs depend on, to look them up by."""
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.device
     return tuple(map(_kind, argument)) if isinstance(argument, list | tuple) else argument
