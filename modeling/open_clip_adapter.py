@@ -293,7 +293,8 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
     """
     import open_clip
 
-    if not hasattr(model.config, "text_config") or not is_sparseformer(model.config.vision_config):
+    sides = getattr(model, "config", None)
+    if not (hasattr(sides, "text_config") and is_sparseformer(getattr(sides, "vision_config", None))):
         raise ValueError(
             f"Got a {type(model).__name__}, expected a SparseFormerCLIPModel or a SparseFormerSiglipModel, which "
             "`from_clip` makes of a CLIP or SigLIP and a SparseFormer."

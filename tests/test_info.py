@@ -86,6 +86,7 @@ def test_shapes_are_known_and_values_are_computed():
         rows, columns = torch.empty(4, 3, device="meta"), torch.empty(3, 5, device="meta")
         assert [(rows @ columns).shape for _ in range(3)] == [(4, 5)] * 3
         assert (rows.T.contiguous() @ rows).shape == (3, 3)
+        assert [torch.arange(end, device="meta").dtype for end in (3, 3.0)] == [torch.int64, torch.float32]
         assert [torch.full((2,), value).mul(2).sum().item() for value in (1.0, 3.0)] == [4.0, 12.0]
     assert made.count(torch.ops.aten.mm) == 2 and made.count(torch.ops.aten.mul) == 2
 

@@ -117,7 +117,10 @@ def _kind(argument) -> Hashable:
     """The properties of an argument that the shapes of an operator's outputs depend on, to look them up by."""
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.device
-    return tuple(map(_kind, argument)) if isinstance(argument, list | tuple) else argument
+    if isinstance(argument, list | tuple):
+        return tuple(map(_kind, argument))
+    # 1 and 1.0 are equal, and make other types.
+    return type(argument), argument
 
 
 def _run_on_meta(model: nn.Module, image_size: int | tuple[int, int], num_channels: int):

@@ -218,16 +218,16 @@ def finish_timm_model(model, processor, arguments: ModelArguments):
 
 def resize_by(processor, pixels: int):
     """Let an image processor make square images of `pixels` x `pixels`; a center crop shows as much as it did."""
-    size = {"height": pixels, "width": pixels}
-    # A share of such an image is cropped (ConvNeXt's).
-    if not getattr(processor, "do_center_crop", False) and "shortest_edge" in dict(processor.size):
-        processor.size = {"shortest_edge": pixels}
-    elif getattr(processor, "do_center_crop", False):
+    square = {"height": pixels, "width": pixels}
+    if getattr(processor, "do_center_crop", False):
         factor = pixels / min(dict(processor.crop_size).values())
         processor.size = {name: round(factor * value) for name, value in dict(processor.size).items()}
-        processor.crop_size = size
+        processor.crop_size = square
+    elif "shortest_edge" in dict(processor.size):
+        # ConvNeXt's, which crops a share of what it resizes.
+        processor.size = {"shortest_edge": pixels}
     else:
-        processor.size = size
+        processor.size = square
 
 
 def image_size(config, arguments: ModelArguments) -> tuple[int, int]:
