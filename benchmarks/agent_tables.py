@@ -26,7 +26,6 @@ Agent-B beside ViT-B) at 224 pixels, all images, 240 epochs, batches of 64, imag
 --config-overrides are those of ViT and agent alike.
 """
 
-import argparse
 import statistics
 from pathlib import Path
 
@@ -34,30 +33,18 @@ import torch
 from transformers import ViTImageProcessor
 
 from frugalvit import BootstrappedViTForImageClassification
-from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.labels import class_names
 from frugalvit.training import joint, train
 from frugalvit.training.components.arguments import run_as_program
 from shared import (
-    add_budget_arguments,
-    add_data_arguments,
-    add_recipe_arguments,
-    add_run_arguments,
-    budget_arguments,
     budget_settings,
-    check_paper_recipe,
-    data_arguments,
-    folder_name,
-    given_arguments,
     last_accuracies,
     last_model,
+    parse_table,
     print_rows,
-    reduced_epochs,
-    row_arguments,
-    run_training,
-    set_budget,
+    run_row,
     spread,
     wanted_rows,
     write_table,
@@ -155,21 +142,9 @@ STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "
 
 
 def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=[*TABLES, "gradients"])
-    parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
-    add_data_arguments(parser)
-    add_budget_arguments(parser, "4000; with --paper-recipe all", "6, of longer 40; with --paper-recipe 240")
-    add_recipe_arguments(parser)
-    add_run_arguments(parser, "runs/agent_tables")
-    arguments = parser.parse_args()
-    check_paper_recipe(parser, arguments)
-    if arguments.paper_recipe and arguments.table == "gradients":
-        parser.error("--paper-recipe is not for gradients, which looks at the reduced pair.")
-    if arguments.paper_recipe:
-        set_budget(arguments, None, 240)
-    else:
-        set_budget(arguments, 4000, reduced_epochs(arguments.table))
+    arguments = parse_table(
+        __doc__, [*TABLES, "gradients"], 4000, lambda table: 240, "runs/agent_tables", reduced_only=["gradients"]
+    )
     table, rows = TABLES.get(arguments.table, GRADIENTS), []
     names = wanted_rows(arguments, table)
     if arguments.table == "gradients":
@@ -191,11 +166,8 @@ def main():
 
 def run(arguments, name: str, recipe, row: dict, seed: int) -> tuple[Path, dict]:
     """Folder and results of a row's run with a seed, trained now or before."""
-    argv = ["--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments)]
-    argv += ["--batch-size", "64" if arguments.paper_recipe else "32", *row_arguments(options(arguments, name, row))]
-    argv += given_arguments(arguments, "crop", "flip", "dataset_config", "label_column")
-    folder = arguments.runs_dir / folder_name(name, seed, argv)
-    return folder, run_training(recipe, folder, argv)
+    batch_size = {"batch_size": 64 if arguments.paper_recipe else 32}
+    return run_row(arguments, recipe, name, seed, batch_size | options(arguments, name, row))
 
 
 def options(arguments, name: str, row: dict) -> dict:

@@ -9,17 +9,25 @@ Runs are kept under --runs-dir and found again, so that a killed command goes on
 before all of them are put together. Writes bootstrap_TABLE.json.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 from transformers import AutoModelForImageClassification
 
 import frugalvit
-from frugalvit.common.command_line import CommandParser
-from frugalvit.common.tables import format_table
 from frugalvit.training import bootstrap, train
-from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_training, wanted_rows, write_table
+from shared import (
+    STUDENT,
+    add_precision_argument,
+    add_run_arguments,
+    folder_name,
+    last_accuracies,
+    make_parser,
+    print_rows,
+    run_training,
+    wanted_rows,
+    write_table,
+)
 
 
 # Rows: name -> arguments of the command besides the shared ones. "{16 tokens}" is the folder of that row's run.
@@ -60,7 +68,7 @@ TABLES = {
 
 
 def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
@@ -68,7 +76,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=3, help="of every run but continued ones (default: %(default)s)")
     parser.add_argument("--continued-epochs", type=int, default=2, help="of continued runs (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="default: %(default)s")
-    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
+    add_precision_argument(parser, "no")
     add_run_arguments(parser, "runs/bootstrap_tables")
     arguments = parser.parse_args()
 
@@ -90,7 +98,7 @@ def main():
                 "macs_with_attention": counted.macs_with_attention,
             }
         )
-        print(format_table([{k: v for k, v in row.items() if k != "accuracies"} for row in rows]), flush=True)
+        print_rows(rows)
 
     settings = ("images", "epochs", "continued_epochs", "learning_rate", "seeds", "mixed_precision")
     write_table(

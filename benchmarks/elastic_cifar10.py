@@ -11,12 +11,9 @@ images and fewer patches and beside ToMe as it is off the shelf, in accuracy ove
 .png). Numbers of tokens leave [CLS] out, as `num_tokens` does.
 """
 
-import argparse
 import statistics
 
-from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
-from frugalvit.common.tables import format_table
 from frugalvit.compare import compare
 from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
 from frugalvit.training import bootstrap
@@ -26,6 +23,8 @@ from shared import (
     add_run_arguments,
     data_arguments,
     folder_name,
+    make_parser,
+    print_rows,
     run_training,
     spread,
     write_comparison,
@@ -48,7 +47,7 @@ MERGED = [4, 8, 12]
 
 
 def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("what", choices=["students", "compare"])
     add_data_arguments(parser)
     parser.add_argument("--epochs", type=int, default=1, help="of all runs (default: %(default)s)")
@@ -79,9 +78,7 @@ def train_students(arguments):
                     "teacher_accuracy": last[0]["teacher_accuracy"],
                 }
             )
-    print(
-        format_table([{name: row[name] for name in ("student", "num_tokens", "accuracy", "spread")} for row in rows])
-    )
+    print_rows(rows)
     write_table(
         arguments.results_dir / "elastic_cifar10.json",
         {name: getattr(arguments, name) for name in ("epochs", "learning_rate", "seeds")},
