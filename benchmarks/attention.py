@@ -12,7 +12,6 @@ attention newly drawn, and of runs of `frugalvit train` and `frugalvit joint` at
 each head (section 3 of Hyeon-Woo et al.), `features` the length of feature vectors (tables 5 and 6 of Zhang et al.).
 """
 
-import argparse
 import copy
 import json
 import math
@@ -29,7 +28,6 @@ from transformers import AutoModelForImageClassification, PreTrainedModel
 
 from frugalvit.attention import LayerStatistics, measure_attention, patch_grid
 from frugalvit.common.choices import SUBSET
-from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import load_image_classifier
@@ -38,6 +36,7 @@ from frugalvit.configuration.configuration_base import INITIALIZATIONS
 from frugalvit.modeling.initialization import initialize_attention_
 from frugalvit.pictures import save_figure
 from frugalvit.training import joint, train
+from shared import make_parser
 
 
 # Queries and keys of the upper left corner that is enlarged, as in the paper's figures.
@@ -46,7 +45,7 @@ STYLE = {"dpi": 200, "facecolor": "white", "layout": "constrained"}
 
 
 def main(argv: list[str] | None = None):
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("what", choices=["maps", "entropy", "features"])
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folders or hub ids of classifiers")
     parser.add_argument("--names", nargs="+", help="of the models (default: their folders')")

@@ -12,12 +12,11 @@
     python benchmarks/context_broadcast_tables.py longer         # CB and CB_S with DeiT's recipe, 40 epochs
     python benchmarks/context_broadcast_tables.py speed          # what it costs a ViT-S at 224 pixels
 
-Every row of a table has the same architecture and budget: the reduced recipe of the initialization tables (64 tokens
-and [CLS], width 96, 4 blocks, 4 heads, 6,000 images, 6 epochs). "longer" has DeiT's augmentation, mixing and drop
-path instead, five epochs of warm-up and batches of 128; "inserted" and "speed" train nothing. Accuracy is that of the
-last epoch, also with a quarter of every image hidden and under an attack; entropy is of attention, averaged over
-layers, heads, images. Runs are kept under --runs-dir and found again, so that a killed command goes on, and seeds can
-be run side by side. Writes context_broadcast_TABLE.json.
+Every row of a table has the architecture and budget of the initialization tables (64 tokens and [CLS], width 96, 4
+blocks, 4 heads, 6,000 images, 6 epochs); "longer" has DeiT's recipe, "inserted" and "speed" train nothing. Accuracy is
+that of the last epoch, also with a quarter of every image hidden and under an attack; entropy is of attention,
+averaged over layers, heads, images. Runs are kept under --runs-dir and found again, so that a killed command goes on,
+and seeds can be run side by side. Writes context_broadcast_TABLE.json.
 
 --paper-recipe, for an accelerator, is the paper's: ViT-S, PVT-S, PVTv2-B1 (the table does not say which), Swin-T or
 LocalViT-T at 224 pixels, on all images, with DeiT's recipe as in `frugalvit train --config context-broadcast-small`;
@@ -79,7 +78,7 @@ PVT_V2 = (
 
 
 def vit(kind: str | None, *positions: str, **options) -> dict:
-    """A row's arguments of the command: a ViT of the family."""
+    """Arguments of `frugalvit train`: a ViT of the family."""
     overrides = ["context_broadcast=" + ("null" if kind is None else kind)]
     if positions:
         overrides.append("context_broadcast_position=[" + ",".join(f'"{position}"' for position in positions) + "]")
@@ -87,26 +86,25 @@ def vit(kind: str | None, *positions: str, **options) -> dict:
 
 
 def host(model_type: str, overrides: str, kind: str | None) -> dict:
-    """A row's arguments of the command: a model of Transformers."""
+    """Arguments of `frugalvit train`: a model of Transformers."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model_type": model_type, "config_overrides": overrides, **inserted}
 
 
 def shipped(name: str, kind: str | None, **options) -> dict:
-    """A row's arguments of the command: a shipped model, which trains on."""
+    """Arguments of `frugalvit train`: a shipped model, which trains on."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model": f"checkpoints/{name}", "learning_rate": 1e-4, **inserted, **options}
 
 
 def distilled(kind: str | None) -> dict:
-    """A row's arguments of the command: a ViT with a distillation token, whose classifier learns the shipped ViT's
-    classes."""
+    """Arguments of `frugalvit train`: a ViT with a distillation token that learns the shipped ViT's classes."""
     row = vit(kind, distill_from="checkpoints/cifar10-vit", distill_kind="hard")
     return row | {"config_overrides": f"{row['config_overrides']},use_distillation_token=true"}
 
 
 def scaled(start: float) -> dict:
-    """A row's arguments of the command: a ViT with CB_S, whose scale starts at `start`."""
+    """Arguments of `frugalvit train`: a ViT with CB_S, whose scale starts at `start`."""
     row = vit("cb_s")
     return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 
@@ -176,12 +174,8 @@ TABLES = {
         "cb at attention_end": vit("cb", "attention_end"),
         "cb at mlp_end and attention_end": vit("cb", "mlp_end", "attention_end"),
         **{
-            f"{kind} at {position}": vit(kind, position)
-            for kind in ("cb_gate", "cb_hybrid")
-            for position in ("mlp_front", "mlp_mid", "attention_end")
-        },
-        **{
-            f"{kind} at mlp_end and attention_end": vit(kind, "mlp_end", "attention_end")
+            f"{kind} at {' and '.join(places)}": vit(kind, *places)
+            for places in (["mlp_front"], ["mlp_mid"], ["attention_end"], ["mlp_end", "attention_end"])
             for kind in ("cb_gate", "cb_hybrid")
         },
     },

@@ -12,11 +12,11 @@
     python benchmarks/impulse_tables.py speed             # time of the closed form and of Algorithm 1, no training
 
 Every row of a table has the same architecture and budget, but in "settings", "sizes" and "heads", whose rows are
-architectures. The defaults are a reduced recipe (64 tokens, width 96, 4 blocks,
-4 heads; 6,000 images, batches of 64, one epoch of warm-up). --paper-recipe, for an accelerator, is ViT-T or
-ConvMixer-256 with patches of 2 pixels on all images, 200 or 100 epochs, batches of 512, and RandAugment of two
-operations. The paper does not print the rest, which is ours: 10 epochs of warm-up, RandAugment's strength, padded
-crops, flips, label smoothing of 0.1, gradients clipped at 1. The data sets of table 2:
+architectures. The defaults are a reduced recipe (64 tokens, width 96, 4 blocks, 4 heads; 6,000 images, batches of 64,
+one epoch of warm-up). --paper-recipe, for an accelerator, is ViT-T or ConvMixer-256 with patches of 2 pixels on all
+images, 200 or 100 epochs, batches of 512, and RandAugment of two operations. The paper does not print the rest, which
+is ours: 10 epochs of warm-up, RandAugment's strength, padded crops, flips, label smoothing of 0.1, gradients clipped
+at 1. The data sets of table 2:
 
     --dataset uoft-cs/cifar10
     --dataset uoft-cs/cifar100 --label-column fine_label

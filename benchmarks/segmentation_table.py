@@ -43,6 +43,7 @@ from shared import (
 # CamVid's classes as SegNet merged them; 11 is void.
 CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "cyclist"]
 VOID = 11
+SIZE, TOKENS = [72, 96], 108
 SEGFORMER = (
     "depths=[3,4,6,3],hidden_sizes=[64,128,320,512],num_attention_heads=[1,2,5,8],decoder_hidden_size=256,"
     "classifier_dropout_prob=0.1"
@@ -68,8 +69,8 @@ AutoModelForSemanticSegmentation.register(ViTConfig, ViTLinearForSemanticSegment
 
 # Rows: name -> arguments of the command.
 ROWS = {
-    "SparseFormer, {tokens} tokens": [
-        *("--model", "checkpoints/cifar10-sparseformer", "--num-latent-tokens", "{tokens}"),
+    f"SparseFormer, {TOKENS} tokens": [
+        *("--model", "checkpoints/cifar10-sparseformer", "--num-latent-tokens", str(TOKENS)),
         *("--learning-rate", "5e-4", "--head-multiplier", "2", "--layer-decay", "0.9"),
     ],
     "ViT, linear head": [
@@ -87,25 +88,18 @@ def main():
     parser = make_parser(__doc__)
     parser.add_argument("--dataset", nargs="+", required=True, help="CamVid to train on, as in `frugalvit segment`")
     parser.add_argument("--eval-dataset", nargs="+", required=True, help="CamVid to evaluate on")
-    parser.add_argument("--rows", nargs="+", choices=["sparseformer", "vit", "segformer"], help="default: all")
-    parser.add_argument("--image-size", type=int, nargs=2, default=[72, 96], help="height and width (default: 72 96)")
-    parser.add_argument("--tokens", type=int, default=108, help="of the SparseFormer (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
     add_run_arguments(parser, "runs/segmentation_table")
     arguments = parser.parse_args()
 
     rows = []
-    for template, recipe in ROWS.items():
-        if arguments.rows and template.partition(",")[0].partition(" ")[0].lower() not in arguments.rows:
-            continue
-        name = template.format(tokens=arguments.tokens)
-        recipe = [part.format(tokens=arguments.tokens) for part in recipe]
+    for name, recipe in ROWS.items():
         folders = [train(arguments, name, recipe, seed) for seed in arguments.seeds]
         rows.append({"row": name, **measure(arguments, folders)})
         print_rows(rows)
     write_table(
         arguments.results_dir / "segmentation.json",
-        {name: getattr(arguments, name) for name in ("image_size", "tokens", "epochs", "seeds")},
+        {"image_size": SIZE, "tokens": TOKENS, "epochs": arguments.epochs, "seeds": arguments.seeds},
         rows,
         data="CamVid, 200 training and 60 validation images, 11 classes, scored at 240 x 320 pixels",
         threads=torch.get_num_threads(),
@@ -121,7 +115,7 @@ def train(arguments, name: str, recipe: list[str], seed: int) -> Path:
         [
             *("--dataset", *arguments.dataset, "--eval-dataset", *arguments.eval_dataset),
             *("--class-names", *CLASSES, "--ignored-labels", str(VOID), "--seed", str(seed)),
-            *("--image-size", *map(str, arguments.image_size), "--epochs", str(arguments.epochs)),
+            *("--image-size", *map(str, SIZE), "--epochs", str(arguments.epochs)),
             *("--batch-size", "8", "--warmup-steps", "50", "--drop-path", "0", "--scale", "0.8", "2"),
             *recipe,
         ],

@@ -1,12 +1,9 @@
-"""Train a small CLIP from labeled images: an image's captions are sentences about its class.
-
-    python benchmarks/small_clip.py --output CLIP
+"""A small CLIP, trained from labeled images: an image's captions are sentences about its class.
 
 Images and sentences of one class are each other's positives (Yang et al. 2022, UniCL): if a batch has two images of a
 class, each also matches the other's sentence. The tokenizer has the words of the sentences.
 """
 
-import argparse
 import re
 import tempfile
 from pathlib import Path
@@ -27,12 +24,9 @@ from transformers import (
     set_seed,
 )
 
-from frugalvit.common.choices import SUBSET
-from frugalvit.common.command_line import CommandParser, positive
-from frugalvit.common.data import load_images
-from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_folder
 from frugalvit.common.labels import class_names
+from shared import Views
 
 
 SENTENCES = [
@@ -50,55 +44,33 @@ VISION = WIDTH | {"image_size": 32, "patch_size": 4, "num_hidden_layers": 6}
 TEXT = WIDTH | {"num_hidden_layers": 2}
 
 
-def main(argv: list[str] | None = None):
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, metavar="CLIP", help="new folder")
-    parser.add_argument("--dataset", nargs="+", default=[SUBSET], help="as in training (default: %(default)s)")
-    parser.add_argument("--images", type=positive, default=8000, help="default: %(default)s")
-    parser.add_argument("--epochs", type=positive, default=10, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    arguments = parser.parse_args(argv)
-    images = load_images(arguments.dataset, f"train[:{arguments.images}]")
-    train_clip(images, arguments.output, arguments.epochs, arguments.seed)
-
-
-class Views(torch.utils.data.Dataset):
-    """Cropped and flipped images, each with the tokens of a sentence about its class."""
-
-    def __init__(self, images: datasets.Dataset, processor: CLIPImageProcessor, tokens: torch.Tensor):
-        self.images, self.tokens = images, tokens
-        size = [processor.size["height"], processor.size["width"]]
-        self.view = v2.Compose(
-            [
-                v2.Resize(size, v2.InterpolationMode.BICUBIC),
-                v2.RandomCrop(size, padding=4, padding_mode="reflect"),
-                v2.RandomHorizontalFlip(),
-                v2.RandAugment(fill=[255 * mean for mean in processor.image_mean]),
-                v2.PILToTensor(),
-                v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize(processor.image_mean, processor.image_std),
-            ]
-        )
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> dict:
-        record = self.images[index]
-        sentences = self.tokens[record["label"]]
-        return {
-            "pixel_values": self.view(decode_image(record["image"], index)),
-            "input_ids": sentences[torch.randint(len(sentences), ())],
-            "labels": record["label"],
-        }
+def with_crops(processor: CLIPImageProcessor) -> v2.Compose:
+    """Views for training from little data."""
+    size = [processor.size["height"], processor.size["width"]]
+    return v2.Compose(
+        [
+            v2.Resize(size, v2.InterpolationMode.BICUBIC),
+            v2.RandomCrop(size, padding=4, padding_mode="reflect"),
+            v2.RandomHorizontalFlip(),
+            v2.RandAugment(fill=[255 * mean for mean in processor.image_mean]),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(processor.image_mean, processor.image_std),
+        ]
+    )
 
 
 class ContrastiveTrainer(Trainer):
-    """Transformers' `Trainer` with the loss of UniCL."""
+    """Transformers' `Trainer` with the loss of UniCL. `tokens` are the sentences' about each class, `(classes,
+    sentences, length)`, of which each image gets one at random."""
+
+    tokens: torch.Tensor
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs["labels"]
-        outputs = model(input_ids=inputs["input_ids"], pixel_values=inputs["pixel_values"])
+        chosen = torch.randint(self.tokens.shape[1], labels.shape)
+        input_ids = self.tokens[labels.cpu(), chosen].to(labels.device)
+        outputs = model(input_ids=input_ids, pixel_values=inputs["pixel_values"])
         targets = (labels[:, None] == labels).float()
         targets /= targets.sum(1, keepdim=True)
         logits = outputs.logits_per_image
@@ -135,8 +107,10 @@ def train_clip(images: datasets.Dataset, folder: Path, epochs: int, seed: int, v
             remove_unused_columns=False,
             dataloader_pin_memory=False,
         )
-        views = Views(images, processor.image_processor, tokens)
-        ContrastiveTrainer(model, options, train_dataset=views).train()
+        views = Views(images, with_crops(processor.image_processor))
+        trainer = ContrastiveTrainer(model, options, train_dataset=views)
+        trainer.tokens = tokens
+        trainer.train()
     with whole_folder(folder) as aside:
         model.save_pretrained(aside)
         processor.save_pretrained(aside)
@@ -154,7 +128,3 @@ def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", bos_token="<start>", eos_token="<end>"
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -117,7 +117,6 @@ def main():
         add(name, model, "fine-tuned", results)
 
     add("teacher", teacher, None)
-    add("teacher in timm", MergedViT(as_timm(anatomy)), None)
     for merged in arguments.merged:
         make = functools.partial(tome, anatomy, arguments.tome, merged)
         add(f"ToMe@{merged}", make(), "off the shelf")
@@ -157,12 +156,7 @@ def main():
 
 
 class Embedded(NamedTuple):
-    """A model's outputs for images.
-
-    Args:
-        embedding (`torch.Tensor`): `(batch, embedding_size)`, as a teacher's classifier reads it.
-        logits (`torch.Tensor`, *optional*): `(batch, labels)`, where there is a classifier.
-    """
+    """The embedding of images, as a teacher's classifier reads it, and the logits, where there is a classifier."""
 
     embedding: torch.Tensor
     logits: torch.Tensor | None
@@ -252,16 +246,9 @@ def tune(
     search_macs: float | None = None,
     bf16: bool = False,
 ) -> MergedViT:
-    """Fine-tune a model, or search DiffRate's rates, now or before.
-
-    Args:
-        folder (`Path`): Its weights are kept there.
-        model (`MergedViT`): The model that learns.
-        anatomy (`Anatomy`): Its teacher.
-        images (`datasets.Dataset`), image_format (`ImageFormat`): What it sees, in random crops of a `scale`.
-        loss (`str`): `"teacher"`, the divergence from its distribution, `"cosine"`, that of its embedding, or
-            `"labels"`, cross-entropy, and the distance from `search_macs`.
-    """
+    """Fine-tune a model, or search DiffRate's rates, on random crops of a `scale`, now or before; weights are kept in
+    the folder. The loss is `"teacher"`, the divergence from its distribution, `"cosine"`, that of its embedding, or
+    `"labels"`, cross-entropy, for a search together with the distance from `search_macs`."""
     file, device = folder / "model.safetensors", choose_device()
     model.to(device).train()
     if not file.is_file():
@@ -345,15 +332,11 @@ def contender(name: str, method: str, model: MergedViT, teacher: Anatomy, image_
 
 @torch.no_grad()
 def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
-    """A copy of a vision transformer as timm's model, for images of the size that it is read for. Layer scale is
-    folded into the layers before it, as the peers' blocks have none.
-
-    Args:
-        teacher (`nn.Module` or `Anatomy`): A plain vision transformer with [CLS] alone in front of its patches, whose
-            classifier, if it has one, reads that, the mean of the others, or both.
+    """A copy of a classifying vision transformer as timm's model, for images of the size that it is read for. Layer
+    scale is folded into the layers before it, as the peers' blocks have none.
 
     Raises:
-        ValueError: if it is another, or the copy's embeddings or logits differ.
+        ValueError: if it is no plain one with [CLS] alone in front of its patches, or the copy's outputs differ.
     """
     anatomy = read_anatomy(teacher)
     purpose = "copy into timm"
