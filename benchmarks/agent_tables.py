@@ -5,17 +5,14 @@
     python benchmarks/agent_tables.py agents  # a res-like agent, Agent-B, and SAM instead of an agent
     python benchmarks/agent_tables.py longer  # ViT alone, the control, joint with and without hints, 40 epochs
     python benchmarks/agent_tables.py gradients   # lengths of each term's gradient for the joint ViT, and their angles
-    python benchmarks/agent_tables.py gradients --rows fresh   # without training; seconds
 
-Every row has the same architectures (64 tokens and [CLS], width 72, 4 blocks, 9 heads or positions) and budget (4,000
-images, 6 epochs, batches of 32); the optimizer is the reference implementation's (AdamW, 1e-3, weight decay 0.05,
-cosine), as are the start and the weights of the losses unless a row's name says otherwise. The gradient is clipped
-where a row's name says it alone: the reference clips that of a ViT alone to 0.1, and of Joint- and Shared-S not.
-"joint, no hint, no divergence" is the control: two models that train side by side and tell each other nothing, with
-the dropouts of the joint ones; a ViT alone has Transformers' places (embeddings, but not the MLPs' activation). From
-impulses, the rest starts as Transformers has it, as positions would drown in standard normal patch projections.
-Images are padded by reflection. Accuracy is that of the last epoch. Runs are kept under --runs-dir and found again,
-so that a killed command goes on, and seeds can be run side by side. Writes agent_TABLE.json.
+Every row has the same architectures (64 tokens and [CLS], width 72, 4 blocks, 9 heads or positions), budget (4,000
+images, 6 epochs, batches of 32) and the reference implementation's optimizer, start and weights of the losses, unless
+its name says otherwise. "joint, no hint, no divergence" is the control: two models that train side by side and tell
+each other nothing, with the dropouts of the joint ones; a ViT alone has Transformers' places. From impulses, the rest
+starts as Transformers has it, as positions would drown in standard normal patch projections. Images are padded by
+reflection. Accuracy is that of the last epoch. Runs are kept under --runs-dir and found again, so that a killed
+command goes on, and seeds can be run side by side. Writes agent_TABLE.json.
 
 --paper-recipe, for an accelerator, is the reference implementation's: the architectures of the paper ("Agent-B" is
 Agent-B beside ViT-B) at 224 pixels, all images, 240 epochs, batches of 64, images padded in black. Its data:
@@ -26,7 +23,7 @@ Agent-B beside ViT-B) at 224 pixels, all images, 240 epochs, batches of 64, imag
 --config-overrides are those of ViT and agent alike.
 """
 
-import argparse
+import itertools
 import statistics
 from pathlib import Path
 
@@ -34,30 +31,18 @@ import torch
 from transformers import ViTImageProcessor
 
 from frugalvit import BootstrappedViTForImageClassification
-from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.labels import class_names
 from frugalvit.training import joint, train
 from frugalvit.training.components.arguments import run_as_program
 from shared import (
-    add_budget_arguments,
-    add_data_arguments,
-    add_recipe_arguments,
-    add_run_arguments,
-    budget_arguments,
     budget_settings,
-    check_paper_recipe,
-    data_arguments,
-    folder_name,
-    given_arguments,
     last_accuracies,
     last_model,
+    parse_table,
     print_rows,
-    reduced_epochs,
-    row_arguments,
-    run_training,
-    set_budget,
+    run_row,
     spread,
     wanted_rows,
     write_table,
@@ -148,28 +133,15 @@ PAPER_ROWS = {
     "joint, res-like agent": {"variant": "joint-small-res"},
     "joint, Agent-B": {"variant": "joint-base"},
 }
-# Rows of "gradients": before training, from each start, and after it.
-GRADIENTS = ("fresh", "trained")
-# Starts of the pair whose gradients are compared before training: name -> `--initialization`.
+# Rows of "gradients": after training, and before it from each start of `--initialization`.
 STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
+GRADIENTS = ("trained", *STARTS)
 
 
 def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=[*TABLES, "gradients"])
-    parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
-    add_data_arguments(parser)
-    add_budget_arguments(parser, "4000; with --paper-recipe all", "6, of longer 40; with --paper-recipe 240")
-    add_recipe_arguments(parser)
-    add_run_arguments(parser, "runs/agent_tables")
-    arguments = parser.parse_args()
-    check_paper_recipe(parser, arguments)
-    if arguments.paper_recipe and arguments.table == "gradients":
-        parser.error("--paper-recipe is not for gradients, which looks at the reduced pair.")
-    if arguments.paper_recipe:
-        set_budget(arguments, None, 240)
-    else:
-        set_budget(arguments, 4000, reduced_epochs(arguments.table))
+    arguments = parse_table(
+        __doc__, [*TABLES, "gradients"], 4000, lambda table: 240, "runs/agent_tables", reduced_only=["gradients"]
+    )
     table, rows = TABLES.get(arguments.table, GRADIENTS), []
     names = wanted_rows(arguments, table)
     if arguments.table == "gradients":
@@ -191,11 +163,8 @@ def main():
 
 def run(arguments, name: str, recipe, row: dict, seed: int) -> tuple[Path, dict]:
     """Folder and results of a row's run with a seed, trained now or before."""
-    argv = ["--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments)]
-    argv += ["--batch-size", "64" if arguments.paper_recipe else "32", *row_arguments(options(arguments, name, row))]
-    argv += given_arguments(arguments, "crop", "flip", "dataset_config", "label_column")
-    folder = arguments.runs_dir / folder_name(name, seed, argv)
-    return folder, run_training(recipe, folder, argv)
+    batch_size = {"batch_size": 64 if arguments.paper_recipe else 32}
+    return run_row(arguments, recipe, name, seed, batch_size | options(arguments, name, row))
 
 
 def options(arguments, name: str, row: dict) -> dict:
@@ -226,15 +195,14 @@ def gradients(arguments, names: list[str]) -> list[dict]:
     image_processor = ViTImageProcessor(size={"height": 32, "width": 32})
     inputs = {"pixel_values": image_processor(decoded, return_tensors="pt")["pixel_values"], "labels": labels}
     measured = {}
-    for seed in arguments.seeds:
-        for name, start in STARTS.items() if "fresh" in names else ():
+    for seed, name in itertools.product(arguments.seeds, names):
+        if name == "trained":
+            model, _ = last_model(run(arguments, "joint", *TABLES["joint"]["joint"], seed)[0])
+        else:
             torch.manual_seed(seed)
-            pair = joint.TwinArguments(JOINT["variant"], VIT, AGENT, initialization=start)
-            measured.setdefault(name, []).append(pulls(joint.build_twins(pair, class_names(images)), inputs))
-        if "trained" in names:
-            folder, _ = run(arguments, "joint", *TABLES["joint"]["joint"], seed)
-            model, _ = last_model(folder)
-            measured.setdefault("trained", []).append(pulls(model, inputs))
+            pair = joint.TwinArguments(JOINT["variant"], VIT, AGENT, initialization=STARTS[name])
+            model = joint.build_twins(pair, class_names(images))
+        measured.setdefault(name, []).append(pulls(model, inputs))
     return [
         {"ViT": name}
         | {column: statistics.mean(each[column] for each in values) for column in values[0]}

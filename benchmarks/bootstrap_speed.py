@@ -6,10 +6,9 @@ CHECKOUT is a clone of github.com/showlab/sparseformer. A SparseFormer of base s
 both with random weights: the plain loop reads, crops, flips and normalizes with torchvision, asks timm's ViT without
 gradients and trains the reference's student; `frugalvit bootstrap` does the same its own way, once with an empty and
 once with a full cache of the teacher's embeddings. Every row is a process of its own; rows take turns, and the median
-of their rounds counts. Another row has the data loader alone. Writes bootstrap_speed.json.
+of their rounds counts. Writes bootstrap_speed.json.
 """
 
-import argparse
 import json
 import multiprocessing
 import resource
@@ -21,20 +20,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch.utils.data import DataLoader
-from torchvision.transforms import v2
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit import bootstrap
-from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
-from frugalvit.common.decoding import decode_image
 from frugalvit.common.tables import format_table
 from frugalvit.common.views import ImageFormat
-from frugalvit.training.components.augmentation import BootstrapView
-from frugalvit.training.components.loaders import TrainingLoader
-from shared import add_results_argument, write_table
+from shared import Views, add_results_argument, cropped, make_parser, write_table
 from sparseformer_speed import load_reference
 
 
@@ -43,7 +36,7 @@ FROZEN = 4
 
 
 def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--sparseformer", type=Path, required=True, help="a clone of the reference implementation")
     parser.add_argument("--dataset", nargs="+", required=True, help="images to train on, as in `frugalvit bootstrap`")
     parser.add_argument("--split", default="train", help="default: %(default)s")
@@ -67,7 +60,6 @@ def main():
             "plain loop": (plain_loop,),
             "frugalvit bootstrap, empty cache": (recipe, folder, "empty"),
             "frugalvit bootstrap, full cache": (recipe, folder, "full"),
-            "data loader alone": (data_loader,),
         }
         # Fills the cache.
         in_process(recipe, arguments, folder, "full")
@@ -127,24 +119,12 @@ def plain_loop(arguments) -> float:
         part.requires_grad_(False)
     student.proj = torch.nn.Identity()
     optimizer = torch.optim.AdamW([p for p in student.parameters() if p.requires_grad], lr=2e-4)
-    transform = v2.Compose(
-        [
-            v2.RandomResizedCrop(224, (0.5, 1.0)),
-            v2.RandomHorizontalFlip(),
-            v2.ToImage(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize([0.5] * 3, [0.5] * 3),
-        ]
-    )
-    images = load_images(arguments.dataset)
-
-    def collate(records):
-        return torch.stack([transform(decode_image(record["image"], 0)) for record in records])
-
-    loader = DataLoader(images, arguments.batch_size, shuffle=True, drop_last=True, collate_fn=collate)
+    images = Views(load_images(arguments.dataset), cropped(ImageFormat((224, 224)), (0.5, 1.0)))
+    loader = DataLoader(images, arguments.batch_size, shuffle=True, drop_last=True)
     seconds = 0.0
     start = time.perf_counter()
-    for step, pixel_values in zip(range(2 * arguments.steps), loader, strict=False):
+    for step, batch in zip(range(2 * arguments.steps), loader, strict=False):
+        pixel_values = batch["pixel_values"]
         with torch.no_grad():
             target = teacher.forward_head(teacher.forward_features(pixel_values), pre_logits=True)
         loss = (1 - F.cosine_similarity(student(pixel_values), target)).mean()
@@ -157,18 +137,6 @@ def plain_loop(arguments) -> float:
             seconds += time.perf_counter() - start
         start = time.perf_counter()
     return arguments.steps * arguments.batch_size / seconds
-
-
-def data_loader(arguments) -> float:
-    """Time decoding, augmentation and normalization in one process, as the command does them."""
-    view = BootstrapView(ImageFormat((224, 224)))
-    images = load_images(arguments.dataset)
-    loader = TrainingLoader(Accelerator(cpu=True), images, view, batch_size=arguments.batch_size)
-    steps = min(loader.steps_per_epoch, 10)
-    start = time.perf_counter()
-    for _ in zip(range(steps), loader.epoch(0), strict=False):
-        pass
-    return steps * arguments.batch_size / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":

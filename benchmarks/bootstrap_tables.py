@@ -4,22 +4,44 @@
     python benchmarks/bootstrap_tables.py losses    # table 3: what to align, what to inherit
     python benchmarks/bootstrap_tables.py blocks    # supplement, table 1: truncate, tune, freeze
     python benchmarks/bootstrap_tables.py choices   # where paper, code and ours differ
+    python benchmarks/bootstrap_tables.py elastic --dataset TRAIN --eval-dataset TEST
+    python benchmarks/bootstrap_tables.py compare --dataset TRAIN --eval-dataset TEST --tome CHECKOUT
 
-Runs are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side
-before all of them are put together. Writes bootstrap_TABLE.json.
+`elastic` goes on from the shipped student with the same views: students that are cut to a number of tokens, one that
+learns with all numbers, and one whose smaller numbers learn from the tokens of the largest, too. `compare` sets them
+beside smaller images, fewer patches and ToMe off the shelf. Runs are kept under --runs-dir and found again, so that a
+killed command goes on, and seeds can be run side by side before all of them are put together. Writes
+bootstrap_TABLE.json, elastic_cifar10.json, and compare_cifar10.json and .png.
 """
 
-import argparse
 import json
+import statistics
 from pathlib import Path
 
 from transformers import AutoModelForImageClassification
 
 import frugalvit
-from frugalvit.common.command_line import CommandParser
-from frugalvit.common.tables import format_table
+from frugalvit.common.data import load_images
+from frugalvit.compare import compare
+from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
 from frugalvit.training import bootstrap, train
-from shared import STUDENT, add_run_arguments, folder_name, last_accuracies, run_training, wanted_rows, write_table
+from shared import (
+    STUDENT,
+    add_data_arguments,
+    add_precision_argument,
+    add_run_arguments,
+    data_arguments,
+    folder_name,
+    last_accuracies,
+    make_parser,
+    print_rows,
+    run_training,
+    spread,
+    wanted_rows,
+    write_comparison,
+    write_table,
+)
+from token_merging import merging
 
 
 # Rows: name -> arguments of the command besides the shared ones. "{16 tokens}" is the folder of that row's run.
@@ -58,19 +80,33 @@ TABLES = {
     },
 }
 
+# Numbers of tokens of "elastic", and its rows: name -> arguments of `frugalvit bootstrap` besides the shared ones.
+COUNTS = [3, 7, 11, 15]
+ELASTIC = {
+    **{f"{count} tokens": ["--num-latent-tokens", str(count)] for count in COUNTS},
+    "all numbers": ["--elastic-token-counts", *map(str, COUNTS)],
+    "all numbers, and from the largest": ["--elastic-token-counts", *map(str, COUNTS), "--elastic-loss-weight", "2"],
+}
+
 
 def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=TABLES)
+    parser = make_parser(__doc__)
+    parser.add_argument("table", choices=[*TABLES, "elastic", "compare"])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
     parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="of every run but continued ones (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="of runs that do not go on from others (default: 3)")
     parser.add_argument("--continued-epochs", type=int, default=2, help="of continued runs (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="default: %(default)s")
-    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
+    add_precision_argument(parser, "no")
+    add_data_arguments(parser)
+    parser.add_argument("--tome", help="checkout of ToMe, for compare")
+    parser.add_argument("--rounds", type=int, default=20, help="timed passes of compare (default: %(default)s)")
     add_run_arguments(parser, "runs/bootstrap_tables")
     arguments = parser.parse_args()
+    if arguments.table in ("elastic", "compare"):
+        {"elastic": train_elastic, "compare": compare_elastic}[arguments.table](arguments)
+        return
 
     teacher_accuracy = run(arguments, "16 tokens", [], arguments.seeds[0])["best"]["teacher_accuracy"]
     rows = []
@@ -90,7 +126,7 @@ def main():
                 "macs_with_attention": counted.macs_with_attention,
             }
         )
-        print(format_table([{k: v for k, v in row.items() if k != "accuracies"} for row in rows]), flush=True)
+        print_rows(rows)
 
     settings = ("images", "epochs", "continued_epochs", "learning_rate", "seeds", "mixed_precision")
     write_table(
@@ -143,6 +179,47 @@ def scratch_arguments(arguments) -> list[str]:
         *("--warmup-epochs", "1", "--learning-rate", str(arguments.learning_rate)),
         *("--image-std", "0.25", "0.25", "0.25"),
     ]
+
+
+def train_elastic(arguments):
+    """A row for each student and number of tokens."""
+    rows = []
+    for name, extra in ELASTIC.items():
+        last = [run_elastic(arguments, name, seed)["epochs"][-1] for seed in arguments.seeds]
+        elastic = "--elastic-token-counts" in extra
+        for count in COUNTS if elastic else [int(extra[-1])]:
+            accuracies = [result[f"accuracy_{count}" if elastic else "accuracy"] for result in last]
+            row = {"student": name, "num_tokens": count, "accuracy": statistics.mean(accuracies)}
+            row |= {"spread": spread(accuracies), "accuracies": accuracies}
+            rows.append(row | {"teacher_accuracy": last[0]["teacher_accuracy"]})
+    print_rows(rows)
+    data = f"CIFAR-10, {' '.join(arguments.dataset)}, 32 px"
+    write_table(arguments.results_dir / "elastic_cifar10.json", {"seeds": arguments.seeds}, rows, data=data)
+
+
+def run_elastic(arguments, name: str, seed: int) -> dict:
+    """Results of a student that goes on from the one that ships, trained now or before."""
+    argv = [
+        *("--teacher", arguments.teacher, "--student", "checkpoints/cifar10-sparseformer", *data_arguments(arguments)),
+        *("--eval-split", "train" if arguments.eval_dataset else "test", "--no-compare", "--crop-scale", "0.8", "1"),
+        *("--token-loss-weight", "2", "--batch-size", "64", "--warmup-epochs", "0.1", "--epochs", "1"),
+        *("--learning-rate", "1e-3", "--seed", str(seed), *ELASTIC[name]),
+    ]
+    return run_training(bootstrap, arguments.runs_dir / folder_name(name, seed), argv)
+
+
+def compare_elastic(arguments):
+    """Compare the students of the first seed with their teacher, with smaller images and with fewer patches."""
+    seed = arguments.seeds[0]
+    contenders = load_teachers(arguments.teacher, "ViT", BASELINES, [16, 24], seed=seed)
+    for name in [*ELASTIC][:-1]:
+        method = "one student for all numbers" if name == "all numbers" else "one student for each number"
+        contenders += load_students(str(arguments.runs_dir / folder_name(name, seed)), method, f"student, {name}")
+    if arguments.tome:
+        contenders += [merging(*load_teacher(arguments.teacher), arguments.tome, merged) for merged in (4, 8, 12)]
+    images = load_images(arguments.eval_dataset or arguments.dataset, "train" if arguments.eval_dataset else "test")
+    rows = compare(contenders, images, rounds=arguments.rounds, memory=False)
+    write_comparison(arguments, "compare_cifar10", len(images), rows, "CIFAR-10, test images, 32 px")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ found again, so that a killed command goes on, and seeds can be run side by side
 Writes clip_TABLE.json.
 """
 
-import argparse
 import copy
 import functools
 import math
@@ -32,6 +31,7 @@ from transformers import (
     LlavaProcessor,
     Trainer,
     TrainingArguments,
+    default_data_collator,
     set_seed,
 )
 
@@ -44,7 +44,6 @@ from frugalvit import (
     matching_processor,
     swap_vision_tower,
 )
-from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_folder, write_json
@@ -52,7 +51,6 @@ from frugalvit.common.labels import class_names
 from frugalvit.common.loading import load_llava, load_vision_model
 from frugalvit.common.reading import Reader
 from frugalvit.common.splits import default_split
-from frugalvit.common.tables import format_table
 from frugalvit.evaluation.images import image_batches, take_first
 from frugalvit.evaluation.retrieval import embed_all_images, retrieval_recall
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
@@ -66,6 +64,8 @@ from shared import (
     add_run_arguments,
     data_arguments,
     folder_name,
+    make_parser,
+    print_rows,
     run_training,
     spread,
     write_table,
@@ -73,8 +73,6 @@ from shared import (
 from small_clip import SENTENCES, word_tokenizer
 
 
-VISION = "image_size=32,patch_size=4,hidden_size=128,intermediate_size=512,num_hidden_layers=6,num_attention_heads=4"
-TEXT = "hidden_size=128,intermediate_size=512,num_hidden_layers=2,num_attention_heads=4"
 LANGUAGE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
 # Of the regression of patches, relative to the variance of a channel.
 RIDGE = 0.1
@@ -110,7 +108,7 @@ ALIGNED = {
 
 
 def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     tables = {
         "clip": measure_clips,
         "llava": measure_llavas,
@@ -137,7 +135,7 @@ def main():
             if not isinstance(value, int):
                 row[f"{number} spread"] = spread(values)
         rows.append(row)
-    print(format_table(rows))
+    print_rows(rows)
     settings = ("images", "test_images", "clip_epochs", "epochs", "seeds")
     settings += () if arguments.table == "clip" else ("llava_steps",)
     settings += ("align_epochs",) if arguments.table == "llava" else ()
@@ -173,14 +171,8 @@ def train_images(arguments) -> datasets.Dataset:
 def train_clip(arguments, seed: int) -> Path:
     """The folder of a CLIP, trained now or before."""
     folder = arguments.runs_dir / folder_name("clip", seed)
-    run_training(
-        small_clip,
-        folder,
-        [
-            *(*shared_arguments(arguments, seed), "--vision", VISION, "--text", TEXT, "--projection-dim", "128"),
-            *("--epochs", str(arguments.clip_epochs), "--warmup-epochs", "1", "--batch-size", "128"),
-        ],
-    )
+    if not folder.exists():
+        small_clip.train_clip(train_images(arguments), folder, arguments.clip_epochs, seed)
     return folder
 
 
@@ -312,25 +304,34 @@ def train_llava(arguments, clip: Path, seed: int) -> Path:
     texts = [f"<image> {question} {answer(name)}" for question, answer in QUESTIONS.items() for name in names]
     tokenizer = word_tokenizer([text.replace("<image>", "") for text in texts])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    vision = CLIPModel.from_pretrained(clip).vision_model
+    language = LlamaConfig(vocab_size=len(tokenizer), **LANGUAGE, pad_token_id=tokenizer.pad_token_id)
+    image_processor = AutoProcessor.from_pretrained(clip).image_processor
+    llava, processor = make_llava(CLIPModel.from_pretrained(clip).vision_model, language, image_processor, tokenizer)
+    train_answers(llava, processor, images, folder, arguments.llava_steps, seed)
+    return folder
+
+
+def make_llava(tower, language: LlamaConfig, image_processor, tokenizer):
+    """Return a LLaVA with a vision tower that does not learn and a new language model, and its processor."""
+    vision = tower.config
     config = LlavaConfig(
-        vision_config=vision.config,
-        text_config=LlamaConfig(vocab_size=len(tokenizer), **LANGUAGE, pad_token_id=tokenizer.pad_token_id),
+        vision_config=vision,
+        text_config=language,
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        image_seq_length=64,
+        image_seq_length=(vision.image_size // vision.patch_size) ** 2,
     )
     llava = LlavaForConditionalGeneration(config)
-    llava.model.vision_tower.load_state_dict(vision.state_dict())
+    # A classifier has no pooler, and a LLaVA does not read it.
+    llava.model.vision_tower.load_state_dict(tower.state_dict(), strict=False)
     llava.model.vision_tower.requires_grad_(False)
     processor = LlavaProcessor(
-        AutoProcessor.from_pretrained(clip).image_processor,
+        image_processor,
         tokenizer,
-        patch_size=4,
+        patch_size=vision.patch_size,
         num_additional_image_tokens=1,
         vision_feature_select_strategy="default",
     )
-    train_answers(llava, processor, images, folder, arguments.llava_steps, seed)
-    return folder
+    return llava, processor
 
 
 def train_answers(
@@ -342,31 +343,32 @@ def train_answers(
     tokenizer, names = processor.tokenizer, class_names(images)
     reader = Reader(processor.image_processor, exact=True)
     pixels = torch.cat([pixel_values for pixel_values, _ in image_batches(reader, images, 256)])
-    labels, questions = images["label"], list(QUESTIONS.items())
+    examples = [
+        (question_ids(tokenizer, question), tokenizer(answer(name), add_special_tokens=False)["input_ids"])
+        for name in names
+        for question, answer in QUESTIONS.items()
+    ]
+    length, padded = max(len(ids) + len(answer) for ids, answer in examples), []
+    for ids, answer in examples:
+        padding = length - len(ids) - len(answer)
+        padded.append(
+            {
+                "input_ids": [tokenizer.pad_token_id] * padding + ids + answer,
+                "attention_mask": [0] * padding + [1] * (length - padding),
+                "labels": [-100] * (length - len(answer)) + answer,
+            }
+        )
+    labels = images["label"]
 
     class Questions(torch.utils.data.Dataset):
         """Each image with each question."""
 
         def __len__(self) -> int:
-            return len(questions) * len(pixels)
+            return len(QUESTIONS) * len(pixels)
 
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            image, (question, answer) = index // len(questions), questions[index % len(questions)]
-            ids = question_ids(tokenizer, question)
-            answer_ids = tokenizer(answer(names[labels[image]]), add_special_tokens=False)["input_ids"]
-            return {"ids": ids, "answer": answer_ids, "pixel_values": pixels[image]}
-
-    def collate(examples: list[dict]) -> dict[str, torch.Tensor]:
-        length = max(len(example["ids"]) + len(example["answer"]) for example in examples)
-        batch = {"input_ids": [], "attention_mask": [], "labels": []}
-        for example in examples:
-            ids, answer = example["ids"], example["answer"]
-            padding = length - len(ids) - len(answer)
-            batch["input_ids"].append([tokenizer.pad_token_id] * padding + ids + answer)
-            batch["attention_mask"].append([0] * padding + [1] * (length - padding))
-            batch["labels"].append([-100] * (length - len(answer)) + answer)
-        batch = {name: torch.tensor(rows) for name, rows in batch.items()}
-        return batch | {"pixel_values": torch.stack([example["pixel_values"] for example in examples])}
+        def __getitem__(self, index: int) -> dict:
+            image, question = divmod(index, len(QUESTIONS))
+            return padded[len(QUESTIONS) * labels[image] + question] | {"pixel_values": pixels[image]}
 
     with tempfile.TemporaryDirectory() as scratch:
         training = TrainingArguments(
@@ -383,7 +385,7 @@ def train_answers(
             remove_unused_columns=False,
             dataloader_pin_memory=False,
         )
-        Trainer(llava, training, train_dataset=Questions(), data_collator=collate).train()
+        Trainer(llava, training, train_dataset=Questions(), data_collator=default_data_collator).train()
     with whole_folder(folder) as aside:
         llava.save_pretrained(aside)
         processor.save_pretrained(aside)

@@ -10,10 +10,10 @@
     python benchmarks/context_broadcast_tables.py insertion      # into the shipped ViT, which trains on
     python benchmarks/context_broadcast_tables.py sparseformer   # in the cortex of a trained one, which trains on
     python benchmarks/context_broadcast_tables.py longer         # CB and CB_S with DeiT's recipe, 40 epochs
+    python benchmarks/context_broadcast_tables.py speed          # what it costs a ViT-S at 224 pixels
 
-Every row of a table has the same architecture and budget: the reduced recipe of the initialization tables (64 tokens
-and [CLS], width 96, 4 blocks, 4 heads, 6,000 images, 6 epochs). "longer" has DeiT's augmentation, mixing and drop
-path instead, five epochs of warm-up and batches of 128; "inserted" trains nothing and heeds no budget. Accuracy is
+Every row of a table has the architecture and budget of the initialization tables (64 tokens and [CLS], width 96, 4
+blocks, 4 heads, 6,000 images, 6 epochs); "longer" has DeiT's recipe, "inserted" and "speed" train nothing. Accuracy is
 that of the last epoch, also with a quarter of every image hidden and under an attack; entropy is of attention,
 averaged over layers, heads, images. Runs are kept under --runs-dir and found again, so that a killed command goes on,
 and seeds can be run side by side. Writes context_broadcast_TABLE.json.
@@ -26,7 +26,7 @@ LocalViT-T at 224 pixels, on all images, with DeiT's recipe as in `frugalvit tra
     --dataset uoft-cs/cifar100 --label-column fine_label --rows none "cb at mlp_end", of "kinds", for table S4
 """
 
-import argparse
+import copy
 import json
 import statistics
 from pathlib import Path
@@ -35,35 +35,30 @@ import datasets
 import torch
 from transformers import PreTrainedModel
 
-from frugalvit import insert_context_broadcast
+from frugalvit import (
+    ViTContextBroadcastConfig,
+    ViTContextBroadcastForImageClassification,
+    count_context_broadcast,
+    count_macs,
+    insert_context_broadcast,
+)
 from frugalvit.attention import measure_attention
-from frugalvit.common.command_line import CommandParser
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.speed import images_per_second
 from frugalvit.configuration.configuration_base import CONTEXT_BROADCASTS
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.training import train
 from frugalvit.training.components.arguments import run_as_program
 from local_vit import LocalViTConfig
 from shared import (
-    add_budget_arguments,
-    add_data_arguments,
-    add_recipe_arguments,
-    add_run_arguments,
-    budget_arguments,
     budget_settings,
-    check_paper_recipe,
-    data_arguments,
     evaluation_images,
-    folder_name,
-    given_arguments,
     last_model,
+    parse_table,
     print_rows,
-    reduced_epochs,
-    row_arguments,
-    run_training,
-    set_budget,
+    run_row,
     spread,
     wanted_rows,
     write_table,
@@ -83,7 +78,7 @@ PVT_V2 = (
 
 
 def vit(kind: str | None, *positions: str, **options) -> dict:
-    """A row's arguments of the command: a ViT of the family."""
+    """Arguments of `frugalvit train`: a ViT of the family."""
     overrides = ["context_broadcast=" + ("null" if kind is None else kind)]
     if positions:
         overrides.append("context_broadcast_position=[" + ",".join(f'"{position}"' for position in positions) + "]")
@@ -91,26 +86,25 @@ def vit(kind: str | None, *positions: str, **options) -> dict:
 
 
 def host(model_type: str, overrides: str, kind: str | None) -> dict:
-    """A row's arguments of the command: a model of Transformers."""
+    """Arguments of `frugalvit train`: a model of Transformers."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model_type": model_type, "config_overrides": overrides, **inserted}
 
 
 def shipped(name: str, kind: str | None, **options) -> dict:
-    """A row's arguments of the command: a shipped model, which trains on."""
+    """Arguments of `frugalvit train`: a shipped model, which trains on."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model": f"checkpoints/{name}", "learning_rate": 1e-4, **inserted, **options}
 
 
 def distilled(kind: str | None) -> dict:
-    """A row's arguments of the command: a ViT with a distillation token, whose classifier learns the shipped ViT's
-    classes."""
+    """Arguments of `frugalvit train`: a ViT with a distillation token that learns the shipped ViT's classes."""
     row = vit(kind, distill_from="checkpoints/cifar10-vit", distill_kind="hard")
     return row | {"config_overrides": f"{row['config_overrides']},use_distillation_token=true"}
 
 
 def scaled(start: float) -> dict:
-    """A row's arguments of the command: a ViT with CB_S, whose scale starts at `start`."""
+    """Arguments of `frugalvit train`: a ViT with CB_S, whose scale starts at `start`."""
     row = vit("cb_s")
     return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 
@@ -180,12 +174,8 @@ TABLES = {
         "cb at attention_end": vit("cb", "attention_end"),
         "cb at mlp_end and attention_end": vit("cb", "mlp_end", "attention_end"),
         **{
-            f"{kind} at {position}": vit(kind, position)
-            for kind in ("cb_gate", "cb_hybrid")
-            for position in ("mlp_front", "mlp_mid", "attention_end")
-        },
-        **{
-            f"{kind} at mlp_end and attention_end": vit(kind, "mlp_end", "attention_end")
+            f"{kind} at {' and '.join(places)}": vit(kind, *places)
+            for places in (["mlp_front"], ["mlp_mid"], ["attention_end"], ["mlp_end", "attention_end"])
             for kind in ("cb_gate", "cb_hybrid")
         },
     },
@@ -231,29 +221,30 @@ TABLES = {
 }
 # Rows of "inserted".
 INSERTED = ("none", *CONTEXT_BROADCASTS)
-# Tables that go on from a model that ships.
+# Tables of models that ship, which have no recipe of the paper.
 OF_SHIPPED = ("distillation", "inserted", "insertion", "sparseformer")
+# Images of a batch and timed passes of "speed".
+BATCH_SIZE, ROUNDS = 8, 40
 
 
 def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=[*TABLES, "inserted"])
-    parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
-    add_data_arguments(parser)
-    add_budget_arguments(parser, "6000; with --paper-recipe all", "6, of longer 40; with --paper-recipe see above")
-    add_recipe_arguments(parser)
-    add_run_arguments(parser, "runs/context_broadcast_tables")
-    arguments = parser.parse_args()
-    check_paper_recipe(parser, arguments)
-    if arguments.paper_recipe and arguments.table in OF_SHIPPED:
-        parser.error(f"--paper-recipe is not for {arguments.table}, whose rows go on from a model that ships.")
-    if arguments.paper_recipe:
-        set_budget(arguments, None, PAPER_EPOCHS.get(arguments.table, 300))
-    else:
-        set_budget(arguments, 6000, reduced_epochs(arguments.table))
+    arguments = parse_table(
+        __doc__,
+        [*TABLES, "inserted", "speed"],
+        6000,
+        lambda table: PAPER_EPOCHS.get(table, 300),
+        "runs/context_broadcast_tables",
+        reduced_only=OF_SHIPPED,
+    )
+    file = arguments.results_dir / f"context_broadcast_{arguments.table}.json"
+    if arguments.table == "speed":
+        rows = measure_speed()
+        print_rows(rows)
+        settings = {"model": "vit-small-plain-224", "batch_size": BATCH_SIZE, "rounds": ROUNDS}
+        write_table(file, settings, rows, device="cpu", threads=torch.get_num_threads())
+        return
     table, rows = TABLES.get(arguments.table, INSERTED), []
     names = wanted_rows(arguments, table)
-    file = arguments.results_dir / f"context_broadcast_{arguments.table}.json"
     test_images = evaluation_images(arguments)
     if arguments.table == "inserted":
         rows = inserted(names, test_images)
@@ -284,11 +275,7 @@ def run(arguments, name: str, row: dict, seed: int) -> Path:
         overrides.insert(1, PAPER_SIZES[row["model_type"]])
     if any(overrides):
         options["config_overrides"] = ",".join(filter(None, overrides))
-    argv = ["--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments), *row_arguments(options)]
-    argv += given_arguments(arguments, "crop", "flip", "dataset_config", "label_column")
-    folder = arguments.runs_dir / folder_name(name, seed, argv)
-    run_training(train, folder, argv)
-    return folder
+    return run_row(arguments, train, name, seed, options)[0]
 
 
 def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:
@@ -300,6 +287,26 @@ def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:
             insert_context_broadcast(model, kind)
         rows.append({"row": kind, **measure(model, image_processor, test_images)})
     return rows
+
+
+def measure_speed() -> list[dict]:
+    """Time a ViT-S with the same weights with and without each kind, in turns."""
+    config = ViTContextBroadcastConfig.from_variant("vit-small-plain-224")
+    models = {"none": ViTContextBroadcastForImageClassification(config).eval()}
+    for kind in CONTEXT_BROADCASTS:
+        models[kind] = copy.deepcopy(models["none"])
+        insert_context_broadcast(models[kind], kind)
+    speeds = images_per_second(models, torch.randn(BATCH_SIZE, 3, 224, 224), ROUNDS)
+    return [
+        {
+            "row": name,
+            "images_per_second": speeds[name],
+            "overhead": speeds["none"] / speeds[name] - 1,
+            "macs": count_macs(model, 224).macs,
+            "operations": count_context_broadcast(model, 224),
+        }
+        for name, model in models.items()
+    ]
 
 
 def measured_once(folder: Path, test_images: datasets.Dataset, attends_to_all: bool) -> dict[str, float]:

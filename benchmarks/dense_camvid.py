@@ -14,11 +14,10 @@ the test images, maps of fewer cells interpolated. Milliseconds are those of one
 backbones in turns. How far a row is behind the teacher has the error of the test images, by a bootstrap of them.
 
 The grid with an upsampler is trained with every seed of --seeds, others with the first. Runs are kept under --runs-dir
-and found again: with --train-only, processes side by side may train them, of each kind and seed one. Writes
-dense_camvid.json and dense_camvid.webp. CamVid (Brostow et al.) is for research and stays out of the repository.
+and found again. Writes dense_camvid.json and dense_camvid.webp. CamVid (Brostow et al.) is for research and stays out
+of the repository.
 """
 
-import argparse
 import dataclasses
 import functools
 import statistics
@@ -37,22 +36,27 @@ from tqdm import tqdm
 from transformers import ViTImageProcessor
 
 from frugalvit import BootstrapArguments, BootstrapTrainer, SparseFormerBackbone
-from frugalvit.common.command_line import CommandParser
 from frugalvit.common.contender import Vision
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import choose_device, load_vision_model
 from frugalvit.common.macs import macs_of
 from frugalvit.common.masks import MaskReader, load_masked_images
 from frugalvit.common.speed import images_per_second
-from frugalvit.common.tables import format_table
 from frugalvit.common.views import ImageFormat
 from frugalvit.compare import draw_comparison
 from frugalvit.contenders import RandomPatches
 from frugalvit.modeling.dense import spread as spread_over_cells
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
-from frugalvit.modeling.segmentation import geometric_bias
 from frugalvit.pictures import save_figure
-from shared import add_run_arguments, folder_name, spread, write_table
+from shared import (
+    add_precision_argument,
+    add_run_arguments,
+    folder_name,
+    make_parser,
+    print_rows,
+    spread,
+    write_table,
+)
 from token_merging import PooledViT, apply_tome, as_timm
 
 
@@ -102,37 +106,19 @@ class Backbone:
         return macs_of(Vision(self.model, self.maps), self.size)
 
 
-def make_parser(description: str) -> CommandParser:
-    """Options of what is measured on these scenes."""
-    parser = CommandParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--teacher", required=True, help="folder of a pretrained ViT with patches of 14 pixels")
-    parser.add_argument("--bootstrap", nargs="*", default=[], choices=STUDENTS, help="students to bootstrap")
-    parser.add_argument(
-        "--bootstrap-epochs", type=int, default=64, help="of the training images (default: %(default)s)"
-    )
-    parser.add_argument("--train-only", action="store_true", help="train what is not there yet, and measure nothing")
-    parser.add_argument("--num-workers", type=int, default=0, help="processes that decode (default: 0)")
-    parser.add_argument("--train", required=True, help="CamVid to train on, as in `frugalvit segment`")
-    parser.add_argument("--test", required=True, help="CamVid to test on")
-    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16", help="default: %(default)s")
-    add_run_arguments(parser, "runs/dense_camvid")
-    return parser
-
-
 def main():
     parser = make_parser(__doc__)
+    parser.add_argument("--teacher", required=True, help="folder of a pretrained ViT with patches of 14 pixels")
+    parser.add_argument("--bootstrap", nargs="*", default=[], choices=STUDENTS, help="students to bootstrap")
+    parser.add_argument("--bootstrap-epochs", type=int, default=64, help="of the training images (default: 64)")
+    parser.add_argument("--train", required=True, help="CamVid to train on, as in `frugalvit segment`")
+    parser.add_argument("--test", required=True, help="CamVid to test on")
     parser.add_argument("--tome", help="checkout of ToMe")
+    add_precision_argument(parser, "bf16")
+    add_run_arguments(parser, "runs/dense_camvid")
     arguments = parser.parse_args()
     model, processor = load_vision_model(arguments.teacher, "cpu")
     image_format = ImageFormat.from_processor(processor)
-    for kind in arguments.bootstrap:
-        bootstrap_students(arguments, kind, image_format)
-    if not arguments.train_only:
-        compare_frozen(arguments, model, image_format)
-
-
-def compare_frozen(arguments, model: nn.Module, image_format: ImageFormat):
-    """Measure all backbones, frozen, and write the table."""
     train, test = (load_masked_images([data], "train") for data in (arguments.train, arguments.test))
     masks = [read_masks(images).to(choose_device()) for images in (train, test)]
     # On the CPU they are timed, on a GPU, if there is one, used.
@@ -162,7 +148,7 @@ def compare_frozen(arguments, model: nn.Module, image_format: ImageFormat):
             row |= {name: statistics.mean(values), error: spread(values)}
         row |= behind(scores, scores_of_teacher) if rows else {}
         rows.append(row | {"cosine": statistics.mean(cosines)})
-        print(format_table(rows), flush=True)
+        print_rows(rows)
     settings = {"teacher": Path(arguments.teacher).name, "seeds": arguments.seeds}
     settings |= {"bootstrap_epochs": arguments.bootstrap_epochs} if arguments.bootstrap else {}
     data = f"CamVid, {len(train)} training and {len(test)} test images, 11 classes, scored at 360 x 480 pixels"
@@ -179,13 +165,17 @@ def draw(rows: list[dict]) -> Figure:
         speed, score = {"float32": {1: 1000 / row["milliseconds"]}}, {"mean_iou": row["mean_iou"]}
         error = {"mean_iou_error": row.get("behind_error")}
         points.append({"model": "336 x 448 pixels", "method": name, "images_per_second": speed, **score, **error})
-    return draw_comparison([point for point in points if "Gaussian" not in point["method"]], size=(6.0, 4.6))
+    return draw_comparison(points, size=(6.0, 4.6))
 
 
 def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: torch.device) -> Iterator[Backbone]:
     """The rows' backbones, of a teacher, peers and students of it, on a device."""
     model.to(device)
-    yield from teachers(model, SIZES)
+    for size in SIZES:
+        anatomy = read_anatomy(model, size)
+        name = "teacher" if size == SIZE else "teacher at lower resolution"
+        maps = functools.partial(map_of_teacher, anatomy)
+        yield Backbone(name, anatomy.num_patches, size, model, maps)
     whole = read_anatomy(model, SIZE)
     for count in TOKENS:
         maps = functools.partial(map_of_random_patches, RandomPatches(whole, count, seed=0))
@@ -209,8 +199,6 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: to
         found = [SparseFormerBackbone.from_pretrained(folder).to(device).eval() for folder in folders]
         name = f"{kind.replace('-', ' with ', 1).replace('-', ' ')}, bootstrapped"
         yield from students(name, found, TOKENS)
-        if not found[0].config.upsampler_hidden_size:
-            yield from students(f"{name}, Gaussian readout", found, TOKENS[1:2], map_by_gaussians)
 
 
 def new_student(teacher: Anatomy, kind: str, image_format: ImageFormat) -> SparseFormerBackbone:
@@ -218,15 +206,6 @@ def new_student(teacher: Anatomy, kind: str, image_format: ImageFormat) -> Spars
     fields = {"focusing": "inherited", "image_size": list(SIZE), "elastic_token_counts": sorted(TOKENS)}
     fields |= {"image_mean": image_format.mean, "image_std": image_format.std, **STUDENTS[kind]}
     return SparseFormerBackbone.from_teacher(teacher, TOKENS[0], **fields)
-
-
-def teachers(model: nn.Module, sizes: Sequence[tuple[int, int]]) -> Iterator[Backbone]:
-    """The teacher with images of several heights and widths."""
-    for size in sizes:
-        anatomy = read_anatomy(model, size)
-        name = "teacher" if size == SIZE else "teacher at lower resolution"
-        maps = functools.partial(map_of_teacher, anatomy)
-        yield Backbone(name, anatomy.num_patches, size, model, maps)
 
 
 def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[Path]:
@@ -256,19 +235,16 @@ def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[
             crop_ratio=[1.2, 1.5],
             bf16=arguments.mixed_precision == "bf16",
             use_cpu=choose_device().type == "cpu",
-            dataloader_num_workers=arguments.num_workers,
         )
         images = load_masked_images([arguments.train], "train").select_columns(["image"])
         BootstrapTrainer(teacher, student, options, images, processing_class=processor).train()
     return folders
 
 
-def students(
-    name: str, found: Sequence[SparseFormerBackbone], counts: Sequence[int], readout: Callable | None = None
-) -> Iterator[Backbone]:
+def students(name: str, found: Sequence[SparseFormerBackbone], counts: Sequence[int]) -> Iterator[Backbone]:
     """A student, of one seed or several, with each count of tokens."""
     for count in counts:
-        maps, *others = (functools.partial(readout or map_of_student, each, count) for each in found)
+        maps, *others = (functools.partial(map_of_student, each, count) for each in found)
         yield Backbone(name, count, SIZE, found[0], maps, others)
 
 
@@ -287,15 +263,6 @@ def map_of_teacher(anatomy: Anatomy, pixel_values: torch.Tensor) -> torch.Tensor
 
 def map_of_student(student: SparseFormerBackbone, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
     return student(pixel_values, num_tokens=num_tokens).feature_maps[-1]
-
-
-def map_by_gaussians(student: SparseFormerBackbone, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Tokens spread as the paper's segmentation head spreads their scores where all are alike (equation 7)."""
-    base = student.sparseformer
-    outputs = base(pixel_values, num_tokens=num_tokens, output_hidden_states=True, output_rois=True)
-    tokens = base.layernorm(outputs.hidden_states[-1])[:, student.config.num_prefix_tokens :]
-    grid = student.feature_maps.size_of(pixel_values)
-    return spread_over_cells(tokens, geometric_bias(outputs.rois[-1], *grid).softmax(1))
 
 
 def map_of_random_patches(some: RandomPatches, pixel_values: torch.Tensor) -> torch.Tensor:

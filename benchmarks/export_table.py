@@ -8,21 +8,16 @@ shipped models are compared with the original on 300 test images that calibratio
 Folders are kept under --runs-dir and found again; TRAIN and TEST are parquet files of Caltech-101.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
 from transformers import ViTImageProcessor
 
 from frugalvit import checkpoint_path, export
-from frugalvit.architectures import image_size_of
-from frugalvit.benchmark import VITS, build_model, measure_all
-from frugalvit.common.command_line import CommandParser
 from frugalvit.common.exported import REPORT, ExportedModule
 from frugalvit.common.resources import shipped_checkpoints
 from frugalvit.common.tables import format_table
-from frugalvit.options.benchmark import ROUNDS
-from shared import add_results_argument, write_table
+from shared import VITS, add_results_argument, build_model, make_parser, measure_speeds, write_table
 
 
 RUNTIMES = [
@@ -31,28 +26,24 @@ RUNTIMES = [
     ("openvino", "int8"),
     ("onnx", "float32"),
     ("onnx", "int8"),
-    ("executorch", "float32"),
-    ("executorch", "int8"),
-    ("torch", "float32"),
-    ("torch", "bfloat16"),
 ]
-# Models whose programs fit into 24 GB together, and take turns.
+# Models whose programs fit into 24 GB together, and take turns; their pixels.
 GROUPS = {
-    "base": ["vit-base", "augreg-base-49-224"],
-    "large": ["augreg-large-49-224"],
-    "caltech101": ["caltech101-sparseformer"],
-    "cifar10": ["cifar10-vit", "cifar10-sparseformer"],
+    "base": (["vit-base", "augreg-base-49-224"], 224),
+    "large": (["augreg-large-49-224"], 224),
+    "caltech101": (["caltech101-sparseformer"], 224),
+    "cifar10": (["cifar10-vit", "cifar10-sparseformer"], 32),
 }
 # Of programs, and not of what a machine does besides.
 COLUMNS = ("compared", "min_cosine", "mean_cosine", "agreement", "original_accuracy", "accuracy")
 
 
 def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--caltech", nargs=2, required=True, metavar=("TRAIN", "TEST"), help="parquet files")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="default: all")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="default: 1 8")
-    parser.add_argument("--rounds", type=int, default=10, help=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=10, help="of the largest batch (default: %(default)s)")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/export"), help="default: %(default)s")
     add_results_argument(parser)
     arguments = parser.parse_args()
@@ -60,23 +51,21 @@ def main():
     torch.manual_seed(0)
     rows = []
     for group in arguments.groups:
-        models = {}
-        for name in GROUPS[group]:
-            models[f"{name}, pytorch"] = model = build_model(name)
+        names, size = GROUPS[group]
+        models, programs = {name: build_model(name) for name in names}, {}
+        for name, model in models.items():
             for runtime, precision in RUNTIMES:
                 folder = exported(model, name, runtime, precision, arguments)
-                # Written by this command.
-                models[f"{name}, {runtime} {precision}"] = ExportedModule(folder, trust_remote_code=True)
+                programs[f"{name}, {runtime} {precision}"] = ExportedModule(folder)
+        models = {f"{name}, pytorch": model for name, model in models.items()}
         dtypes = [torch.float32, torch.bfloat16]
-        size = image_size_of(next(iter(models.values())))
-        for row in measure_all(models, size, arguments.batch_size, dtypes, "cpu", arguments.rounds):
-            model = models[row["row"]]
-            program = isinstance(model, ExportedModule)
-            own = model.report if program else {"bytes": None, "parts": {"model": dict.fromkeys(COLUMNS)}}
+        for row in measure_speeds(models, size, arguments.batch_size, dtypes, arguments.rounds, programs):
+            program = programs.get(row["row"])
+            report = program.report if program else {"bytes": None, "macs": row["macs"], "parts": {"model": {}}}
             # Random weights agree by chance.
-            trained = not program or (checkpoint_of(row["row"].partition(",")[0]) is not None)
-            measured = {column: own["parts"]["model"][column] if trained else None for column in COLUMNS}
-            rows.append({**row, "bytes": own["bytes"], **measured})
+            trained = row["row"].partition(",")[0] in shipped_checkpoints()
+            measured = {column: report["parts"]["model"].get(column) if trained else None for column in COLUMNS}
+            rows.append(row | {"bytes": report["bytes"], "macs": report["macs"]} | measured)
     print(
         format_table([{key: row[key] for key in ("row", "dtype", "batch_size", "images_per_second")} for row in rows])
     )
@@ -84,18 +73,14 @@ def main():
     write_table(arguments.results_dir / "export.json", settings, rows, threads=torch.get_num_threads())
 
 
-def checkpoint_of(name: str) -> Path | None:
-    """The folder of a model, if it ships."""
-    return checkpoint_path(name) if name in shipped_checkpoints() else None
-
-
 def exported(model, name: str, runtime: str, precision: str, arguments) -> Path:
     """The folder of an exported model, written now or found."""
     folder = arguments.runs_dir / f"{name}-{runtime}-{precision}"
     if (folder / REPORT).is_file():
         return folder
-    source = checkpoint_of(name)
-    if source is None:
+    if name in shipped_checkpoints():
+        source = checkpoint_path(name)
+    else:
         source = arguments.runs_dir / name
         model.save_pretrained(source)
         if name in VITS:

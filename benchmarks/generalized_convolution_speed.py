@@ -7,21 +7,16 @@ model would keep them, and the time to make them does not. Memory is what a forw
 at its peak (Linux). Writes generalized_convolution_speed.json.
 """
 
-import argparse
-import re
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from frugalvit import GeneralizedConv2d
-from frugalvit.common.command_line import CommandParser
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
 from frugalvit.modeling.generalized_convolution import generalized_convolution_in_matrix_form, shift_matrices
-from shared import add_results_argument, write_table
+from shared import add_results_argument, make_parser, peak_memory, write_table
 
 
 CHANNELS, POSITIONS = 64, 9
@@ -40,7 +35,7 @@ class MatrixForm(nn.Module):
 
 
 def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--sides", type=int, nargs="+", default=[14, 28, 56], help="of the maps (default: 14 28 56)")
     parser.add_argument("--batch-size", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=20, help="timed passes of each (default: %(default)s)")
@@ -59,8 +54,7 @@ def main():
         row |= {f"{name}_ms": 1000 * arguments.batch_size / speed for name, speed in speeds.items()}
         row["times_faster"] = speeds["convolution"] / speeds["matrix_form"]
         for name in models:
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                row[f"{name}_mb"] = process.submit(peak_memory, name, side, arguments.batch_size).result()
+            row[f"{name}_mb"] = peak_memory(make_pass, name, side, arguments.batch_size)
         rows.append(row)
         print(format_table(rows), flush=True)
     write_table(
@@ -71,22 +65,19 @@ def main():
     )
 
 
-@torch.inference_mode()
-def peak_memory(name: str, side: int, batch_size: int) -> float:
-    """Megabytes that the layer, its constants and a forward pass add to a process at their peak."""
+def make_pass(name: str, side: int, batch_size: int) -> Callable[[], torch.Tensor]:
+    """Return a function that makes the layer and its constants and computes with them."""
     feature_map = torch.randn(batch_size, CHANNELS, side, side)
     # What the libraries need once is no part of it.
-    nn.Conv2d(CHANNELS, CHANNELS, 3)(torch.randn(1, CHANNELS, 8, 8)), torch.randn(64, 64) @ torch.randn(64, 64)
-    before = kilobytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # Linux counts the peak anew
-    layer = GeneralizedConv2d(CHANNELS, CHANNELS, POSITIONS)
-    model = layer if name == "convolution" else MatrixForm(layer, side)
-    model(feature_map)
-    return (kilobytes("VmHWM") - before) / 1000
+    with torch.inference_mode():
+        nn.Conv2d(CHANNELS, CHANNELS, 3)(torch.randn(1, CHANNELS, 8, 8))
+        torch.randn(64, 64) @ torch.randn(64, 64)
 
+    def compute() -> torch.Tensor:
+        layer = GeneralizedConv2d(CHANNELS, CHANNELS, POSITIONS)
+        return (layer if name == "convolution" else MatrixForm(layer, side))(feature_map)
 
-def kilobytes(name: str) -> int:
-    return int(re.search(name + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+    return compute
 
 
 if __name__ == "__main__":

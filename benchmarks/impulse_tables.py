@@ -9,13 +9,14 @@
     python benchmarks/impulse_tables.py convmixer         # table 4: filters that are trained, or not
     python benchmarks/impulse_tables.py heads             # tables 5 and 7: widths and heads, of depth 8
     python benchmarks/impulse_tables.py pseudo_inputs     # table 6, all nine pairs
+    python benchmarks/impulse_tables.py speed             # time of the closed form and of Algorithm 1, no training
 
 Every row of a table has the same architecture and budget, but in "settings", "sizes" and "heads", whose rows are
-architectures. The defaults are a reduced recipe (64 tokens, width 96, 4 blocks,
-4 heads; 6,000 images, batches of 64, one epoch of warm-up). --paper-recipe, for an accelerator, is ViT-T or
-ConvMixer-256 with patches of 2 pixels on all images, 200 or 100 epochs, batches of 512, and RandAugment of two
-operations. The paper does not print the rest, which is ours: 10 epochs of warm-up, RandAugment's strength, padded
-crops, flips, label smoothing of 0.1, gradients clipped at 1. The data sets of table 2:
+architectures. The defaults are a reduced recipe (64 tokens, width 96, 4 blocks, 4 heads; 6,000 images, batches of 64,
+one epoch of warm-up). --paper-recipe, for an accelerator, is ViT-T or ConvMixer-256 with patches of 2 pixels on all
+images, 200 or 100 epochs, batches of 512, and RandAugment of two operations. The paper does not print the rest, which
+is ours: 10 epochs of warm-up, RandAugment's strength, padded crops, flips, label smoothing of 0.1, gradients clipped
+at 1. The data sets of table 2:
 
     --dataset uoft-cs/cifar10
     --dataset uoft-cs/cifar100 --label-column fine_label
@@ -27,33 +28,16 @@ Runs are kept under --runs-dir and found again, so that a killed command goes on
 before all of them are put together. Writes impulse_TABLE.json.
 """
 
-import argparse
 import json
 import statistics
+import time
 
-from frugalvit.common.command_line import CommandParser
+import torch
+
+from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, impulse_init_
 from frugalvit.configuration.configuration_base import VALUE_INITS
 from frugalvit.training import train
-from shared import (
-    add_budget_arguments,
-    add_data_arguments,
-    add_recipe_arguments,
-    add_run_arguments,
-    budget_arguments,
-    budget_settings,
-    check_paper_recipe,
-    data_arguments,
-    folder_name,
-    given_arguments,
-    last_accuracies,
-    print_rows,
-    reduced_epochs,
-    row_arguments,
-    run_training,
-    set_budget,
-    wanted_rows,
-    write_table,
-)
+from shared import budget_settings, last_accuracies, parse_table, print_rows, run_row, wanted_rows, write_table
 
 
 def impulse(**options) -> dict:
@@ -185,24 +169,34 @@ CONVMIXER = {
     for filters in ("trained", "random", "impulse", "signed_impulse", "box")
 }
 
+# Rows of "speed": 12 layers, with patches of 2 pixels at 32 and of 16 at 224.
+SPEEDS = {
+    f"{variant}, {grid} x {grid}": f"{variant}-{pixels}"
+    for variant in ("vit-tiny-h3", "vit-tiny-h8", "vit-small-h6", "vit-small-h16")
+    for grid, pixels in ((16, 32), (14, 224))
+}
+# Of Algorithm 1, the paper's, and of the closed form, whose median counts.
+STEPS, REPEATS = 10_000, 5
+
 
 def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=[*VIT_TABLES, "convmixer"])
-    parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
-    add_data_arguments(parser)
-    add_budget_arguments(
-        parser, "6000; with --paper-recipe all", "6, of longer 40; with --paper-recipe 200, of ConvMixers 100"
+    arguments = parse_table(
+        __doc__,
+        [*VIT_TABLES, "convmixer", "speed"],
+        6000,
+        lambda table: 100 if table == "convmixer" else 200,
+        "runs/impulse_tables",
+        reduced_only=["speed"],
+        crop="padded",
+        flip="0.5",
     )
-    add_recipe_arguments(parser)
-    add_run_arguments(parser, "runs/impulse_tables")
-    parser.set_defaults(crop="padded", flip="0.5")
-    arguments = parser.parse_args()
-    check_paper_recipe(parser, arguments)
-    if arguments.paper_recipe:
-        set_budget(arguments, None, 100 if arguments.table == "convmixer" else 200)
-    else:
-        set_budget(arguments, 6000, reduced_epochs(arguments.table))
+    if arguments.table == "speed":
+        rows = [measure_speed(name) for name in wanted_rows(arguments, SPEEDS)]
+        print_rows(rows)
+        settings = {"steps": STEPS, "repeats": REPEATS, "adam_seconds": "time of one layer times 12"}
+        threads = torch.get_num_threads()
+        write_table(arguments.results_dir / "impulse_speed.json", settings, rows, threads=threads)
+        return
 
     table, rows = CONVMIXER if arguments.table == "convmixer" else VIT_TABLES[arguments.table], []
     for name in wanted_rows(arguments, table):
@@ -232,25 +226,48 @@ def architecture(arguments) -> str:
 def run(arguments, name: str, row: dict, seed: int) -> dict:
     """Results of a row's run with a seed, trained now or before; tables share rows of one name and budget."""
     convmixer = arguments.table == "convmixer"
-    overrides, extra = architecture(arguments), []
+    overrides, row = [architecture(arguments)], dict(row)
     if convmixer:
-        overrides += "".join(f",{field}={value}" for field, value in row.items())
-    else:
-        row = dict(row)
-        overrides = ",".join(filter(None, [overrides, row.pop("config_overrides", "")]))
-        extra = row_arguments(row)
-    extra += given_arguments(arguments, "dataset_config", "label_column")
-    argv = [
-        *("--seed", str(seed), *data_arguments(arguments), *budget_arguments(arguments)),
-        *("--model-type", "convmixer" if convmixer else "vit_impulse_init", "--config-overrides", overrides),
-        *("--batch-size", "512" if arguments.paper_recipe else "64"),
-        *("--learning-rate", "0.01" if convmixer else "1e-3", "--weight-decay", "0.01"),
-        *("--warmup-epochs", "10" if arguments.paper_recipe else "1"),
-        *("--randaugment-layers", "2" if arguments.paper_recipe else "0", "--mixup", "0"),
-        *given_arguments(arguments, "crop", "flip"),
-        *extra,
-    ]
-    return run_training(train, arguments.runs_dir / folder_name(name, seed, argv), argv)
+        overrides += [f"{field}={value}" for field, value in row.items()]
+        row = {}
+    overrides.append(row.pop("config_overrides", ""))
+    options = {
+        "model_type": "convmixer" if convmixer else "vit_impulse_init",
+        "config_overrides": ",".join(filter(None, overrides)),
+        "batch_size": 512 if arguments.paper_recipe else 64,
+        "learning_rate": 0.01 if convmixer else 1e-3,
+        "weight_decay": 0.01,
+        "warmup_epochs": 10 if arguments.paper_recipe else 1,
+        "randaugment_layers": 2 if arguments.paper_recipe else 0,
+        "mixup": 0,
+    }
+    return run_row(arguments, train, name, seed, options | row)[1]
+
+
+def measure_speed(name: str) -> dict:
+    """Time the closed form, for the default and for the maps of Algorithm 1, and Algorithm 1 itself for one layer: all
+    are the same problem."""
+    config = ViTImpulseInitConfig.from_variant(SPEEDS[name], initialization="trunc_normal")
+    measured = {"same_maps": timed(config, REPEATS, mass=None), "default": timed(config, REPEATS)}
+    config.num_hidden_layers = 1
+    seconds, report = timed(config, 1, solver="adam", steps=STEPS)
+    measured["adam"] = 12 * seconds, report
+    row = {"row": name, "times_faster": measured["adam"][0] / measured["same_maps"][0]}
+    for solver, (seconds, report) in measured.items():
+        numbers = ("peak_rate", "mass", "error", "query_norm", "key_norm")
+        row |= {f"{solver}_seconds": seconds} | {f"{solver}_{number}": report.mean(number) for number in numbers}
+    return row
+
+
+def timed(config: ViTImpulseInitConfig, repeats: int, **options):
+    """Median seconds of an initialization of the whole model, and its last report."""
+    seconds = []
+    for repeat in range(repeats):
+        model = ViTImpulseInitModel(config)
+        start = time.perf_counter()
+        report = impulse_init_(model, generator=torch.Generator().manual_seed(repeat), **options)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds), report
 
 
 if __name__ == "__main__":

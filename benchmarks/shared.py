@@ -4,29 +4,37 @@ how they were made."""
 import argparse
 import hashlib
 import json
+import re
 import shlex
 import statistics
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import datasets
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from torch import nn
+from torchvision.transforms import v2
+from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 
-from frugalvit import checkpoint_path, export
+from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
-from frugalvit.common.exported import ExportedModule
+from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.macs import macs_of
+from frugalvit.common.resources import shipped_checkpoints
+from frugalvit.common.speed import images_per_second
 from frugalvit.common.splits import default_split
 from frugalvit.common.tables import format_table
 from frugalvit.common.versions import origin
+from frugalvit.common.views import ImageFormat
 from frugalvit.compare import draw_comparison, table_rows
 from frugalvit.pictures import save_figure
 
@@ -34,6 +42,17 @@ from frugalvit.pictures import save_figure
 ROOT = Path(__file__).resolve().parents[1]
 # A SparseFormer's focusing stage for images of 32 pixels, small enough for many runs.
 STUDENT = "stem_channels=32,num_mixed_points=16,mixing_hidden_size=64,num_focusing_iterations=2"
+# What SparseFormers are compared with, as Transformers runs them.
+VITS = {
+    "vit-base": {},
+    "vit-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+}
+# Passes of small batches are short: up to so many times as many as of the largest.
+MOST_ROUNDS = 10
+
+
+def make_parser(description: str) -> CommandParser:
+    return CommandParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, runs_dir: str):
@@ -47,23 +66,15 @@ def add_results_argument(parser: argparse.ArgumentParser):
     """Add the option for the folder of results, which is not the repository's by default."""
     parser.add_argument(
         "--results-dir",
-        type=writable_folder,
+        type=new_folder,
         default="runs/results",
         help="where tables and pictures go (default: %(default)s; those of the whole run are kept in results/)",
     )
 
 
-def writable_folder(path: str) -> Path:
-    """Return a folder that can be written, made if it is not there, so that this is known before anything is
-    measured."""
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write into {path!r}: {error.strerror}") from error
-    return folder
+def new_folder(path: str) -> Path:
+    Path(path).mkdir(parents=True, exist_ok=True)
+    return Path(path)
 
 
 def add_data_arguments(parser: argparse.ArgumentParser):
@@ -73,34 +84,47 @@ def add_data_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--class-names", nargs="+", help="where the data set has none")
 
 
-def add_budget_arguments(parser: argparse.ArgumentParser, images: str, epochs: str):
-    """Add options for the number of images and epochs, with defaults in words, and for the precision, which is the
-    same on all machines by default."""
-    parser.add_argument("--images", type=int, help=f"training images (default: {images})")
-    parser.add_argument("--epochs", type=int, help=f"default: {epochs}")
-    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="default: %(default)s")
+def add_precision_argument(parser: argparse.ArgumentParser, default: str):
+    """Add the precision of trainings, which is the same on all machines by default."""
+    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default=default, help="default: %(default)s")
 
 
-def add_recipe_arguments(parser: CommandParser):
-    """Add options for the paper's recipe in the place of the reduced one, and for its data sets."""
+def parse_table(
+    description: str,
+    tables: Iterable[str],
+    images: int,
+    paper_epochs: Callable[[str], int],
+    runs_dir: str,
+    reduced_only: Sequence[str] = (),
+    **defaults,
+) -> argparse.Namespace:
+    """Parse the options of a command whose rows are trainings, by a reduced recipe or the paper's."""
+    parser = make_parser(description)
+    parser.add_argument("table", choices=[*tables])
+    parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
+    add_data_arguments(parser)
+    parser.add_argument("--images", type=int, help=f"training images (default: {images}; with --paper-recipe all)")
+    parser.add_argument("--epochs", type=int, help="default: 6, of longer 40; with --paper-recipe see above")
+    add_precision_argument(parser, "no")
     parser.add_argument("--config-overrides", default="", help="of the architecture, after the recipe's")
     parser.add_argument("--paper-recipe", action="store_true", help="the paper's sizes and budget, see above")
     parser.add_argument("--dataset-config", help="of a hub data set that has several")
     parser.add_argument("--label-column", help="where a data set has several")
     parser.add_argument("--crop", choices=["padded", "resized"], help="default: padded")
     parser.add_argument("--flip", help="probability (default: 0.5)")
-
-
-def check_paper_recipe(parser: CommandParser, arguments):
-    """End the process if `--paper-recipe` is given for the images that ship, which are too few."""
+    add_run_arguments(parser, runs_dir)
+    parser.set_defaults(**defaults)
+    arguments = parser.parse_args()
     if arguments.paper_recipe and SUBSET in arguments.dataset:
         parser.error(f"--paper-recipe is for whole data sets, not for {SUBSET}: give --dataset, see --help.")
-
-
-def set_budget(arguments, images: int | None, epochs: int):
-    """Fill in what was not given; no number of images means all."""
-    arguments.images = arguments.images or images
-    arguments.epochs = arguments.epochs or epochs
+    if arguments.paper_recipe and arguments.table in reduced_only:
+        parser.error(f"--paper-recipe is not for {arguments.table}")
+    if arguments.paper_recipe:
+        arguments.epochs = arguments.epochs or paper_epochs(arguments.table)
+    else:
+        arguments.images = arguments.images or images
+        arguments.epochs = arguments.epochs or (40 if arguments.table == "longer" else 6)
+    return arguments
 
 
 def budget_settings(arguments) -> dict:
@@ -116,30 +140,9 @@ def wanted_rows(arguments, known: Iterable[str]) -> list[str]:
     return arguments.rows or known
 
 
-def exported(name: str, *options: str) -> ExportedModule:
-    """A model that ships as a program, compared with it on 16 images; options as of `frugalvit export`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / name
-        export.main([str(checkpoint_path(name)), "--output", str(folder), "--limit", "16", *options])
-        # Written here.
-        return ExportedModule(folder, trust_remote_code=True)
-
-
 def print_rows(rows: list[dict]):
     """Rows so far, without the values of each seed."""
     print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)
-
-
-def reduced_epochs(table: str) -> int:
-    """Epochs of a table by default."""
-    return 40 if table == "longer" else 6
-
-
-def budget_arguments(arguments) -> list[str]:
-    """The budget as a command line names it."""
-    split = f"train[:{arguments.images}]" if arguments.images else "train"
-    budget = ["--train-split", split, "--epochs", str(arguments.epochs)]
-    return [*budget, "--mixed-precision", arguments.mixed_precision]
 
 
 def data_arguments(arguments) -> list[str]:
@@ -163,12 +166,6 @@ def evaluation_images(arguments) -> datasets.Dataset:
     )
 
 
-def given_arguments(arguments, *options: str) -> list[str]:
-    """Return the options that a command was given, as a command line names them."""
-    given = ((option, getattr(arguments, option)) for option in options)
-    return [text for option, value in given if value for text in (f"--{option}", value)]
-
-
 def row_arguments(row: dict) -> list[str]:
     """A row's arguments as the command line names them."""
     values = {field: value if isinstance(value, list) else [value] for field, value in row.items()}
@@ -180,6 +177,17 @@ def folder_name(row: str, seed: int, argv: Sequence[str] = ()) -> str:
     architectures apart."""
     name = f"{''.join(c if c.isalnum() else '-' for c in row)}-seed{seed}"
     return f"{name}-{hashlib.sha256(shlex.join(argv).encode()).hexdigest()[:8]}" if argv else name
+
+
+def run_row(arguments, recipe, name: str, seed: int, options: dict) -> tuple[Path, dict]:
+    """Folder and results of a row's training with a seed, run now or before; `arguments` as of `parse_table`."""
+    argv = ["--seed", str(seed), *data_arguments(arguments)]
+    argv += ["--train-split", f"train[:{arguments.images}]" if arguments.images else "train"]
+    argv += ["--epochs", str(arguments.epochs), "--mixed-precision", arguments.mixed_precision]
+    given = {name: getattr(arguments, name) for name in ("crop", "flip", "dataset_config", "label_column")}
+    argv += row_arguments(options | {name: value for name, value in given.items() if value})
+    folder = arguments.runs_dir / folder_name(name, seed, argv)
+    return folder, run_training(recipe, folder, argv)
 
 
 def run_training(recipe, folder: Path, argv: list[str]) -> dict:
@@ -198,10 +206,10 @@ def run_training(recipe, folder: Path, argv: list[str]) -> dict:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def last_model(folder: Path) -> tuple[PreTrainedModel, object]:
-    """The classifier of a run's last epoch, and its image processor. The folder's own is that of the best epoch on the
-    test images."""
-    model, image_processor = load_image_classifier(folder, "cpu")
+def last_model(folder: Path, load=load_image_classifier) -> tuple[PreTrainedModel, object]:
+    """The model of a run's last epoch, and its image processor. The folder's own is that of the best epoch on the test
+    images, which would favor the model that varies most."""
+    model, image_processor = load(folder, "cpu")
     model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
     return model, image_processor
 
@@ -216,6 +224,98 @@ def last_accuracies(results: list[dict]) -> dict:
 def spread(values: list[float]) -> float | None:
     """Standard deviation over seeds."""
     return statistics.stdev(values) if len(values) > 1 else None
+
+
+def cropped(image_format: ImageFormat, scale: Sequence[float]) -> v2.Compose:
+    """Random crops and flips, normalized."""
+    return v2.Compose(
+        [
+            v2.RandomResizedCrop(image_format.size, tuple(scale), interpolation=image_format.interpolation),
+            v2.RandomHorizontalFlip(),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(image_format.mean, image_format.std),
+        ]
+    )
+
+
+class Views(torch.utils.data.Dataset):
+    """Images as a transform shows them, and their labels."""
+
+    def __init__(self, images: datasets.Dataset, transform: Callable):
+        self.images, self.transform = images, transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict:
+        record = self.images[index]
+        return {
+            "pixel_values": self.transform(decode_image(record["image"], index)),
+            "labels": record.get("label", -1),
+        }
+
+
+def build_model(name: str) -> nn.Module:
+    """A classifier that ships, or one of the papers' or `VITS` with random weights."""
+    if name in shipped_checkpoints():
+        return load_image_classifier(checkpoint_path(name), "cpu")[0]
+    if name in VITS:
+        return ViTForImageClassification(ViTConfig(num_labels=1000, **VITS[name])).eval()
+    return SparseFormerForImageClassification(SparseFormerConfig.from_variant(name)).eval()
+
+
+def measure_speeds(
+    models: Mapping[str, nn.Module],
+    size: int,
+    batch_sizes: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    rounds: int,
+    programs: Mapping[str, Callable] | None = None,
+) -> list[dict]:
+    """Images a second on the CPU of models in each dtype and of programs, which have their own, for each batch size.
+    All take turns; smaller batches have more rounds."""
+    rows, programs = [], programs or {}
+    macs = {name: macs_of(model, size) for name, model in models.items()}
+    for dtype in dtypes:
+        timed = {name: model.to(dtype) for name, model in models.items()} | (programs if dtype == dtypes[0] else {})
+        for batch_size in batch_sizes:
+            more = min(max(batch_sizes) // batch_size, MOST_ROUNDS)
+            speeds = images_per_second(timed, torch.randn(batch_size, 3, size, size).to(dtype), rounds * more)
+            first = next(iter(speeds.values()))
+            rows += [
+                {
+                    "row": name,
+                    "batch_size": batch_size,
+                    "images_per_second": speed,
+                    "times_first": speed / first,
+                    "dtype": programs[name].precision if name in programs else str(dtype).removeprefix("torch."),
+                    "macs": macs.get(name),
+                }
+                for name, speed in speeds.items()
+            ]
+    return rows
+
+
+def peak_memory(make: Callable[..., Callable[[], object]], *arguments) -> float:
+    """Megabytes that a call adds to a new process at its peak, on Linux: that of the function which
+    `make(*arguments)` returns there. What `make` needs is no part of it."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(_peak_memory, make, *arguments).result()
+
+
+def _peak_memory(make: Callable, *arguments) -> float:
+    call = make(*arguments)
+    before = _kilobytes("VmRSS")
+    # Linux counts the peak anew.
+    Path("/proc/self/clear_refs").write_text("5")
+    with torch.inference_mode():
+        call()
+    return (_kilobytes("VmHWM") - before) / 1000
+
+
+def _kilobytes(name: str) -> int:
+    return int(re.search(name + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 def write_comparison(arguments, name: str, images: int, rows: list[dict], data: str):

@@ -3,11 +3,9 @@
     python benchmarks/sparseformer_speed.py --sparseformer CHECKOUT
 
 CHECKOUT is a clone of github.com/showlab/sparseformer, which runs as it is. Models take turns on random images; ours
-gets the reference's weights, and both must give the same logits. `of_matrix_rate` is the share of what a large product
-of matrices reaches in the same run. Writes sparseformer_speed.json.
+gets the reference's weights, and both must give the same logits. Writes sparseformer_speed.json.
 """
 
-import argparse
 import importlib
 import sys
 import warnings
@@ -16,57 +14,43 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.benchmark import build_model, measure_all
 from frugalvit.common.choices import DTYPES
-from frugalvit.common.command_line import CommandParser
 from frugalvit.common.tables import format_table
 from frugalvit.modeling.conversion import convert_showlab
-from frugalvit.options.benchmark import ROUNDS
-from shared import add_results_argument, write_table
+from shared import add_results_argument, build_model, make_parser, measure_speeds, write_table
 
 
-# Our variant, theirs, the ViTs beside it.
+# Our variant, theirs, the ViT beside it.
 SIZES = {
-    "base": ("augreg-base-49-224", "sparseformer_btsp_augreg_base", ["vit-base", "timm:vit_base_patch16_224"]),
-    "large": ("augreg-large-49-224", "sparseformer_btsp_augreg_large", ["vit-large"]),
+    "base": ("augreg-base-49-224", "sparseformer_btsp_augreg_base", "vit-base"),
+    "large": ("augreg-large-49-224", "sparseformer_btsp_augreg_large", "vit-large"),
 }
 
 
 def main():
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--sparseformer", type=Path, required=True, help="a clone of the reference implementation")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="default: base large")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
-    parser.add_argument("--compile", action="store_true", help="each model compiled, too")
-    parser.add_argument("--rounds", type=int, default=10, help=ROUNDS)
-    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=10, help="of the largest batch (default: %(default)s)")
     add_results_argument(parser)
     arguments = parser.parse_args()
 
     rows = []
     for size in arguments.sizes:
-        variant, theirs, vits = SIZES[size]
-        ours = SparseFormerForImageClassification(SparseFormerConfig.from_variant(variant)).eval()
-        reference = load_reference(arguments.sparseformer, theirs)
-        check_same_logits(ours, reference)
-        models = {"reference implementation": reference, variant: ours} | {name: build_model(name) for name in vits}
-        rows += measure_all(
-            models,
-            (3, 224, 224),
-            arguments.batch_size,
-            [getattr(torch, dtype) for dtype in arguments.dtype],
-            arguments.device,
-            arguments.rounds,
-            arguments.compile,
-        )
+        variant, theirs, vit = SIZES[size]
+        models = {"reference implementation": load_reference(arguments.sparseformer, theirs)}
+        models |= {name: build_model(name) for name in (variant, vit)}
+        check_same_logits(models[variant], models["reference implementation"])
+        dtypes = [getattr(torch, dtype) for dtype in arguments.dtype]
+        rows += measure_speeds(models, 224, arguments.batch_size, dtypes, arguments.rounds)
     print(format_table(rows))
     write_table(
         arguments.results_dir / "sparseformer_speed.json",
         {"batch_sizes": arguments.batch_size, "rounds": arguments.rounds},
         rows,
-        device=arguments.device,
+        device="cpu",
         threads=torch.get_num_threads(),
     )
 

@@ -1,59 +1,60 @@
-"""A vision transformer whose tokens are merged by the code of ToMe or DiffRate, and a trainer for it, like those of
-`training/`.
+"""Students beside ToMe and DiffRate on their teacher: table 4 of the bootstrapping paper at the scale of CIFAR-10.
 
-    python benchmarks/token_merging.py --teacher FOLDER --tome CHECKOUT --merged 16 --loss cosine --dataset … \\
-        --output OUT
+    python benchmarks/token_merging.py --tome CHECKOUT --diffrate CHECKOUT
 
-Their code is imported from a checkout and patches a timm copy of the teacher. ToMe works off the shelf (`tome`).
-DiffRate first searches how many tokens each block keeps (--search-macs), with frozen weights and with labels, as its
-authors do. Then weights can be tuned (DiffRate: --rates FOLDER OF THE SEARCH), with --loss cosine as students are
-bootstrapped: on the teacher's embeddings alone, from the same --teacher-cache.
+The peers (github.com/facebookresearch/ToMe, github.com/OpenGVLab/DiffRate) run from their own checkouts, which patch a
+timm copy of the teacher: off the shelf, and fine-tuned on as many images as a student is bootstrapped on, by
+distillation from the teacher, without labels like the student. DiffRate first searches how many tokens each block
+keeps, with frozen weights and with labels, as its authors do, on as many images again. Runs are kept under --runs-dir
+and found again, so that a second command measures speed alone. Writes token_merging.json.
 """
 
 import functools
 import importlib
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import datasets
 import timm.layers.helpers
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+import transformers
+from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
+from timm.optim import param_groups_weight_decay
 from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
 
+from frugalvit.common.choices import SUBSET
 from frugalvit.common.contender import Contender, Vision
-from frugalvit.common.loading import load_vision_model
-from frugalvit.common.macs import count_macs
-from frugalvit.common.metrics import evaluate_classifier
-from frugalvit.common.precision import hold_teacher
-from frugalvit.common.splits import load_splits
+from frugalvit.common.data import load_images
+from frugalvit.common.files import whole_file
+from frugalvit.common.loading import choose_device, load_image_classifier
+from frugalvit.common.macs import macs_of
+from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
 from frugalvit.modeling.inheritance import block_weights
 from frugalvit.modeling.layers import divergence
-from frugalvit.training.components.arguments import (
-    ArgumentParser,
-    DataArguments,
-    OptimizerArguments,
-    RunArguments,
-    argument,
-    check,
-    check_at_least,
-    run_as_program,
+from frugalvit.training import bootstrap
+from shared import (
+    Views,
+    add_run_arguments,
+    cropped,
+    folder_name,
+    last_accuracies,
+    make_parser,
+    print_rows,
+    run_training,
+    write_table,
 )
-from frugalvit.training.components.augmentation import BootstrapView
-from frugalvit.training.components.optimizers import optimizer_with_schedule
-from frugalvit.training.components.runs import ImageTrainingArguments, start_run, training_arguments
-from frugalvit.training.components.teacher_cache import TeacherCache
-from frugalvit.training.trainer import ImageTrainer
 
 
-PROG = "python benchmarks/token_merging.py"
 # Of a block: our names of its parts, timm's.
 PARTS = {
     "layernorm_before": "norm1",
@@ -64,47 +65,98 @@ PARTS = {
 }
 # DiffRate adds 5 times the squared distance from the target in G; scaled as if all of the teacher were DeiT-S's 4.6 G.
 DIFFRATE_WEIGHT, DIFFRATE_SCALE = 5, 4.6
+# Of DiffRate's search, which is of few numbers.
+SEARCH_RATE = 0.03
+BATCH_SIZE = 64
 
 
-@dataclass
-class MergingArguments:
-    """The model to fine-tune, and the views of images."""
+def main():
+    parser = make_parser(__doc__)
+    parser.add_argument("--tome", required=True, help="checkout of ToMe")
+    parser.add_argument("--diffrate", help="checkout of DiffRate")
+    parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
+    parser.add_argument("--student", default="checkpoints/cifar10-sparseformer", help="default: %(default)s")
+    parser.add_argument("--merged", type=int, nargs="+", default=[6, 10, 20], help="ToMe's r (default: 6 10 20)")
+    parser.add_argument("--diffrate-share", type=float, default=0.5, help="of the teacher's MACs (default: 0.5)")
+    parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of fine-tuning (default: %(default)s)")
+    add_run_arguments(parser, "runs/token_merging")
+    arguments = parser.parse_args()
 
-    teacher: str = argument("checkpoints/cifar10-vit", "Folder or hub id (@revision, too) of a classifying ViT.")
-    tome: str | None = argument(None, "Checkout of ToMe.")
-    merged: int = argument(8, "Tokens that ToMe merges in each block.")
-    diffrate: str | None = argument(None, "Checkout of DiffRate, instead of ToMe.")
-    search_macs: float | None = argument(None, "Search DiffRate's rates for so many multiply-accumulates.")
-    rates: str | None = argument(None, "Folder of the search whose rates DiffRate takes.")
-    loss: str = argument(
-        "labels",
-        "labels: cross-entropy. teacher: divergence from its distribution. cosine: of its embedding.",
-        choices=["labels", "teacher", "cosine"],
+    teacher, processor = load_image_classifier(arguments.teacher, "cpu")
+    image_format = ImageFormat.from_processor(processor)
+    anatomy, rows, models = read_anatomy(teacher, image_format.size), [], {}
+    test, train = load_images(SUBSET, "test"), load_images(SUBSET, f"train[:{arguments.images}]")
+    tuned = functools.partial(
+        tune,
+        anatomy=anatomy,
+        images=train,
+        image_format=image_format,
+        scale=(0.8, 1.0),
+        epochs=arguments.epochs,
+        warmup_epochs=0.5,
     )
-    temperature: float = argument(3.0, "Of both distributions, for --loss teacher.")
-    crop_scale: list[float] = argument([0.8, 1.0], "Lowest and highest share of the area that a crop shows.")
-    view_epochs: int | None = argument(None, "Epochs after which the views of an image come again.")
-    teacher_cache: str | None = argument(
-        None, "Folder for the teacher's embeddings, for --loss cosine; that of a bootstrapping on the same views, too."
-    )
 
-    def __post_init__(self):
-        check(self.tome, (self.tome is None) != (self.diffrate is None), "tome", "a checkout, or one by --diffrate")
-        modes = (self.search_macs is None) != (self.rates is None)
-        check(self.rates, self.tome is not None or modes, "rates", "a folder, or --search-macs instead")
-        fits = self.teacher_cache is None or (self.loss == "cosine" and self.search_macs is None)
-        check(self.teacher_cache, fits, "teacher_cache", "none but with --loss cosine, which needs embeddings alone")
-        if self.view_epochs is not None:
-            check_at_least(self, 1, "view_epochs")
+    def add(name: str, model: nn.Module, training: str | None, results: list[dict] | None = None):
+        """Add a row; models that differ in weights alone are one in speed."""
+        models.setdefault(name, model)
+        macs = macs_of(model, image_format.size)
+        accuracies = last_accuracies(results or [evaluate(model, test, image_format)])
+        share = macs / rows[0]["macs_with_attention"] if rows else 1.0
+        row = {"row": name, "training": training, **accuracies, "macs_with_attention": macs, "of_teacher": share}
+        rows.append(row)
+        print_rows(rows[-1:])
+
+    def add_tuned(name: str, make: Callable[[], MergedViT]):
+        results = []
+        for seed in arguments.seeds:
+            folder = arguments.runs_dir / folder_name(name, seed)
+            model = tuned(folder, make(), loss="teacher", learning_rate=arguments.learning_rate, seed=seed)
+            results.append(evaluate(model, test, image_format))
+        add(name, model, "fine-tuned", results)
+
+    add("teacher", teacher, None)
+    for merged in arguments.merged:
+        make = functools.partial(tome, anatomy, arguments.tome, merged)
+        add(f"ToMe@{merged}", make(), "off the shelf")
+        add_tuned(f"ToMe@{merged}", make)
+    if arguments.diffrate:
+        rates, seed = arguments.runs_dir / folder_name("DiffRate, searched", arguments.seeds[0]), arguments.seeds[0]
+        macs = arguments.diffrate_share * rows[0]["macs_with_attention"]
+        search = diffrate(anatomy, arguments.diffrate)
+        tuned(rates, search, loss="labels", search_macs=macs, learning_rate=SEARCH_RATE, seed=seed)
+        make = functools.partial(diffrate, anatomy, arguments.diffrate, rates)
+        add("DiffRate", make(), "rates searched")
+        add_tuned("DiffRate", make)
+    folders = [arguments.runs_dir / folder_name("student", seed) for seed in arguments.seeds]
+    budget = ["--train-split", f"train[:{arguments.images}]", "--epochs", str(arguments.epochs)]
+    budget += ["--batch-size", str(BATCH_SIZE), "--teacher", arguments.teacher, "--recipe", "small"]
+    results = [
+        run_training(bootstrap, folder, [*budget, "--seed", str(seed)])
+        for folder, seed in zip(folders, arguments.seeds, strict=True)
+    ]
+    add("student", load_image_classifier(folders[0], "cpu")[0], "bootstrapped", results)
+    add("student that ships", load_image_classifier(arguments.student, "cpu")[0], "bootstrapped on more images")
+
+    pixel_values = torch.randn(64, 3, *image_format.size, generator=torch.Generator().manual_seed(0))
+    speeds = images_per_second({name: model.cpu() for name, model in models.items()}, pixel_values)
+    for row in rows:
+        row["images_per_second"] = speeds[row["row"]]
+    print_rows(rows)
+    settings = ("merged", "diffrate_share", "images", "epochs", "learning_rate", "seeds")
+    write_table(
+        arguments.results_dir / "token_merging.json",
+        {name: getattr(arguments, name) for name in settings},
+        rows,
+        data=f"CIFAR-10, {arguments.images} embedded training and 2,000 embedded test images, 32 px",
+        speed="batches of 64, float32, median of interleaved rounds",
+        threads=torch.get_num_threads(),
+    )
 
 
 class Embedded(NamedTuple):
-    """A model's outputs for images.
-
-    Args:
-        embedding (`torch.Tensor`): `(batch, embedding_size)`, as a teacher's classifier reads it.
-        logits (`torch.Tensor`, *optional*): `(batch, labels)`, where there is a classifier.
-    """
+    """The embedding of images, as a teacher's classifier reads it, and the logits, where there is a classifier."""
 
     embedding: torch.Tensor
     logits: torch.Tensor | None
@@ -159,26 +211,98 @@ class MergedViT(nn.Module):
             return self.vit(pixel_values, **options)
 
 
-def tome(
-    teacher: nn.Module | Anatomy, checkout: str | Path, merged: int, tuned: str | Path | None = None
-) -> MergedViT:
-    """A copy of a teacher in which ToMe (Bolya et al. 2023) merges tokens in each block.
-
-    Args:
-        teacher (`nn.Module` or `Anatomy`): A model that `as_timm` takes.
-        checkout (`str` or `Path`): A checkout of github.com/facebookresearch/ToMe.
-        merged (`int`): Tokens that each block merges away.
-        tuned (`str` or `Path`, *optional*): Folder of a run of this training, whose weights it takes.
-
-    Returns:
-        `MergedViT`: Takes `(batch, 3, height, width)` and returns `Embedded`.
-
-    Raises:
-        ValueError: if there is no such checkout, or `as_timm` refuses the teacher.
-    """
+def tome(teacher: Anatomy, checkout: str | Path, merged: int) -> MergedViT:
+    """A copy of a teacher in which ToMe (Bolya et al. 2023) merges so many tokens in each block."""
     vit = as_timm(teacher)
     apply_tome(vit, checkout, merged)
-    return with_weights(vit, tuned)
+    return MergedViT(vit)
+
+
+def diffrate(teacher: Anatomy, checkout: str | Path, rates: Path | None = None) -> MergedViT:
+    """A copy of a teacher in which DiffRate (Chen et al. 2023) prunes and merges tokens, at the rates of a search in a
+    folder of `tune`, or as a search begins."""
+    vit = as_timm(teacher)
+    apply_diffrate(vit, checkout)
+    if rates:
+        weights = load_file(rates / "model.safetensors")
+        vit.load_state_dict({name: tensor for name, tensor in weights.items() if "_ddp." in name}, strict=False)
+        update_rates(vit)
+    return MergedViT(vit, searches=rates is None)
+
+
+def tune(
+    folder: Path,
+    model: MergedViT,
+    anatomy: Anatomy,
+    images: datasets.Dataset,
+    image_format: ImageFormat,
+    *,
+    loss: str,
+    learning_rate: float,
+    epochs: int,
+    warmup_epochs: float,
+    scale: tuple[float, float],
+    seed: int,
+    search_macs: float | None = None,
+    bf16: bool = False,
+) -> MergedViT:
+    """Fine-tune a model, or search DiffRate's rates, on random crops of a `scale`, now or before; weights are kept in
+    the folder. The loss is `"teacher"`, the divergence from its distribution, `"cosine"`, that of its embedding, or
+    `"labels"`, cross-entropy, for a search together with the distance from `search_macs`."""
+    file, device = folder / "model.safetensors", choose_device()
+    model.to(device).train()
+    if not file.is_file():
+        torch.manual_seed(seed)
+        anatomy.source.to(device)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("selected_probability") == model.searches)
+        loader = DataLoader(Views(images, cropped(image_format, scale)), BATCH_SIZE, shuffle=True, drop_last=True)
+        optimizer = torch.optim.AdamW(param_groups_weight_decay(model, 0.05), learning_rate)
+        schedule = transformers.get_cosine_schedule_with_warmup(
+            optimizer, round(warmup_epochs * len(loader)), epochs * len(loader)
+        )
+        whole = macs_of(anatomy.source, image_format.size)
+        for _ in range(epochs):
+            for batch in tqdm(loader, desc=folder.name, leave=False):
+                pixel_values = batch["pixel_values"].to(device)
+                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                    outputs, macs = model(pixel_values) if search_macs else (model(pixel_values), None)
+                    value = loss_of(loss, outputs, anatomy, pixel_values, batch["labels"].to(device))
+                if search_macs:
+                    value = value + DIFFRATE_WEIGHT * ((macs - search_macs) * DIFFRATE_SCALE / whole) ** 2
+                optimizer.zero_grad()
+                value.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+        folder.mkdir(parents=True, exist_ok=True)
+        with whole_file(file) as aside:
+            save_file(model.vit.state_dict(), aside)
+    model.vit.load_state_dict(load_file(file))
+    update_rates(model.vit)
+    return model.eval()
+
+
+def loss_of(loss: str, outputs: Embedded, anatomy: Anatomy, pixel_values: torch.Tensor, labels: torch.Tensor):
+    """One of the losses of `tune`."""
+    if loss == "labels":
+        return F.cross_entropy(outputs.logits.float(), labels)
+    with torch.no_grad():
+        target = (anatomy.run_classifier if loss == "teacher" else anatomy.embed)(pixel_values).float()
+    if loss == "teacher":
+        return divergence(outputs.logits, target, 3.0)
+    return (1 - F.cosine_similarity(outputs.embedding.float(), target)).mean()
+
+
+@torch.inference_mode()
+def evaluate(model: nn.Module, images: datasets.Dataset, image_format: ImageFormat) -> dict:
+    """Accuracy of a model, as a run's results have it."""
+    view, right, device = EvalView(image_format), [], choose_device()
+    model.to(device).eval()
+    for batch in DataLoader(Views(images, lambda image: view(image)["pixel_values"]), 256):
+        logits = model(image_format.normalize(batch["pixel_values"].to(device))).logits
+        right.append(logits.argmax(1).cpu() == batch["labels"])
+    return {"epochs": [{"accuracy": torch.cat(right).float().mean().item()}]}
 
 
 def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Contender:
@@ -206,148 +330,13 @@ def contender(name: str, method: str, model: MergedViT, teacher: Anatomy, image_
     )
 
 
-def diffrate(
-    teacher: nn.Module | Anatomy, checkout: str | Path, rates: str | Path, tuned: str | Path | None = None
-) -> MergedViT:
-    """A copy of a teacher in which DiffRate (Chen et al. 2023) prunes and merges tokens.
-
-    Args:
-        teacher (`nn.Module` or `Anatomy`): A model that `as_timm` takes.
-        checkout (`str` or `Path`): A checkout of github.com/OpenGVLab/DiffRate.
-        rates (`str` or `Path`): Folder of a search by this training.
-        tuned (`str` or `Path`, *optional*): Folder of a run of this training with these rates, whose weights it takes.
-
-    Returns:
-        `MergedViT`: Takes `(batch, 3, height, width)` and returns `Embedded`.
-
-    Raises:
-        ValueError: if there is no such checkout, or `as_timm` refuses the teacher.
-    """
-    vit = as_timm(teacher)
-    apply_diffrate(vit, checkout, rates)
-    return with_weights(vit, tuned)
-
-
-def with_weights(vit: PooledViT, tuned: str | Path | None) -> MergedViT:
-    if tuned:
-        vit.load_state_dict(load_last(tuned))
-    return MergedViT(vit)
-
-
-@dataclass
-class MergingTrainingArguments(MergingArguments, OptimizerArguments, ImageTrainingArguments):
-    """The trainer's arguments."""
-
-    def __post_init__(self):
-        for group in (MergingArguments, OptimizerArguments, ImageTrainingArguments):
-            group.__post_init__(self)
-
-
-class MergingTrainer(ImageTrainer):
-    """Fine-tunes a `MergedViT`, or searches its rates.
-
-    Args:
-        model (`MergedViT`): The model that learns.
-        args (`MergingTrainingArguments`): How it learns.
-        anatomy (`Anatomy`): The teacher's anatomy.
-        image_format (`ImageFormat`): The images that the teacher takes.
-        train, evaluation, test (`datasets.Dataset`): Images.
-        command: Arguments of `ImageTrainer` that a command gives.
-    """
-
-    def __init__(self, model, args, anatomy: Anatomy, image_format: ImageFormat, train, evaluation, test, **command):
-        view = BootstrapView(image_format, scale=args.crop_scale)
-        super().__init__(
-            *(model, args),
-            train=(train, view),
-            evaluation=(evaluation, EvalView(image_format)),
-            test=test,
-            loader_options={"view_epochs": args.view_epochs},
-            **command,
-        )
-        self.anatomy, self.cache = anatomy, None
-        self.teacher_macs = count_macs(anatomy.source, image_format.size).macs_with_attention
-        anatomy.source.to(self.accelerator.device)
-        if args.teacher_cache:
-            self.cache = TeacherCache(
-                *(args.teacher_cache, self.accelerator, anatomy.source, anatomy.embedding_size, view, train, args.seed)
-            )
-        hold_teacher(self.accelerator, anatomy.source)
-
-    def before_epoch(self, epoch: int):
-        if self.cache:
-            self.cache.open(self.loader.sampler.views_of(epoch))
-
-    def make_optimizer(self) -> tuple:
-        return optimizer_with_schedule(self.model, self.args, self.run.epochs, self.loader.steps_per_epoch)
-
-    def ask_teacher(self, what, pixel_values: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), self.accelerator.autocast():
-            return what(pixel_values).float()
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        args, pixel_values = self.args, inputs["pixel_values"]
-        if args.search_macs:
-            outputs, macs = model(pixel_values)
-            excess = (macs - args.search_macs) * DIFFRATE_SCALE / self.teacher_macs
-            return F.cross_entropy(outputs.logits, inputs["labels"]) + DIFFRATE_WEIGHT * excess**2
-        outputs = model(pixel_values)
-        if args.loss == "labels":
-            return F.cross_entropy(outputs.logits, inputs["labels"])
-        if args.loss == "teacher":
-            target = self.ask_teacher(self.anatomy.run_classifier, pixel_values)
-            return divergence(outputs.logits, target, args.temperature)
-        embed = functools.partial(self.ask_teacher, self.anatomy.embed, pixel_values)
-        target = self.cache(inputs["index"], embed) if self.cache else embed()
-        return (1 - F.cosine_similarity(outputs.embedding.float(), target)).mean()
-
-    def measure(self, model, loader) -> dict[str, float]:
-        update_rates(self.accelerator.unwrap_model(model).vit)
-        return evaluate_classifier(self.accelerator, model, loader)
-
-    def write_repository(self, folder, state, weights):
-        """Nothing: the model that counts is that of the last checkpoint, see `load_last`."""
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Train as a command line says."""
-    groups = [MergingArguments, DataArguments, OptimizerArguments, RunArguments]
-    arguments = ArgumentParser(groups, PROG, __doc__.splitlines()[0]).parse(argv)
-    merging, data, optimization, run = arguments
-    start_run(run, PROG, argv, list(arguments))
-
-    teacher, processor = load_vision_model(merging.teacher, "cpu")
-    image_format = ImageFormat.from_processor(processor)
-    anatomy = read_anatomy(teacher, image_format.size)
-    if anatomy.classifier is None:
-        raise ValueError(f"--teacher {merging.teacher} is no classifier, whose accuracy could be measured.")
-    vit = as_timm(anatomy)
-    if merging.tome:
-        apply_tome(vit, merging.tome, merging.merged)
-    else:
-        apply_diffrate(vit, merging.diffrate, merging.rates)
-    model = MergedViT(vit, searches=merging.search_macs is not None)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.endswith("selected_probability") == model.searches)
-    # It has no gradient where embeddings are aligned, which several processes do not take.
-    vit.head.requires_grad_(not model.searches and merging.loss != "cosine")
-    parts = load_splits(data, learns_labels=merging.search_macs is not None or merging.loss == "labels")
-    args = training_arguments(MergingTrainingArguments, run, data, merging, optimization)
-    MergingTrainer(model, args, anatomy, image_format, *parts, run=run, data=data).train()
-    return 0
-
-
 @torch.no_grad()
 def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
-    """A copy of a vision transformer as timm's model, for images of the size that it is read for. Layer scale is
-    folded into the layers before it, as the peers' blocks have none.
-
-    Args:
-        teacher (`nn.Module` or `Anatomy`): A plain vision transformer with [CLS] alone in front of its patches, whose
-            classifier, if it has one, reads that, the mean of the others, or both.
+    """A copy of a classifying vision transformer as timm's model, for images of the size that it is read for. Layer
+    scale is folded into the layers before it, as the peers' blocks have none.
 
     Raises:
-        ValueError: if it is another, or the copy's embeddings or logits differ.
+        ValueError: if it is no plain one with [CLS] alone in front of its patches, or the copy's outputs differ.
     """
     anatomy = read_anatomy(teacher)
     purpose = "copy into timm"
@@ -423,8 +412,8 @@ def apply_tome(vit: PooledViT, checkout: str | Path, merged: int, trace_source: 
     vit.r = merged
 
 
-def apply_diffrate(vit: PooledViT, checkout: str | Path, rates: str | Path | None = None):
-    """Let DiffRate prune and merge tokens, at the rates of a search, or those from which a search starts."""
+def apply_diffrate(vit: PooledViT, checkout: str | Path):
+    """Let DiffRate prune and merge tokens, at the rates from which a search starts."""
     with peer(checkout, "DiffRate"):
         # Written for timm 0.4.5. Its CAFormer, which is imported with the rest, looks for a module that has moved,
         sys.modules.setdefault("timm.models.layers.helpers", timm.layers.helpers)
@@ -433,10 +422,6 @@ def apply_diffrate(vit: PooledViT, checkout: str | Path, rates: str | Path | Non
         # and its blocks for a stochastic depth that timm has split in two; ours have none.
         block.drop_path = nn.Identity()
         block.register_forward_pre_hook(keep_sizes_positive)
-    if rates:
-        weights = load_last(rates)
-        vit.load_state_dict({name: tensor for name, tensor in weights.items() if "_ddp." in name}, strict=False)
-        update_rates(vit)
 
 
 def keep_sizes_positive(block: nn.Module, args):
@@ -452,15 +437,6 @@ def update_rates(vit: PooledViT):
             module.update_kept_token_number()
 
 
-def load_last(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Weights of a run's `vit` after its last epoch; choosing an epoch by its accuracy would favor models that
-    vary."""
-    last = max(Path(folder).glob("checkpoints/step-*"), default=None)
-    if last is None:
-        raise ValueError(f"{str(folder)!r} holds no run of this training; expected the --output of one.")
-    return {name.removeprefix("vit."): tensor for name, tensor in load_file(last / "model.safetensors").items()}
-
-
 @contextmanager
 def peer(checkout: str | Path, package: str):
     """Import from a checkout inside, which has names such as `datasets` that must not be found there later."""
@@ -474,4 +450,4 @@ def peer(checkout: str | Path, package: str):
 
 
 if __name__ == "__main__":
-    run_as_program(main, PROG)
+    main()

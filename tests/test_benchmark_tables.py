@@ -35,7 +35,7 @@ def test_every_row_classifies(table):
     assert len(rows) > 15
     for name, row in rows.items():
         recipe, options = row if isinstance(row, tuple) else (train, row)
-        argv = ["--output", "unused", *table.row_arguments(options)]
+        argv = ["--output", "unused", *importlib.import_module("shared").row_arguments(options)]
         model = built(recipe, argv, list("abcdefghij"))
         outputs = model(pixel_values=torch.randn(2, 3, 32, 32), labels=torch.tensor([9, 0]))
         assert outputs.logits.shape == (2, 10) and outputs.loss.isfinite(), name
@@ -54,7 +54,7 @@ def test_every_row_starts(table, monkeypatch, tmp_path):
         starts[folder] = built(train, ["--output", str(folder), *small], list("abcdefghij"))
         return {"epochs": [{"accuracy": 0.5, "train_loss": 1.0}], "device": "cpu"}
 
-    monkeypatch.setattr(table, "run_training", start)
+    monkeypatch.setattr("shared.run_training", start)
     for name in (*table.VIT_TABLES, "convmixer"):
         starts.clear()
         known = list(table.CONVMIXER if name == "convmixer" else table.VIT_TABLES[name])
@@ -82,7 +82,7 @@ def test_every_row_starts(table, monkeypatch, tmp_path):
     indirect=["table"],
 )
 def test_what_cannot_be_run_is_said_first(table, name, options, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(table, "run_training", lambda *_: pytest.fail("It trains."))
+    monkeypatch.setattr("shared.run_training", lambda *_: pytest.fail("It trains."))
     folders = ["--runs-dir", str(tmp_path / "runs"), "--results-dir", str(tmp_path / "results")]
     monkeypatch.setattr("sys.argv", ["x.py", name, *options, *folders])
     with pytest.raises(SystemExit) as stop:
@@ -138,7 +138,7 @@ def test_the_papers_recipe(table, name, rows, two_labels, monkeypatch, tmp_path)
         settings.append(argv)
         return {"epochs": [{"accuracy": 0.5, "agent_accuracy": 0.5}], "device": "cpu"}
 
-    monkeypatch.setattr(table, "run_training", size)
+    monkeypatch.setattr("shared.run_training", size)
     monkeypatch.setattr(table, "measured_once", lambda *_: {"accuracy": 0.5}, raising=False)
     options = ["--paper-recipe", "--dataset", str(two_labels), "--label-column", "fine", "--seeds", "0"]
     monkeypatch.setattr("sys.argv", ["x.py", name, *options, "--results-dir", str(tmp_path), "--rows", *rows])
@@ -180,6 +180,25 @@ def test_labels_of_two_kinds(table, name, row, two_labels, monkeypatch, tmp_path
     (config,) = (tmp_path / "runs").glob("*/config.json")
     config = json.loads(config.read_text(encoding="utf-8"))
     assert {**config["id2label"]} == {"0": "c", "1": "d", "2": "e", "3": "f"}
+
+
+@pytest.mark.parametrize(
+    ("table", "rows", "short", "columns"),
+    [
+        ("impulse_tables", ["vit-tiny-h3, 14 x 14"], {"STEPS": 2, "REPEATS": 1}, {"times_faster", "adam_seconds"}),
+        ("context_broadcast_tables", [], {"BATCH_SIZE": 1, "ROUNDS": 1}, {"overhead", "operations"}),
+    ],
+    indirect=["table"],
+)
+def test_speed(table, rows, short, columns, monkeypatch, tmp_path):
+    for name, value in short.items():
+        monkeypatch.setattr(table, name, value)
+    chosen = ["--rows", *rows] if rows else []
+    monkeypatch.setattr("sys.argv", ["x.py", "speed", "--results-dir", str(tmp_path), *chosen])
+    table.main()
+    [file] = tmp_path.glob("*_speed.json")
+    found = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert len(found) == (len(rows) or 5) and all(columns <= row.keys() for row in found)
 
 
 @pytest.mark.parametrize("table", ["impulse_tables"], indirect=True)

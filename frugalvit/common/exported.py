@@ -43,7 +43,7 @@ from .views import vision_config_of
 MANIFEST, REPORT = "export.json", "report.json"
 # Sizes of batches that a program takes, and tokens that any has.
 MOST_IMAGES, MOST_TOKENS = 4_096, 2**31 - 1
-# Formats whose int8 leaves the layer that reads the pixels in float32: results/int8_layers.json has what it suffers.
+# Formats whose int8 leaves the layer that reads the pixels in float32, as it suffers most in int8.
 PIXELS_IN_FLOAT = ("openvino",)
 # What holds tensors in a program's inputs and outputs.
 PLAIN_TYPES = (None, "builtins.dict", "builtins.list", "builtins.tuple")

@@ -1,11 +1,13 @@
 """The code that the rows of peers (ToMe, DiffRate) stand on, without their own code."""
 
-import importlib.util
+import functools
+import importlib
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from transformers import (
     Dinov2Config,
     Dinov2ForImageClassification,
@@ -17,24 +19,16 @@ from transformers import (
 )
 
 import frugalvit
-from frugalvit.modeling.hosts import Anatomy, read_anatomy
-from frugalvit.training import bootstrap
+from frugalvit.common.data import load_images
+from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.views import ImageFormat
+from frugalvit.modeling.hosts import read_anatomy
 
 
 @pytest.fixture(scope="module")
 def token_merging():
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "token_merging.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator(monkeypatch):
-    monkeypatch.setattr("frugalvit.common.precision.bfloat16_is_fast", lambda: False)
-    yield
-    AcceleratorState._reset_state(True)
+    with patch.object(sys, "path", [str(Path(__file__).resolve().parents[2] / "benchmarks"), *sys.path]):
+        return importlib.import_module("token_merging")
 
 
 @pytest.fixture
@@ -134,57 +128,29 @@ def test_refuses_what_the_peers_do_not_know(teacher, message, token_merging):
         token_merging.as_timm(teacher().eval())
 
 
-DATA = ["--train-split", "train[:32]", "--eval-split", "test[:8]", "--batch-size", "16", "--epochs", "2"]
-
-
-@pytest.mark.parametrize("loss", ["labels", "teacher", "cosine"])
-def test_recipe_tunes_what_a_peer_patched(loss, token_merging, tmp_path, checkout):
-    teacher, output_dir = frugalvit.checkpoint_path("cifar10-vit"), tmp_path / "run"
-    argv = ["--tome", str(checkout), "--teacher", str(teacher), "--output", str(output_dir), "--loss", loss]
-    token_merging.main([*argv, *DATA, "--learning-rate", "1e-4"])
-    teacher = ViTForImageClassification.from_pretrained(teacher).eval()
-    before = token_merging.as_timm(teacher).state_dict()
-    after = token_merging.tome(teacher, checkout, 8, tuned=output_dir).vit.state_dict()
+@pytest.mark.parametrize("loss", ["teacher", "cosine"])
+def test_tunes_what_a_peer_patched(loss, token_merging, tmp_path, checkout, monkeypatch):
+    teacher, processor = load_image_classifier(frugalvit.checkpoint_path("cifar10-vit"), "cpu")
+    anatomy, image_format = read_anatomy(teacher), ImageFormat.from_processor(processor)
+    before = token_merging.as_timm(anatomy).state_dict()
+    budget = {"learning_rate": 1e-4, "epochs": 1, "warmup_epochs": 0, "scale": (0.8, 1.0), "seed": 0}
+    tune = functools.partial(
+        token_merging.tune, tmp_path / "run", anatomy=anatomy, image_format=image_format, loss=loss, **budget
+    )
+    monkeypatch.setattr(token_merging, "BATCH_SIZE", 16)
+    model = tune(token_merging.tome(anatomy, checkout, 8), images=load_images("cifar10-subset", "train[:32]"))
+    after = model.vit.state_dict()
     same = {name for name, tensor in after.items() if torch.equal(before[name], tensor)}
     # Embeddings alone do not tell how to classify.
     assert same == ({"head.weight", "head.bias"} if loss == "cosine" else set())
-
-
-def test_recipe_takes_the_embeddings_that_a_student_was_bootstrapped_with(
-    token_merging, tmp_path, checkout, monkeypatch
-):
-    both = ["--teacher", str(frugalvit.checkpoint_path("cifar10-vit")), "--teacher-cache", str(tmp_path / "cache")]
-    both += [*DATA, "--crop-scale", "0.8", "1.0", "--view-epochs", "1"]
-    student = ["--num-latent-tokens", "4", "--warmup-epochs", "0", "--no-compare"]
-    bootstrap.main([*both, *student, "--output", str(tmp_path / "student")])
-    AcceleratorState._reset_state(True)
-    asked, embed = [], Anatomy.embed
-    monkeypatch.setattr(Anatomy, "embed", lambda anatomy, images: asked.append(images) or embed(anatomy, images))
-    peer = ["--tome", str(checkout), "--loss", "cosine", "--output", str(tmp_path / "peer")]
-    token_merging.main([*both, *peer])
-    # By the check of the copy.
-    assert len(asked) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tome", "x", "--teacher-cache", "x"], "--teacher-cache is x, expected none but with --loss cosine"),
-        (["--tome", "x", "--diffrate", "y"], "--tome is x, expected a checkout, or one by --diffrate"),
-        (["--diffrate", "y"], "--rates is None, expected a folder, or --search-macs instead"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments, message, token_merging, capsys):
-    with pytest.raises(SystemExit):
-        token_merging.main([*arguments, "--output", "z"])
-    assert message in capsys.readouterr().err.replace("'", "")
+    # Tuned once: no images are looked at again.
+    again = tune(token_merging.tome(anatomy, checkout, 8), images=None).vit.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in again.items())
+    test = load_images("cifar10-subset", "test[:64]")
+    [epoch] = token_merging.evaluate(model, test, image_format)["epochs"]
+    assert epoch["accuracy"] > 0.5
 
 
 def test_refuses_a_folder_without_the_package(token_merging, tmp_path):
     with pytest.raises(ValueError, match="no checkout with a package 'tome'"):
         token_merging.apply_tome(torch.nn.Identity(), str(tmp_path), 8)
-
-
-def test_refuses_weights_that_no_run_has_left(token_merging, checkout, tmp_path):
-    with pytest.raises(ValueError, match="holds no run of this training"):
-        token_merging.tome(tiny_vit(), checkout, 8, tuned=tmp_path / "nothing")

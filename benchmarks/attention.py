@@ -1,0 +1,210 @@
+"""The papers' pictures of attention and features.
+
+    python benchmarks/attention.py maps MODEL --initialization impulse mimetic trunc_normal
+    python benchmarks/attention.py maps RUN --start --layers 1 4
+    python benchmarks/attention.py maps RUN OTHER --images image.png --average-heads
+    python benchmarks/attention.py entropy RUN OTHER
+    python benchmarks/attention.py features RUN OTHER --images image.png another.png
+
+`maps` draws attention averaged over images, and prints entropy, stable rank and the neighbor that heads attend to most
+(figures 3 to 6 of Zheng et al., tables 3 and 4 of Zhang et al.): of models, of the first model's architecture with
+attention newly drawn, and of runs of `frugalvit train` and `frugalvit joint` at their start. `entropy` draws a dot for
+each head (section 3 of Hyeon-Woo et al.), `features` the length of feature vectors (tables 5 and 6 of Zhang et al.).
+"""
+
+import copy
+import json
+import math
+import shlex
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from accelerate.utils import set_seed
+from matplotlib.figure import Figure
+from PIL import Image
+from transformers import AutoModelForImageClassification, PreTrainedModel
+
+from frugalvit.attention import LayerStatistics, measure_attention, patch_grid
+from frugalvit.common.choices import SUBSET
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
+from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.tables import format_table
+from frugalvit.configuration.configuration_base import INITIALIZATIONS
+from frugalvit.modeling.initialization import initialize_attention_
+from frugalvit.pictures import save_figure
+from frugalvit.training import joint, train
+from shared import make_parser
+
+
+# Queries and keys of the upper left corner that is enlarged, as in the paper's figures.
+CORNER = 48
+STYLE = {"dpi": 200, "facecolor": "white", "layout": "constrained"}
+
+
+def main(argv: list[str] | None = None):
+    parser = make_parser(__doc__)
+    parser.add_argument("what", choices=["maps", "entropy", "features"])
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="folders or hub ids of classifiers")
+    parser.add_argument("--names", nargs="+", help="of the models (default: their folders')")
+    parser.add_argument(
+        "--initialization", nargs="+", default=[], choices=INITIALIZATIONS, help="of the first model, drawn anew"
+    )
+    parser.add_argument("--start", action="store_true", help="also each run's model as its training began")
+    parser.add_argument("--layers", nargs="+", type=int, help="from 1 (default: the first, a middle and the last one)")
+    parser.add_argument("--head", type=int, default=1, help="to draw, from 1 (default: %(default)s)")
+    parser.add_argument("--average-heads", action="store_true", help="draw the average of all heads instead")
+    parser.add_argument("--images", nargs="+", metavar="FILE", help=f"default: 64 of {SUBSET}")
+    parser.add_argument("--picture", help="default: maps.png, entropy.png or features.png")
+    arguments = parser.parse_args(argv)
+    names = arguments.names or [Path(model).name for model in arguments.models]
+    if len(names) != len(arguments.models):
+        parser.error(f"--names has {len(names)} names for {len(arguments.models)} models")
+    if arguments.images:
+        images = [Image.open(file).convert("RGB") for file in arguments.images]
+    else:
+        images = [decode_image(record["image"], n) for n, record in enumerate(load_images(SUBSET, "train[:64]"))]
+
+    measure = feature_maps if arguments.what == "features" else measure_attention
+    measured = {}
+    for name, model, image_processor in models(arguments, names):
+        pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
+        measured[name] = measure(model.eval(), pixel_values.split(32))
+    depth = min(map(len, measured.values()))
+    layers = arguments.layers or sorted({1, (depth + 1) // 2, depth})
+    if not 1 <= min(layers) <= max(layers) <= depth:
+        parser.error(f"--layers has {layers}, expected 1 to {depth}")
+    if arguments.what == "features":
+        figure = draw_features(images, measured, arguments.layers or range(1, depth + 1))
+    else:
+        print(format_table(rows(measured, layers)))
+        head = None if arguments.average_heads else arguments.head
+        figure = draw_entropy(measured) if arguments.what == "entropy" else draw_maps(measured, layers, head)
+    save_figure(figure, arguments.picture or f"{arguments.what}.png")
+
+
+def models(arguments, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedModel, object]]:
+    """Yield names, models and image processors; of a ViT and its agent, both for features, the ViT for attention."""
+    loaded = [load_image_classifier(model, "cpu") for model in arguments.models]
+    for initialization in arguments.initialization:
+        torch.manual_seed(0)
+        fresh = AutoModelForImageClassification.from_config(copy.deepcopy(loaded[0][0].config))
+        initialize_attention_(fresh, initialization)
+        yield f"{initialization}, before training", fresh, loaded[0][1]
+    for folder, name, (model, image_processor) in zip(arguments.models, names, loaded, strict=True):
+        found = {f"{name}, at its start": own_start(Path(folder), model)} if arguments.start else {}
+        for each, part in (found | {name: model}).items():
+            if part.config.model_type != "bootstrapped_vit":
+                yield each, part, image_processor
+            elif arguments.what == "features":
+                yield f"{each}, ViT", part.vit, image_processor
+                yield f"{each}, agent", part.agent, image_processor
+            else:
+                yield each, part.vit, image_processor
+
+
+def own_start(run: Path, model: PreTrainedModel) -> PreTrainedModel:
+    """Draw the model again with which a run of `frugalvit train` or `frugalvit joint` began, by the run's command."""
+    _, command, *argv = shlex.split(json.loads((run / "results.json").read_text(encoding="utf-8"))["command"])
+    groups = {"train": train, "joint": joint}[command].parse(argv)
+    [seed] = [group.seed for group in groups if hasattr(group, "seed")]
+    names = list(model.config.id2label.values())
+    set_seed(seed)
+    if command == "joint":
+        return joint.build_twins(groups[0], names, seed)
+    return train.build_model(groups[0], groups[2], names, seed)[0]
+
+
+def rows(measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int]) -> list[dict[str, object]]:
+    """Rows of the printed table."""
+    chosen = [(name, of_layers[layer - 1]) for name, of_layers in measured.items() for layer in layers]
+    return [
+        {
+            "model": name,
+            "layer": each.layer,
+            "stable rank": each.stable_rank,
+            "entropy": statistics.mean(each.entropy) if each.entropy else None,
+            "mass at a neighbor": statistics.mean(each.mass) if each.mass else None,
+            "neighbors": " ".join(f"({dy:+d},{dx:+d})" for dy, dx in each.offset),
+        }
+        for name, each in chosen
+    ]
+
+
+def draw_maps(
+    measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int], head: int | None = None
+) -> Figure:
+    """Draw attention, a row for each layer: of each model the map of a head, or the average of all, and its upper left
+    corner. Rows of a map are queries, columns keys. Colors reach up to its largest values, but at least up to ten
+    times uniform attention."""
+    figure = Figure(figsize=(3.3 * len(measured), 1.6 * len(layers) + 0.3), **STYLE)
+    axes = figure.subplots(len(layers), 2 * len(measured), squeeze=False)
+    for panels, layer in zip(axes, layers, strict=True):
+        panels[0].set_ylabel(f"layer {layer}", fontsize=8)
+        for (name, of_layers), pair in zip(measured.items(), panels.reshape(-1, 2), strict=True):
+            maps = of_layers[layer - 1].maps
+            if maps is None or (head or 1) > len(maps):
+                raise ValueError(f"{name} has {0 if maps is None else len(maps)} heads to draw, not head {head or 1}.")
+            weights = maps.mean(0) if head is None else maps[head - 1]
+            largest = max(weights.flatten().quantile(0.998).item(), 10 / len(weights))
+            for axis, shown in zip(pair, (weights, weights[:CORNER, :CORNER]), strict=True):
+                axis.imshow(shown, cmap="magma_r", vmin=0, vmax=largest)
+            if layer == layers[0]:
+                pair[0].set_title(name, loc="left", fontsize=8)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    return figure
+
+
+def draw_entropy(measured: Mapping[str, Sequence[LayerStatistics]]) -> Figure:
+    """Draw the entropy of attention by layer: a dot for each head, a line through their means, and uniform attention.
+    High entropy is dense attention."""
+    figure = Figure(figsize=(4.2, 2.8), **STYLE)
+    axes = figure.subplots()
+    for name, of_layers in measured.items():
+        numbers = [each.layer for each in of_layers]
+        [line] = axes.plot(numbers, [statistics.mean(each.entropy) for each in of_layers], label=name)
+        dots = [(each.layer, entropy) for each in of_layers for entropy in each.entropy]
+        axes.scatter(*zip(*dots, strict=True), s=7, alpha=0.5, color=line.get_color())
+    axes.axhline(math.log(of_layers[0].maps.shape[-1]), color="gray", linestyle=":", label="uniform")
+    axes.set(xlabel="layer", ylabel="entropy of attention, nats", xticks=numbers)
+    axes.legend(fontsize=7, frameon=False)
+    return figure
+
+
+@torch.no_grad()
+def feature_maps(model: PreTrainedModel, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Compute the lengths of feature vectors after each layer, `(images, rows, columns)`."""
+    found = []
+    for pixel_values in batches:
+        states, grid = model(pixel_values, output_hidden_states=True).hidden_states[1:], patch_grid(model.config)
+        if states[0].ndim == 4:
+            found.append([features.norm(dim=1) for features in states])
+        else:
+            found.append([features[:, -math.prod(grid) :].norm(dim=-1).unflatten(1, grid) for features in states])
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def draw_features(
+    images: Sequence[Image.Image], maps: Mapping[str, Sequence[torch.Tensor]], layers: Sequence[int]
+) -> Figure:
+    """Draw images and the maps of layers, in colors from a panel's smallest to its largest value."""
+    pairs = [(index, name) for index in range(len(images)) for name in maps]
+    figure = Figure(figsize=(1.4 * (len(layers) + 1), 1.5 * len(pairs)), **STYLE)
+    axes = figure.subplots(len(pairs), len(layers) + 1, squeeze=False)
+    for (index, name), (picture, *panels) in zip(pairs, axes, strict=True):
+        picture.imshow(images[index])
+        picture.set_xlabel(name, fontsize=7)
+        for axis, layer in zip(panels, layers, strict=True):
+            axis.imshow(maps[name][layer - 1][index], cmap="magma")
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    for axis, title in zip(axes[0], ["Input", *(f"Layer {layer}" for layer in layers)], strict=True):
+        axis.set_title(title, fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    main()
