@@ -13,7 +13,6 @@ import torch
 
 from .common.contender import Contender, Vision, as_students, as_teacher, count_parameters
 from .common.loading import load_vision_model
-from .common.num_tokens import using_tokens
 from .common.views import size_made_by
 from .configuration.configuration_sparseformer_base import is_sparseformer
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
@@ -145,18 +144,13 @@ def load_students(folder: str, method: str | None = None, name: str | None = Non
             name=f"{student.name}, {each.num_tokens} tokens",
             method=method or student.name,
             model=each.model,
-            embed=functools.partial(_embed_with, student, each.num_tokens),
+            embed=image_embedder(student.model, student.image_size, each.num_tokens),
             tokens=each.tokens,
             num_tokens=each.num_tokens,
             load=functools.partial(_load_one_of, number, folder, method, name, **options),
         )
         for number, each in enumerate(as_students(student.model, student.image_size))
     ]
-
-
-def _embed_with(student: Contender, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
-    with using_tokens(student.model, num_tokens):
-        return student.embed(pixel_values)
 
 
 def _load_one_of(number: int, *arguments, **options) -> Contender:

@@ -17,8 +17,6 @@ EXPORT_FORMATS = ("openvino", "onnx", "executorch", "torch")
 EXPORT_PRECISIONS = ("float32", "bfloat16", "int8")
 # The label of pixels that do not count.
 IGNORED = 255
-# The confidence that `frugalvit calibrate` found.
-CALIBRATED = "calibrated"
 # Optimizers of training commands.
 OPTIMIZERS = ("adamw", "muon", "sam")
 # What `configuration/` and `modeling/` define, whose files import PyTorch: names that a test compares with theirs.
