@@ -163,9 +163,9 @@ def save_figure(figure: Figure, path: str | os.PathLike) -> None:
         FileNotFoundError: if the folder does not exist.
     """
     path = check_picture_path(path)
-    options = {"quality": 90, "method": 6} if path.suffix.lower() == ".webp" else {}
+    options = {"pil_kwargs": {"quality": 90, "method": 6}} if path.suffix.lower() == ".webp" else {}
     with whole_file(path) as aside:
-        figure.savefig(aside, pil_kwargs=options)
+        figure.savefig(aside, **options)
 
 
 def check_picture_path(path: str | os.PathLike) -> Path:

@@ -172,6 +172,26 @@ def test_json_and_table_carry_the_same_rows(capsys):
     assert capsys.readouterr().out == format_table(rows) + "\n"
 
 
+def test_speed_with_each_number_of_tokens(capsys):
+    """Costs of a number are those of a model that computes with it; weights are shared."""
+    name = "caltech101-sparseformer"
+    main([name, "cifar10-vit", "--speed", "--batch-size", "1", "--device", "cpu", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    counts = [9, 16, 25, 36, 49, 64]
+    assert [(row["name"], row["num_tokens"]) for row in rows] == [*((name, n) for n in counts), ("cifar10-vit", None)]
+    assert [row["tokens"] for row in rows] == [10, 17, 26, 37, 50, 65, 65]
+    assert {row["parameters"] for row in rows[:-1]} == {describe(name)["parameters"]}
+    expected = describe(name)["macs"]
+    assert rows[0]["macs"] < expected / 6 and rows[-2]["macs"] == expected
+    assert all(row["images/s"] > 0 for row in rows)
+
+
+def test_speed_needs_a_model(capsys):
+    with pytest.raises(SystemExit):
+        main(["--speed"])
+    assert "argument --speed: name the models to measure" in capsys.readouterr().err
+
+
 def test_table_layout():
     rows = [{"name": "a", "images/s": 12.34567, "tokens": 1000}, {"name": "long", "images/s": None, "tokens": 2}]
     assert format_table(rows).splitlines() == [

@@ -281,7 +281,7 @@ def test_rois(model_folder, images, tmp_path, capsys, monkeypatch, flags, panels
     assert code == 0 and len(output.splitlines()) == 3 * 5 and "Drew 3 of 3 images" in error
     (figure, path) = saved[0]
     assert str(path) == picture and len(figure.axes) == 3 * panels
-    captions = [text.get_text() for axes in figure.axes for text in axes.texts]
+    captions = [part.get_suptitle() for part in figure.subfigs]
     assert [caption.split(":")[0] for caption in captions] == ["a.png", "b.jpg", "c.webp"]
     assert output.splitlines()[1].split()[1] in captions[0]
 

@@ -41,8 +41,9 @@ from transformers import (
 from drawn import encode
 from frugalvit import SparseFormerCLIPModel, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
 from frugalvit.cli import main
+from frugalvit.common.prompts import SCIENCEQA_PROMPT
 from frugalvit.evaluation.retrieval import check_captions, retrieval_recall
-from frugalvit.evaluation.scienceqa import PROMPT, check_question, format_question, read_answer
+from frugalvit.evaluation.scienceqa import check_question, format_question, read_answer
 from frugalvit.evaluation.two_towers import load_two_towers
 from frugalvit.evaluation.zero_shot import read_templates
 from tiny import randomize, word_tokenizer
@@ -452,7 +453,7 @@ def test_scienceqa_counts_questions_with_and_without_images(llava_folder, tmp_pa
     for seed in range(11):
         has_image = seed % 3 != 0
         question = format_question(rows["question"][seed], rows["choices"][seed], rows["hint"][seed])
-        text = PROMPT.format(image="<image>\n" if has_image else "", question=question)
+        text = SCIENCEQA_PROMPT.format(image="<image>\n" if has_image else "", question=question)
         inputs = processor(text=text, images=picture(seed) if has_image else None, return_tensors="pt")
         ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, inputs["input_ids"].shape[1] :]
         answer = read_answer(processor.batch_decode(ids, skip_special_tokens=True)[0], len(rows["choices"][seed]))
