@@ -38,7 +38,6 @@ from .common.labels import check_labels, class_names, label_numbers
 from .common.loading import choose_device
 from .common.precision import choose_mixed_precision
 from .common.reading import Reader
-from .common.speed import foretold
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
 from .contenders import BASELINES, load_students, load_teachers
@@ -59,9 +58,6 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCH_SIZES = (1, 32)
 # Passes of single images are short: so many times as many as of batches.
 MORE_ROUNDS = 5
-# Images that the largest model looks at first, which tells how long all will take; how many times longer an image
-# takes alone; and seconds in which a process that measures memory starts.
-FIRST_IMAGES, SINGLE_SLOWER, STARTING = 8, 2, 5
 # What may say how good a contender is, the first choice first, and what it is called.
 SCORES = {
     "accuracy": "accuracy",
@@ -282,9 +278,6 @@ def compare(
         None if features or labels is None or contender.classifier is None else right_classes(contender, test)
         for contender in contenders
     ]
-    looked_at = len(test) + (0 if train is None else len(train))
-    seconds = foretell(contenders, looked_at, rounds * len(precisions), memory)
-    tqdm.write(f"{len(contenders)} models, {looked_at:,} images: {foretold(seconds)}.", file=sys.stderr)
     embeddings, indices = embed_all(contenders, test, **reading)
     labels = None if labels is None else labels[indices]
     known = None if train is None else embed_all(contenders, train, **reading)
@@ -308,29 +301,6 @@ def compare(
     for row, contender in zip(rows, tqdm(contenders, desc="memory", leave=False, disable=None), strict=True):
         row["memory"] = peak_memory(contender.load) if memory and contender.load else None
     return rows
-
-
-def foretell(contenders: Sequence[Contender], images: int, rounds: int, memory: bool) -> dict[str, float]:
-    """Estimate the seconds of each part of a comparison, from the time that the largest contender takes for a few
-    images. A model that does not fit into memory fails here.
-
-    Args:
-        contenders (sequence of `Contender`): All contenders.
-        images (`int`): Number of images.
-        rounds (`int`): Timed passes in batches, of all precisions.
-        memory (`bool`): Whether memory is measured, too.
-    """
-    largest = max(contenders, key=lambda contender: contender.macs)
-    # The second of two passes, as the first prepares much.
-    [speed] = measure_speeds([largest], FIRST_IMAGES, limit=0)
-    costs = sum(contender.macs for contender in contenders)
-    all_once = costs / largest.macs / speed
-    draws = sum(contender.macs * contender.draws for contender in contenders) / costs
-    passes = sum(size * (MORE_ROUNDS * SINGLE_SLOWER if size == 1 else 1) for size in BATCH_SIZES)
-    seconds = {"accuracy": images * draws * all_once, "speed": rounds * passes * all_once}
-    if memory:
-        seconds["memory"] = len(contenders) * STARTING + BATCH_SIZES[-1] * all_once
-    return seconds
 
 
 def right_classes(contender: Contender, images: datasets.Dataset) -> torch.Tensor:

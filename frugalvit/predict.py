@@ -2,7 +2,6 @@
 
 import json
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -64,7 +63,7 @@ def make_parser() -> CommandParser:
         f"(at most {MAX_DRAWN} images, {PAGE} a picture) into this .png, .pdf or .svg, further ones numbered",
     )
     parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
-    parser.add_argument("--json", action="store_true", help="print JSON, an image after the other")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_reading_arguments(parser)
     add_exact_argument(parser)
     add_token_arguments(parser)
@@ -109,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         read, find_files(paths, arguments.image_column), 2 * arguments.batch_size, arguments.num_workers
     )
     images = islice(readable(files, arguments.skip_corrupt), arguments.limit)
-    drawn, captions, count, written = [], [], 0, False
+    drawn, captions, results, count = [], [], [], 0
     with tqdm(desc="predict", unit=" images", leave=False, disable=None) as progress:
         while batch := list(islice(images, arguments.batch_size)):
             draws = bool(arguments.rois) and len(drawn) < MAX_DRAWN
@@ -119,9 +118,7 @@ def main(argv: list[str] | None = None) -> None:
                 if arguments.json:
                     labels = [{"label": label, "score": score} for label, score in prediction.labels]
                     tokens = {} if confidence is None else {"num_tokens": prediction.num_tokens}
-                    result = json.dumps({"image": name, "labels": labels} | tokens, indent=2)
-                    tqdm.write(f"{',' if written else '['}\n{textwrap.indent(result, '  ')}", end="")
-                    written = True
+                    results.append({"image": name, "labels": labels} | tokens)
                 else:
                     tqdm.write(format_prediction(name, prediction))
                 if draws and len(drawn) < MAX_DRAWN:
@@ -132,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
     if not count:
         raise ValueError("None of the images can be read.")
     if arguments.json:
-        print("\n]")
+        print(json.dumps(results, indent=2))
     if arguments.rois:
         path, pages = Path(arguments.rois), []
         for start in range(0, len(drawn), PAGE):

@@ -4,7 +4,6 @@ FRUGALVIT_FUZZ_CASES=500 tries more of each.
 """
 
 import dataclasses
-import json
 import os
 import pickle
 import shutil
@@ -20,12 +19,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedConfig
 
 from drawn import encode
-from frugalvit.common.exported import read_report
 from frugalvit.common.image_files import read_images
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.training.components.checkpoints import damaged_files, read_state
-from frugalvit.training.components.runs import read_run
-from frugalvit.validation import check_weights
 from kinds import KINDS
 
 
@@ -164,92 +159,6 @@ def test_pickles_are_not_read(name, folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="Cannot load 'model"):
         load_image_classifier("model", "cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-# JSON files that a folder from elsewhere may bring: what one holds, and what reads it.
-STATE = {
-    "epoch": 1,
-    "step": 6,
-    "best": {"epoch": 1},
-    "log": [{"step": 1}],
-    "losses": [0.5],
-    "seconds": 1.5,
-    "skipped": 0,
-}
-SPEC = json.dumps([1, {"type": "builtins.dict", "context": '["logits"]', "children_spec": []}])
-PROGRAM = {"file": "model.onnx", "metadata": {"in_spec": SPEC, "out_spec": SPEC}}
-RUN = {"command": "frugalvit train", "arguments": {"epochs": 1, "mixed_precision": "no"}, "images": {"images": 3}}
-JSON = {
-    "report.json": (
-        {
-            "format": "onnx",
-            "precision": "int8",
-            "macs": 1,
-            "parts": {"model": {"outputs": ["logits"], "num_tokens": {"4": {}}}},
-        },
-        read_report,
-    ),
-    "export.json": ({"export_format": "onnx", "components": {"model": PROGRAM}}, read_report),
-    "state.json": (STATE, read_state),
-    "checksums.json": ({"state.json": 0}, damaged_files),
-    "run.json": (RUN, read_run),
-    "model.safetensors.index.json": ({"weight_map": {"weight": "model.safetensors"}}, check_weights),
-}
-atoms = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.sampled_from(
-        [-1, 0, 1, 10**30, 0.5, float("nan"), float("inf"), "", "0", "../x", "/x", "\0", "\ud800", "x" * 300]
-    ),
-)
-odd_values = st.recursive(
-    atoms,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["", "0", "file", "step"]), inner)
-    ),
-    max_leaves=5,
-)
-
-
-@st.composite
-def altered(draw, content):
-    """JSON with another value, one more or one less, somewhere in it."""
-    if not isinstance(content, dict | list) or not content or draw(st.integers(0, 3)) == 0:
-        return draw(odd_values)
-    changed = content.copy()
-    key = draw(st.sampled_from(sorted(content) if isinstance(content, dict) else range(len(content))))
-    match draw(st.sampled_from(["alter", "alter", "remove", "add"])):
-        case "alter":
-            changed[key] = draw(altered(content[key]))
-        case "remove":
-            del changed[key]
-        case "add" if isinstance(changed, dict):
-            changed[draw(st.sampled_from(["", "unknown", "0"]))] = draw(odd_values)
-        case "add":
-            changed.append(draw(odd_values))
-    return changed
-
-
-@pytest.mark.parametrize("name", list(JSON))
-@fuzz
-@given(data=st.data())
-def test_odd_json(name, data, tmp_path_factory):
-    """Odd JSON is taken, or there is one clear error."""
-    folder = tmp_path_factory.mktemp("json") / "step-00000006"
-    folder.mkdir()
-    for other, (content, _) in JSON.items():
-        (folder / other).write_text(json.dumps(content))
-    (folder / "model.onnx").touch()
-    content, read = JSON[name]
-    content = data.draw(altered(content))
-    (folder / name).write_text(json.dumps(content))
-    try:
-        read(folder)
-    except (ValueError, OSError) as error:
-        assert len(str(error)) > 20
-        return
-    finally:
-        shutil.rmtree(folder)
 
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (24, 20, 3), dtype=np.uint8)

@@ -334,27 +334,6 @@ def test_recall_is_that_of_sorting_everything(num_images, captions, chunk, seed)
     assert retrieval_recall(images, texts, owners, chunk=chunk) == pytest.approx(expected)
 
 
-def test_recall_holds_a_chunk_at_a_time():
-    """COCO's size: 30,000 images with 5 captions have 18 GB of similarities."""
-    generator = torch.Generator().manual_seed(0)
-    images = F.normalize(torch.randn(3000, 4, generator=generator), dim=-1)
-    texts = images.repeat_interleave(5, 0)
-    largest = 0
-    matmul = torch.Tensor.__matmul__
-
-    def watched(left, right):
-        nonlocal largest
-        product = matmul(left, right)
-        largest = max(largest, product.numel())
-        return product
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "__matmul__", watched)
-        recall = retrieval_recall(images, texts, torch.arange(3000).repeat_interleave(5), chunk=10**6)
-    assert recall["image_to_text@1"] == 100
-    assert largest <= 10**6
-
-
 CAPTIONS = [["a cat .", "the cat"], ["a dog"], ["a bird .", "the bird", "a photo of a bird ."], ["the airplane"]]
 
 
@@ -568,12 +547,7 @@ def test_errors_are_one_clear_line(name, request, labeled, tmp_path, capsys):
     [
         ({"answer": None}, "Question 3 has the answer None, expected a number from 0 to 1"),
         ({"answer": 2}, "has the answer 2, expected"),
-        ({"answer": "a"}, "has the answer 'a', expected"),
-        ({"answer": 0.0}, "has the answer 0.0, expected"),
         ({"choices": None}, "has the choices None, expected a list of texts"),
-        ({"choices": ["a", None]}, "has the choices .*None.*, expected a list of texts"),
-        ({"choices": [1, 2]}, "expected a list of texts"),
-        ({"question": None}, "Question 3 is None, expected a text"),
         ({"question": 5}, "Question 3 is 5, expected a text"),
     ],
 )
