@@ -12,7 +12,7 @@ from .architectures import COUNTED, architecture_of, image_side, variants
 from .common.command_line import CommandParser, add_device_argument, positive
 from .common.contender import as_students, measure_speeds
 from .common.loading import check_complete, choose_device, load_image_processor, one_error, split_revision
-from .common.macs import KnownShapes, count_macs
+from .common.macs import count_macs
 from .common.resources import shipped_checkpoints
 from .common.tables import format_table
 from .common.views import size_made_by
@@ -116,8 +116,8 @@ def with_speeds(
         size = pair(row["image_size"])
         for contender in as_students(vision, size, vision.config.num_channels):
             macs = count_macs(contender.model, size, vision.config.num_channels)._asdict()
-            tokens = {"num_tokens": contender.num_tokens, "tokens": contender.tokens or row["tokens"]}
-            found.append({"name": row["name"]} | tokens | row | tokens | macs)
+            tokens = {"tokens": contender.tokens or row["tokens"], "num_tokens": contender.num_tokens}
+            found.append(row | macs | tokens)
             contenders.append(contender)
     speeds = measure_speeds(contenders, batch_size, rounds=rounds)
     return [row | {"images/s": speed} for row, speed in zip(found, speeds, strict=True)]
@@ -137,6 +137,6 @@ def _count_tokens(model: PreTrainedModel, height: int, width: int) -> int | None
     if is_sparseformer(config):
         return config.default_num_tokens + config.num_prefix_tokens
     image = torch.empty(1, config.num_channels, height, width, device="meta")
-    with torch.no_grad(), KnownShapes():
+    with torch.no_grad():
         hidden_states = model(image, output_hidden_states=True).hidden_states[-1]
     return hidden_states.shape[1] if hidden_states.ndim == 3 else None
