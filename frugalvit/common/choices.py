@@ -1,5 +1,4 @@
-"""Choices and defaults of options. They are names and numbers alone, so that a command line is read before anything is
-imported that takes long."""
+"""Choices and defaults of options, names and numbers alone."""
 
 # The CIFAR-10 images that come with the package, as a data set.
 SUBSET = "cifar10-subset"
