@@ -49,11 +49,6 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
             tokens that embed patches, it has a coarser grid, for which they are interpolated.
         num_tokens (`int`, *optional*):
             Latent tokens of a call that chooses none; all of them by default.
-        calibration (`dict`, *optional*):
-            The promise of `frugalvit calibrate` for `classify_adaptively`. An image is looked at with one of
-            `token_counts` after the other, until its likeliest class has a probability of `confidence`. With a
-            probability of `certainty`, a share of at most `disagreement` of images then gets another label than from
-            the `reference`, a `str`. These three numbers are 0 to 1. They were found on so many `images`.
         hidden_size (`int`, *optional*, defaults to 768): Width of the cortex.
         num_hidden_layers (`int`, *optional*, defaults to 8): Blocks of the cortex that exist, after truncation.
         num_attention_heads (`int`, *optional*): Heads of the cortex; one per 64 channels by default.
@@ -153,7 +148,6 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
     num_latent_tokens: int = 48
     elastic_token_counts: list[int] | tuple[int, ...] | None = None
     num_tokens: int | None = None
-    calibration: dict | None = None
     hidden_size: int = 768
     num_hidden_layers: int = 8
     num_attention_heads: int | None = None
@@ -265,21 +259,6 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
         return tuple(self.elastic_token_counts or [self.num_latent_tokens])
 
     @property
-    def holding_calibration(self) -> dict | None:
-        """`calibration` if it holds, else None. It holds if its last count is `default_num_tokens`, as it was when the
-        model was calibrated."""
-        calibrated = self.calibration
-        holds = calibrated and self.round_tokens(calibrated["token_counts"][-1]) == self.default_num_tokens
-        return calibrated if holds else None
-
-    @property
-    def adaptive_token_counts(self) -> list[int]:
-        """Counts of latent tokens with which an image is looked at, one after the other until its class is sure."""
-        if self.holding_calibration:
-            return list(self.holding_calibration["token_counts"])
-        return sorted({min(self.trained_token_counts[0], self.default_num_tokens), self.default_num_tokens})
-
-    @property
     def num_prefix_tokens(self) -> int:
         """Number of class and register tokens, in front of the latent ones."""
         return self.use_cls_token * self.num_class_tokens + self.num_register_tokens
@@ -351,33 +330,6 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
         if self.num_tokens is not None and not 1 <= self.num_tokens <= self.num_latent_tokens:
             raise ValueError(
                 f"`num_tokens` is {self.num_tokens}, expected 1 to `num_latent_tokens`={self.num_latent_tokens}."
-            )
-
-    def validate_calibration(self):
-        """`calibration` has every field, and its numbers fit each other and the model."""
-        found = self.calibration
-        if found is None:
-            return
-        expected = {
-            "token_counts": (list, tuple),
-            "confidence": (float, int),
-            "disagreement": (float, int),
-            "certainty": (float, int),
-            "images": (int,),
-            "reference": (str,),
-        }
-        for name, types in expected.items():
-            if not isinstance(found.get(name), types):
-                raise ValueError(f"`calibration` has {name}={found.get(name)!r}, expected a {types[0].__name__}.")
-        for name in ("confidence", "disagreement", "certainty"):
-            if not 0 <= found[name] <= 1:
-                raise ValueError(f"`calibration` has {name}={found[name]}, expected a number from 0 to 1.")
-        counts = found["token_counts"]
-        ordered = all(isinstance(count, int) for count in counts) and sorted({*counts}) == [*counts]
-        if len(counts) < 2 or not ordered or not 1 <= counts[0] <= counts[-1] <= self.num_latent_tokens:
-            raise ValueError(
-                f"`calibration` has token_counts={list(counts)}, expected two or more increasing counts up to "
-                f"`num_latent_tokens`={self.num_latent_tokens}."
             )
 
     def validate_rotation(self):

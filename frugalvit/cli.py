@@ -1,60 +1,35 @@
-"""The `frugalvit` command: finds the module that a command names and turns user errors into one clear line.
+"""The `frugalvit` command: runs the `main(argv)` of a command's module and turns user errors into one clear line."""
 
-Every command's module has `main(argv)`. It is imported only when it runs, after its options were read: they are in a
-module of `options/` beside it, which imports little.
-"""
-
-import argparse
 import difflib
 import importlib
 import os
 import sys
-from types import ModuleType
 
-from .common.interruptions import SIGNALS, ended_by_signals, ending_of
 from .common.threads import bound_spinning
 from .version import __version__
 
 
-# Command -> module, help line.
+# Command -> module, which is imported only when the command runs; help line.
 COMMANDS = {
     "quickstart": ("frugalvit.quickstart", "make a ViT several times faster on photographs, in minutes"),
     "predict": ("frugalvit.predict", "label images and draw where the tokens look"),
-    "info": ("frugalvit.info", "list tokens, parameters and multiply-accumulates of models"),
+    "info": ("frugalvit.info", "list tokens, parameters, multiply-accumulates and speed of models"),
     "bootstrap": ("frugalvit.training.bootstrap", "turn a ViT into a SparseFormer with fewer tokens, without labels"),
     "train": ("frugalvit.training.train", "train an image classifier from scratch"),
     "joint": ("frugalvit.training.joint", "train a ViT together with a convolutional agent"),
     "segment": ("frugalvit.training.segment", "fine-tune a model for semantic segmentation"),
-    "benchmark": ("frugalvit.benchmark", "measure images a second of models, side by side"),
-    "budget": ("frugalvit.budget", "measure each number of a model's tokens, name the largest within a budget"),
-    "calibrate": ("frugalvit.calibrate", "find from which confidence on few tokens suffice, with a promise"),
+    "align-llava": ("frugalvit.training.align_llava", "let a LLaVA learn to read a SparseFormer, in minutes"),
+    "swap": ("frugalvit.swap", "give a LLaVA a SparseFormer as its vision tower"),
     "compare": ("frugalvit.compare", "set models beside their teacher and what the teacher can do with less"),
-    "curves": ("frugalvit.curves", "draw how trainings went"),
-    "attention": ("frugalvit.attention", "measure and draw how a vision transformer attends"),
-    "features": ("frugalvit.features", "draw what the layers of models make of images"),
     "evaluate": (
         "frugalvit.evaluate",
         "measure classifiers, features, segmentation, zero-shot, retrieval, ScienceQA",
     ),
+    "export": ("frugalvit.export", "write a model for OpenVINO, ONNX Runtime or a browser, compared first"),
     "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
-    "demo": ("frugalvit.demo", "serve a page to look with: labels, tokens, features, attention"),
-    "align-llava": ("frugalvit.training.align_llava", "let a LLaVA learn to read a SparseFormer, in minutes"),
-    "swap": ("frugalvit.swap", "give a LLaVA a SparseFormer as its vision tower"),
-    "index": ("frugalvit.index", "embed a folder of images with a CLIP, once"),
-    "search": ("frugalvit.search", "find images of an index by words or by an image"),
-    "export": (
-        "frugalvit.export",
-        "write a model for OpenVINO, ONNX Runtime, ExecuTorch or a browser, compared first",
-    ),
     "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after looking at everything"),
+    "demo": ("frugalvit.demo", "serve a page to look with: labels, tokens, attention"),
 }
-
-
-def options_of(command: str) -> ModuleType:
-    """The module of a command's options, with `make_parser()` and `parse(argv)`, which ends the process if options are
-    wrong."""
-    package, _, name = COMMANDS[command][0].rpartition(".")
-    return importlib.import_module(f"{package}.options.{name}")
 
 
 def usage() -> str:
@@ -63,7 +38,7 @@ def usage() -> str:
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: frugalvit [--version] [--debug] [--print-completion SHELL] COMMAND ...",
+            "usage: frugalvit [--version] [--debug] COMMAND ...",
             "",
             "Vision transformers that need less: fewer tokens, less data, no extra parameters.",
             "",
@@ -72,32 +47,8 @@ def usage() -> str:
             "",
             "A model is named by its folder, its hub id (owner/name@revision, too) or, if it ships, its own name.",
             "`frugalvit COMMAND --help` explains one. --debug (or FRUGALVIT_DEBUG=1) shows where an error arose.",
-            "--print-completion bash, zsh or tcsh prints a script by which the shell completes options.",
         ]
     )
-
-
-def completion(shell: str) -> str:
-    """A script by which a shell completes commands and options.
-
-    Raises:
-        ValueError: if shtab is not installed, or does not know the shell.
-    """
-    try:
-        import shtab
-    except ImportError:
-        raise ValueError("--print-completion is shtab's: pip install 'frugalvit[completion]'.") from None
-    if shell not in shtab.SUPPORTED_SHELLS:
-        raise ValueError(f"--print-completion is {shell!r}, expected one of {', '.join(shtab.SUPPORTED_SHELLS)}.")
-    parser = argparse.ArgumentParser(prog="frugalvit")
-    commands = parser.add_subparsers(dest="command")
-    for name, (_, text) in COMMANDS.items():
-        options = options_of(name).make_parser()
-        for action in options._actions:
-            if action.metavar in ("FILE", "FOLDER", "DIR", "MODEL", "IMAGE", "OUT", "DATA"):
-                action.complete = shtab.FILE
-        commands.add_parser(name, help=text, parents=[options], add_help=False)
-    return shtab.complete(parser, shell)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -107,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         argv (`list[str]`, *optional*): Arguments after the program's name; those of the process if not given.
 
     Returns:
-        `int`: Exit code: 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C, 143 after SIGTERM.
+        `int`: Exit code: 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0")
@@ -121,13 +72,6 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] == "--version":
         print(f"frugalvit {__version__}")
         return 0
-    if argv[0] == "--print-completion":
-        try:
-            print(completion(*argv[1:2] or [""]))
-        except ValueError as error:
-            print(f"frugalvit: error: {error}", file=sys.stderr)
-            return 2
-        return 0
     command, *rest = argv
     if command not in COMMANDS:
         close = difflib.get_close_matches(command, COMMANDS, n=1)
@@ -135,33 +79,25 @@ def main(argv: list[str] | None = None) -> int:
         print(f"frugalvit: error: there is no command {command!r}; {hint}", file=sys.stderr)
         return 2
 
-    # What a terminal has no letters for, it is told in escapes.
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    received = []
+    bound_spinning()
     try:
-        options_of(command).parse(rest)
-        bound_spinning()
-        with ended_by_signals() as received:
-            code = importlib.import_module(COMMANDS[command][0]).main(rest)
-            sys.stdout.flush()
+        code = importlib.import_module(COMMANDS[command][0]).main(rest)
+        sys.stdout.flush()
         return code or 0
     except BrokenPipeError:
         # The reader, for example `head`, has seen enough; Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except BaseException as error:
-        number = ending_of(error, received)
-        if debug or (number is None and isinstance(error, SystemExit)):
+    except KeyboardInterrupt:
+        if debug:
             raise
-        if number is None:
-            from .training.components.arguments import reason
+        print(f"\nfrugalvit {command}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        from .training.components.arguments import reason
 
-            if not (message := reason(error)):
-                raise
-    if number is not None:
-        print(f"\nfrugalvit {command}: {SIGNALS[number]}", file=sys.stderr)
-        return 128 + number
+        if debug or not (message := reason(error)):
+            raise
     # After the handler nothing holds progress bars, and the message has a line of its own.
     print(f"frugalvit {command}: error: {message}", file=sys.stderr)
     return 1

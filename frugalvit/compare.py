@@ -22,6 +22,15 @@ from PIL import Image
 from tqdm import tqdm
 
 from .common.classes import match_labels
+from .common.command_line import (
+    CommandParser,
+    add_dataset_arguments,
+    add_device_argument,
+    add_reading_arguments,
+    add_training_images_arguments,
+    add_trust_argument,
+    positive,
+)
 from .common.contender import Contender, measure_speeds
 from .common.data import sample
 from .common.files import whole_folder, write_json, write_text
@@ -29,10 +38,9 @@ from .common.labels import check_labels, class_names, label_numbers
 from .common.loading import choose_device
 from .common.precision import choose_mixed_precision
 from .common.reading import Reader
-from .common.speed import foretold
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
-from .contenders import load_students, load_teachers
+from .contenders import BASELINES, load_students, load_teachers
 from .evaluation.embeddings import (
     LabeledFeatures,
     choose_classes,
@@ -43,7 +51,6 @@ from .evaluation.embeddings import (
 from .evaluation.images import image_batches
 from .evaluation.knn import neighbor_scores
 from .evaluation.linear import fit_probe
-from .options.compare import parse
 from .pictures import LEGEND_COLOR, LINE_COLORS, OUTLINE_COLOR, TEXT_COLOR, save_figure
 
 
@@ -51,9 +58,6 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCH_SIZES = (1, 32)
 # Passes of single images are short: so many times as many as of batches.
 MORE_ROUNDS = 5
-# Images that the largest model looks at first, which tells how long all will take; how many times longer an image
-# takes alone; and seconds in which a process that measures memory starts.
-FIRST_IMAGES, SINGLE_SLOWER, STARTING = 8, 2, 5
 # What may say how good a contender is, the first choice first, and what it is called.
 SCORES = {
     "accuracy": "accuracy",
@@ -62,10 +66,84 @@ SCORES = {
     "mean_iou": "mean intersection over union",
     "cosine": "cosine with the teacher's embedding",
 }
+# Values of --quick.
+QUICK = {"limit": 200, "train_limit": 1000, "rounds": 3, "precision": ["float32"], "memory": False}
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="frugalvit compare",
+        description="Set students beside their teacher, and beside what the teacher can do for nothing: look at "
+        "smaller images, or at some of its patches. Measures accuracy, of models without a classifier that of nearest "
+        "neighbors and of a linear probe, how near embeddings are to the teacher's, multiply-accumulates, images a "
+        "second, in which the models take turns, and memory. Writes compare.json, compare.md and compare.png.",
+    )
+    parser.add_argument("teacher", metavar="TEACHER", help="folder or hub id of a vision transformer")
+    parser.add_argument("students", nargs="*", metavar="STUDENT", help="folders or hub ids of SparseFormers or others")
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a student that was made by the method NAME; those of one NAME are a line of the picture (repeatable)",
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="new folder for table and picture")
+    parser.add_argument(
+        "--baselines",
+        nargs="+",
+        choices=[*BASELINES, "none"],
+        default=list(BASELINES),
+        help="what else the teacher can do (default: both)",
+    )
+    parser.add_argument(
+        "--resolutions",
+        nargs="+",
+        type=positive,
+        metavar="PIXELS",
+        help="of these, of the shorter side; of random patches, as many (default: with about 1/4, 2/5 and 9/16 of the "
+        "patches)",
+    )
+    add_dataset_arguments(parser)
+    add_training_images_arguments(parser)
+    parser.add_argument(
+        "--features", action="store_true", help="measure neighbors and a linear probe, also of classifiers"
+    )
+    parser.add_argument("--limit", type=positive, help="judge by so many images, chosen at random")
+    parser.add_argument("--train-limit", type=positive, help="learn from so many images, chosen at random")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is chosen at random (default: %(default)s)")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=list(PRECISIONS),
+        help="in which speed is measured (default: float32 and, where the device is fast at it, bf16)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a first look: as --limit 200 --train-limit 1000 --rounds 3 --precision float32 --no-memory, of which "
+        "others that are given go before",
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=10, help="timed passes of each model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--memory", action=argparse.BooleanOptionalAction, default=True, help="measure memory, in a process each"
+    )
+    parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
+    add_reading_arguments(parser)
+    add_device_argument(parser)
+    add_trust_argument(parser)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        parser.set_defaults(**QUICK)
+        arguments = parser.parse_args(argv)
+    if "none" in arguments.baselines and len(arguments.baselines) > 1:
+        parser.error(f"argument --baselines: got {' '.join(arguments.baselines)}, expected none alone or others")
     named = [split_name(text) for text in arguments.model]
     baselines = [] if arguments.baselines == ["none"] else list(dict.fromkeys(arguments.baselines))
     output = Path(arguments.output)
@@ -200,9 +278,6 @@ def compare(
         None if features or labels is None or contender.classifier is None else right_classes(contender, test)
         for contender in contenders
     ]
-    looked_at = len(test) + (0 if train is None else len(train))
-    seconds = foretell(contenders, looked_at, rounds * len(precisions), memory)
-    tqdm.write(f"{len(contenders)} models, {looked_at:,} images: {foretold(seconds)}.", file=sys.stderr)
     embeddings, indices = embed_all(contenders, test, **reading)
     labels = None if labels is None else labels[indices]
     known = None if train is None else embed_all(contenders, train, **reading)
@@ -226,29 +301,6 @@ def compare(
     for row, contender in zip(rows, tqdm(contenders, desc="memory", leave=False, disable=None), strict=True):
         row["memory"] = peak_memory(contender.load) if memory and contender.load else None
     return rows
-
-
-def foretell(contenders: Sequence[Contender], images: int, rounds: int, memory: bool) -> dict[str, float]:
-    """Estimate the seconds of each part of a comparison, from the time that the largest contender takes for a few
-    images. A model that does not fit into memory fails here.
-
-    Args:
-        contenders (sequence of `Contender`): All contenders.
-        images (`int`): Number of images.
-        rounds (`int`): Timed passes in batches, of all precisions.
-        memory (`bool`): Whether memory is measured, too.
-    """
-    largest = max(contenders, key=lambda contender: contender.macs)
-    # The second of two passes, as the first prepares much.
-    [speed] = measure_speeds([largest], FIRST_IMAGES, limit=0)
-    costs = sum(contender.macs for contender in contenders)
-    all_once = costs / largest.macs / speed
-    draws = sum(contender.macs * contender.draws for contender in contenders) / costs
-    passes = sum(size * (MORE_ROUNDS * SINGLE_SLOWER if size == 1 else 1) for size in BATCH_SIZES)
-    seconds = {"accuracy": images * draws * all_once, "speed": rounds * passes * all_once}
-    if memory:
-        seconds["memory"] = len(contenders) * STARTING + BATCH_SIZES[-1] * all_once
-    return seconds
 
 
 def right_classes(contender: Contender, images: datasets.Dataset) -> torch.Tensor:

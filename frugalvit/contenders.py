@@ -13,7 +13,6 @@ import torch
 
 from .common.contender import Contender, Vision, as_students, as_teacher, count_parameters
 from .common.loading import load_vision_model
-from .common.num_tokens import using_tokens
 from .common.views import size_made_by
 from .configuration.configuration_sparseformer_base import is_sparseformer
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
@@ -40,15 +39,12 @@ def load_teacher(folder: str, device: str | None = None, trust_remote_code: bool
     return anatomy, image_maker(image_processor)
 
 
-def at_lower_resolution(
-    anatomy: Anatomy, image_processor, image_size: tuple[int, int], load: Callable | None = None
-) -> Contender:
+def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int, int]) -> Contender:
     """The teacher with smaller images, its positions resampled, which takes no training.
 
     Args:
         anatomy (`Anatomy`), image_processor: The teacher, as `load_teacher` returns it.
         image_size (pair of `int`): Height and width in pixels, multiples of the patches'.
-        load (`Callable`, *optional*): As of a `Contender`.
     """
     small = anatomy.resized(image_size)
     height, width = image_size
@@ -63,20 +59,17 @@ def at_lower_resolution(
         id2label=anatomy.labels.get("id2label", {}),
         tokens=small.num_prefix_tokens + small.num_patches,
         parameters=count_parameters(anatomy),
-        load=load,
     )
 
 
-def with_random_patches(
-    anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3, load: Callable | None = None
-) -> Contender:
+def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3) -> Contender:
     """The teacher with few of its patches, chosen at random for each image: a choice of patches has to surpass it.
 
     Args:
         anatomy (`Anatomy`), image_processor: The teacher, as `load_teacher` returns it.
         patches (`int`): Number of patches that are kept, after the embedding.
         seed (`int`): Seed of the choice.
-        draws (`int`), load (`Callable`, *optional*): As of a `Contender`.
+        draws (`int`): As of a `Contender`.
     """
     embed = RandomPatches(anatomy, patches, seed)
     return Contender(
@@ -91,7 +84,6 @@ def with_random_patches(
         tokens=anatomy.num_prefix_tokens + patches,
         parameters=count_parameters(anatomy),
         draws=draws,
-        load=load,
     )
 
 
@@ -145,23 +137,18 @@ def load_students(folder: str, method: str | None = None, name: str | None = Non
             name=f"{student.name}, {each.num_tokens} tokens",
             method=method or student.name,
             model=each.model,
-            embed=functools.partial(_embed_with, student, each.num_tokens),
+            embed=image_embedder(student.model, student.image_size, each.num_tokens),
             tokens=each.tokens,
             num_tokens=each.num_tokens,
-            load=functools.partial(_load_one_of, number, folder, method, name, **options),
+            load=functools.partial(_load_one, number, load_students, folder, method, name, **options),
         )
         for number, each in enumerate(as_students(student.model, student.image_size))
     ]
 
 
-def _embed_with(student: Contender, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
-    with using_tokens(student.model, num_tokens):
-        return student.embed(pixel_values)
-
-
-def _load_one_of(number: int, *arguments, **options) -> Contender:
-    """Load one of the contenders of `load_students`."""
-    return load_students(*arguments, **options)[number]
+def _load_one(number: int, load: Callable, *arguments, **options) -> Contender:
+    """Load one of several contenders anew, in a process that measures its memory."""
+    return load(*arguments, **options)[number]
 
 
 def load_student(
@@ -233,28 +220,19 @@ def load_teachers(
     except ValueError as error:
         raise ValueError(f"{error} To compare without what the teacher does with less: --baselines none.") from error
     name = name or Path(folder).name
-    load = functools.partial(_load_one, folder, name, seed=seed, device=device, trust_remote_code=trust_remote_code)
-    contenders = [as_teacher(anatomy, name=name, image_processor=image_processor, load=load)]
+    contenders = [as_teacher(anatomy, name=name, image_processor=image_processor)]
     for baseline in baselines:
         for size in sizes:
-            again = functools.partial(load, baseline=baseline, image_size=size)
-            contenders.append(_baseline(anatomy, image_processor, baseline, size, seed, again))
+            if baseline == "lower-resolution":
+                contenders.append(at_lower_resolution(anatomy, image_processor, size))
+            else:
+                patches = math.prod(size) // math.prod(anatomy.patch_size)
+                contenders.append(with_random_patches(anatomy, image_processor, patches, seed))
+    arguments = (folder, name, baselines, resolutions)
+    options = {"seed": seed, "device": device, "trust_remote_code": trust_remote_code}
+    for number, contender in enumerate(contenders):
+        contender.load = functools.partial(_load_one, number, load_teachers, *arguments, **options)
     return contenders
-
-
-def _baseline(anatomy: Anatomy, image_processor, baseline: str, size: tuple[int, int], seed: int, load) -> Contender:
-    if baseline == "lower-resolution":
-        return at_lower_resolution(anatomy, image_processor, size, load)
-    patches = math.prod(size) // math.prod(anatomy.patch_size)
-    return with_random_patches(anatomy, image_processor, patches, seed, load=load)
-
-
-def _load_one(folder: str, name: str, baseline: str | None = None, image_size=None, seed: int = 0, **options):
-    """Load one of the contenders of `load_teachers`."""
-    anatomy, image_processor = load_teacher(folder, **options)
-    if baseline is None:
-        return as_teacher(anatomy, name=name, image_processor=image_processor)
-    return _baseline(anatomy, image_processor, baseline, image_size, seed, None)
 
 
 def lower_sizes(anatomy: Anatomy) -> list[tuple[int, int]]:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 
+from .common.choices import CONVERTED_VARIANTS
+from .common.command_line import CommandParser
 from .common.files import whole_folder
 from .configuration.configuration_base import pair
 from .modeling.conversion import (
@@ -13,17 +15,52 @@ from .modeling.conversion import (
     load_showlab_checkpoint,
     showlab_model_class,
 )
-from .options.convert import parse
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="frugalvit convert",
+        description="`frugalvit convert`: checkpoints of reference implementations to hub repositories.",
+    )
+    sources = parser.add_subparsers(dest="source", required=True, metavar="SOURCE")
+    showlab = sources.add_parser(
+        "showlab",
+        help="SparseFormer checkpoints of its authors",
+        description="Convert a checkpoint of github.com/showlab/sparseformer to a folder that `from_pretrained` "
+        "loads. Widths, tokens, points and blocks follow from the checkpoint, the rest from the variant.",
+    )
+    showlab.add_argument("checkpoint", metavar="CHECKPOINT", help=".pth or .safetensors file")
+    showlab.add_argument("--output", required=True, metavar="OUT", help="folder to write; must not exist or be empty")
+    showlab.add_argument(
+        "--variant", choices=CONVERTED_VARIANTS, help="default: the one whose names the checkpoint has"
+    )
+    showlab.add_argument(
+        "--iterations", type=int, help="executions of the focusing layer (default: stage embeddings, or the variant's)"
+    )
+    showlab.add_argument(
+        "--image-size",
+        type=int,
+        nargs="+",
+        metavar="PIXELS",
+        help="side, or height and width, of the images that the model will get (default: 224): resized to 8/7 of the "
+        "side and cropped, or resized straight to height and width",
+    )
+    showlab.add_argument("--overwrite", action="store_true", help="replace the model folder OUT")
+    parser.set_defaults(error=showlab.error)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
+    arguments = make_parser().parse_args(argv)
+    size = arguments.image_size
+    if size is not None and len(size) > 2:
+        arguments.error(f"argument --image-size: got {len(size)} numbers, expected a side or height and width")
     convert_checkpoint(
         arguments.checkpoint,
         arguments.output,
         variant=arguments.variant,
         iterations=arguments.iterations,
-        image_size=arguments.image_size,
+        image_size=tuple(size) if size and len(size) == 2 else size and size[0],
         overwrite=arguments.overwrite,
     )
 

@@ -3,7 +3,6 @@
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from torch import nn
 from .common.decoding import CorruptImageError, read_image, read_record
 from .common.exported import is_exported
 from .common.loading import load_exported, load_image_classifier, load_image_processor, load_vision_model
-from .common.num_tokens import using_tokens
 from .common.packing import pack_linear_layers
 from .common.precision import choose_mixed_precision
 from .common.reading import Reader, read_ahead, share_read
@@ -23,7 +21,28 @@ from .common.scores import check_scores
 from .common.tables import first_line
 from .common.views import size_made_by
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
-from .tokens import choose_tokens
+
+
+def check_adaptive(model: nn.Module):
+    """Raise a ValueError unless a model classifies with several numbers of tokens."""
+    if not hasattr(model, "classify_adaptively"):
+        raise ValueError(f"A confidence is for classifiers that are SparseFormers; got a {type(model).__name__}.")
+    if len(model.config.trained_token_counts) == 1:
+        raise ValueError(
+            f"A confidence needs a model for several numbers of tokens, and this one is made for "
+            f"{model.config.num_latent_tokens} alone; frugalvit bootstrap --student MODEL --elastic-token-counts … "
+            "makes it one."
+        )
+
+
+def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | None):
+    """Apply a command's --num-tokens to its model, and check that the model can do what --confidence asks for."""
+    if num_tokens is not None:
+        if not hasattr(model, "set_num_tokens"):
+            raise ValueError(f"--num-tokens is for SparseFormers; got a {type(model).__name__}.")
+        model.set_num_tokens(num_tokens)
+    if confidence is not None:
+        check_adaptive(model)
 
 
 class _Application:
@@ -151,8 +170,7 @@ class _Application:
             return error
 
     def _compute(self, pixel_values: torch.Tensor) -> np.ndarray:
-        tokens = nullcontext() if self.num_tokens is None else using_tokens(self.model, self.num_tokens)
-        with torch.inference_mode(), tokens:
+        with torch.inference_mode():
             found = self._run(pixel_values.to(self.device, self.dtype)).float().cpu()
         check_scores(found, self.what)
         return found.numpy()
@@ -180,7 +198,7 @@ class Embedder(_Application):
 
     def __init__(self, model: str | os.PathLike | nn.Module, image_processor=None, **options):
         super().__init__(model, image_processor, **options)
-        self._embed = image_embedder(self.model, size_made_by(self.image_processor))
+        self._embed = image_embedder(self.model, size_made_by(self.image_processor), self.num_tokens)
 
     __init__.__doc__ = _Application.__init__.__doc__
 
@@ -205,9 +223,8 @@ class Classifier(_Application):
         print(path, classify.labels[scores.argmax()])
     ```
 
-    With `confidence`, a number from 0 to 1, or "calibrated" for the one that `frugalvit calibrate` found, an image has
-    few tokens first, and more if the probability of its likeliest class is lower than that
-    (`SparseFormerForImageClassification.classify_adaptively`).
+    With `confidence`, a number from 0 to 1, an image has few tokens first, and more if the probability of its
+    likeliest class is lower than that (`SparseFormerForImageClassification.classify_adaptively`).
 
     Attributes:
         labels (`list[str]`): Names of the classes, in the order of the scores.
@@ -220,13 +237,15 @@ class Classifier(_Application):
         model: str | os.PathLike | nn.Module,
         image_processor=None,
         *,
-        confidence: float | str | None = None,
+        confidence: float | None = None,
         **options,
     ):
         super().__init__(model, image_processor, **options)
         if confidence is not None and self.num_tokens is not None:
             raise ValueError("Got `num_tokens` and `confidence`, which chooses them for each image; give one of both.")
-        self.confidence = choose_tokens(self.model, None, confidence)
+        if confidence is not None:
+            check_adaptive(self.model)
+        self.confidence = confidence
         names = self.model.config.id2label
         self.labels = [names[index] for index in range(len(names))]
         self._multi_label = self.model.config.problem_type == "multi_label_classification"
@@ -234,10 +253,11 @@ class Classifier(_Application):
     __init__.__doc__ = _Application.__init__.__doc__
 
     def _run(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        if self.confidence is None:
-            logits = self.model(pixel_values).logits.float()
-        else:
+        if self.confidence is not None:
             logits = self.model.classify_adaptively(pixel_values, self.confidence).logits.float()
+        else:
+            chosen = {} if self.num_tokens is None else {"num_tokens": self.num_tokens}
+            logits = self.model(pixel_values, **chosen).logits.float()
         return logits.sigmoid() if self._multi_label else logits.softmax(-1)
 
     @staticmethod

@@ -1,6 +1,7 @@
-"""`frugalvit info`: tokens, parameters and multiply-accumulates of the papers' variants and of model folders."""
+"""`frugalvit info`: tokens, parameters, multiply-accumulates and speed of variants and of model folders."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -8,21 +9,52 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .architectures import COUNTED, architecture_of, image_side, variants
-from .common.loading import check_complete, load_image_processor, one_error, split_revision
-from .common.macs import KnownShapes, count_macs
+from .common.command_line import CommandParser, add_device_argument, positive
+from .common.contender import as_students, measure_speeds
+from .common.loading import check_complete, choose_device, load_image_processor, one_error, split_revision
+from .common.macs import count_macs
 from .common.resources import shipped_checkpoints
 from .common.tables import format_table
 from .common.views import size_made_by
 from .configuration.configuration_base import pair
 from .configuration.configuration_sparseformer_base import is_sparseformer
-from .options.info import parse
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="frugalvit info",
+        description="List tokens (latent and [CLS]), image size, parameters and multiply-accumulates for one image, "
+        "without and with attention's two products; of a CLIP or a LLaVA, those of its image side. Nothing is "
+        "downloaded or computed for the variants. Of the weights in folders, shapes are looked at, not values.",
+    )
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="NAME|FOLDER",
+        help="variants of the papers, shipped models, folders or hub ids, owner/name@revision too "
+        "(default: all variants and shipped models)",
+    )
+    parser.add_argument(
+        "--speed",
+        action="store_true",
+        help="also measure images a second of the models that are named, with each number of tokens that they are "
+        "made for; they take turns, with random weights",
+    )
+    parser.add_argument("--batch-size", type=positive, default=8, help="of --speed: images at a time (default: 8)")
+    add_device_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    return parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
-
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.speed and not arguments.models:
+        parser.error("argument --speed: name the models to measure")
     names = arguments.models or [*variants(), *shipped_checkpoints()]
     rows = [describe(name) for name in tqdm(names, desc="counting", leave=False, disable=None)]
+    if arguments.speed:
+        rows = with_speeds(rows, arguments.batch_size, choose_device(arguments.device))
     print(json.dumps(rows, indent=2) if arguments.json else format_table(rows))
 
 
@@ -63,6 +95,34 @@ def describe(name: str) -> dict[str, object]:
     }
 
 
+def with_speeds(
+    rows: Sequence[dict[str, object]], batch_size: int, device: torch.device, rounds: int = 10
+) -> list[dict[str, object]]:
+    """Measure models with each number of tokens that they are made for, in float32.
+
+    Args:
+        rows (sequence of `dict`): Rows of `describe`.
+        batch_size (`int`), device (`torch.device`): Images at a time, and where they are computed.
+        rounds (`int`, *optional*, defaults to 10): Timed passes with each number of tokens, which take turns.
+
+    Returns:
+        `list[dict]`: A row for each number: those of `describe` with its costs, `num_tokens`, which a call chooses
+        (`None` without a choice), and `images/s`.
+    """
+    found, contenders = [], []
+    for row in rows:
+        architecture, config = architecture_of(row["name"])
+        vision = image_side(architecture._from_config(config)).eval().to(device)
+        size = pair(row["image_size"])
+        for contender in as_students(vision, size, vision.config.num_channels):
+            macs = count_macs(contender.model, size, vision.config.num_channels)._asdict()
+            tokens = {"tokens": contender.tokens or row["tokens"], "num_tokens": contender.num_tokens}
+            found.append(row | macs | tokens)
+            contenders.append(contender)
+    speeds = measure_speeds(contenders, batch_size, rounds=rounds)
+    return [row | {"images/s": speed} for row, speed in zip(found, speeds, strict=True)]
+
+
 def _image_size(folder: Path, vision: PreTrainedModel) -> tuple[int, int]:
     """Height and width of a model's images. For a DINOv2, the image processor beside it tells: its configuration names
     the size that its positions are for, whatever size it is used with."""
@@ -77,6 +137,6 @@ def _count_tokens(model: PreTrainedModel, height: int, width: int) -> int | None
     if is_sparseformer(config):
         return config.default_num_tokens + config.num_prefix_tokens
     image = torch.empty(1, config.num_channels, height, width, device="meta")
-    with torch.no_grad(), KnownShapes():
+    with torch.no_grad():
         hidden_states = model(image, output_hidden_states=True).hidden_states[-1]
     return hidden_states.shape[1] if hidden_states.ndim == 3 else None

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,6 +13,15 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .architectures import has_rois
+from .common.command_line import (
+    CommandParser,
+    add_device_argument,
+    add_exact_argument,
+    add_reading_arguments,
+    add_token_arguments,
+    add_trust_argument,
+    positive,
+)
 from .common.image_files import decode_file, find_files, find_images, readable
 from .common.loading import load_image_classifier
 from .common.packing import pack_linear_layers
@@ -22,12 +30,56 @@ from .common.resources import checkpoint_path
 from .common.scores import check_scores
 from .common.tables import printable
 from .common.views import prepare_images, restore_images
-from .options.predict import MAX_DRAWN, PAGE, parse
-from .tokens import choose_tokens
+from .inference import choose_tokens
+
+
+# Images that are drawn, and those of a picture.
+MAX_DRAWN, PAGE = 32, 8
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="frugalvit predict",
+        description="Print the top labels of images; with --rois, draw where the tokens of a SparseFormer look.",
+    )
+    parser.add_argument(
+        "images",
+        nargs="+",
+        metavar="IMAGE",
+        help="image files, folders, patterns such as 'photos/*.jpg', .parquet files",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="model folder, hub id (@revision, too) or name of one that ships (default: cifar10-sparseformer)",
+    )
+    parser.add_argument("--image-column", help="of parquet files, where names and types do not tell")
+    parser.add_argument("--top", type=positive, default=5, help="labels for each image (default: 5)")
+    parser.add_argument("--limit", type=positive, help="take only this many images")
+    parser.add_argument(
+        "--rois",
+        metavar="FILE",
+        help="draw the input, the token RoIs of the first, third and last focusing step and the last sampling points "
+        f"(at most {MAX_DRAWN} images, {PAGE} a picture) into this .png, .pdf or .svg, further ones numbered",
+    )
+    parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_reading_arguments(parser)
+    add_exact_argument(parser)
+    add_token_arguments(parser)
+    parser.add_argument("--batch-size", type=positive, default=32, help="images at a time (default: 32)")
+    add_device_argument(parser)
+    add_trust_argument(parser)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.all_steps and not arguments.rois:
+        parser.error("argument --all-steps: name the picture with --rois FILE")
+    if arguments.rois and arguments.confidence is not None:
+        parser.error("argument --rois: images of one picture have the same number of tokens; leave --confidence out")
     # What costs little is checked before the model is loaded.
     paths = find_images(arguments.images, None if arguments.skip_corrupt else arguments.limit)
     if arguments.rois:
@@ -43,7 +95,8 @@ def main(argv: list[str] | None = None) -> None:
             "another --model."
         )
 
-    confidence = choose_tokens(model, arguments.num_tokens, arguments.confidence)
+    choose_tokens(model, arguments.num_tokens, arguments.confidence)
+    confidence = arguments.confidence
     pack_linear_layers(model)
 
     reader = Reader(image_processor, share_read(model), arguments.exact)
@@ -55,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         read, find_files(paths, arguments.image_column), 2 * arguments.batch_size, arguments.num_workers
     )
     images = islice(readable(files, arguments.skip_corrupt), arguments.limit)
-    drawn, captions, count, written = [], [], 0, False
+    drawn, captions, results, count = [], [], [], 0
     with tqdm(desc="predict", unit=" images", leave=False, disable=None) as progress:
         while batch := list(islice(images, arguments.batch_size)):
             draws = bool(arguments.rois) and len(drawn) < MAX_DRAWN
@@ -65,9 +118,7 @@ def main(argv: list[str] | None = None) -> None:
                 if arguments.json:
                     labels = [{"label": label, "score": score} for label, score in prediction.labels]
                     tokens = {} if confidence is None else {"num_tokens": prediction.num_tokens}
-                    result = json.dumps({"image": name, "labels": labels} | tokens, indent=2)
-                    tqdm.write(f"{',' if written else '['}\n{textwrap.indent(result, '  ')}", end="")
-                    written = True
+                    results.append({"image": name, "labels": labels} | tokens)
                 else:
                     tqdm.write(format_prediction(name, prediction))
                 if draws and len(drawn) < MAX_DRAWN:
@@ -78,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
     if not count:
         raise ValueError("None of the images can be read.")
     if arguments.json:
-        print("\n]")
+        print(json.dumps(results, indent=2))
     if arguments.rois:
         path, pages = Path(arguments.rois), []
         for start in range(0, len(drawn), PAGE):

@@ -4,11 +4,11 @@ import time
 from pathlib import Path
 
 from .common.choices import NO_EVALUATION
+from .common.command_line import CommandParser
 from .common.data import load_images
 from .common.decoding import decode_image
 from .common.files import write_json
 from .common.loading import choose_device, load_image_classifier
-from .common.num_tokens import using_tokens
 from .common.precision import choose_mixed_precision
 from .common.resources import checkpoint_path, only_in_a_clone, shipped_checkpoints, shipped_images
 from .common.speed import duration
@@ -16,7 +16,6 @@ from .common.tables import format_table
 from .common.versions import origin
 from .compare import BATCH_SIZES, compare, draw_comparison, table_rows
 from .contenders import load_students, load_teachers
-from .options.quickstart import parse
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
 from .training.bootstrap import bootstrap
@@ -38,8 +37,28 @@ DRAWN, DRAWN_TOKENS = 4, 16
 COLUMNS = ["method", "model", "accuracy, %", "accuracy - teacher's", "cosine", "tokens"]
 
 
+def make_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="frugalvit quickstart",
+        description="Turn a ViT that comes with the repository into a SparseFormer that is several times faster, on "
+        "photographs without labels, and set both beside each other on others. It takes a few minutes on two CPU "
+        "cores. Writes the student, compare.json, compare.md, compare.png, rois.png and results.json.",
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", default="quickstart", help="folder for all of it (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of order and crops (default: %(default)s)")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tenth of the photographs: whether it works, not how well"
+    )
+    return parser
+
+
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.seed < 0:
+        parser.error(f"argument --seed: got {arguments.seed}, expected 0 or more")
     teacher, photographs = shipped_files()
     folder = Path(arguments.output)
     claim(folder)
@@ -83,8 +102,8 @@ def main(argv: list[str] | None = None) -> None:
     student, processor = load_image_classifier(folder / "student", "cpu")
     print(f"3/3  Where {DRAWN_TOKENS} tokens look.\n")
     shown = [decode_image(held_back[index]["image"], index) for index in range(DRAWN)]
-    with using_tokens(student, DRAWN_TOKENS):
-        predictions = predict(student, processor, shown, top=1, output_rois=True)
+    student.set_num_tokens(DRAWN_TOKENS)
+    predictions = predict(student, processor, shown, top=1, output_rois=True)
     captions = [format_labels(prediction.labels) for prediction in predictions]
     save_figure(draw_predictions(predictions, captions), folder / "rois.png")
     seconds = round(time.perf_counter() - started)

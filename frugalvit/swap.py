@@ -7,6 +7,8 @@ from pathlib import Path
 import datasets
 import torch
 
+from .common.choices import DTYPES, QUANTIZATIONS
+from .common.command_line import CommandParser, add_device_map_argument, add_skip_argument, positive
 from .common.data import load_images, sample
 from .common.files import whole_folder
 from .common.loading import load_llava, load_vision_model
@@ -14,11 +16,51 @@ from .common.reading import Reader
 from .evaluation.images import image_batches
 from .modeling.modeling_sparseformer_vlm import grid_of
 from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower
-from .options.swap import parse
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="frugalvit swap",
+        description="Write a LLaVA, a PaliGemma or another model that reads images and texts whose vision tower is a "
+        "SparseFormer that was bootstrapped from the tower it replaces (`frugalvit bootstrap --teacher LLAVA`), with "
+        "a processor that inserts as many image tokens. The language model stays as it is.",
+    )
+    parser.add_argument("--model", required=True, metavar="LLAVA", help="folder or hub id (@revision, too)")
+    parser.add_argument("--vision-model", required=True, metavar="FOLDER", help="what `frugalvit bootstrap` wrote")
+    parser.add_argument("--output", required=True, metavar="OUT", help="folder to write")
+    parser.add_argument("--num-tokens", type=int, metavar="COUNT", help="latent tokens (default: the tower's own)")
+    parser.add_argument(
+        "--image-grid",
+        type=positive,
+        metavar="ROWS",
+        help="rows, and columns, of the grid of models that count on one (LLaVA-NeXT and OneVision, Idefics3, "
+        "SmolVLM, Gemma 3, InternVL; default: as before): fewer make fewer image tokens",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of the weights that are written (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=QUANTIZATIONS,
+        help="write the language model's weights so, which needs bitsandbytes wherever it is loaded (pip install "
+        "'frugalvit[quantize]')",
+    )
+    parser.add_argument(
+        "--dataset",
+        nargs="+",
+        metavar="DATA",
+        help="let the projector read channels with the mean and the standard deviation that they had, measured on "
+        "these images (id, folder or parquet files; without labels, nothing is trained)",
+    )
+    parser.add_argument("--images", type=positive, default=1000, help="how many of --dataset (default: %(default)s)")
+    add_skip_argument(parser)
+    add_device_map_argument(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
+    return parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
+    arguments = make_parser().parse_args(argv)
 
     # What cannot be written is known before anything is loaded.
     with whole_folder(arguments.output, arguments.overwrite) as folder:

@@ -89,7 +89,6 @@ class PatchSparseFormerPreTrainedModel(SparseFormerPreTrainedModel):
         counts = ("num_latent_tokens", "elastic_token_counts", "num_tokens")
         for name in (*fields, "token_grid", "placement_grid", *counts):
             setattr(config, name, getattr(placed, name))
-        config.calibration = None
         base.latents, base.stem = trees, CellPyramid(pair(config.patch_size))
         base.placement = content_placement(config).to(latents.token_embedding)
         base.placement.apply(self._init_weights)

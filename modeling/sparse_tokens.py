@@ -23,14 +23,11 @@ class SparseFormerAdaptiveOutput(ModelOutput):
         logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Scores, from the last count that was tried.
         num_tokens (`torch.LongTensor` of shape `(batch,)`): That count.
         confidence (`float`): Probability of the likeliest class from which on an image was done, 0 to 1.
-        disagreement (`float`, *optional*): The largest share of images, 0 to 1, that get another label than from the
-            calibration's reference, as the calibration promises; None where it did not choose the confidence.
     """
 
     logits: torch.FloatTensor | None = None
     num_tokens: torch.LongTensor | None = None
     confidence: float | None = None
-    disagreement: float | None = None
 
 
 def place_among(counts: Sequence[int], number: torch.Tensor) -> torch.Tensor:
@@ -69,7 +66,8 @@ class TokensMixin:
         config.elastic_token_counts = (
             [*smaller, num_latent_tokens] if config.elastic_token_counts and smaller else None
         )
-        config.num_latent_tokens, config.num_tokens, config.calibration = num_latent_tokens, None, None
+        config.num_latent_tokens = num_latent_tokens
+        config.num_tokens = None
 
     def set_num_tokens(self, num_tokens: int | None):
         """Choose the number of latent tokens for all calls that choose none.
@@ -174,17 +172,11 @@ class TokensMixin:
 class AdaptiveClassificationMixin:
     """Methods of a classifier that looks at each image with as few tokens as it needs."""
 
-    def train(self, mode: bool = True):
-        """As in PyTorch. Training drops the calibration, which is of other weights."""
-        if mode:
-            self.config.calibration = None
-        return super().train(mode)
-
     @torch.no_grad()
     def classify_adaptively(
         self,
         pixel_values: torch.Tensor,
-        confidence: float | None = None,
+        confidence: float = 0.9,
         token_counts: Sequence[int] | None = None,
     ) -> SparseFormerAdaptiveOutput:
         """Classify images with few tokens, and those whose class is not sure enough again with more.
@@ -194,27 +186,21 @@ class AdaptiveClassificationMixin:
 
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            confidence (`float`, *optional*):
-                Probability of the likeliest class, 0 to 1, from which on an image is done. By default that of
-                `config.calibration`, of a model that was calibrated for these counts, else 0.9, which promises
-                nothing.
+            confidence (`float`, *optional*, defaults to 0.9):
+                Probability of the likeliest class, 0 to 1, from which on an image is done.
             token_counts (sequence of `int`, *optional*):
-                Counts to try, in this order; by default those of the calibration, else the smallest of
-                `config.elastic_token_counts` and `config.num_tokens` or all.
+                Counts to try, in this order; by default the smallest of `config.elastic_token_counts`, then
+                `config.num_tokens` or all.
 
         Raises:
             ValueError: if `confidence` is no probability, or the model has not so many tokens.
         """
         config, base = self.config, self.base_model
-        if token_counts is None:
-            token_counts = config.adaptive_token_counts
-        calibrated = config.holding_calibration
-        if confidence is not None or not calibrated or [*token_counts] != [*calibrated["token_counts"]]:
-            calibrated = None
-        if confidence is None:
-            confidence = calibrated["confidence"] if calibrated else 0.9
         if not 0 <= confidence <= 1:
             raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
+        if token_counts is None:
+            most = config.default_num_tokens
+            token_counts = sorted({min(config.trained_token_counts[0], most), most})
         features = base.shared_features(pixel_values)
         logits, num_tokens, left = None, None, torch.arange(len(pixel_values), device=pixel_values.device)
         for count in token_counts:
@@ -227,9 +213,4 @@ class AdaptiveClassificationMixin:
             left = left[found.float().softmax(dim=-1).amax(dim=-1) < confidence]
             if not len(left):
                 break
-        return SparseFormerAdaptiveOutput(
-            logits=logits,
-            num_tokens=num_tokens,
-            confidence=confidence,
-            disagreement=calibrated["disagreement"] if calibrated else None,
-        )
+        return SparseFormerAdaptiveOutput(logits=logits, num_tokens=num_tokens, confidence=confidence)

@@ -30,7 +30,6 @@ LONG_MODULES = (
     "tests/training/test_processes.py",
     "tests/training/test_bootstrap.py",
     "tests/training/test_recipes.py",
-    "tests/test_odd_commands.py",
     "tests/common/test_data_sets.py",
     "tests/modeling/test_hub.py",
     "tests/modeling/test_llava.py",

@@ -1,19 +1,18 @@
 """The `frugalvit` command: fast help, clear errors, exit codes."""
 
 import argparse
+import importlib
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-import time
 import types
 
 import pytest
 from tqdm import tqdm
 
-from frugalvit import checkpoint_path, cli
+from frugalvit import cli
 from frugalvit.common import command_line
 from frugalvit.common.files import whole_file, whole_folder
 from frugalvit.training.components.arguments import ArgumentParser, RunArguments, run_as_program
@@ -32,10 +31,7 @@ def command(monkeypatch):
     def install(function):
         module = types.ModuleType("frugalvit.fake")
         module.main = function
-        options = types.ModuleType("frugalvit.options.fake")
-        options.parse = lambda argv: None
         monkeypatch.setitem(sys.modules, "frugalvit.fake", module)
-        monkeypatch.setitem(sys.modules, "frugalvit.options.fake", options)
         monkeypatch.setitem(cli.COMMANDS, "fake", ("frugalvit.fake", "a command for tests"))
 
     monkeypatch.delenv("FRUGALVIT_DEBUG", raising=False)
@@ -57,36 +53,8 @@ def test_answers_at_once(argument):
             assert any(line.split()[:1] == [name] and line.endswith(text) for line in printed)
 
 
-# Run in a process of its own, commands of `frugalvit` before training commands, whose parser is Transformers'.
-HELP = """
-import contextlib, io, sys
-from frugalvit import cli
-heavy = {"torch", "torchvision", "datasets", "accelerate", "evaluate", "timm", "matplotlib", "pyarrow"}
-for name in sorted(cli.COMMANDS, key=lambda name: cli.COMMANDS[name][0]):
-    is_recipe = ".training." in cli.COMMANDS[name][0]
-    for argv in ([name, "--help"], [name, "--no-such-option"]):
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
-            try:
-                cli.main(argv)
-            except SystemExit as stop:
-                code = stop.code
-        others = set() if is_recipe else {"transformers", "numpy", "huggingface_hub", "PIL"}
-        imported = (heavy | others) & set(sys.modules)
-        print(argv[0], code, sorted(imported), f"frugalvit {name}: error: " in said.getvalue())
-"""
-
-
-def test_help_and_wrong_options_wait_for_nothing():
-    ran = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=120)
-    lines = ran.stdout.splitlines()
-    assert sorted(lines) == sorted(f"{name} {code} [] {code == 2}" for name in cli.COMMANDS for code in (0, 2)), (
-        ran.stderr
-    )
-
-
 def test_choices_are_all_that_there_are():
     """Names that options list without importing what defines them."""
-    from frugalvit import compare, contenders
     from frugalvit.common import choices, exported
     from frugalvit.configuration import (
         configuration_base,
@@ -94,7 +62,6 @@ def test_choices_are_all_that_there_are():
         configuration_patch_sparseformer,
     )
     from frugalvit.modeling import conversion, inheritance, initialization, reference_initialization
-    from frugalvit.options import compare as compared
 
     assert tuple(exported.FORMATS) == choices.EXPORT_FORMATS
     assert tuple(initialization.INITIALIZATIONS) == choices.INITIALIZATIONS
@@ -106,8 +73,6 @@ def test_choices_are_all_that_there_are():
     assert configuration_base.CONTEXT_BROADCAST_POSITIONS == choices.CONTEXT_BROADCAST_POSITIONS
     assert tuple(configuration_bootstrapped_vit.VARIANTS) == choices.JOINT_VARIANTS
     assert tuple(conversion.TEMPLATES) == choices.CONVERTED_VARIANTS
-    assert contenders.BASELINES == compared.BASELINES
-    assert tuple(compare.PRECISIONS) == compared.PRECISIONS
 
 
 @pytest.mark.parametrize(
@@ -130,10 +95,16 @@ def test_the_nearest_option_is_named(argv, meant, capsys):
     assert stop.value.code == 2 and f"did you mean {meant}?" in error and error.count("\n") == 1
 
 
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """The parser of a command: that of its module, or of a training's options."""
+    module = cli.COMMANDS[command][0]
+    return importlib.import_module(module.replace("training.", "training.options.")).make_parser()
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_breaks_no_words_and_says_a_default_once(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    parser = cli.options_of(name).make_parser()
+    parser = parser_of(name)
     words = set(parser.format_help().split())
     for action in parser._actions:
         if action.help in (None, argparse.SUPPRESS) or action.choices and isinstance(action.choices, dict):
@@ -141,6 +112,27 @@ def test_help_breaks_no_words_and_says_a_default_once(name, monkeypatch):
         help = parser._get_formatter()._expand_help(action)
         assert not set(help.split()) - words
         assert len(re.findall(r"\bdefault:|Default:|\(default\)", help)) <= 1 and "default: None" not in help
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[name] for name in cli.COMMANDS]
+    + [["evaluate", task] for task in ("classification", "knn", "linear", "segmentation", "zero-shot", "retrieval")]
+    + [["evaluate", "scienceqa"], ["convert", "showlab"]],
+    ids=" ".join,
+)
+def test_options_have_one_spelling_and_others_are_refused(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command, "--help"])
+    help = capsys.readouterr().out
+    assert stop.value.code == 0 and help.startswith(f"usage: frugalvit {' '.join(command)} ")
+    options = re.findall(r"(?<![\w-])--[\w-]+", help)
+    assert "--help" in options
+    assert not [option for option in options if "_" in option or option in command_line.EARLIER]
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command, "--no-such-option"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith(f"frugalvit {command[0]}") and error.count("\n") == 1
 
 
 def test_recipes_group_their_options(capsys):
@@ -151,51 +143,20 @@ def test_recipes_group_their_options(capsys):
     assert [help.index(title) for title in titles] == sorted(help.index(title) for title in titles)
 
 
-@pytest.mark.parametrize("command", ["export", "budget"])
-def test_a_model_is_named_by_an_option_or_by_its_place(command, capsys):
-    parse, rest = cli.options_of(command).parse, ["--output", "out"] if command == "export" else []
-    assert vars(parse(["--model", "m", *rest])) == vars(parse(["m", *rest])) == vars(parse([*rest, "m"]))
+def test_a_model_is_named_by_an_option_or_by_its_place(capsys):
+    parser = command_line.CommandParser()
+    command_line.add_model_argument(parser, "the model")
+
+    def parse(*given: str) -> str:
+        command_line.require_model(parser, arguments := parser.parse_args(given))
+        return arguments.model
+
+    assert parse("--model", "m") == parse("m") == "m"
     for wrong in ([], ["m", "--model", "n"]):
         with pytest.raises(SystemExit):
-            parse([*wrong, *rest])
+            parse(*wrong)
     errors = capsys.readouterr().err.splitlines()
     assert "required: --model" in errors[0] and "there is no argument 'm'; the model is 'n'" in errors[1]
-
-
-def test_shells_complete_commands_and_options(tmp_path):
-    script = run("--print-completion", "bash")
-    assert script.returncode == 0, script.stderr
-    (tmp_path / "completion").write_text(script.stdout, encoding="utf-8")
-
-    def completed(*words: str) -> list[str]:
-        code = f"""source {tmp_path}/completion
-        COMP_WORDS=(frugalvit {" ".join(words)}) COMP_CWORD={len(words)}
-        $(complete -p frugalvit | sed 's/.*-F \\([^ ]*\\).*/\\1/') frugalvit "{words[-1]}" && echo "${{COMPREPLY[@]}}"
-        """
-        return subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60).stdout.split()
-
-    assert completed("boot") == ["bootstrap"]
-    assert completed("bootstrap", "--image-s") == ["--image-size"]
-    assert completed("evaluate", "kn") == ["knn"]
-    refused = run("--print-completion", "korn")
-    assert refused.returncode == 2 and "expected one of bash" in refused.stderr and refused.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "command",
-    [[name] for name in cli.COMMANDS]
-    + [["evaluate", task] for task in ("classification", "knn", "linear", "segmentation", "zero-shot", "retrieval")]
-    + [["evaluate", "scienceqa"], ["convert", "showlab"]],
-    ids=" ".join,
-)
-def test_options_have_one_spelling(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main([*command, "--help"])
-    help = capsys.readouterr().out
-    assert stop.value.code == 0 and help.startswith(f"usage: frugalvit {' '.join(command)} ")
-    options = re.findall(r"(?<![\w-])--[\w-]+", help)
-    assert "--help" in options
-    assert not [option for option in options if "_" in option or option in command_line.EARLIER]
 
 
 @pytest.mark.parametrize(
@@ -211,8 +172,6 @@ def test_all_spellings_are_taken(given, monkeypatch):
     assert (arguments.output, arguments.batch_size, arguments.json) == ("out", 2, False)
     monkeypatch.setattr("sys.argv", ["frugalvit", *given.split()])
     assert parser.parse_args() == arguments
-    assert vars(parser.parse_args(["--json", "a_b.json"])) == {"output": "a_b.json", "json": False, "batch_size": None}
-    assert parser.parse_args(["--json", "--output", "a.json"]).json
     (run,) = ArgumentParser([RunArguments], "frugalvit train", "").parse(given.split())
     assert (run.output_dir, run.batch_size) == ("out", 2)
 
@@ -286,72 +245,29 @@ def test_debug_shows_the_traceback_of_user_errors(command, how, monkeypatch):
         cli.main({"before": ["--debug", "fake"], "after": ["fake", "--debug"], "environment": ["fake"]}[how])
 
 
-def swallowing(function):
-    """A library that makes an error of its own of whatever ends it."""
-    try:
-        function()
-    except BaseException as error:
-        raise ImportError("It could not be imported.") from error
-
-
-ENDINGS = {"SIGINT": (130, "interrupted"), "SIGTERM": (143, "terminated"), "SIGHUP": (129, "its terminal was closed")}
-
-
-@pytest.mark.parametrize("through", [lambda function: function(), swallowing], ids=["as it is", "swallowed"])
-@pytest.mark.parametrize("name", ENDINGS)
-def test_signals_end_a_command_in_one_line_and_leave_nothing(name, through, command, tmp_path, capsys):
-    number, (code, said) = getattr(signal, name), ENDINGS[name]
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated"), ("SIGHUP", 129, "its terminal was closed")],
+)
+def test_what_ends_a_command_leaves_nothing(name, code, said, command, tmp_path, capsys):
+    """Ctrl-C ends each; trainings that are launched by themselves end by other signals in one line, too."""
+    number = getattr(signal, name)
     before = signal.getsignal(number)
 
     def work(argv):
         with whole_folder(tmp_path / "out") as folder, whole_file(tmp_path / "out.json") as file:
             for path in (folder / "half", file):
                 path.write_text("half")
-            through(lambda: os.kill(os.getpid(), number))
+            os.kill(os.getpid(), number)
 
-    command(work)
-    assert cli.main(["fake"]) == code
-    assert capsys.readouterr().err == f"\nfrugalvit fake: {said}\n"
-    assert not list(tmp_path.iterdir()) and signal.getsignal(number) == before
+    if name == "SIGINT":
+        command(work)
+        assert cli.main(["fake"]) == code
+        assert capsys.readouterr().err == f"\nfrugalvit fake: {said}\n" and not list(tmp_path.iterdir())
     with pytest.raises(SystemExit) as stop:
         run_as_program(lambda: work([]), "fake")
     assert stop.value.code == code and capsys.readouterr().err == f"fake: {said}\n"
     assert not list(tmp_path.iterdir()) and signal.getsignal(number) == before
-
-
-@pytest.mark.reliability
-@pytest.mark.timeout(7200)
-def test_signals_at_random_moments_leave_all_or_nothing(tmp_path):
-    """The command writes a folder and starts another process."""
-    chance, output = random.Random(int(os.environ.get("FRUGALVIT_SEED", "0"))), tmp_path / "out"
-    command = [sys.executable, "-m", "frugalvit", "publish", str(checkpoint_path("cifar10-agent-cnn"))]
-    command += ["--license", "mit", "--output", str(output), "--overwrite"]
-    for _ in range(int(os.environ.get("FRUGALVIT_SIGNALS", "1"))):
-        name = chance.choice(list(ENDINGS))
-        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-            while process.poll() is None and not list(tmp_path.glob(".out.*.partial")):
-                time.sleep(0.01)
-            time.sleep(chance.uniform(0, 3))
-            process.send_signal(getattr(signal, name))
-            said = process.communicate(timeout=600)[1]
-        code, text = ENDINGS[name]
-        # Where all is written, the process may be about to end.
-        assert process.returncode in (code, 0, -getattr(signal, name)), said
-        assert process.returncode != code or said.endswith(f"\nfrugalvit publish: {text}\n")
-        assert [path.name for path in tmp_path.iterdir()] == ["out"] * output.exists()
-        assert process.returncode == code or (output / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("name", ENDINGS)
-def test_signals_that_are_ignored_stay_so(name, command):
-    """`nohup` and shells leave such signals to processes in the background."""
-    number, received = getattr(signal, name), []
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        command(lambda argv: received.append(os.kill(os.getpid(), number)))
-        assert cli.main(["fake"]) == 0 and received == [None]
-    finally:
-        signal.signal(number, before)
 
 
 @pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (3, 3)])
@@ -371,9 +287,9 @@ def test_a_reader_that_stops_reading_is_no_error():
     code = """
 import sys, types
 from frugalvit import cli
-fake, options = types.ModuleType("frugalvit.fake"), types.ModuleType("frugalvit.options.fake")
-fake.main, options.parse = lambda argv: print("It is written when Python flushes it."), lambda argv: None
-sys.modules |= {module.__name__: module for module in (fake, options)}
+fake = types.ModuleType("frugalvit.fake")
+fake.main = lambda argv: print("It is written when Python flushes it.")
+sys.modules["frugalvit.fake"] = fake
 cli.COMMANDS["fake"] = ("frugalvit.fake", "a command for tests")
 sys.exit(cli.main(["fake"]))
 """

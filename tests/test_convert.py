@@ -13,7 +13,6 @@ from frugalvit import (
     SparseFormerConfig,
     SparseFormerForImageClassification,
     SparseFormerVisionModelWithProjection,
-    convert,
 )
 from frugalvit.cli import main as frugalvit
 from frugalvit.modeling import conversion
@@ -54,8 +53,8 @@ def to_showlab(model) -> dict[str, torch.Tensor]:
     return state_dict
 
 
-def run(*arguments) -> int:
-    return frugalvit(["convert", "showlab", *map(str, arguments)])
+def run(checkpoint, output, *arguments) -> int:
+    return frugalvit(["convert", "showlab", str(checkpoint), "--output", str(output), *map(str, arguments)])
 
 
 class TestInference:
@@ -268,10 +267,6 @@ class TestCommand:
         assert config.id2label[0] == "tench, Tinca tinca"
         assert config.label2id["toilet tissue, toilet paper, bathroom tissue"] == 999
 
-    def test_iterations(self, tmp_path):
-        assert run(FIXTURES["v1"], tmp_path / "out", "--iterations", 2) == 0
-        assert AutoConfig.from_pretrained(tmp_path / "out").num_focusing_iterations == 2
-
     def test_an_empty_folder_is_filled(self, tmp_path):
         assert run(FIXTURES["v1"], tmp_path) == 0
         assert {path.name for path in tmp_path.iterdir()} >= COMPLETE
@@ -309,21 +304,10 @@ REFUSED = {
         ["--variant", "bootstrapped"],
         ["not of variant 'bootstrapped'", "cls_embedding.weight", "It fits 'v1': give that variant"],
     ),
-    "v1 as clip": (checkpoint_of("v1"), ["--variant", "bootstrapped-clip"], ["It fits 'v1'"]),
     "bootstrapped as v1": (
         checkpoint_of("bootstrapped"),
         ["--variant", "v1"],
         ["not of variant 'v1'", "17 missing", "10 unexpected", "It fits 'bootstrapped'"],
-    ),
-    "bootstrapped as clip": (
-        checkpoint_of("bootstrapped"),
-        ["--variant", "bootstrapped-clip"],
-        ["1 unexpected (proj.bias)", "It fits 'bootstrapped'"],
-    ),
-    "clip as bootstrapped": (
-        checkpoint_of("bootstrapped-clip"),
-        ["--variant", "bootstrapped"],
-        ["1 missing (proj.bias)", "It fits 'bootstrapped-clip'"],
     ),
     "one name missing": (
         dropped("v1", "layers.2.mlp.fc1.weight"),
@@ -335,38 +319,15 @@ REFUSED = {
         ["--variant", "bootstrapped"],
         ["12 missing (layers.3.attn.proj.bias, layers.3.attn.proj.weight, ", ", ...)"],
     ),
-    "no stem": (dropped("v1", "feat_extractor.conv1.weight", "feat_extractor.conv1.bias"), [], ["2 missing"]),
-    "no [CLS]": (dropped("bootstrapped", "cls_embedding.weight"), [], ["1 missing (cls_embedding.weight)"]),
-    "half of the mixing biases": (
-        dropped("v1", "layers.0.adaptive_mixing.m_beta"),
-        [],
-        ["1 missing (layers.0.adaptive_mixing.m_beta)"],
-    ),
-    "half of a LayerNorm": (dropped("v1", "layers.1.1.bias"), [], ["1 missing (layers.1.1.bias)"]),
-    "half of the RoI deltas": (
-        dropped("bootstrapped", "layers.0.roi_adjust_module.1.bias"),
-        [],
-        ["1 missing (layers.0.roi_adjust_module.1.bias)"],
-    ),
     "unexpected names": (
         changed("bootstrapped", decoder__weight=torch.ones(2), ema=torch.ones(1)),
         [],
         ["2 unexpected (decoder.weight, ema)"],
     ),
-    "missing and unexpected": (
-        changed("v1", extra=torch.ones(1)) | {"norm.wieght": torch.ones(128)},
-        [],
-        ["2 unexpected (extra, norm.wieght)"],
-    ),
     "contradicting shapes": (
         changed("v1", layers__3__mlp__fc2__weight=torch.ones(128, 100)),
         [],
         ["1 tensors", "layers.3.mlp.fc2.weight is (128, 100), expected (128, 512)"],
-    ),
-    "fewer queries than channels": (
-        changed("v1", layers__3__attn__qkv__weight=torch.ones(300, 128)),
-        [],
-        ["layers.3.attn.qkv.weight is (100, 128), expected (128, 128)"],
     ),
     "a video model": (
         changed("v1", feat_extractor__conv1__weight=torch.ones(16, 3, 1, 7, 7)),
@@ -404,8 +365,6 @@ class TestRefusals:
         [
             ("absent.pth", None, ["There is no checkpoint file", "absent.pth"]),
             ("empty.pth", b"", ["no readable checkpoint"]),
-            ("text.pth", b"not found", ["text.pth"]),
-            ("empty.safetensors", b"", ["no readable checkpoint"]),
             ("text.safetensors", b"<!DOCTYPE html><html>", ["no readable checkpoint", "download it again"]),
         ],
     )
@@ -413,13 +372,6 @@ class TestRefusals:
         if content is not None:
             (tmp_path / name).write_bytes(content)
         self.refused(tmp_path, capsys, tmp_path / name, [], parts)
-
-    @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-    def test_truncated_files(self, tmp_path, capsys, suffix):
-        path = tmp_path / f"checkpoint{suffix}"
-        torch.save(checkpoint_of("v1"), path) if suffix == ".pth" else save_file(checkpoint_of("v1"), path)
-        path.write_bytes(path.read_bytes()[:10_000])
-        self.refused(tmp_path, capsys, path, [], ["no readable checkpoint", "truncated"])
 
     @pytest.mark.parametrize(
         ("content", "parts"),
@@ -472,25 +424,7 @@ class TestRefusals:
             convert_showlab(checkpoint_of("v1"), config_from_showlab(checkpoint_of("bootstrapped")))
 
 
-class TestInterruption:
-    @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-    @pytest.mark.parametrize("overwrite", [False, True])
-    def test_errors_leave_what_was_there(self, tmp_path, monkeypatch, capsys, error, overwrite):
-        out = tmp_path / "out"
-        if overwrite:
-            assert run(FIXTURES["v1"], out) == 0
-        before = {path.name: path.read_bytes() for path in out.glob("*")}
-
-        def fail(model, folder):
-            assert (folder / "model.safetensors").exists()
-            raise error("disk full")
-
-        monkeypatch.setattr(convert, "check_reload", fail)
-        assert run(FIXTURES["bootstrapped"], out, *(["--overwrite"] if overwrite else [])) in (1, 130)
-        capsys.readouterr()
-        assert {path.name: path.read_bytes() for path in out.glob("*")} == before
-        assert [path.name for path in tmp_path.iterdir()] == (["out"] if overwrite else [])
-
+class TestReload:
     def test_a_model_that_changes_when_it_is_saved_is_not_written(self, tmp_path, monkeypatch):
         save = SparseFormerForImageClassification.save_pretrained
 

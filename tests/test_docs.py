@@ -52,7 +52,7 @@ NOT_HERE = {
     "frugalvit swap --model google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
     "frugalvit bootstrap --teacher facebook/dinov2-small --dataset path/to/images --output dinov2": "as the next",
     "frugalvit align-llava --model LLAVA --vision-model dinov2-tower": "tests/training/test_align_llava.py",
-    "frugalvit benchmark": "models of full size; tests/test_benchmark.py",
+    "frugalvit info augreg-base-49-224": "a model of full size; tests/test_info.py",
     "frugalvit compare": "tests/test_compare.py; it measures memory in a process for each model",
 }
 # What a page says, and what stands for it: tiny models, and the images that ship.
@@ -84,9 +84,6 @@ SHORT = {
     ],
     "align-llava": [*TRAINS, "--answer-tokens", "2"],
     "swap": ["--images", "8"],
-    "budget": ["--latency", "1000s", "--rounds", "1"],
-    "attention": ["--images", "8"],
-    "calibrate": ["--split", "train", "--disagreement", "0.9", "--certainty", "0.5"],
 }
 SUBSET = ["--train-split", "train[:64]", "--eval-split", "test[:8]", "--batch-size", "32"]
 

@@ -4,7 +4,6 @@ FRUGALVIT_FUZZ_CASES=500 tries more of each.
 """
 
 import dataclasses
-import json
 import os
 import pickle
 import shutil
@@ -17,20 +16,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from drawn import encode
-from frugalvit.common.exported import read_report
 from frugalvit.common.image_files import read_images
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.common.tables import format_table
-from frugalvit.curves import best_epoch, curves_of, read_epochs
-from frugalvit.index import read_about, read_shards
-from frugalvit.model_folders import Notes
-from frugalvit.training.components.checkpoints import damaged_files, read_state
-from frugalvit.training.components.runs import read_run
-from frugalvit.validation import check_weights
 from kinds import KINDS
 
 
@@ -169,120 +159,6 @@ def test_pickles_are_not_read(name, folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="Cannot load 'model"):
         load_image_classifier("model", "cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-# JSON files that a folder from elsewhere may bring: what one holds, and what reads it.
-STATE = {
-    "epoch": 1,
-    "step": 6,
-    "best": {"epoch": 1},
-    "log": [{"step": 1}],
-    "losses": [0.5],
-    "seconds": 1.5,
-    "skipped": 0,
-}
-SPEC = json.dumps([1, {"type": "builtins.dict", "context": '["logits"]', "children_spec": []}])
-PROGRAM = {"file": "model.onnx", "metadata": {"in_spec": SPEC, "out_spec": SPEC}}
-RESULTS = {"arguments": {"dataset": ["owner/name"]}, "best": {"accuracy": 0.5, "accuracy_4": 0.25}}
-RESULTS["images"] = {"test split": "test", "test images": 5}
-EPOCH = {"epoch": 1, "step": 2, "train_loss": 1.0, "accuracy": 0.5}
-
-
-def read_scores(folder) -> str:
-    """Read scores as `frugalvit budget` prints them."""
-    notes = Notes(folder)
-    return format_table(notes.scores([{"model": "student", "num_tokens": 4}])) + str(notes.images())
-
-
-def read_curves(folder) -> str:
-    """Read curves as `frugalvit curves` prints them."""
-    epochs = read_epochs(str(folder))
-    return format_table([{name: epochs[-1].get(name) for name in curves_of({"run": epochs})}]) + str(
-        best_epoch(epochs)
-    )
-
-
-RUN = {"command": "frugalvit train", "arguments": {"epochs": 1, "mixed_precision": "no"}, "images": {"images": 3}}
-JSON = {
-    "report.json": (
-        {
-            "format": "onnx",
-            "precision": "int8",
-            "macs": 1,
-            "parts": {"model": {"outputs": ["logits"], "num_tokens": {"4": {}}}},
-        },
-        read_report,
-    ),
-    "export.json": ({"export_format": "onnx", "components": {"model": PROGRAM}}, read_report),
-    "index.json": ({"folder": "images", "model": "model", "vision_model": None}, read_about),
-    "state.json": (STATE, read_state),
-    "checksums.json": ({"state.json": 0}, damaged_files),
-    "run.json": (RUN, read_run),
-    "results.json": (RESULTS, read_scores),
-    "metrics.jsonl": (EPOCH, read_curves),
-    "model.safetensors.index.json": ({"weight_map": {"weight": "model.safetensors"}}, check_weights),
-    "embeddings": ([["a.png", 1, 1]], lambda folder: list(read_shards(folder))),
-}
-atoms = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.sampled_from(
-        [-1, 0, 1, 10**30, 0.5, float("nan"), float("inf"), "", "0", "../x", "/x", "\0", "\ud800", "x" * 300]
-    ),
-)
-odd_values = st.recursive(
-    atoms,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["", "0", "file", "step"]), inner)
-    ),
-    max_leaves=5,
-)
-
-
-@st.composite
-def altered(draw, content):
-    """JSON with another value, one more or one less, somewhere in it."""
-    if not isinstance(content, dict | list) or not content or draw(st.integers(0, 3)) == 0:
-        return draw(odd_values)
-    changed = content.copy()
-    key = draw(st.sampled_from(sorted(content) if isinstance(content, dict) else range(len(content))))
-    match draw(st.sampled_from(["alter", "alter", "remove", "add"])):
-        case "alter":
-            changed[key] = draw(altered(content[key]))
-        case "remove":
-            del changed[key]
-        case "add" if isinstance(changed, dict):
-            changed[draw(st.sampled_from(["", "unknown", "0"]))] = draw(odd_values)
-        case "add":
-            changed.append(draw(odd_values))
-    return changed
-
-
-@pytest.mark.parametrize("name", list(JSON))
-@fuzz
-@given(data=st.data())
-def test_odd_json(name, data, tmp_path_factory):
-    """Odd JSON is taken, or there is one clear error; only files of the folder are named."""
-    folder = tmp_path_factory.mktemp("json") / "step-00000006"
-    folder.mkdir()
-    for other, (content, _) in JSON.items():
-        (folder / other).write_text(json.dumps(content))
-    (folder / "model.onnx").touch()
-    content, read = JSON[name]
-    content = data.draw(altered(content))
-    (folder / name).write_text(json.dumps(content))
-    embeddings = folder / "embeddings-00000-0.safetensors"
-    files = content if name == "embeddings" else JSON["embeddings"][0]
-    save_file({"embeddings": torch.ones(1, 4)}, embeddings, {"files": json.dumps(files)})
-    try:
-        found = read(folder)
-    except (ValueError, OSError) as error:
-        assert len(str(error)) > 20
-        return
-    finally:
-        shutil.rmtree(folder)
-    if name == "embeddings":
-        assert all(".." not in file[0].split("/") and file[0][0] != "/" for shard in found for file in shard.files)
 
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (24, 20, 3), dtype=np.uint8)

@@ -87,10 +87,13 @@ def test_scores_are_those_of_the_model(images):
         assert not torch.allclose(expected, model(pixel_values).logits.softmax(-1), atol=1e-5)
     assert np.allclose(list(classify(images)), expected, atol=1e-5)
     assert classify.labels == ["LABEL_0", "LABEL_1", "LABEL_2"] and model.config.num_tokens is None
+    embeddings = [np.stack([*frugalvit.Embedder(model, processor, num_tokens=n)(images)]) for n in (4, None)]
+    assert not np.allclose(*embeddings, atol=1e-3) and model.config.num_tokens is None
+    model.set_num_tokens(4)
+    assert np.allclose(embeddings[0], extract_features(model, processor, images), atol=1e-3)
 
 
 def test_sure_images_have_few_tokens(images):
-    """A number, or a calibration, says how sure an image has to be."""
     model, processor = elastic(num_labels=3), ViTImageProcessor(size={"height": 32, "width": 32})
     with torch.no_grad():
         model.classifier.weight *= 20
@@ -102,12 +105,6 @@ def test_sure_images_have_few_tokens(images):
     assert np.allclose(
         list(frugalvit.Classifier(model, processor, confidence=confidence)(images)), expected, atol=1e-4
     )
-    with pytest.raises(ValueError, match="was not calibrated for 16 tokens"):
-        frugalvit.Classifier(model, processor, confidence="calibrated")
-    promise = {"disagreement": 0.02, "certainty": 0.95, "images": 500, "reference": "16 tokens"}
-    model.config.calibration = {"token_counts": [4, 16], "confidence": confidence, **promise}
-    classify = frugalvit.Classifier(model, processor, confidence="calibrated")
-    assert classify.confidence == confidence and np.allclose(list(classify(images)), expected, atol=1e-4)
     with pytest.raises(ValueError, match="give one of both"):
         frugalvit.Classifier(model, processor, confidence=0.5, num_tokens=4)
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ConvNextConfig, ConvNextForImageClassification, ViTConfig, ViTForImageClassification
 
 import frugalvit
 import frugalvit.common.resources
-from frugalvit.common.macs import KnownShapes, count_macs
+from frugalvit.common.macs import count_macs
 from frugalvit.common.tables import format_table
 from frugalvit.info import describe, main
 
@@ -71,24 +70,6 @@ def vit(attention: str = "sdpa") -> ViTForImageClassification:
 # 64 patches of 48 values, then 2 blocks over 65 tokens, then the classifier on one.
 VIT_MACS = 64 * 48 * 48 + 2 * 65 * (4 * 48 * 48 + 2 * 48 * 96) + 48 * 10
 VIT_ATTENTION_MACS = 2 * 2 * 65 * 65 * 48
-
-
-def test_shapes_are_known_and_values_are_computed():
-    """Operators of the meta device are asked once, others each time."""
-    made = []
-
-    class Listing(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            made.append(operator.overloadpacket)
-            return operator(*args, **(kwargs or {}))
-
-    with Listing(), KnownShapes():
-        rows, columns = torch.empty(4, 3, device="meta"), torch.empty(3, 5, device="meta")
-        assert [(rows @ columns).shape for _ in range(3)] == [(4, 5)] * 3
-        assert (rows.T.contiguous() @ rows).shape == (3, 3)
-        assert [torch.arange(end, device="meta").dtype for end in (3, 3.0)] == [torch.int64, torch.float32]
-        assert [torch.full((2,), value).mul(2).sum().item() for value in (1.0, 3.0)] == [4.0, 12.0]
-    assert made.count(torch.ops.aten.mm) == 2 and made.count(torch.ops.aten.mul) == 2
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -170,6 +151,26 @@ def test_json_and_table_carry_the_same_rows(capsys):
     assert list(rows[0]) == ["name", "tokens", "image_size", "parameters", "macs", "macs_with_attention"]
     main(["v1-tiny", "clip-base-49-224"])
     assert capsys.readouterr().out == format_table(rows) + "\n"
+
+
+def test_speed_with_each_number_of_tokens(capsys):
+    """Costs of a number are those of a model that computes with it; weights are shared."""
+    name = "caltech101-sparseformer"
+    main([name, "cifar10-vit", "--speed", "--batch-size", "1", "--device", "cpu", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    counts = [9, 16, 25, 36, 49, 64]
+    assert [(row["name"], row["num_tokens"]) for row in rows] == [*((name, n) for n in counts), ("cifar10-vit", None)]
+    assert [row["tokens"] for row in rows] == [10, 17, 26, 37, 50, 65, 65]
+    assert {row["parameters"] for row in rows[:-1]} == {describe(name)["parameters"]}
+    expected = describe(name)["macs"]
+    assert rows[0]["macs"] < expected / 6 and rows[-2]["macs"] == expected
+    assert all(row["images/s"] > 0 for row in rows)
+
+
+def test_speed_needs_a_model(capsys):
+    with pytest.raises(SystemExit):
+        main(["--speed"])
+    assert "argument --speed: name the models to measure" in capsys.readouterr().err
 
 
 def test_table_layout():

@@ -9,6 +9,7 @@ from frugalvit.pictures import (
     MAX_MARGIN,
     MIN_MARGIN,
     TOKEN_COLORS,
+    draw_cells,
     draw_rois,
     draw_segmentation,
     save_figure,
@@ -58,10 +59,6 @@ def test_panels(steps, all_steps, expected):
     expected = ["Input", *(f"Token RoIs, {step}" for step in expected), "Last sampling points"]
     assert headings(figure) == expected
     assert len(figure.axes) == 2 * len(expected)
-
-
-def test_panels_without_sampling_points():
-    assert headings(draw_rois(torch.rand(1, 3, 32, 32), make_rois()))[-1] == "Token RoIs, step 4 (last)"
 
 
 def test_boxes_and_points_are_in_pixels_of_the_image():
@@ -123,22 +120,22 @@ def test_margin_shows_what_leaves_the_image(roi, margin):
 
 def test_images_of_different_sizes_keep_their_proportions():
     figure = draw_rois([torch.rand(3, 20, 40), torch.rand(1, 40, 20)], make_rois(2))
-    width, height = figure.get_size_inches()
-    ratios = [box.height * height / (box.width * width) for box in (axes.get_position() for axes in figure.axes)]
-    np.testing.assert_allclose(ratios, [0.5] * 4 + [2] * 4)
+    figure.canvas.draw()
+    ratios = [box.height / box.width for box in (axes.get_window_extent() for axes in figure.axes)]
+    np.testing.assert_allclose(ratios, [0.5] * 4 + [2] * 4, rtol=1e-3)
 
 
 def test_panels_and_texts_do_not_overlap():
     figure = draw_rois(torch.rand(2, 3, 32, 32), make_rois(2, steps=5), make_points(2), captions=["x" * 999] * 2)
-    renderer = figure.canvas.get_renderer()
-    boxes = [axes.get_window_extent(renderer) for axes in figure.axes]
-    boxes += [axes.title.get_window_extent(renderer) for axes in figure.axes if axes.get_title()]
-    boxes += [text.get_window_extent(renderer) for axes in figure.axes for text in axes.texts]
-    boxes += [text.get_window_extent(renderer) for text in figure.texts]
-    for i, box in enumerate(boxes):
+    figure.canvas.draw()
+    boxes = [axes.get_window_extent() for axes in figure.axes]
+    boxes += [axes.title.get_window_extent() for axes in figure.axes if axes.get_title()]
+    boxes += [text.get_window_extent() for part in (figure, *figure.subfigs) for text in part.texts]
+    assert len(boxes) == 10 + 5 + 3
+    for index, box in enumerate(boxes):
         assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
         assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
-        assert not any(box.overlaps(other) for other in boxes[:i])
+        assert not any(box.overlaps(other) for other in boxes[:index])
 
 
 @pytest.mark.parametrize(("side", "count"), [(1 / 8, 64), (0.5, 16)])
@@ -146,33 +143,18 @@ def test_of_many_tokens_that_overlap_some_are_drawn(side, count):
     corner = torch.stack(torch.meshgrid(*[torch.arange(8) / 8] * 2, indexing="ij"), dim=-1).view(1, 64, 2)
     figure = draw_rois(torch.rand(1, 3, 8, 8), [torch.cat([corner, corner + side], dim=-1)])
     assert len(figure.axes[1].collections[0].get_paths()) == count
-    assert ("16 of 64 tokens" in figure.texts[-1].get_text()) == (count == 16)
+    assert ("16 of 64 tokens" in figure.get_supxlabel()) == (count == 16)
 
 
 def test_captions_are_plain_text():
     figure = draw_rois(torch.rand(1, 3, 32, 32), make_rois(), captions=["$5_note\n^ $"])
-    assert figure.axes[0].texts[0].get_text() == "$5_note ^ $"
+    assert figure.subfigs[0].get_suptitle() == "$5_note ^ $"
     render(figure)
 
 
 def test_half_precision_with_gradient():
     rois = [step.bfloat16().requires_grad_() for step in make_rois()]
     draw_rois(torch.rand(1, 3, 32, 32).half(), rois, [points.half() for points in make_points()])
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ((torch.rand(3, 32, 32), make_rois()), "expected \\(channels, height, width\\)"),
-        ((torch.rand(1, 4, 32, 32), make_rois()), "1 or 3 channels"),
-        ((torch.rand(2, 3, 32, 32), make_rois(1)), "RoIs of 1 images, expected those of the 2"),
-        ((torch.rand(1, 3, 32, 32), make_rois(), make_points(3)), "sampling points of 3 images"),
-        (([], []), "no images"),
-    ],
-)
-def test_what_does_not_fit_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        draw_rois(*arguments)
 
 
 def test_saved_picture_is_large_and_not_blank(tmp_path):
@@ -186,18 +168,11 @@ def test_saved_picture_is_large_and_not_blank(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["rois.png"]
 
 
-@pytest.mark.parametrize("photograph", [False, True])
-def test_webp_is_smaller_and_looks_the_same(tmp_path, photograph):
-    """Few colors lose nothing; of a photograph, here noise, a lossless file would be larger."""
-    noise = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(0))
-    figure = draw_rois(noise if photograph else torch.full((1, 3, 32, 32), 0.3), make_rois())
-    files = [tmp_path / f"rois.{ending}" for ending in ("png", "webp")]
-    for file in files:
-        save_figure(figure, file)
-    assert files[1].stat().st_size < files[0].stat().st_size / 2
-    exact, found = (np.asarray(Image.open(file).convert("RGB"), dtype=float) for file in files)
-    error = np.abs(found - exact).mean()
-    assert 0 < error < 4 if photograph else error == 0
+def test_formats(tmp_path):
+    figure = draw_rois(torch.rand(1, 3, 32, 32), make_rois())
+    for ending, start in {"webp": b"RIFF", "pdf": b"%PDF", "svg": b"<?xml", "jpg": b"\xff\xd8"}.items():
+        save_figure(figure, tmp_path / f"rois.{ending}")
+        assert (tmp_path / f"rois.{ending}").read_bytes().startswith(start)
 
 
 def test_failed_save_leaves_the_old_picture(tmp_path, monkeypatch):
@@ -238,6 +213,12 @@ def test_pyplot_does_not_know_the_figure():
     assert not pyplot.get_fignums()
 
 
+def test_cells_are_drawn_over_the_image():
+    figure = draw_cells(torch.rand(3, 20, 40), torch.tensor([[0.0, 0.0, 0.5, 1.0], [0.5, 0.0, 1.0, 1.0]]), "a cat")
+    assert headings(figure) == ["Input", "Cells of 2 tokens"] and figure.subfigs[0].get_suptitle() == "a cat"
+    np.testing.assert_allclose(corners(figure.axes[1]), [[0, 0, 20, 20], [20, 0, 40, 20]])
+
+
 class TestSegmentation:
     @staticmethod
     def draw(**changes):
@@ -260,14 +241,6 @@ class TestSegmentation:
         [legend] = figure.legends
         assert [text.get_text() for text in legend.get_texts()] == ["sky", "road", "tree"]
 
-    def test_the_legend_is_read_row_by_row(self):
-        names = [f"class {index}" for index in range(9)]
-        figure = self.draw(class_names=names, rois=None, token_maps=None)
-        figure.canvas.draw()
-        texts = figure.legends[0].get_texts()
-        places = {text.get_text(): text.get_window_extent() for text in texts}
-        assert sorted(names, key=lambda name: (-round(places[name].y0), places[name].x0)) == names
-
     def test_classes_have_their_colors(self):
         figure = self.draw()
         truth, prediction = (figure.axes[at].images[0].get_array() for at in (1, 2))
@@ -285,9 +258,3 @@ class TestSegmentation:
         expected = TOKEN_COLORS(np.linspace(0, 1, 4))[:, :3]
         np.testing.assert_allclose(colors[:, :3], np.broadcast_to(expected[3], (4, 3, 3)))
         np.testing.assert_allclose(colors[:, 3:], np.broadcast_to(expected[2], (4, 3, 3)))
-
-    def test_numbers_that_do_not_fit(self):
-        with pytest.raises(ValueError, match="masks of 1 images, .* the 2 images"):
-            self.draw(masks=[torch.zeros(16, 24)])
-        with pytest.raises(ValueError, match="Got no images"):
-            self.draw(images=[])

@@ -1,10 +1,8 @@
 """`frugalvit predict`: labels, RoI pictures, every kind of image, and errors of one line."""
 
-import io
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -165,23 +163,18 @@ def odd_labels(model_folder, tmp_path):
     return write
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_names_of_others_say_nothing_to_a_terminal(encoding, odd_labels, images, tmp_path, monkeypatch, capsys):
-    """Control characters in labels and file names are escaped, whatever letters the terminal's encoding has."""
-    label, stdout = "\x1b]0;title\x07猫\r\nfake", io.BytesIO()
+def test_names_of_others_say_nothing_to_a_terminal(odd_labels, images, tmp_path, capsys):
+    """Control characters in labels and file names are escaped."""
+    label = "\x1b]0;title\x07猫\r\nfake"
     model = odd_labels(lambda labels: {number: f"{label}{number}" for number in labels})
     image, broken = tmp_path / "\x1b[31mä.png", tmp_path / "\x1b[32mö.png"
     shutil.copyfile(images / "a.png", image)
     broken.touch()
     for more in ([], ["--json"]):
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stdout, encoding=encoding))
-        assert main(["predict", str(image), str(broken), "--model", str(model), "--skip-corrupt", *more]) == 0
-        sys.stdout.detach()
-    printed = stdout.getvalue().decode(encoding) + capsys.readouterr().err
-    assert not set(printed) & {*map(chr, range(32)), "\x7f"} - {"\n"}
-    assert "\\x1b]0;title\\x07" in printed and "\\x1b[32m" in printed
-    start = printed.index("\n[") + 1
-    [answer] = json.loads(printed[start : printed.index("\n]") + 2])
+        code, output, error = run(image, broken, "--model", model, "--skip-corrupt", *more, capsys=capsys)
+        assert code == 0 and not set(output + error) & {*map(chr, range(32)), "\x7f"} - {"\n"}
+        assert "\\x1b[32m" in error and ("\\x1b]0;title\\x07" in output or more)
+    [answer] = json.loads(output)
     assert answer["image"] == str(image) and answer["labels"][0]["label"].startswith(label)
 
 
@@ -189,11 +182,7 @@ def test_names_of_others_say_nothing_to_a_terminal(encoding, odd_labels, images,
     "change",
     [
         lambda labels: {"0": "a", "1": "b", "2": "c", "5": "d"},
-        lambda labels: {"1": "a", "2": "b", "3": "c", "4": "d"},
-        lambda labels: {"-1": "a", "0": "b", "1": "c", "2": "d"},
-        lambda labels: labels | {"2": 5},
         lambda labels: labels | {"2": None},
-        lambda labels: labels | {"2": ["a"]},
         lambda labels: {"0": "a"},
         lambda labels: labels | {"4": "e"},
     ],
@@ -229,14 +218,9 @@ STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     "columns",
     [
         lambda files: {"label": [1, 2], "img": [{"bytes": file.read_bytes(), "path": None} for file in files]},
-        lambda files: {"img": [{"bytes": file.read_bytes()} for file in files]},
         lambda files: {"img": pa.array([{"bytes": None, "path": str(file)} for file in files], STRUCT)},
-        lambda files: {"bits": [file.read_bytes() for file in files]},
         lambda files: {"image": pa.array([file.read_bytes() for file in files], pa.large_binary())},
         lambda files: {"hash": [b"a", b"b"], "photo": [file.read_bytes() for file in files]},
-        lambda files: {"hash": [b"a", b"b"], "image": [{"bytes": file.read_bytes(), "path": None} for file in files]},
-        lambda files: {"key": pa.array([b"ab", b"cd"], pa.binary(2)), "IMG": [file.read_bytes() for file in files]},
-        lambda files: {"name": ["a", "b"], "file_name": list(map(str, files))},
         lambda files: {"path": ["x", "y"], "image": pa.array(map(str, files), pa.large_string())},
     ],
 )
@@ -248,9 +232,8 @@ def test_parquet(columns, model_folder, images, tmp_path, capsys):
         read_images([tmp_path / "images.parquet"]), read_images(files), strict=True
     ):
         assert image.tobytes() == expected.tobytes() and name.startswith(f"{tmp_path / 'images.parquet'}[")
-    if not any(pa.types.is_fixed_size_binary(field.type) for field in pq.read_schema(tmp_path / "images.parquet")):
-        trained = load_images(str(tmp_path / "images.parquet"))
-        assert decode_image(trained[1]["image"], 1).tobytes() == image.tobytes()
+    trained = load_images(str(tmp_path / "images.parquet"))
+    assert decode_image(trained[1]["image"], 1).tobytes() == image.tobytes()
 
 
 def test_a_parquet_file_is_labeled(model_folder, images, tmp_path, capsys):
@@ -281,7 +264,7 @@ def test_rois(model_folder, images, tmp_path, capsys, monkeypatch, flags, panels
     assert code == 0 and len(output.splitlines()) == 3 * 5 and "Drew 3 of 3 images" in error
     (figure, path) = saved[0]
     assert str(path) == picture and len(figure.axes) == 3 * panels
-    captions = [text.get_text() for axes in figure.axes for text in axes.texts]
+    captions = [part.get_suptitle() for part in figure.subfigs]
     assert [caption.split(":")[0] for caption in captions] == ["a.png", "b.jpg", "c.webp"]
     assert output.splitlines()[1].split()[1] in captions[0]
 
@@ -318,13 +301,6 @@ def test_pages_of_many_images(model_folder, tmp_path, capsys):
         assert first.height > 4 * second.height
 
 
-def test_picture_file(model_folder, images, tmp_path, capsys):
-    run(images / "a.png", "--model", model_folder, "--rois", tmp_path / "rois.png", capsys=capsys)
-    with Image.open(tmp_path / "rois.png") as picture:
-        assert len(picture.convert("RGB").getcolors(10**8)) > 100
-    assert {file.name for file in tmp_path.iterdir()} == {"images", "rois.png"}
-
-
 def test_multi_label_scores_are_sigmoids(model_folder, images):
     model, processor = load_image_classifier(model_folder, "cpu")
     model.config.problem_type = "multi_label_classification"
@@ -346,17 +322,13 @@ def test_corrupt_image(model_folder, images, content, capsys):
     assert not picture.exists()
 
 
-def test_corrupt_parquet(model_folder, tmp_path, capsys):
+def test_corrupt_parquet(model_folder, images, tmp_path, capsys):
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     assert "no parquet file or is corrupt" in fails(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
     pq.write_table(pa.table({"label": [1], "name": ["a"]}), tmp_path / "x.parquet")
     error = fails(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
     assert "has no image columns among label, name; expected one" in error
-
-
-def test_corrupt_image_in_parquet_is_named_by_its_index(model_folder, images, tmp_path, capsys):
-    table = pa.table({"image": [(images / "a.png").read_bytes(), b"no image", None]})
-    pq.write_table(table, tmp_path / "x.parquet")
+    pq.write_table(pa.table({"image": [(images / "a.png").read_bytes(), b"no image", None]}), tmp_path / "x.parquet")
     assert "x.parquet[1]'" in fails(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
 
 

@@ -91,8 +91,6 @@ def data(tmp_path):
         "evaluate knn --model {model} --limit 2",
         "evaluate segmentation --model {model} --dataset {data} --split val",
         "evaluate zero-shot --model {model} --limit 2",
-        "attention {model}",
-        "features {model} --image {data}/images/train/0.png --picture {out}.png",
         "publish {model} --dry-run",
         "demo {model}",
     ],

@@ -1,5 +1,4 @@
-"""Choices and defaults of options. They are names and numbers alone, so that a command line is read before anything is
-imported that takes long."""
+"""Choices and defaults of options, names and numbers alone."""
 
 # The CIFAR-10 images that come with the package, as a data set.
 SUBSET = "cifar10-subset"
@@ -17,8 +16,6 @@ EXPORT_FORMATS = ("openvino", "onnx", "executorch", "torch")
 EXPORT_PRECISIONS = ("float32", "bfloat16", "int8")
 # The label of pixels that do not count.
 IGNORED = 255
-# The confidence that `frugalvit calibrate` found.
-CALIBRATED = "calibrated"
 # Optimizers of training commands.
 OPTIMIZERS = ("adamw", "muon", "sam")
 # What `configuration/` and `modeling/` define, whose files import PyTorch: names that a test compares with theirs.

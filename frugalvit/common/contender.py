@@ -11,7 +11,6 @@ from torchvision.transforms import v2
 
 from ..modeling.hosts import Anatomy
 from .macs import macs_of
-from .num_tokens import WithTokens
 from .speed import images_per_second
 
 
@@ -96,6 +95,23 @@ class Vision(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         return self.run(pixel_values)
+
+
+class WithTokens(nn.Module):
+    """A SparseFormer that computes with a fixed number of latent tokens.
+
+    Args:
+        model (`nn.Module`): The SparseFormer, which is left as it is.
+        num_tokens (`int`): Latent tokens.
+    """
+
+    def __init__(self, model: nn.Module, num_tokens: int):
+        super().__init__()
+        self.model, self.num_tokens = model, num_tokens
+        self.base_model_arguments = getattr(model, "base_model_arguments", {})
+
+    def forward(self, pixel_values: torch.Tensor, **arguments):
+        return self.model(pixel_values, num_tokens=self.num_tokens, **arguments)
 
 
 def as_teacher(anatomy: Anatomy, image_size: tuple[int, int] | None = None, **others) -> Contender:

@@ -1,14 +1,11 @@
 """Multiply-accumulates of a model for one image."""
 
-from collections.abc import Hashable
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..configuration.configuration_base import pair
@@ -38,7 +35,7 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
         keys, weights with values), as many counters do; `macs_with_attention` counts everything. SparseFormer's mixing
         products are in both.
     """
-    with KnownShapes(), FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         _run_on_meta(model, image_size, num_channels)
     flops = counter.get_flop_counts()
     attention = sum(
@@ -88,39 +85,6 @@ def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int],
         for hook in hooks:
             hook.remove()
     return sum(operations)
-
-
-class KnownShapes(TorchDispatchMode):
-    """Remembers the shapes that operators gave on the meta device. PyTorch finds them in Python, which takes long, and
-    a model's layers are alike. A `FlopCounterMode` that is entered after it counts as without it."""
-
-    def __init__(self):
-        super().__init__()
-        self.known = {}
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        kwargs, schema = kwargs or {}, operator._schema
-        # Not of what changes a tensor or shares its memory, which is quick.
-        if schema.is_mutable or any(output.alias_info for output in schema.returns):
-            return operator(*args, **kwargs)
-        key = operator, _kind(args), _kind(tuple(kwargs.items()))
-        if key in self.known:
-            return tree_map_only(torch.Tensor, torch.empty_like, self.known[key])
-        outputs = operator(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-        if tensors and all(tensor.is_meta for tensor in tensors):
-            self.known[key] = outputs
-        return outputs
-
-
-def _kind(argument) -> Hashable:
-    """The properties of an argument that the shapes of an operator's outputs depend on, to look them up by."""
-    if isinstance(argument, torch.Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.device
-    if isinstance(argument, list | tuple):
-        return tuple(map(_kind, argument))
-    # 1 and 1.0 are equal, and make other types.
-    return type(argument), argument
 
 
 def _run_on_meta(model: nn.Module, image_size: int | tuple[int, int], num_channels: int):

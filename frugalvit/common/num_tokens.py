@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 
@@ -33,20 +32,3 @@ def using_tokens(student: nn.Module, num_tokens: int) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-class WithTokens(nn.Module):
-    """A SparseFormer that computes with so many latent tokens.
-
-    Args:
-        model (`nn.Module`): The SparseFormer, which is left as it is.
-        num_tokens (`int`): Latent tokens.
-    """
-
-    def __init__(self, model: nn.Module, num_tokens: int):
-        super().__init__()
-        self.model, self.num_tokens = model, num_tokens
-        self.base_model_arguments = getattr(model, "base_model_arguments", {})
-
-    def forward(self, pixel_values: torch.Tensor, **arguments):
-        return self.model(pixel_values, num_tokens=self.num_tokens, **arguments)

@@ -1,7 +1,10 @@
 """Prompts of a LLaVA and of a PaliGemma."""
 
-# Of LLaVA 1.5 and of PaliGemma.
+# Of LLaVA 1.5, of its evaluation on ScienceQA, and of PaliGemma.
 PROMPT = "USER: {image}{question} ASSISTANT:"
+SCIENCEQA_PROMPT = (
+    "USER: {image}{question}\nAnswer with the option's letter from the given choices directly. ASSISTANT:"
+)
 PALIGEMMA_PROMPT = "{image}{question}\n"
 
 

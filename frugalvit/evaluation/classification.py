@@ -5,6 +5,7 @@ import time
 
 import datasets
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..common.exported import ExportedModule
@@ -13,7 +14,7 @@ from ..common.metrics import evaluate_classifier
 from ..common.packing import pack_linear_layers
 from ..common.reading import Reader, share_read
 from ..common.views import ImageFormat
-from ..tokens import Adaptive, choose_tokens
+from ..inference import choose_tokens
 from .imagenet import right_answers
 from .images import image_batches, images_to_evaluate
 from .robustness import fgsm, occlude_center
@@ -23,7 +24,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     images, split = images_to_evaluate(arguments)
     model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
     pack_linear_layers(model)
-    confidence = choose_tokens(model, arguments.num_tokens, arguments.confidence)
+    choose_tokens(model, arguments.num_tokens, arguments.confidence)
+    confidence = arguments.confidence
     conditions = {"protocol": arguments.protocol}
     if arguments.attack:
         if isinstance(model, ExportedModule):
@@ -51,6 +53,24 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     return about | conditions | results
 
 
+class Adaptive(nn.Module):
+    """A classifier that spends few tokens on images whose class is sure, and notes the `counts` of all images.
+
+    Args:
+        model (`SparseFormerForImageClassification`): The classifier.
+        confidence (`float`): See `classify_adaptively`.
+    """
+
+    def __init__(self, model: PreTrainedModel, confidence: float):
+        super().__init__()
+        self.model, self.confidence, self.counts = model, confidence, []
+
+    def forward(self, pixel_values: torch.Tensor):
+        outputs = self.model.classify_adaptively(pixel_values, self.confidence)
+        self.counts += outputs.num_tokens.tolist()
+        return outputs
+
+
 def classification_accuracy(
     model: PreTrainedModel,
     image_processor,
@@ -74,7 +94,7 @@ def classification_accuracy(
         protocol (`str`, *optional*, defaults to `"labels"`): See `right_answers`.
         fgsm_eps (`float`, *optional*): Attack the images by that step, see `fgsm`; after occlusion if there is both.
         occluded_share (`float`, *optional*): Hide that share in the middle, see `occlude_center`.
-        confidence (`float`, *optional*): Spend few tokens on images whose class is so sure, see `Adaptive`.
+        confidence (`float`, *optional*): Spend few tokens on images whose class is so sure, see `classify_adaptively`.
         batch_size (`int`, *optional*, defaults to 64): Images at a time.
         num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
@@ -82,7 +102,8 @@ def classification_accuracy(
 
     Returns:
         `dict`: `images`, `skipped` (not readable or without a right answer), `accuracy`, `top5_accuracy`, `loss` and
-        `images_per_second` (with decoding); with `confidence`, the averages of `Adaptive`.
+        `images_per_second` (with decoding); with `confidence`, `mean_num_tokens`, the latent tokens of the last
+        look at an image.
 
     Raises:
         ValueError: if there are no labels or no readable images, or the model does not know a label.
@@ -113,5 +134,5 @@ def classification_accuracy(
     start = time.perf_counter()
     metrics = evaluate_classifier(None, classifier, batches(), classes)
     seconds = time.perf_counter() - start
-    account = {} if confidence is None else classifier.account()
+    account = {} if confidence is None else {"mean_num_tokens": sum(classifier.counts) / count}
     return {"images": count, "skipped": total - count, **metrics, "images_per_second": count / seconds, **account}

@@ -69,7 +69,7 @@ class LabeledParts:
 
 
 def image_embedder(
-    model: nn.Module, image_size: tuple[int, int] | None = None
+    model: nn.Module, image_size: tuple[int, int] | None = None, num_tokens: int | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function of pixel values `(batch, channels, height, width)` that returns a model's embedding of them,
     `(batch, embedding_size)`.
@@ -80,20 +80,22 @@ def image_embedder(
     Args:
         model (`nn.Module`): A model of `load_vision_model` or `load_exported`.
         image_size (pair of `int`, *optional*): Height and width of the images, see `read_anatomy`.
+        num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own choice if not given.
 
     Raises:
         ValueError: if the model has no such embedding.
     """
+    chosen = {} if num_tokens is None else {"num_tokens": num_tokens}
     if isinstance(model, ExportedModule):
         name = next(name for name in EMBEDDINGS if name in model.outputs)
-        return lambda images: model(images)[name]
+        return lambda images: model(images, **chosen)[name]
     model = without_agent(model)
     family = getattr(getattr(model, "config", None), "model_type", "")
     if hasattr(model, "get_image_features") and family.startswith("sparseformer"):
-        return lambda images: model.get_image_features(images).pooler_output
+        return lambda images: model.get_image_features(images, **chosen).pooler_output
     if is_sparseformer(getattr(model, "config", None)):
         project = getattr(model, "visual_projection", nn.Identity())
-        return lambda images: project(model.base_model(images, output_tokens=False).pooler_output)
+        return lambda images: project(model.base_model(images, output_tokens=False, **chosen).pooler_output)
     anatomy = read_anatomy(model, image_size)
     if anatomy.obstacle and hasattr(model, "base_model"):
         base = model.base_model

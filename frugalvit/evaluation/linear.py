@@ -25,8 +25,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def probe_accuracy(train: LabeledFeatures, test: LabeledFeatures, seed: int = 0) -> dict[str, object]:
     """`penalty`, `accuracy` and `top5_accuracy` of `fit_probe`."""
     probe = fit_probe(train, seed)
-    measured = accuracies().compute(predictions=probe(test.features), references=test.labels)
-    return {"penalty": probe.penalty, **measured}
+    return {"penalty": probe.penalty, **accuracies(probe(test.features), test.labels)}
 
 
 class LinearProbe(nn.Module):

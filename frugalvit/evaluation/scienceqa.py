@@ -14,10 +14,9 @@ from ..common.columns import check_image_column
 from ..common.data import load_table
 from ..common.decoding import decode_image
 from ..common.loading import load_pretrained, split_revision
-from ..common.prompts import check_prompt
+from ..common.prompts import SCIENCEQA_PROMPT, check_prompt
 from ..common.splits import default_split
 from ..modeling.swap import input_device
-from ..options.evaluate import PROMPT
 from .images import take_first
 
 
@@ -101,7 +100,7 @@ def scienceqa_accuracy(
     model,
     processor,
     questions: datasets.Dataset,
-    prompt: str = PROMPT,
+    prompt: str = SCIENCEQA_PROMPT,
     batch_size: int = 8,
     max_new_tokens: int = 8,
 ) -> dict[str, object]:
