@@ -37,7 +37,7 @@ COMMANDS = {
         "measure classifiers, features, segmentation, zero-shot, retrieval, ScienceQA",
     ),
     "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
-    "demo": ("frugalvit.demo", "serve a page to look with: labels, tokens, features, attention"),
+    "demo": ("frugalvit.demo", "serve a page to look with: labels, and where tokens look"),
     "align-llava": ("frugalvit.training.align_llava", "let a LLaVA learn to read a SparseFormer, in minutes"),
     "swap": ("frugalvit.swap", "give a LLaVA a SparseFormer as its vision tower"),
     "index": ("frugalvit.index", "embed a folder of images with a CLIP, once"),
@@ -46,7 +46,7 @@ COMMANDS = {
         "frugalvit.export",
         "write a model for OpenVINO, ONNX Runtime, ExecuTorch or a browser, compared first",
     ),
-    "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after looking at everything"),
+    "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after trying it"),
 }
 
 
@@ -54,7 +54,10 @@ def options_of(command: str) -> ModuleType:
     """The module of a command's options, with `make_parser()` and `parse(argv)`, which ends the process if options are
     wrong."""
     package, _, name = COMMANDS[command][0].rpartition(".")
-    return importlib.import_module(f"{package}.options.{name}")
+    try:
+        return importlib.import_module(f"{package}.options.{name}")
+    except ModuleNotFoundError:
+        return importlib.import_module(f"{package}.{name}")
 
 
 def usage() -> str:
@@ -140,8 +143,9 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     received = []
     try:
-        options_of(command).parse(rest)
         bound_spinning()
+        if hasattr(options := options_of(command), "parse"):
+            options.parse(rest)
         with ended_by_signals() as received:
             code = importlib.import_module(COMMANDS[command][0]).main(rest)
             sys.stdout.flush()

@@ -30,7 +30,6 @@ from frugalvit.index import read_about, read_shards
 from frugalvit.model_folders import Notes
 from frugalvit.training.components.checkpoints import damaged_files, read_state
 from frugalvit.training.components.runs import read_run
-from frugalvit.validation import check_weights
 from kinds import KINDS
 
 
@@ -220,7 +219,6 @@ JSON = {
     "run.json": (RUN, read_run),
     "results.json": (RESULTS, read_scores),
     "metrics.jsonl": (EPOCH, read_curves),
-    "model.safetensors.index.json": ({"weight_map": {"weight": "model.safetensors"}}, check_weights),
     "embeddings": ([["a.png", 1, 1]], lambda folder: list(read_shards(folder))),
 }
 atoms = st.one_of(
