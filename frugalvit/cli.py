@@ -27,8 +27,8 @@ COMMANDS = {
     ),
     "export": ("frugalvit.export", "write a model for OpenVINO, ONNX Runtime or a browser, compared first"),
     "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
-    "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after looking at everything"),
-    "demo": ("frugalvit.demo", "serve a page to look with: labels, tokens, attention"),
+    "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after trying it"),
+    "demo": ("frugalvit.demo", "serve a page to look with: labels, and where tokens look"),
 }
 
 

@@ -34,7 +34,6 @@ from .common.exported import (
 )
 from .common.files import whole_folder, write_json
 from .common.labels import class_names, label_numbers
-from .common.licenses import check_license
 from .common.loading import load_image_processor
 from .common.macs import macs_of
 from .common.reading import Reader
@@ -71,9 +70,6 @@ NOISE = 16
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
-    if arguments.license:
-        check_license(arguments.license)
-
     # What costs little is checked before the model is loaded.
     check_format(arguments.format, arguments.precision, arguments.any_size)
     if arguments.page:

@@ -383,16 +383,14 @@ def upload_folder(
     commit_message=None,
     revision=None,
     keep_card=False,
-    repo_type="model",
     **commit,
 ):
-    """Upload a folder to a model repository or a Space on the hub, created if it does not exist, in one commit.
+    """Upload a folder to a model repository on the hub, created if it does not exist, in one commit.
 
     With `keep_card`, a model card that is already in the repository is not replaced.
     """
     api = HfApi(token=token)
-    sdk = {"space_sdk": "gradio"} if repo_type == "space" else {}
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type, **sdk).repo_id
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     keeps = keep_card and api.file_exists(repo_id, "README.md", revision=revision)
@@ -401,7 +399,6 @@ def upload_folder(
         folder_path=folder,
         commit_message=commit_message or "Upload model",
         revision=revision,
-        repo_type=repo_type,
         ignore_patterns=["README.md"] if keeps else None,
         **commit,
     )

@@ -2,7 +2,6 @@
 
 import base64
 import collections
-import functools
 import gc
 import http.server
 import json
@@ -19,7 +18,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from accelerate.state import AcceleratorState
-from huggingface_hub import HfApi
 
 
 # Few tests that take long, many of them processes to wait for.
@@ -105,6 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class Hub(http.server.BaseHTTPRequestHandler):
     """Answers what creating a repository and committing files to it asks."""
 
+    private = True
     files: list[str]
     created: list[dict]
     branches: list[str]
@@ -123,6 +122,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_HEAD(self):
         self.answer({}, None if self.path.rpartition("/")[2] in self.files else "EntryNotFound")
+
+    def do_GET(self):
+        self.answer({"id": "someone/model", "private": self.private})
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -153,8 +155,7 @@ def hub(monkeypatch):
     handler = type("Handler", (Hub,), {"files": [], "created": [], "branches": [], "commits": []})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.url = f"http://127.0.0.1:{server.server_port}"
-        api = functools.partial(HfApi, endpoint=server.url)
-        monkeypatch.setattr("frugalvit.modeling.hub.HfApi", api)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", "hf_test")
         # It asks often whether it is to end.
@@ -170,7 +171,7 @@ def imported_once(monkeypatch):
     """Whether a repository loads without frugalvit is asked in a fork of a process that has imported Transformers."""
     from processes import run_in_server
 
-    monkeypatch.setattr("frugalvit.validation.subprocess", types.SimpleNamespace(run=run_in_server))
+    monkeypatch.setattr("frugalvit.publish.subprocess", types.SimpleNamespace(run=run_in_server))
 
 
 @pytest.fixture(scope="session")

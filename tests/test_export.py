@@ -439,7 +439,6 @@ def test_exported_folders_are_published(write, tmp_path, hub, capsys):
     given = shutil.copytree(write(*ONNX), tmp_path / "given")
     command = ["publish", str(given), "someone/model", "--license", "mit"]
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
-    assert "ok: Its programs run, and what they compute is finite." in capsys.readouterr().out
     [(_, _, files)] = hub.commits
     assert files == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     for name in ("model.onnx", "report.json", "config.json"):
@@ -447,7 +446,7 @@ def test_exported_folders_are_published(write, tmp_path, hub, capsys):
     assert ModelCard(files["README.md"].decode()).data.license == "mit"
     (given / "model.onnx").write_bytes(b"no program")
     assert main([*command, "--dry-run"]) == 1
-    assert "is not ready to be published: Cannot load" in capsys.readouterr().err
+    assert "Cannot load" in capsys.readouterr().err
     (given / "notes.txt").write_text("mine")
     assert main([*command, "--dry-run"]) == 1
     assert "holds notes.txt besides an exported model" in capsys.readouterr().err
@@ -468,10 +467,9 @@ def test_commands_take_exported_folders(write, photograph, tmp_path, capsys, fol
     rows = json.loads(capsys.readouterr().out)
     assert [row["macs"] for row in rows] == [rows[0]["macs"]] * 2
     assert rows[1]["of_own_products"] is None
-    labels, rois, *others = demo.look(*load_image_classifier(output), Image.open(photograph).convert("RGB"))
+    labels, rois = demo.look(*load_image_classifier(output), Image.open(photograph).convert("RGB"))
     assert len(labels) == 5
     assert rois is not None
-    assert others == [None, None]
 
 
 def test_the_number_of_tokens_of_a_program_is_chosen(elastic, photograph, tmp_path, capsys):

@@ -1,7 +1,5 @@
-"""`frugalvit publish`: half the bytes, the same model, and nothing uploaded that is not right."""
+"""`frugalvit publish`: half the bytes, the same model, and nothing of the user's machine."""
 
-import argparse
-import functools
 import itertools
 import json
 import re
@@ -10,16 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from huggingface_hub import HfApi, ModelCard
-from PIL import Image
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageClassification,
     CLIPConfig,
     CLIPModel,
-    Dinov2Config,
-    Dinov2ForImageClassification,
     Trainer,
     TrainingArguments,
     ViTConfig,
@@ -31,22 +26,9 @@ import frugalvit
 from frugalvit import publish
 from frugalvit.cli import main
 from frugalvit.info import describe
-from frugalvit.modeling.hub import loading_example
 from frugalvit.publish import render_card
 from frugalvit.training.components.arguments import RECIPE_FILES
-from frugalvit.validation import (
-    check_card,
-    check_code,
-    check_files,
-    check_image_processor,
-    check_predictions,
-    check_preprocessing,
-    check_results,
-    check_weights,
-    load_model,
-    validate_repository,
-)
-from frugalvit.without_package import outputs_of
+from tiny import save_vit
 
 
 ROOT = Path(__file__).parents[1]
@@ -150,50 +132,29 @@ def test_a_dry_run_writes_what_would_be_uploaded_with_the_name_in_its_card(train
     assert not hub.created and not hub.commits
 
 
-@pytest.mark.parametrize("offline", [True, False])
-def test_publishing_without_a_network_is_said(offline, trained, monkeypatch):
-    """The client of huggingface_hub raises errors of httpx or of httpx2, as its version has it."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+def test_publishing_without_a_network_is_said(trained, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_TOKEN", "hf_test")
-    monkeypatch.setattr("frugalvit.modeling.hub.HfApi", functools.partial(HfApi, endpoint="http://127.0.0.1:9"))
-    with pytest.raises(OSError, match=r"^Cannot upload to someone/model: .* Is there a network, and HF_HUB_OFFLINE"):
-        publish.upload(trained, "someone/model", private=False)
+    with pytest.raises(OSError, match=r"^Cannot upload to someone/model: "):
+        publish.upload(trained, "someone/model")
 
 
-def test_what_the_hub_refuses_is_said(trained, hub, monkeypatch):
-    monkeypatch.setattr(hub, "do_POST", lambda self: self.answer({}, "RepoNotFound"))
-    with pytest.raises(OSError, match=r"^Cannot upload to someone/model: .* Is the token of `hf auth login` one that"):
-        publish.upload(trained, "someone/model", private=False)
+def test_nothing_private_goes_to_a_public_repository(trained, hub):
+    hub.private = False
+    with pytest.raises(ValueError, match="--private: someone/model is there and public"):
+        publish.upload(trained, "someone/model", private=True)
+    assert not hub.commits
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("my model", "someone/my model", "model", "a/b/c", "someone/a--b", "someone/a..b", "someone/model.git"),
-        *(".hidden/model", "someone/-model", "someone/mödel", f"someone/{'x' * 97}", "https://huggingface.co/a/b"),
-    ],
-)
-def test_names_that_the_hub_does_not_take_are_refused_before_all_else(name, capsys):
-    assert main(["publish", "no-folder", name, "--license", "mit", "--dry-run"]) == 1
+def test_names_that_the_hub_does_not_take_are_refused_before_all_else(capsys):
+    assert main(["publish", "no-folder", "someone/my model", "--dry-run"]) == 1
     [error] = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"frugalvit publish: error: REPO_ID is {name!r}, expected owner/name")
+    assert "Repo id must" in error and "someone/my model" in error
 
 
-@pytest.mark.parametrize(
-    ("license", "hint"),
-    [
-        *(("MIT", "mit"), ("Apache 2.0", "apache-2.0"), ("apache2", "apache-2.0"), ("cc-by-nc", "cc-by-nc-")),
-        ("proprietary", 'give "other"'),
-    ],
-)
-def test_licenses_that_the_hub_does_not_know_are_refused_before_all_else(license, hint, capsys):
-    assert main(["publish", "no-folder", "--license", license, "--dry-run"]) == 1
-    [error] = capsys.readouterr().err.splitlines()
-    assert f"--license: the hub knows no license {license!r}; " in error and hint in error
-
-
-def test_a_folder_without_a_card_gets_a_short_one(tmp_path, capsys):
-    """`Trainer` writes no card for models of Transformers. The short card says that nothing was measured."""
+def test_a_folder_without_a_card_gets_a_short_one(tmp_path):
+    """`Trainer` writes no card for models of Transformers."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))
@@ -201,10 +162,9 @@ def test_a_folder_without_a_card_gets_a_short_one(tmp_path, capsys):
     processor = ViTImageProcessor(size={"height": 16, "width": 16})
     Trainer(model, arguments, processing_class=processor).save_model(tmp_path / "saved")
     assert not (tmp_path / "saved" / "README.md").exists()
-    with pytest.raises(ValueError, match="lack license: add them there, .* or a license by --license"):
+    with pytest.raises(ValueError, match="names no license; give one by --license"):
         publish.main([str(tmp_path / "saved"), "--dry-run"])
     publish.main([str(tmp_path / "saved"), "--license", "mit", "--output", str(tmp_path / "out")])
-    assert "the card lists no measured results" in capsys.readouterr().out
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.license, card.data.pipeline_tag) == ("mit", "image-classification")
     assert "AutoModelForImageClassification.from_pretrained" in card.text
@@ -229,7 +189,6 @@ def test_clips_and_backbones(tmp_path):
     vision = type(vision).from_pretrained(tmp_path / "mine")
     frugal = frugalvit.SparseFormerCLIPModel.from_clip(clip, vision)
     backbone = frugalvit.SparseFormerBackbone(sparseformer(out_indices=[0, 1]))
-    assert outputs_of(backbone, {"pixel_values": torch.zeros(1, 3, 32, 32)}).keys() > {"feature_maps.1"}
     for name, model, task in (
         ("clip", frugal, "zero-shot-image-classification"),
         ("vision", vision, "image-feature-extraction"),
@@ -239,32 +198,6 @@ def test_clips_and_backbones(tmp_path):
         write_card(tmp_path / name, task)
         publish.main([str(tmp_path / name), "--output", str(tmp_path / f"{name}-out")])
         assert str(tmp_path) not in (tmp_path / f"{name}-out" / "config.json").read_text(encoding="utf-8")
-
-
-def test_the_card_of_a_backbone_has_its_measured_maps(tmp_path):
-    """Of the results of benchmarks/dense_camvid.py, with milliseconds where these were measured."""
-    torch.manual_seed(0)
-    backbone = frugalvit.SparseFormerBackbone(sparseformer()).eval()
-    backbone.save_pretrained(tmp_path / "model")
-    table = json.loads((RESULTS / "dense_camvid.json").read_text("utf-8"))
-    teacher = {name: value for name, value in table["rows"][0].items() if name != "milliseconds"}
-    student = teacher | {"backbone": "grid with upsampler, bootstrapped", "macs": 10**9}
-    card, argv = CARDS / "backbone.md", ["--output", str(tmp_path / "out"), "--overwrite"]
-    for time, expected in (({}, "| 1.0 | 43.72 %"), ({"milliseconds": 12.345}, "| 1.0 | 12.3 | 43.72 %")):
-        rows = [each | time for each in (teacher, student)]
-        (tmp_path / "dense_camvid.json").write_text(json.dumps(table | {"rows": rows}), encoding="utf-8")
-        publish.main([str(tmp_path / "model"), "--card", str(card), "--results", str(tmp_path), *argv])
-        written = ModelCard.load(tmp_path / "out" / "README.md")
-        assert f"| grid with upsampler, bootstrapped | 336 x 448 | 768 {expected}" in written.text
-        [result] = written.data.eval_results
-        assert (result.metric_type, result.metric_value) == ("mean_iou", round(student["mean_iou"], 4))
-    with pytest.raises(ValueError, match="dense_camvid.json has no row 'grid with upsampler, bootstrapped'"):
-        (tmp_path / "dense_camvid.json").write_text(json.dumps(table | {"rows": [teacher]}), encoding="utf-8")
-        render_card(card, tmp_path)
-    # The short card, too, says how maps are made.
-    known = {"image": Image.new("RGB", (32, 32))}
-    exec(loading_example(backbone).replace("path/or/id", str(tmp_path / "model")), known)
-    assert known["feature_maps"][0].shape == (1, 32, 2, 2)
 
 
 def spoil_weights(folder):
@@ -287,18 +220,18 @@ def edit_card(old, new):
     return edit
 
 
-def edit_processor(text: str | None = None, **values):
-    """Function that gives a folder's image processor another text, or other values."""
+def add_link(name):
+    """Function that adds a link to a file elsewhere to a folder."""
 
-    def edit(folder):
-        file = folder / "preprocessor_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | values) if text is None else text, encoding="utf-8")
+    def add(folder):
+        (folder.parent / "secret.txt").write_text("mine")
+        (folder / name).symlink_to(folder.parent / "secret.txt")
 
-    return edit
+    return add
 
 
 def edit_code(folder):
-    """Code that computes something else where frugalvit is not installed."""
+    """Let the code compute something else where frugalvit is not installed."""
     file = folder / "modeling_sparseformer.py"
     text = file.read_text(encoding="utf-8")
     assert "pooler_output=" in text
@@ -308,73 +241,49 @@ def edit_code(folder):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (spoil_weights, r"classifier\.bias in model\.safetensors has values that are not finite"),
-        (cut_weights, r"model\.safetensors cannot be read"),
-        (edit_card("license: mit\n", ""), "lack license: add them there"),
-        (edit_card("license: mit", "license: MIT license"), "the hub knows no license 'MIT license'; did you mean"),
-        (edit_card("license: mit", "license: {name: mit}"), "the hub knows no license"),
-        (
-            edit_card("A card", "A card of /usr/lib/photographs"),
-            "README.md names a place on this machine, '/usr/lib/p",
-        ),
-        (edit_card("value: 0.1", "value: high"), "'accuracy' of README.md is 'high', expected a number"),
-        (edit_card("tags: ", "base_model: my-folder\ntags: "), "base_model is 'my-folder' in README.md"),
-        (edit_card("tags: ", "base_model: my/good model\ntags: "), "base_model is 'my/good model' in README.md"),
-        (
-            edit_card("image-classification\ndatasets", "image-segmentation\ndatasets"),
-            "expected 'image-classification'",
-        ),
+        (spoil_weights, "The weights classifier.bias have values that are not finite"),
+        (cut_weights, "model.safetensors.: it holds no weights"),
+        (edit_card("license: mit\n", ""), "README.md names no license"),
+        (edit_card("A card", f"hf_{'Ab3' * 11}"), "README.md holds an access token"),
         (edit_card("tags: [", "tags: [["), "README.md has no metadata that can be read"),
-        (edit_code, r"modeling_sparseformer\.py is not what frugalvit .* ships"),
+        (add_link("merges.txt"), "merges.txt' is a link"),
         (lambda folder: (folder / "config.json").unlink(), "it has no config.json"),
-        (lambda folder: (folder / "preprocessor_config.json").unlink(), "it has no preprocessor_config.json"),
-        (edit_processor(""), "Cannot load .* as a model"),
-        (edit_processor("[]"), "Cannot load .* as a model"),
-        (edit_processor("null"), "Cannot load .* as a model"),
-        (edit_processor(resample=99), "cannot prepare an image|Cannot load .* as a model"),
-        (edit_processor(image_std=[0, 0, 0]), "makes pixels that are not finite; check image_mean, image_std"),
-        (edit_processor(image_mean=None), "cannot prepare an image|Cannot load .* as a model"),
-        (edit_processor(size={"height": 16, "width": 16}), r"makes pixel values \(1, 3, 16, 16\), the model takes"),
-        (edit_processor(size={"height": -1, "width": 32}), "has the size -1, expected 1 to"),
-        (edit_processor(size={"height": 10**9, "width": 10**9}), "has the size 1000000000, expected 1 to"),
-        (lambda folder: (folder / "pytorch_model.bin").write_text(""), "pytorch_model.bin does not belong into it"),
-        (lambda folder: (folder / "data").mkdir(), "data does not belong into it"),
-        (lambda folder: (folder / "hub.py").unlink(), "hub.py is not what frugalvit .* ships"),
+        (lambda folder: (folder / "preprocessor_config.json").write_text("[]"), "Cannot load .* as a model"),
     ],
 )
-def test_what_is_wrong_is_found(spoil, message, trained):
+def test_nothing_is_uploaded_that_is_not_right(spoil, message, trained, tmp_path, hub, capsys):
     spoil(trained)
-    with pytest.raises(ValueError, match=f"not ready to be published: .*{message}"):
-        validate_repository(trained)
+    assert main(["publish", str(trained), "someone/model", "--output", str(tmp_path / "out")]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not hub.created and not hub.commits and not (tmp_path / "out").exists()
 
 
-def test_a_model_that_takes_images_of_any_size_may_have_a_processor_for_others(tmp_path):
-    """A DINOv2 interpolates its positions, a ViT does not unless it is asked to."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 7}
-    dinov2 = Dinov2ForImageClassification(Dinov2Config(**sizes)).eval()
-    vit = ViTForImageClassification(ViTConfig(**sizes, intermediate_size=16)).eval()
-    processor = ViTImageProcessor(size={"height": 14, "width": 14})
-    assert check_image_processor(processor, dinov2) == []
-    assert len(check_image_processor(processor, vit)) == 1
+def test_a_link_in_the_place_of_the_cards_picture_is_refused(trained):
+    edit_card("A card", "![](figure.png)")(trained)
+    add_link("figure.png")(trained)
+    with pytest.raises(ValueError, match="figure.png' is a link"):
+        publish.main([str(trained), "--dry-run"])
 
 
 def test_code_that_computes_something_else_is_found(trained):
     edit_code(trained)
-    [problem] = check_predictions(trained, load_model(trained))
-    assert "without frugalvit it computes other logits, by up to" in problem
-
-
-def test_code_that_does_not_run_is_found(trained):
-    model = load_model(trained)
+    with pytest.raises(ValueError, match="Without frugalvit the model computes something else, by up to"):
+        publish.check_outputs(trained)
     (trained / "modeling_sparseformer.py").write_text("raise RuntimeError('broken')", encoding="utf-8")
-    assert check_predictions(trained, model) == ["it does not load without frugalvit (RuntimeError: broken)"]
+    with pytest.raises(ValueError, match="does not load without frugalvit: RuntimeError: broken"):
+        publish.check_outputs(trained)
 
 
-def test_nothing_is_uploaded_that_is_not_right(trained, tmp_path, hub, capsys):
-    edit_card("license: mit\n", "")(trained)
-    assert main(["publish", str(trained), "someone/model", "--output", str(tmp_path / "out")]) == 1
-    assert "lack license" in capsys.readouterr().err
-    assert not hub.created and not hub.commits and not (tmp_path / "out").exists()
+def test_code_of_others_does_not_run(tmp_path):
+    """A configuration of Transformers may name code that lies elsewhere."""
+    save_vit(tmp_path / "vit", patch_size=16)
+    config = json.loads((tmp_path / "vit" / "config.json").read_text())
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import ViTForImageClassification as X\n"
+    (tmp_path / "vit" / "evil.py").write_text(code)
+    config["auto_map"] = {"AutoModelForImageClassification": f"{tmp_path / 'vit'}--evil.X"}
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(config))
+    publish.main([str(tmp_path / "vit"), "--license", "mit", "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "ran").exists() and "evil" not in (tmp_path / "out" / "config.json").read_text()
 
 
 def test_cards_of_the_papers_models_are_those_of_the_recipes(monkeypatch):
@@ -412,6 +321,7 @@ def test_cards_are_templates(tmp_path):
     for wrong, message in (
         ("{{ accuracy }}", "'accuracy' is undefined"),
         ("{{ row('mine', 'b') }}", "mine.json has no row 'b'"),
+        ("{{ cycler.__init__.__globals__.os.system('touch ran') }}", "access to attribute '__init__'"),
     ):
         card.write_text(wrong)
         with pytest.raises(ValueError, match=message):
@@ -421,59 +331,23 @@ def test_cards_are_templates(tmp_path):
         render_card(card, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dry-run", "--results", "results"], "--results has numbers for a template; name it with --card"),
-        ([], "Give a REPO_ID to upload to, --output to write a folder, or --dry-run"),
-        (["--dry-run", "--card", "none.md"], "there is no file 'none.md'"),
-    ],
-)
-def test_wrong_arguments(arguments, message, trained, capsys):
-    assert main(["publish", str(trained), *arguments]) == 1
-    assert message in capsys.readouterr().err
-
-
-def test_refuses_a_folder_with_something_in_it(trained, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine", encoding="utf-8")
-    with pytest.raises(ValueError, match="not empty"):
-        publish.main([str(trained), "--output", str(tmp_path / "out")])
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
-
-
-def published(source: Path, folder: Path):
-    """The folder that `frugalvit publish SOURCE --output FOLDER` writes, before it is looked at."""
-    return publish.prepared(
-        argparse.Namespace(
-            **{"model": str(source), "output": str(folder), "overwrite": False, "card": None, "results": None},
-            **{"license": None, "repo_id": None, "space": False},
-        )
-    )
+def test_results_are_for_a_template(trained):
+    with pytest.raises(ValueError, match="--results has numbers for a template; name it with --card"):
+        publish.main([str(trained), "--dry-run", "--results", "results"])
 
 
 @pytest.mark.parametrize("card", sorted(CARDS.glob("cifar10-*.md")), ids=lambda card: card.stem)
-class TestSmallShippedModels:
-    def test_can_be_published(self, card, tmp_path):
-        """A shipped model can be published. test_hub.py compares classifiers without frugalvit, in one process."""
-        source, folder = frugalvit.checkpoint_path(card.stem), tmp_path / card.stem
-        with published(source, folder):
-            pass
-        model = load_model(folder)
-        problems = [problem for check in (check_files, check_card, check_results) for problem in check(folder)]
-        problems += [*check_weights(folder), *check_code(folder, model), *check_preprocessing(folder, model)]
-        if model.config.model_type in ("sparseformer_clip", "sparseformer_llava"):
-            problems += check_predictions(folder, model)
-        assert not problems
-        publish.remove_code(folder)
-        ours, theirs = ({path.name: path.read_bytes() for path in each.iterdir()} for each in (folder, source))
-        assert ours.keys() == theirs.keys()
-        # Each version of Transformers has fields of its own.
-        if json.loads(theirs["config.json"])["transformers_version"] != transformers.__version__:
-            for files, name in itertools.product((ours, theirs), ("config.json", "generation_config.json")):
-                files.pop(name, None)
-        assert ours == theirs
-        assert sum(map(len, ours.values())) < 8e6
+def test_small_shipped_models_are_as_published(card, tmp_path):
+    source, folder = frugalvit.checkpoint_path(card.stem), tmp_path / card.stem
+    publish.main([str(source), "--output", str(folder), "--no-code"])
+    ours, theirs = ({path.name: path.read_bytes() for path in each.iterdir()} for each in (folder, source))
+    assert ours.keys() == theirs.keys()
+    # Each version of Transformers has fields of its own.
+    if json.loads(theirs["config.json"])["transformers_version"] != transformers.__version__:
+        for files, name in itertools.product((ours, theirs), ("config.json", "generation_config.json")):
+            files.pop(name, None)
+    assert ours == theirs
+    assert sum(map(len, ours.values())) < 8e6
 
 
 @pytest.mark.parametrize("card", sorted(CARDS.glob("c*.md")), ids=lambda card: card.stem)

@@ -137,7 +137,7 @@ def picture_of(model: PreTrainedModel, image_format: ImageFormat, images: datase
     for index, record in enumerate(images):
         picture = decode_image(record["image"], index)
         pixels.append(_resize(picture, image_format.size, image_format))
-        masks.append(read_mask(record["mask"], index, picture.size, picture.info["orientation"]))
+        masks.append(read_mask(record["mask"], index, picture.size))
     pixels = torch.stack(pixels)
     sparse = {"output_rois": True, "output_token_maps": True} if is_sparseformer(model.config) else {}
     outputs = model(pixel_values=image_format.normalize(pixels).to(model.device), **sparse)
@@ -157,7 +157,7 @@ def _batches(
     for index in range(len(images)):
         try:
             picture = decode_image(images[index]["image"], index)
-            mask = read_mask(images[index]["mask"], index, picture.size, picture.info["orientation"])
+            mask = read_mask(images[index]["mask"], index, picture.size)
             batch.append((picture, mask))
         except CorruptImageError:
             if not skip_corrupt:

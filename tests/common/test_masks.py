@@ -101,31 +101,11 @@ def encoded(tmp_path, pixels, name, orientation=None):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_masks_lie_as_their_images_do(orientation, tmp_path):
+def test_masks_are_turned_as_their_own_exif_says(orientation, tmp_path):
     """The image's channels are its mask's numbers, so that both can be compared."""
-    image = encoded(tmp_path, MASK[..., None].repeat(3, -1), "image.png", orientation)
-    upright = decode_image(image, 0)
-    expected, keys = np.asarray(upright)[..., 0], (upright.size, upright.info["orientation"])
-    read = MaskReader(48)
-    # A mask that is turned as its image is, says so.
-    tagged = encoded(tmp_path, MASK, "tagged.png", orientation)
-    assert np.array_equal(read(tagged, 0, *keys), expected)
-    # What says nothing is known by its size, or refused.
-    for pixels in (MASK, np.ascontiguousarray(expected)):
-        mask = encoded(tmp_path, pixels, "mask.png")
-        if orientation in (2, 3, 4):
-            with pytest.raises(MaskError, match=rf"EXIF orientation {orientation}"):
-                read(mask, 0, *keys)
-        else:
-            assert np.array_equal(read(mask, 0, *keys), expected)
-
-
-@pytest.mark.parametrize("orientation", range(2, 9))
-def test_square_masks_of_turned_images_are_refused(orientation, tmp_path):
-    image = decode_image(encoded(tmp_path, MASK[:6, :6, None].repeat(3, -1), "image.png", orientation), 0)
-    mask = encoded(tmp_path, np.ascontiguousarray(MASK[:6, :6]), "mask.png")
-    with pytest.raises(MaskError, match="does not tell whether it is to be"):
-        MaskReader(48)(mask, 0, image.size, image.info["orientation"])
+    upright = decode_image(encoded(tmp_path, MASK[..., None].repeat(3, -1), "image.png", orientation), 0)
+    mask = MaskReader(48)(encoded(tmp_path, MASK, "mask.png", orientation), 0, upright.size)
+    assert np.array_equal(mask, np.asarray(upright)[..., 0])
 
 
 NEAREST = ImageFormat((24, 32), mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255), resample=0)
@@ -155,10 +135,10 @@ class TestData:
         mask = MaskReader(4)(table[2]["mask"], 2, (52, 40))
         assert np.array_equal(mask, scene(2)[1])
         (tmp_path / masks / split / "1.png").unlink()
-        with pytest.raises(ValueError, match="1 images in .* have no mask .* for example 1.jpg"):
+        with pytest.raises(ValueError, match="1.jpg has no mask in "):
             load_masked_images(str(tmp_path), split or "train")
         if split:
-            with pytest.raises(ValueError, match="has no split 'test'; it has train"):
+            with pytest.raises(ValueError, match="has no split 'test' with images; it has train"):
                 load_masked_images(str(tmp_path), "test")
 
     def test_slices_of_a_folder(self, tmp_path):
@@ -173,7 +153,7 @@ class TestData:
             return "".join(record["path"][-5] for record in load_masked_images(str(tmp_path), split)["image"])
 
         assert [names("train"), names("train[:75%]"), names("train[75%:]")] == ["01234567", "012345", "67"]
-        for split, message in (("test", "has no split 'test'; it has train"), ("train[8:]", "no images|Cannot take")):
+        for split, message in (("test", "has no split 'test' with"), ("train[8:]", r"no split 'train\[8:\]' with")):
             with pytest.raises(ValueError, match=message):
                 load_masked_images(str(tmp_path), split)
 
@@ -185,12 +165,8 @@ class TestData:
         with pytest.raises(ValueError, match="image, annotation, other; expected one"):
             load_masked_images(path, "train")
         assert len(load_masked_images(path, "train", mask_column="other")) == 12
-        with pytest.raises(ValueError, match="has no column 'mask' of images; it has"):
+        with pytest.raises(ValueError, match="image, annotation, other; expected one"):
             load_masked_images(path, "train", mask_column="mask")
-
-    def test_empty(self, scenes):
-        with pytest.raises(ValueError, match=r"train\[:0\].* no data|has no images"):
-            load_masked_images(scenes, "train[:0]")
 
     def test_labels_that_do_not_count(self):
         mask = {"bytes": encode(np.array([[0, 1, 2, 255]], np.uint8)), "path": None}
@@ -205,10 +181,20 @@ class TestData:
     @pytest.mark.parametrize(
         ("mask", "size", "error", "message"),
         [
-            (encode(np.zeros((4, 5), np.uint8)), (5, 5), MaskError, "image 7 has 5 x 4 pixels, the image 5 x 5"),
+            (
+                encode(np.zeros((4, 5), np.uint8)),
+                (5, 5),
+                MaskError,
+                "image 7 is .* L with 5 x 4 pixels, .* 5 x 5",
+            ),
             (encode(np.full((4, 5), 3, np.uint8)), (5, 4), MaskError, r"labels \[3\], the classes are 0 to 2"),
             (encode(np.full((4, 5), 300, np.uint16)), (5, 4), MaskError, r"has the labels \[300\]"),
-            (encode(np.zeros((4, 5, 3), np.uint8)), (5, 4), MaskError, "a picture of mode RGB, expected one channel"),
+            (
+                encode(np.zeros((4, 5, 3), np.uint8)),
+                (5, 4),
+                MaskError,
+                "mode RGB with .* expected one channel",
+            ),
             (b"no image", (5, 4), CorruptImageError, "mask of image 7 of the data set cannot be read"),
         ],
         ids=["size", "label", "16 bits", "color", "corrupt"],

@@ -272,7 +272,7 @@ def main(action: str, *arguments: str):
     actions = {"load": load, "fine_tune": fine_tune, "compute": compute, "process": process, "serve": serve}
     actions |= {"embed": embed, "run_source": run_source}
     actions[action](*arguments)
-    if any(name.partition(".")[0] == "frugalvit" for name in sys.modules):
+    if any(module and name.partition(".")[0] == "frugalvit" for name, module in sys.modules.items()):
         sys.exit("frugalvit was imported")
 
 

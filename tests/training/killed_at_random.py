@@ -103,7 +103,15 @@ def share(folder: Path, kills: int, chance: random.Random) -> int:
     """Folders that publishing writes are whole or not there."""
     finished, output = 0, folder / "published"
     arguments = argparse.Namespace(
-        model=folder / "whole", output=output, overwrite=True, card=None, license=None, repo_id=None
+        model=folder / "whole",
+        output=output,
+        overwrite=True,
+        card=None,
+        results=None,
+        license="mit",
+        repo_id=None,
+        space=False,
+        no_code=False,
     )
     for _ in range(kills):
         delay = chance.uniform(0, 0.2)

@@ -23,7 +23,6 @@ from ...common.choices import NO_EVALUATION, SUBSET
 from ...common.command_line import HelpFormatter, OneSpelling, spelled
 from ...common.files import read_text
 from ...common.interruptions import SIGNALS, ended_by_signals, ending_of
-from ...common.licenses import check_license
 from ...common.tables import printable
 
 
@@ -202,8 +201,6 @@ class RunArguments:
         check_at_least(self, 1, "epochs", "batch_size", "eval_batch_size", "gradient_accumulation_steps")
         check_at_least(self, 1, "logging_steps", "checkpointing_steps")
         check_at_least(self, 0, "seed", "max_grad_norm")
-        if self.license is not None:
-            check_license(self.license)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from huggingface_hub.errors import HFValidationError
 from ...common.choices import SUBSET
 from ...common.files import write_text
 from ...common.loading import split_revision
-from ...common.names import is_hub_id, is_place, portable_command
+from ...common.names import is_hub_id, portable_command
 from ...common.tables import format_markdown
 from ...modeling.hub import embedding_example, loading_example, make_card, pipeline_tag
 from .arguments import ImageArguments, RunArguments
@@ -88,7 +88,7 @@ def write_card(
         datasets=hub_ids(data.dataset) or None,
         pipeline_tag=task,
         # The hub knows its own ids only, neither folders nor open_clip's names nor revisions.
-        base_model=base if base and is_hub_id(base) and not is_place(base) else None,
+        base_model=base if base and is_hub_id(base) else None,
         model_name=name,
         eval_results=results,
     ).save(folder / "README.md")
@@ -123,7 +123,7 @@ def count_measured(run: RunArguments) -> str:
 def hub_ids(datasets: list[str]) -> list[str]:
     """The ids of those data sets that are on the hub; files and folders of this machine have none."""
     ids = [EMBEDDED if name == SUBSET else split_revision(name)[0] for name in datasets]
-    return [name for name in ids if is_hub_id(name) and not is_place(name)]
+    return [name for name in ids if is_hub_id(name)]
 
 
 def name_images(datasets: list[str]) -> str:

@@ -72,7 +72,7 @@ class ViewDataset(Dataset):
             return (decode_image(record["image"], index, self.view.at_least),)
         # How large a photograph is tells how its mask lies.
         image = decode_image(record["image"], index)
-        return image, self.view.read_mask(record["mask"], index, image.size, image.info["orientation"])
+        return image, self.view.read_mask(record["mask"], index, image.size)
 
     def sample(self, epoch: int, index: int, record: dict) -> dict | None:
         """The view of a record that belongs to (seed, epoch, index), with its label and key; None for an image that is
