@@ -28,8 +28,6 @@ from frugalvit.common.tables import format_table
 from frugalvit.curves import best_epoch, curves_of, read_epochs
 from frugalvit.index import read_about, read_shards
 from frugalvit.model_folders import Notes
-from frugalvit.training.components.checkpoints import damaged_files, read_state
-from frugalvit.training.components.runs import read_run
 from frugalvit.validation import check_weights
 from kinds import KINDS
 
@@ -172,15 +170,6 @@ def test_pickles_are_not_read(name, folder, tmp_path, monkeypatch):
 
 
 # JSON files that a folder from elsewhere may bring: what one holds, and what reads it.
-STATE = {
-    "epoch": 1,
-    "step": 6,
-    "best": {"epoch": 1},
-    "log": [{"step": 1}],
-    "losses": [0.5],
-    "seconds": 1.5,
-    "skipped": 0,
-}
 SPEC = json.dumps([1, {"type": "builtins.dict", "context": '["logits"]', "children_spec": []}])
 PROGRAM = {"file": "model.onnx", "metadata": {"in_spec": SPEC, "out_spec": SPEC}}
 RESULTS = {"arguments": {"dataset": ["owner/name"]}, "best": {"accuracy": 0.5, "accuracy_4": 0.25}}
@@ -202,7 +191,6 @@ def read_curves(folder) -> str:
     )
 
 
-RUN = {"command": "frugalvit train", "arguments": {"epochs": 1, "mixed_precision": "no"}, "images": {"images": 3}}
 JSON = {
     "report.json": (
         {
@@ -215,9 +203,6 @@ JSON = {
     ),
     "export.json": ({"export_format": "onnx", "components": {"model": PROGRAM}}, read_report),
     "index.json": ({"folder": "images", "model": "model", "vision_model": None}, read_about),
-    "state.json": (STATE, read_state),
-    "checksums.json": ({"state.json": 0}, damaged_files),
-    "run.json": (RUN, read_run),
     "results.json": (RESULTS, read_scores),
     "metrics.jsonl": (EPOCH, read_curves),
     "model.safetensors.index.json": ({"weight_map": {"weight": "model.safetensors"}}, check_weights),

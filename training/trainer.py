@@ -41,9 +41,8 @@ from .components.arguments import IN_PYTHON, ImageArguments, RunArguments, argum
 from .components.cards import choice_of_epoch, write_card
 from .components.checkpoints import NOT_IN_REPOSITORY, TEST, Checkpoints, TrainingState
 from .components.images import as_images
-from .components.loaders import DeviceLoader, TrainingLoader, check_images, describe_parts, evaluation_loader
-from .components.runs import ImageTrainingArguments, check_output_folder, own_folder, record_of, replace_files
-from .components.sharding import ordinary_class, prepare_sharing
+from .components.loaders import DeviceLoader, TrainingLoader, check_images, count_images, evaluation_loader
+from .components.runs import ImageTrainingArguments, check_output_folder, in_its_folder, record_of, replace_files
 
 
 # Seconds after which a checkpoint is written, besides those of steps and epochs; more where writing takes so long that
@@ -333,18 +332,16 @@ class ImageTrainer(Trainer):
 
         Raises:
             ValueError: if the loss, a measured number, or the gradient or the weights before a checkpoint are not
-                finite (the last checkpoint stays); if another process works in the folder, or the folder holds a run
-                on other images; or if the optimizer cannot do what the arguments ask for.
+                finite (the last checkpoint stays); or if the optimizer cannot do what the arguments ask for.
         """
         if not self.is_command:
             self.run.record |= record_of(self.args, type(self).__name__)
-            check_output_folder(Path(self.args.output_dir), self.run, [self.args])
-        images = self.train_part[0], self.evaluation_part[0], self.test_images
-        self.run.record["images"] = describe_parts(self.data, *images)
+            check_output_folder(Path(self.args.output_dir))
+        self.run.record["images"] = count_images(self.train_part[0], self.evaluation_part[0], self.test_images)
         if not self.data.skip_corrupt:
             for loader in filter(None, (self.eval_loader, self.test_loader)):
                 check_images(loader.loader.dataset, self.accelerator)
-        with own_folder(self.accelerator, self.run):
+        with in_its_folder(self.accelerator, self.run):
             checkpoints = self.progress.checkpoints
             given = resume_from_checkpoint if isinstance(resume_from_checkpoint, str | Path) else None
             newest = checkpoints.go_back_to(Path(given)) if given else checkpoints.newest()
@@ -371,7 +368,6 @@ class ImageTrainer(Trainer):
                 raise ValueError(
                     "--optimizer sam needs --gradient-accumulation-steps 1 and --mixed-precision no or bf16."
                 )
-            prepare_sharing(self.accelerator, self.model, self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps, optimizer=None):
@@ -452,12 +448,10 @@ class ImageTrainer(Trainer):
         return str(self.progress.checkpoints.aside)
 
     def _save_checkpoint(self, model, trial):
-        def write():
-            super(ImageTrainer, self)._save_checkpoint(model, trial)
-            self.loader.save_position(self.progress.checkpoints.aside / f"checkpoint-{self.state.global_step}")
-
         self.progress.before_checkpoint()
-        self.progress.checkpoints.save(self.progress.now, write)
+        self.progress.checkpoints.save(
+            self.progress.now, lambda: super(ImageTrainer, self)._save_checkpoint(model, trial)
+        )
         self.progress.after_checkpoint()
 
     def _save(self, output_dir=None, state_dict=None):
@@ -488,7 +482,6 @@ class ImageTrainer(Trainer):
                 super()._load_optimizer_and_scheduler(checkpoint)
                 # Again before the next step; here for its errors.
                 super()._load_rng_state(checkpoint)
-                self.loader.load_position(Path(checkpoint))
 
     def _load_rng_state(self, checkpoint):
         if checkpoint is not None:
@@ -716,8 +709,7 @@ class Progress(TrainerCallback):
             said = (f"{name} {value:.4g}" for name, value in record.items() if name != "step")
             self.bar.write(", ".join(said))
             if is_best:
-                with ordinary_class(self.accelerator.unwrap_model(trainer.model)):
-                    replace_files(self.folder, lambda aside: trainer.write_repository(aside, self.now, weights))
+                replace_files(self.folder, lambda aside: trainer.write_repository(aside, self.now, weights))
         self.note(record)
         self.checkpoints.update(self.now)
         self.started = time.perf_counter()

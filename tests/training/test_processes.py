@@ -16,11 +16,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers import AutoModelForImageClassification
 
-from frugalvit import checkpoint_path
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
-from frugalvit.common.decoding import decode_image
-from frugalvit.index import read_shards
 from frugalvit.training import train
 
 
@@ -133,12 +130,6 @@ def finished(folder, teacher):
         ],
         teacher,
     )
-    (folder / "images").mkdir()
-    for number, record in enumerate(load_images(SUBSET, "test[:24]")):
-        decode_image(record["image"], number).save(folder / "images" / f"{number:02}.png")
-    words = [folder / "images", "--model", checkpoint_path("cifar10-sparseformer-clip"), "--output", folder / "index"]
-    words += ["--device", "cpu"]
-    jobs.append({"module": "index", "name": "index", "processes": 2, "arguments": [*map(str, words)]})
     run(folder, jobs)
     return folder
 
@@ -187,13 +178,6 @@ def test_a_classifier(finished):
     assert (checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp").is_file()
     assert_same_run(finished / "sharded", finished / "stream")
     assert processes_of(finished / "sharded") == 2
-
-
-def test_an_index(finished):
-    """Two processes share the work."""
-    files = [file[0] for shard in read_shards(finished / "index") for file in shard.files]
-    assert sorted(files) == [f"{number:02}.png" for number in range(24)]
-    assert {path.stem[-1] for path in (finished / "index").glob("*.safetensors")} == {"0", "1"}
 
 
 def without_times(value):
@@ -267,10 +251,6 @@ def test_each_reads_its_own_shards(more_finished):
         # It stopped in the 11th step, after the checkpoint of the 9th.
         assert len(whole) == 12 and len(again) == 11 + 3
         assert again[:11] == whole[:11] and again[11:] == whole[9:]
-        file = finished / "shards-again" / "checkpoints" / "step-00000009" / f"stream_{rank}.json"
-        positions = {note["position"] for note in json.loads(file.read_text())["notes"]}
-        # 3 batches of 4 are done: the block of 5 with the next image is noted, earlier ones are no longer.
-        assert 10 in positions and 0 not in positions
     assert log(finished / "shards-again") == log(finished / "shards")
 
 

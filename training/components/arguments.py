@@ -27,14 +27,6 @@ from ...common.licenses import check_license
 from ...common.tables import printable
 
 
-# What may change when a run is resumed: these alter nothing that was done. A run that met an image that cannot be read
-# goes on without it.
-RESUMABLE = frozenset(
-    {
-        *("output_dir", "overwrite", "num_workers", "eval_batch_size", "logging_steps", "checkpointing_steps"),
-        *("report_to", "license", "teacher_cache", "compare", "skip_corrupt", "trust_remote_code"),
-    }
-)
 # Options of commands that trainers in Python call otherwise.
 IN_PYTHON = {
     "batch_size": "per_device_train_batch_size",
@@ -193,10 +185,8 @@ class RunArguments:
     )
     report_to: list[str] = argument([], "Trackers, for example tensorboard or wandb.")
     overwrite: bool = argument(False, "Start anew in an output folder that is not empty.")
-    # The content of `run.json` for this run, noted when it starts.
+    # The head of `results.json`, noted when the run starts.
     record: dict = field(default_factory=dict, init=False, repr=False)
-    # The content of the `run.json` that was in the folder, if there was one.
-    found: dict | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
         check_at_least(self, 1, "epochs", "batch_size", "eval_batch_size", "gradient_accumulation_steps")
