@@ -7,7 +7,6 @@ lies in the output folder, as a complete repository. A number that is not finite
 
 import copy
 import dataclasses
-import datetime
 import functools
 import inspect
 import json
@@ -41,15 +40,8 @@ from .components.arguments import IN_PYTHON, ImageArguments, RunArguments, argum
 from .components.cards import choice_of_epoch, write_card
 from .components.checkpoints import NOT_IN_REPOSITORY, TEST, Checkpoints, TrainingState
 from .components.images import as_images
-from .components.loaders import DeviceLoader, TrainingLoader, check_images, count_images, evaluation_loader
+from .components.loaders import DeviceLoader, TrainingLoader, count_images, evaluation_loader
 from .components.runs import ImageTrainingArguments, check_output_folder, in_its_folder, record_of, replace_files
-
-
-# Seconds after which a checkpoint is written, besides those of steps and epochs; more where writing takes so long that
-# it would be more than `SHARE_OF_WRITING` of the time.
-CHECKPOINT_SECONDS, SHARE_OF_WRITING = 180.0, 0.05
-# Seconds of steps from which the time that is left is foretold, the first step aside, which prepares much.
-FORETELLING_SECONDS = 5.0
 
 
 def names_arguments(method):
@@ -129,7 +121,7 @@ class ImageTrainer(Trainer):
             model=model, args=args, eval_dataset=evaluation[0], processing_class=processing_class, callbacks=callbacks
         )
         # Nothing is written before the training.
-        if not was_there:
+        if not was_there and args.should_save:
             with suppress(OSError):
                 Path(args.output_dir).rmdir()
         # Losses are means over a process' share of a batch, whatever the model's own would be.
@@ -260,9 +252,7 @@ class ImageTrainer(Trainer):
         return inputs
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        began = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.progress.guess(time.perf_counter() - began, self.state)
         self.progress.unread.append(loss.float())
         if self.steps_twice:
             # Sharpness-aware minimization computes the gradient once more, where the first one has led.
@@ -338,9 +328,6 @@ class ImageTrainer(Trainer):
             self.run.record |= record_of(self.args, type(self).__name__)
             check_output_folder(Path(self.args.output_dir))
         self.run.record["images"] = count_images(self.train_part[0], self.evaluation_part[0], self.test_images)
-        if not self.data.skip_corrupt:
-            for loader in filter(None, (self.eval_loader, self.test_loader)):
-                check_images(loader.loader.dataset, self.accelerator)
         with in_its_folder(self.accelerator, self.run):
             checkpoints = self.progress.checkpoints
             given = resume_from_checkpoint if isinstance(resume_from_checkpoint, str | Path) else None
@@ -524,8 +511,7 @@ class Progress(TrainerCallback):
         # Losses on the device, of each part of a batch.
         self.unread: list[torch.Tensor] = []
         self.gradient_norm: torch.Tensor | float | None = None
-        self.awaits_evaluation, self.guessed, self.foretold, self.warm = False, False, False, None
-        self.saved_at = self.writing = 0.0
+        self.awaits_evaluation = False
         self.now = self.checkpoints.state_of(checkpoint)
         steps = self.loader.steps_per_epoch
         if not 0 <= self.now.step - self.now.epoch * steps <= steps and not self.ended_within_an_epoch:
@@ -566,7 +552,6 @@ class Progress(TrainerCallback):
             mininterval=0.2 if sys.stderr.isatty() else 30,
             disable=args.disable_tqdm or not self.accelerator.is_main_process,
         )
-        self.saved_at = time.perf_counter()
         if state.global_step == (self.now.epoch + 1) * self.loader.steps_per_epoch:
             # Killed in its evaluation.
             self.on_epoch_end(args, state, control)
@@ -588,27 +573,21 @@ class Progress(TrainerCallback):
         now, step = self.now, state.global_step
         now.step = step
         self.bar.update(self.loader.batch_size)
-        logs = step % args.logging_steps == 0
-        received, is_time = self.asked() if self.reads(step) or self.accelerator.num_processes == 1 else (0, False)
+        received = self.received() if self.reads(step) or self.accelerator.num_processes == 1 else 0
         is_end = step == (now.epoch + 1) * self.loader.steps_per_epoch
-        control.should_save = control.should_save or is_time or received != 0 or is_end
+        control.should_save = control.should_save or received != 0 or is_end
         if self.reads(step) or control.should_save:
             parts = args.gradient_accumulation_steps
             now.losses += read_losses(self.accelerator, self.unread, parts, step, self.checkpoints)
-        if logs:
+        if step % args.logging_steps == 0:
             self.log_step(args)
-        self.foretell(state, logs)
 
-    def asked(self) -> tuple[int, bool]:
-        """Return the signal that a process received, 0 for none, and whether it is time for a checkpoint. Both are the
-        same in all processes."""
-        waited = time.perf_counter() - self.saved_at
-        is_time = waited > max(CHECKPOINT_SECONDS, self.writing / SHARE_OF_WRITING)
-        if self.accelerator.num_processes == 1:
-            return self.interruption.received, is_time
-        found = torch.tensor([self.interruption.received, int(is_time)], device=self.accelerator.device)
-        self.interruption.received, is_time = self.accelerator.gather(found[None]).amax(0).tolist()
-        return self.interruption.received, bool(is_time)
+    def received(self) -> int:
+        """Return the signal that any process received, 0 for none."""
+        if self.accelerator.num_processes > 1:
+            found = torch.tensor([self.interruption.received], device=self.accelerator.device)
+            self.interruption.received = int(self.accelerator.gather(found).max())
+        return self.interruption.received
 
     def log_step(self, args):
         recent, time_now, step = self.now.losses[-args.logging_steps :], time.perf_counter(), self.now.step
@@ -631,27 +610,6 @@ class Progress(TrainerCallback):
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
-    def guess(self, seconds: float, state):
-        """Print an estimate of the time that is left after the first pass, if that takes long: measuring needs two
-        steps."""
-        if not self.guessed and self.accelerator.is_main_process and seconds > FORETELLING_SECONDS:
-            step = seconds * self.trainer.args.gradient_accumulation_steps
-            left = datetime.timedelta(seconds=round((state.max_steps - state.global_step) * step))
-            speed = self.loader.batch_size / step
-            self.bar.write(f"By the first pass, about {speed:.2g} images/s and {left} left.")
-        self.guessed = True
-
-    def foretell(self, state, logs: bool):
-        """Print once how long the run will take."""
-        self.warm = self.warm or (state.global_step, time.perf_counter())
-        taken = time.perf_counter() - self.warm[1]
-        if self.foretold or state.global_step == self.warm[0] or not (logs or taken > FORETELLING_SECONDS):
-            return
-        self.foretold, seconds = True, taken / (state.global_step - self.warm[0])
-        left = datetime.timedelta(seconds=round((state.max_steps - state.global_step) * seconds))
-        if self.accelerator.is_main_process:
-            self.bar.write(f"{self.loader.batch_size / seconds:.4g} images/s; {left} left, evaluation aside.")
-
     def before_checkpoint(self):
         step = self.now.step
         if self.gradient_norm is not None and self.accelerator.mixed_precision != "fp16":
@@ -663,9 +621,8 @@ class Progress(TrainerCallback):
         check_weights(self.accelerator, self.trainer.model, step, self.checkpoints)
 
     def after_checkpoint(self):
-        self.started = self.saved_at = time.perf_counter()
-        self.writing = self.started - self.paused
-        self.logged_at += self.writing
+        self.started = time.perf_counter()
+        self.logged_at += self.started - self.paused
         if self.interruption.received:
             self.bar.close()
             self.interruption.end()

@@ -16,9 +16,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.common.decoding import CorruptImageError
 from frugalvit.common.interruptions import SIGNALS
-from frugalvit.training import train, trainer
+from frugalvit.training import train
 from frugalvit.training.components.checkpoints import Checkpoints
 from frugalvit.training.components.loaders import TrainingLoader
 from frugalvit.training.components.optimizers import parameter_groups
@@ -109,24 +108,6 @@ def test_sharpness_aware_steps_compute_two_gradients(tiny_run, monkeypatch):
     assert not torch.equal(first, second) and not torch.equal(led_again, second)
 
 
-def test_checkpoints_come_with_time_too(tiny_run, tmp_path, monkeypatch):
-    saved, save = [], Checkpoints.save
-    monkeypatch.setattr(
-        Checkpoints, "save", lambda self, state, write: (saved.append(state.step), save(self, state, write))
-    )
-    monkeypatch.setattr(trainer, "CHECKPOINT_SECONDS", 0.0)
-    monkeypatch.setattr(trainer, "SHARE_OF_WRITING", math.inf)
-    tiny_run()
-    assert saved == list(range(1, 9))
-
-
-def test_the_time_that_is_left_is_foretold_after_seconds(tiny_run, monkeypatch, capfd):
-    monkeypatch.setattr(trainer, "FORETELLING_SECONDS", 0.0)
-    tiny_run(logging_steps=100)
-    said = capfd.readouterr().out
-    assert said.count("By the first pass, about ") == said.count(" left, evaluation aside.") == 1
-
-
 def test_a_run_without_a_step_begins_anew(tiny_run, tmp_path):
 
     def fail():
@@ -173,15 +154,6 @@ def test_folders_of_others_are_refused(tiny_run, tmp_path):
         with pytest.raises(ValueError, match="out is not empty and holds no run to go on with or to overwrite"):
             tiny_run(*more)
     assert (tmp_path / "out" / "config.json").read_text() == "mine"
-
-
-def test_evaluation_images_are_looked_at_first(tiny_run, tmp_path, write_parquet):
-    images = write_parquet(size=32, corrupt=[7])
-    options = {"dataset": write_parquet("train.parquet", size=32), "train_split": "train", "eval_split": "train"}
-    with pytest.raises(CorruptImageError, match="Image 7 .* cannot be read .* --skip-corrupt"):
-        tiny_run(**options, eval_dataset=images, batch_size=6)
-    assert not (tmp_path / "out").exists()
-    assert tiny_run("--skip-corrupt", **options, eval_dataset=images, batch_size=6)["best"]
 
 
 def test_what_fails_in_an_evaluation_costs_no_epoch(finished_run, tiny_run, tmp_path, monkeypatch, capsys):

@@ -214,28 +214,6 @@ class OptimizerArguments:
         check_at_least(self, 0, "weight_decay", "warmup_epochs")
         for name in ("adam_beta1", "adam_beta2"):
             check(getattr(self, name), 0 <= getattr(self, name) < 1, name, "a number from 0 to below 1")
-        if self.lr_scheduler not in ("linear", "cosine"):
-            names = schedules()
-            check(self.lr_scheduler, self.lr_scheduler in names, "lr_scheduler", f"one of {', '.join(names)}")
-
-
-@functools.cache
-def schedules() -> list[str]:
-    """Names of the schedules of Transformers that need the lengths of warm-up and training and nothing else."""
-    # Not for every command line.
-    import torch
-    import transformers
-
-    optimizer, found = torch.optim.SGD([torch.zeros(1, requires_grad=True)]), []
-    for kind in transformers.SchedulerType:
-        try:
-            schedule = transformers.get_scheduler(kind, optimizer, num_warmup_steps=1, num_training_steps=2)
-        except (TypeError, ValueError, AttributeError):
-            continue
-        # The other schedules need a measured value.
-        if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
-            found.append(kind.value)
-    return found
 
 
 class ArgumentParser(OneSpelling, HfArgumentParser):

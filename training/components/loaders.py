@@ -1,7 +1,6 @@
 """Images put into batches that depend neither on workers nor on processes."""
 
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +10,6 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
-from tqdm import tqdm
 
 from ...common.decoding import CorruptImageError, decode_image
 from ...common.interruptions import leave_interruptions_to_the_main_process
@@ -23,8 +21,6 @@ from .augmentation import Mix
 MANY_SHARDS = 100
 # Batches that are made before the first of them is repeated; each stays in memory until then.
 REPEATED_TOGETHER = 8
-# Images that are looked at before the next progress.
-CHECKED_TOGETHER = 256
 
 
 class ViewDataset(Dataset):
@@ -426,21 +422,6 @@ def evaluation_loader(
         worker_init_fn=leave_interruptions_to_the_main_process,
     )
     return DeviceLoader(accelerator, loader, view)
-
-
-def check_images(images: "ViewDataset", accelerator: Accelerator):
-    """Read all images to evaluate on, and their masks, so that a broken one is known before hours of training.
-
-    Raises:
-        ImageError: for the first that cannot be read.
-    """
-    own = range(accelerator.process_index, len(images), accelerator.num_processes)
-    progress = tqdm(desc="evaluation images", total=len(own), unit="img", leave=False, disable=None, delay=5)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers, progress:
-        for start in range(0, len(own), CHECKED_TOGETHER):
-            indices = own[start : start + CHECKED_TOGETHER]
-            list(readers.map(images.read, indices))
-            progress.update(len(indices))
 
 
 def count_images(train, evaluation: datasets.Dataset | None, test: datasets.Dataset | None) -> dict[str, int]:

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import transformers
 from accelerate import Accelerator, PartialState
-from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, parse_flag_from_env, set_seed
 from transformers import TrainingArguments
 
@@ -175,9 +174,6 @@ def training_arguments(kind: type[ImageTrainingArguments], run: RunArguments, da
     Args:
         kind (`type`): The class of arguments to return.
         run, data, groups: The command's groups of options; those that `kind` has no name for are left out.
-
-    Raises:
-        ValueError: if a tracker is not installed.
     """
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     parts, values = state.num_processes * run.gradient_accumulation_steps, {}
@@ -191,7 +187,7 @@ def training_arguments(kind: type[ImageTrainingArguments], run: RunArguments, da
         "use_cpu": state.device.type == "cpu",
         "bf16": run.mixed_precision == "bf16",
         "fp16": run.mixed_precision == "fp16",
-        "report_to": trackers(run.report_to) or "none",
+        "report_to": run.report_to or "none",
     }
     return kind(**values)
 
@@ -212,23 +208,6 @@ def record_of(args: ImageTrainingArguments, trainer: str) -> dict:
         "arguments": {name: value for name, value in args.to_dict().items() if value != defaults[name]},
         **origin(),
     }
-
-
-def trackers(names: list[str]) -> list[str]:
-    """The trackers that `--report-to` names, without `none`.
-
-    Raises:
-        ValueError: if one is unknown or not installed; Accelerate would say nothing.
-    """
-    names = [name for name in names if name != "none"]
-    installed = [tracker.value for tracker in get_available_trackers()]
-    for name in names:
-        if name not in installed:
-            raise ValueError(
-                f"--report-to {name} is no tracker that is installed; these are: {', '.join(installed) or 'none'}. "
-                "TensorBoard comes with pip install 'frugalvit[track]'."
-            )
-    return names
 
 
 def automatic_precision() -> str:
