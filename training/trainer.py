@@ -6,9 +6,6 @@ lies in the output folder, as a complete repository. A number that is not finite
 """
 
 import copy
-import dataclasses
-import functools
-import inspect
 import json
 import math
 import shutil
@@ -36,30 +33,12 @@ from ..common.interruptions import Interruption
 from ..common.labels import check_same_classes, class_names
 from ..common.tables import first_line
 from ..modeling.hub import upload_folder
-from .components.arguments import IN_PYTHON, ImageArguments, RunArguments, arguments_named
+from .components.arguments import ImageArguments, RunArguments
 from .components.cards import choice_of_epoch, write_card
 from .components.checkpoints import NOT_IN_REPOSITORY, TEST, Checkpoints, TrainingState
 from .components.images import as_images
 from .components.loaders import DeviceLoader, TrainingLoader, count_images, evaluation_loader
 from .components.runs import ImageTrainingArguments, check_output_folder, in_its_folder, record_of, replace_files
-
-
-def names_arguments(method):
-    """Decorate a method of a trainer so that errors that name options of a command name the arguments of Python, too,
-    unless a command made the trainer."""
-
-    @functools.wraps(method)
-    def call(self, *given, **options):
-        if options.get("run") or getattr(self, "is_command", False):
-            return method(self, *given, **options)
-        known = {*inspect.signature(type(self)).parameters}
-        for args in (*given, *options.values(), getattr(self, "args", None)):
-            if isinstance(args, ImageTrainingArguments):
-                known |= {each.name for each in dataclasses.fields(args)}
-        with arguments_named(known, IN_PYTHON):
-            return method(self, *given, **options)
-
-    return call
 
 
 class ImageTrainer(Trainer):
@@ -82,11 +61,6 @@ class ImageTrainer(Trainer):
 
     # The number of `measure` that is to be high.
     metric = "accuracy"
-
-    def __init_subclass__(cls):
-        super().__init_subclass__()
-        if "__init__" in vars(cls):
-            cls.__init__ = names_arguments(cls.__init__)
 
     def __init__(
         self,
@@ -272,7 +246,6 @@ class ImageTrainer(Trainer):
         self.progress.gradient_norm = grad_norm
         return grad_norm
 
-    @names_arguments
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Measure the model on images.
 
@@ -301,7 +274,6 @@ class ImageTrainer(Trainer):
         self.progress.finish_awaited(metrics)
         return metrics
 
-    @names_arguments
     def train(self, resume_from_checkpoint: str | bool | None = None, **options):
         """Train to the last epoch, from the newest whole checkpoint in the output folder on if there is one.
 

@@ -9,8 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +39,6 @@ IN_PYTHON = {
 }
 # Arguments of whole trainings, a file each.
 RECIPE_FILES = Path(__file__).parents[1] / "recipes"
-_IN_PYTHON = " In Python: "
 
 
 def argument(default=dataclasses.MISSING, help: str = "", **metadata):
@@ -54,24 +52,6 @@ def check(value, fits: bool, name: str, expected: str):
     """Raise a ValueError that names the argument, what was given and what was expected."""
     if not fits:
         raise ValueError(f"{spelled(f'--{name}')} is {value!r}, expected {expected}.")
-
-
-@contextmanager
-def arguments_named(known: Collection[str], names: Mapping[str, str]) -> Iterator[None]:
-    """Add to a ValueError that names options of a command the names that they have in Python.
-
-    Args:
-        known (collection of `str`): Names of the arguments that there are in Python.
-        names (mapping of `str` to `str`): Names in Python of options that are called otherwise there.
-    """
-    try:
-        yield
-    except ValueError as error:
-        options = (option.replace("-", "_") for option in re.findall(r"--([a-z]+(?:-[a-z]+)*)", str(error)))
-        found = dict.fromkeys(name for name in (names.get(option, option) for option in options) if name in known)
-        if found and _IN_PYTHON not in str(error):
-            error.args = (f"{error}{_IN_PYTHON}{', '.join(found)}.",)
-        raise
 
 
 def check_at_least(arguments, low, *names: str):
@@ -333,20 +313,12 @@ def _value_of(option: str, argv: list[str]) -> str | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that takes `no` for a word, as YAML 1.2 does: it is the name of a precision. Aliases stand for
-    single values alone: aliases of lists of aliases would unfold without end."""
+    """A YAML loader that takes `no` for a word, as YAML 1.2 does: it is the name of a precision."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def compose_node(self, parent, index):
-        alias = self.check_event(yaml.AliasEvent)
-        node = super().compose_node(parent, index)
-        if alias and not isinstance(node, yaml.ScalarNode):
-            raise yaml.YAMLError("an alias of a list or of names and values, which are not taken; write them out")
-        return node
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("true|True|TRUE|false|False|FALSE"), "tTfF")

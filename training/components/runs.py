@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 from ...common.files import permit_as_usual
 from ...common.precision import choose_mixed_precision, describe_device
 from ...common.versions import origin
-from .arguments import IN_PYTHON, DataArguments, ImageArguments, RunArguments, arguments_named
+from .arguments import IN_PYTHON, DataArguments, ImageArguments, RunArguments
 from .checkpoints import Checkpoints
 
 
@@ -119,9 +119,8 @@ class ImageTrainingArguments(TrainingArguments):
         checks = [kind.__post_init__ for kind in (*cls.__bases__, cls) if hasattr(kind, "__post_init__")]
 
         def check_all(self):
-            with arguments_named({each.name for each in dataclasses.fields(self)}, IN_PYTHON):
-                for check_own in dict.fromkeys(checks):
-                    check_own(self)
+            for check_own in dict.fromkeys(checks):
+                check_own(self)
 
         cls.__post_init__ = check_all
 
