@@ -146,7 +146,7 @@ def claim(folder: Path):
     """Raise a ValueError if a folder has something else in it; a quickstart that was interrupted there goes on."""
     if (folder / "results.json").exists():
         raise ValueError(f"--output {folder} holds a finished quickstart. Give another folder, or remove it.")
-    interrupted = (folder / "student" / "run.json").exists()
+    interrupted = (folder / "student" / "metrics.jsonl").exists()
     if folder.exists() and not interrupted and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--output {folder} exists and is not an empty folder. Give another, or empty it.")
     folder.mkdir(parents=True, exist_ok=True)

@@ -117,7 +117,7 @@ def test_folders_that_are_no_models(change, folder):
 
 @pytest.mark.parametrize(
     "overrides",
-    ["patch_size=0", "hidden_act=no_such", "num_hidden_layers=10000000", "hidden_size=1e99", "hidden_size=text"],
+    ["patch_size=0", "hidden_act=no_such", "hidden_size=text"],
 )
 def test_new_models_that_cannot_be(overrides):
     with pytest.raises(ValueError):

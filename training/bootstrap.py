@@ -14,7 +14,7 @@ import functools
 import statistics
 from collections import defaultdict
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -33,7 +33,7 @@ from ..common.splits import hold_back, load_splits, match_classes
 from ..common.views import ImageFormat
 from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.modeling_sparseformer import SparseFormerBackbone, SparseFormerPreTrainedModel
-from .components.arguments import DataArguments, RunArguments, arguments_named, as_words, fill_groups, run_as_program
+from .components.arguments import DataArguments, RunArguments, as_words, fill_groups, run_as_program
 from .components.attended_cells import attended_cells
 from .components.augmentation import BootstrapView, PairedEvalView
 from .components.cards import choice_of_epoch, count_measured, say_license, write_card
@@ -65,14 +65,6 @@ from .options.bootstrap import (
     parse,
 )
 from .trainer import ImageTrainer
-
-
-# Options of a call of `bootstrap`, and those that are called otherwise there than on a command line.
-OPTIONS = {each.name for group in GROUPS for each in fields(group)} | {"output", "images", "eval_images", "num_tokens"}
-IN_CALL = {
-    **{"dataset": "images", "eval_dataset": "eval_images"},
-    **{"num_latent_tokens": "num_tokens", "elastic_token_counts": "num_tokens"},
-}
 
 
 @dataclass
@@ -355,7 +347,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-@arguments_named(OPTIONS, IN_CALL)
 def bootstrap(
     teacher: str | PreTrainedModel,
     images,

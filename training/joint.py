@@ -199,15 +199,6 @@ def build_twins(arguments: TwinArguments, names: list[str], seed: int = 0) -> Bo
     return BootstrappedViTForImageClassification._from_config(config)
 
 
-def starting_twins(values: dict, config) -> BootstrappedViTForImageClassification:
-    """Return the ViT and its agent with which a run began; arguments as of `components.classifiers.starting_model`."""
-    arguments = TwinArguments(
-        **{f.name: values[f.name] for f in dataclasses.fields(TwinArguments) if f.name in values}
-    )
-    names = [config.id2label[label] for label in range(config.num_labels)]
-    return build_twins(arguments, names, values["seed"])
-
-
 @torch.inference_mode()
 def evaluate_twins(accelerator: Accelerator, model, loader) -> dict[str, float]:
     """Measure the `loss` of both, without hints, and the `accuracy` of the ViT and the `agent_accuracy`, over all

@@ -6,10 +6,6 @@ lies in the output folder, as a complete repository. A number that is not finite
 """
 
 import copy
-import dataclasses
-import datetime
-import functools
-import inspect
 import json
 import math
 import shutil
@@ -37,38 +33,12 @@ from ..common.interruptions import Interruption
 from ..common.labels import check_same_classes, class_names
 from ..common.tables import first_line
 from ..modeling.hub import upload_folder
-from .components.arguments import IN_PYTHON, ImageArguments, RunArguments, arguments_named
+from .components.arguments import ImageArguments, RunArguments
 from .components.cards import choice_of_epoch, write_card
 from .components.checkpoints import NOT_IN_REPOSITORY, TEST, Checkpoints, TrainingState
 from .components.images import as_images
-from .components.loaders import DeviceLoader, TrainingLoader, check_images, describe_parts, evaluation_loader
-from .components.runs import ImageTrainingArguments, check_output_folder, own_folder, record_of, replace_files
-from .components.sharding import ordinary_class, prepare_sharing
-
-
-# Seconds after which a checkpoint is written, besides those of steps and epochs; more where writing takes so long that
-# it would be more than `SHARE_OF_WRITING` of the time.
-CHECKPOINT_SECONDS, SHARE_OF_WRITING = 180.0, 0.05
-# Seconds of steps from which the time that is left is foretold, the first step aside, which prepares much.
-FORETELLING_SECONDS = 5.0
-
-
-def names_arguments(method):
-    """Decorate a method of a trainer so that errors that name options of a command name the arguments of Python, too,
-    unless a command made the trainer."""
-
-    @functools.wraps(method)
-    def call(self, *given, **options):
-        if options.get("run") or getattr(self, "is_command", False):
-            return method(self, *given, **options)
-        known = {*inspect.signature(type(self)).parameters}
-        for args in (*given, *options.values(), getattr(self, "args", None)):
-            if isinstance(args, ImageTrainingArguments):
-                known |= {each.name for each in dataclasses.fields(args)}
-        with arguments_named(known, IN_PYTHON):
-            return method(self, *given, **options)
-
-    return call
+from .components.loaders import DeviceLoader, TrainingLoader, count_images, evaluation_loader
+from .components.runs import ImageTrainingArguments, check_output_folder, in_its_folder, record_of, replace_files
 
 
 class ImageTrainer(Trainer):
@@ -91,11 +61,6 @@ class ImageTrainer(Trainer):
 
     # The number of `measure` that is to be high.
     metric = "accuracy"
-
-    def __init_subclass__(cls):
-        super().__init_subclass__()
-        if "__init__" in vars(cls):
-            cls.__init__ = names_arguments(cls.__init__)
 
     def __init__(
         self,
@@ -130,7 +95,7 @@ class ImageTrainer(Trainer):
             model=model, args=args, eval_dataset=evaluation[0], processing_class=processing_class, callbacks=callbacks
         )
         # Nothing is written before the training.
-        if not was_there:
+        if not was_there and args.should_save:
             with suppress(OSError):
                 Path(args.output_dir).rmdir()
         # Losses are means over a process' share of a batch, whatever the model's own would be.
@@ -261,9 +226,7 @@ class ImageTrainer(Trainer):
         return inputs
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        began = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.progress.guess(time.perf_counter() - began, self.state)
         self.progress.unread.append(loss.float())
         if self.steps_twice:
             # Sharpness-aware minimization computes the gradient once more, where the first one has led.
@@ -283,7 +246,6 @@ class ImageTrainer(Trainer):
         self.progress.gradient_norm = grad_norm
         return grad_norm
 
-    @names_arguments
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Measure the model on images.
 
@@ -312,7 +274,6 @@ class ImageTrainer(Trainer):
         self.progress.finish_awaited(metrics)
         return metrics
 
-    @names_arguments
     def train(self, resume_from_checkpoint: str | bool | None = None, **options):
         """Train to the last epoch, from the newest whole checkpoint in the output folder on if there is one.
 
@@ -333,18 +294,13 @@ class ImageTrainer(Trainer):
 
         Raises:
             ValueError: if the loss, a measured number, or the gradient or the weights before a checkpoint are not
-                finite (the last checkpoint stays); if another process works in the folder, or the folder holds a run
-                on other images; or if the optimizer cannot do what the arguments ask for.
+                finite (the last checkpoint stays); or if the optimizer cannot do what the arguments ask for.
         """
         if not self.is_command:
             self.run.record |= record_of(self.args, type(self).__name__)
-            check_output_folder(Path(self.args.output_dir), self.run, [self.args])
-        images = self.train_part[0], self.evaluation_part[0], self.test_images
-        self.run.record["images"] = describe_parts(self.data, *images)
-        if not self.data.skip_corrupt:
-            for loader in filter(None, (self.eval_loader, self.test_loader)):
-                check_images(loader.loader.dataset, self.accelerator)
-        with own_folder(self.accelerator, self.run):
+            check_output_folder(Path(self.args.output_dir))
+        self.run.record["images"] = count_images(self.train_part[0], self.evaluation_part[0], self.test_images)
+        with in_its_folder(self.accelerator, self.run):
             checkpoints = self.progress.checkpoints
             given = resume_from_checkpoint if isinstance(resume_from_checkpoint, str | Path) else None
             newest = checkpoints.go_back_to(Path(given)) if given else checkpoints.newest()
@@ -371,7 +327,6 @@ class ImageTrainer(Trainer):
                 raise ValueError(
                     "--optimizer sam needs --gradient-accumulation-steps 1 and --mixed-precision no or bf16."
                 )
-            prepare_sharing(self.accelerator, self.model, self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps, optimizer=None):
@@ -452,12 +407,10 @@ class ImageTrainer(Trainer):
         return str(self.progress.checkpoints.aside)
 
     def _save_checkpoint(self, model, trial):
-        def write():
-            super(ImageTrainer, self)._save_checkpoint(model, trial)
-            self.loader.save_position(self.progress.checkpoints.aside / f"checkpoint-{self.state.global_step}")
-
         self.progress.before_checkpoint()
-        self.progress.checkpoints.save(self.progress.now, write)
+        self.progress.checkpoints.save(
+            self.progress.now, lambda: super(ImageTrainer, self)._save_checkpoint(model, trial)
+        )
         self.progress.after_checkpoint()
 
     def _save(self, output_dir=None, state_dict=None):
@@ -488,7 +441,6 @@ class ImageTrainer(Trainer):
                 super()._load_optimizer_and_scheduler(checkpoint)
                 # Again before the next step; here for its errors.
                 super()._load_rng_state(checkpoint)
-                self.loader.load_position(Path(checkpoint))
 
     def _load_rng_state(self, checkpoint):
         if checkpoint is not None:
@@ -531,8 +483,7 @@ class Progress(TrainerCallback):
         # Losses on the device, of each part of a batch.
         self.unread: list[torch.Tensor] = []
         self.gradient_norm: torch.Tensor | float | None = None
-        self.awaits_evaluation, self.guessed, self.foretold, self.warm = False, False, False, None
-        self.saved_at = self.writing = 0.0
+        self.awaits_evaluation = False
         self.now = self.checkpoints.state_of(checkpoint)
         steps = self.loader.steps_per_epoch
         if not 0 <= self.now.step - self.now.epoch * steps <= steps and not self.ended_within_an_epoch:
@@ -573,7 +524,6 @@ class Progress(TrainerCallback):
             mininterval=0.2 if sys.stderr.isatty() else 30,
             disable=args.disable_tqdm or not self.accelerator.is_main_process,
         )
-        self.saved_at = time.perf_counter()
         if state.global_step == (self.now.epoch + 1) * self.loader.steps_per_epoch:
             # Killed in its evaluation.
             self.on_epoch_end(args, state, control)
@@ -595,27 +545,21 @@ class Progress(TrainerCallback):
         now, step = self.now, state.global_step
         now.step = step
         self.bar.update(self.loader.batch_size)
-        logs = step % args.logging_steps == 0
-        received, is_time = self.asked() if self.reads(step) or self.accelerator.num_processes == 1 else (0, False)
+        received = self.received() if self.reads(step) or self.accelerator.num_processes == 1 else 0
         is_end = step == (now.epoch + 1) * self.loader.steps_per_epoch
-        control.should_save = control.should_save or is_time or received != 0 or is_end
+        control.should_save = control.should_save or received != 0 or is_end
         if self.reads(step) or control.should_save:
             parts = args.gradient_accumulation_steps
             now.losses += read_losses(self.accelerator, self.unread, parts, step, self.checkpoints)
-        if logs:
+        if step % args.logging_steps == 0:
             self.log_step(args)
-        self.foretell(state, logs)
 
-    def asked(self) -> tuple[int, bool]:
-        """Return the signal that a process received, 0 for none, and whether it is time for a checkpoint. Both are the
-        same in all processes."""
-        waited = time.perf_counter() - self.saved_at
-        is_time = waited > max(CHECKPOINT_SECONDS, self.writing / SHARE_OF_WRITING)
-        if self.accelerator.num_processes == 1:
-            return self.interruption.received, is_time
-        found = torch.tensor([self.interruption.received, int(is_time)], device=self.accelerator.device)
-        self.interruption.received, is_time = self.accelerator.gather(found[None]).amax(0).tolist()
-        return self.interruption.received, bool(is_time)
+    def received(self) -> int:
+        """Return the signal that any process received, 0 for none."""
+        if self.accelerator.num_processes > 1:
+            found = torch.tensor([self.interruption.received], device=self.accelerator.device)
+            self.interruption.received = int(self.accelerator.gather(found).max())
+        return self.interruption.received
 
     def log_step(self, args):
         recent, time_now, step = self.now.losses[-args.logging_steps :], time.perf_counter(), self.now.step
@@ -638,27 +582,6 @@ class Progress(TrainerCallback):
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
-    def guess(self, seconds: float, state):
-        """Print an estimate of the time that is left after the first pass, if that takes long: measuring needs two
-        steps."""
-        if not self.guessed and self.accelerator.is_main_process and seconds > FORETELLING_SECONDS:
-            step = seconds * self.trainer.args.gradient_accumulation_steps
-            left = datetime.timedelta(seconds=round((state.max_steps - state.global_step) * step))
-            speed = self.loader.batch_size / step
-            self.bar.write(f"By the first pass, about {speed:.2g} images/s and {left} left.")
-        self.guessed = True
-
-    def foretell(self, state, logs: bool):
-        """Print once how long the run will take."""
-        self.warm = self.warm or (state.global_step, time.perf_counter())
-        taken = time.perf_counter() - self.warm[1]
-        if self.foretold or state.global_step == self.warm[0] or not (logs or taken > FORETELLING_SECONDS):
-            return
-        self.foretold, seconds = True, taken / (state.global_step - self.warm[0])
-        left = datetime.timedelta(seconds=round((state.max_steps - state.global_step) * seconds))
-        if self.accelerator.is_main_process:
-            self.bar.write(f"{self.loader.batch_size / seconds:.4g} images/s; {left} left, evaluation aside.")
-
     def before_checkpoint(self):
         step = self.now.step
         if self.gradient_norm is not None and self.accelerator.mixed_precision != "fp16":
@@ -670,9 +593,8 @@ class Progress(TrainerCallback):
         check_weights(self.accelerator, self.trainer.model, step, self.checkpoints)
 
     def after_checkpoint(self):
-        self.started = self.saved_at = time.perf_counter()
-        self.writing = self.started - self.paused
-        self.logged_at += self.writing
+        self.started = time.perf_counter()
+        self.logged_at += self.started - self.paused
         if self.interruption.received:
             self.bar.close()
             self.interruption.end()
@@ -716,8 +638,7 @@ class Progress(TrainerCallback):
             said = (f"{name} {value:.4g}" for name, value in record.items() if name != "step")
             self.bar.write(", ".join(said))
             if is_best:
-                with ordinary_class(self.accelerator.unwrap_model(trainer.model)):
-                    replace_files(self.folder, lambda aside: trainer.write_repository(aside, self.now, weights))
+                replace_files(self.folder, lambda aside: trainer.write_repository(aside, self.now, weights))
         self.note(record)
         self.checkpoints.update(self.now)
         self.started = time.perf_counter()

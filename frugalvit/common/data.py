@@ -191,19 +191,6 @@ def _one_error(dataset, split: str | None = None):
     except datasets.exceptions.DatasetGenerationError as error:
         raise ValueError(f"Cannot read the data set {given!r}: {first_line(error.__cause__ or error)}") from error
     except (datasets.exceptions.DatasetsError, OSError) as error:
-        if isinstance(error, PermissionError) or _is_of_cache(error):
-            raise ValueError(
-                f"Cannot load the data set {given!r} ({first_line(error)}). Where `datasets` cannot keep a copy, let "
-                "HF_HOME name a folder that can be written."
-            ) from error
         raise ValueError(f"Cannot load the data set {given!r} ({first_line(error)}); {EXPECTED}.") from error
     except ValueError as error:
         raise ValueError(f"Cannot load {part}{given!r}: {first_line(error)}") from error
-
-
-def _is_of_cache(error: BaseException) -> bool:
-    """Whether an error is about the folder in which `datasets` keeps copies, or one that this lies in."""
-    if not isinstance(error, OSError) or not isinstance(error.filename, str):
-        return False
-    file, cache = Path(error.filename), Path(datasets.config.HF_DATASETS_CACHE)
-    return file == cache or file in cache.parents or cache in file.parents

@@ -354,7 +354,7 @@ def check_folder(folder: Path, kind: str):
         if checkpoints:
             newest = max(checkpoints, key=lambda path: (len(path.name), path.name))
             hint = f"Its newest checkpoint has one: give {str(newest)!r}."
-        elif (folder / "run.json").is_file():
+        elif (folder / "metrics.jsonl").is_file():
             hint = "No epoch of this run is finished yet; the command that began it goes on with it."
         else:
             hint = "Give a folder that `save_pretrained` wrote."

@@ -1,11 +1,10 @@
-"""Run by test_trainer.py as a program: `killed_at_random.py FOLDER KILLS ARGUMENT…` kills trainings, and publishing,
-at random moments, KILLS times each, and looks at what they leave after every kill. Prints how often runs ended whole.
+"""Run by test_trainer.py as a program: `killed_at_random.py FOLDER KILLS ARGUMENT…` kills trainings at random moments,
+KILLS times, and looks at what they leave after every kill. Prints how often runs ended whole.
 
 All but counting is done in forked processes: loading a model starts threads, and a process that has some may deadlock
 when it forks.
 """
 
-import argparse
 import os
 import random
 import shutil
@@ -21,7 +20,6 @@ import torch._dynamo  # once, rather than in the first step of every process
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
-from frugalvit import publish
 from frugalvit.training import train as recipe
 from frugalvit.training.components.checkpoints import Checkpoints
 
@@ -99,44 +97,7 @@ def train(folder: Path, kills: int, arguments: list[str], chance: random.Random)
     return finished
 
 
-def share(folder: Path, kills: int, chance: random.Random) -> int:
-    """Folders that publishing writes are whole or not there."""
-    finished, output = 0, folder / "published"
-    arguments = argparse.Namespace(
-        model=folder / "whole",
-        output=output,
-        overwrite=True,
-        card=None,
-        results=None,
-        license="mit",
-        repo_id=None,
-        space=False,
-        no_code=False,
-    )
-    for _ in range(kills):
-        delay = chance.uniform(0, 0.2)
-
-        def write(delay=delay):
-            threading.Timer(delay, die).start()
-            with publish.prepared(arguments):
-                pass
-            time.sleep(1)  # and killed when all is done, at the latest
-
-        existed = output.exists()
-        assert forked(write) == -9
-        # The next writing gives an old folder its name back.
-        assert not existed or output.exists() or output.with_name(f".{output.name}.replaced").exists()
-        if output.exists():
-            finished += 1
-            assert forked(lambda: check_model(output)) == 0
-            assert {"README.md", "config.json", "model.safetensors"} <= {path.name for path in output.iterdir()}
-            if chance.random() < 0.5:
-                shutil.rmtree(output)
-    return finished
-
-
 if __name__ == "__main__":
     folder, kills, *arguments = sys.argv[1:]
     chance = random.Random(int(os.environ.get("FRUGALVIT_SEED", "0")))
-    ends = [train(Path(folder), int(kills), arguments, chance), share(Path(folder), int(kills), chance)]
-    print(*ends, file=open(f"{folder}/ends", "w"))  # noqa: SIM115
+    print(train(Path(folder), int(kills), arguments, chance))

@@ -26,7 +26,6 @@ import transformers
 from accelerate import state
 from accelerate.utils import DistributedType
 
-from frugalvit import index  # noqa: F401 (likewise)
 from frugalvit.training import bootstrap, train  # noqa: F401 (likewise)
 from frugalvit.training.components import checkpoints
 from frugalvit.training.components.arguments import run_as_program

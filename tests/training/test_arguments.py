@@ -28,9 +28,6 @@ from frugalvit.training.components.arguments import ArgumentParser, RunArguments
         ("train --warmup-epochs inf", "--warmup-epochs is inf, expected 0 or more"),
         ("train --weight-decay nan", "--weight-decay is nan"),
         ("train --max-grad-norm inf", "--max-grad-norm is inf"),
-        ("train --lr-scheduler cubic", "--lr-scheduler is 'cubic', expected one of linear"),
-        ("train --lr-scheduler warmup_stable_decay", "expected one of linear, cosine"),
-        ("train --lr-scheduler reduce_lr_on_plateau", "expected one of linear, cosine"),
         ("train --mixed-precision int8", "invalid choice: 'int8'"),
         ("train --config augreg-base-49-224", "augreg-base-49-224 is for frugalvit bootstrap"),
         ("train --config no.yaml", "No such file or directory: 'no.yaml'"),
@@ -72,35 +69,3 @@ def test_files_of_arguments(written, precision, tmp_path, monkeypatch):
     (run,) = ArgumentParser([RunArguments], "frugalvit train", "").parse(["--config", str(file)])
     assert (run.mixed_precision, run.output_dir) == (precision, f"{tmp_path}/runs/first")
     assert run.compile and not run.overwrite
-
-
-# Each level has nine of the one before.
-LEVELS = [*zip("abcdefghi", "bcdefghij", strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("text", "taken"),
-    [
-        ("a: &a [1]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in LEVELS), False),
-        ("a: &a {x: 1}\n" + "".join(f"{b}: &{b} {{<<: [{f'*{a}, ' * 9}]}}\n" for a, b in LEVELS), False),
-        ("epochs: &a [*a]", False),
-        ("epochs: [*a]", False),
-        ("epochs: " + "[" * 100_000, False),
-        ("epochs: &a 3\nbatch_size: *a", True),
-    ],
-    ids=["lists of lists", "merged", "in itself", "of nothing", "nested", "of a value"],
-)
-def test_aliases_do_not_unfold(text, taken, tmp_path, capsys):
-    """Aliases stand for single values alone."""
-    (tmp_path / "config.yaml").write_text(text)
-    arguments = [
-        "--output",
-        str(tmp_path / "out"),
-        "--config",
-        str(tmp_path / "config.yaml"),
-        "--model",
-        "nowhere/at/all",
-    ]
-    with pytest.raises(ValueError if taken else SystemExit, match="nowhere" if taken else "2"):
-        train.main(arguments)
-    assert taken or "is neither YAML nor JSON" in capsys.readouterr().err

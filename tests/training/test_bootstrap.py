@@ -87,9 +87,9 @@ def test_aligns_student_and_teacher_and_saves_a_complete_repository(first, class
     assert student.sparseformer.latents.initial_rois.dtype == torch.float32
 
 
-def assert_tuned_in_the_middle(teacher, folder):
+def test_tunes_the_middle_and_freezes_the_end(first, teacher):
     """Block 0 is left out, block 1 tuned, block 2 frozen."""
-    before, after = weights(teacher), weights(folder)
+    before, after = weights(teacher), weights(first)
 
     def changed(ours, theirs):
         return not torch.equal(after[ours], before[theirs])
@@ -98,16 +98,6 @@ def assert_tuned_in_the_middle(teacher, folder):
     assert not changed("sparseformer.layers.1.mlp.fc1.weight", "vit.layers.2.mlp.fc1.weight")
     assert not changed("sparseformer.layernorm.weight", "vit.layernorm.weight")
     assert not changed("classifier.weight", "classifier.weight")
-
-
-def test_tunes_the_middle_and_freezes_the_end(first, teacher):
-    assert_tuned_in_the_middle(teacher, first)
-
-
-def test_muon_aligns_the_same_parts(teacher, tmp_path):
-    results = run(teacher, tmp_path / "out", "--learning-rate", "1e-2", "--optimizer", "muon", images=256, epochs=3)
-    assert results["epochs"][-1]["alignment"] > results["epochs"][0]["alignment"] + 0.02
-    assert_tuned_in_the_middle(teacher, tmp_path / "out")
 
 
 def test_aligns_tokens_on_request(first, teacher, tmp_path):

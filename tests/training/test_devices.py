@@ -108,7 +108,6 @@ def test_what_a_device_refuses(device):
     ("recipe", "options"),
     [
         ("train", {"config_overrides": VIT, "mixup": 0.8, "cutmix": 1}),
-        ("train", {"config_overrides": VIT, "optimizer": "muon", "mixed_precision": "no"}),
         ("joint", {"vit": f"{SIZES},image_size=32", "agent": SIZES}),
     ],
 )
@@ -134,11 +133,7 @@ def test_distilling(options, run, teacher):
     ("new", "options"),
     [
         (True, {"compare": True}),
-        (
-            False,
-            {"loss": "kl", "label_loss_weight": 0.5, "token_loss_weight": 1}
-            | {"optimizer": "muon", "mixed_precision": "no"},
-        ),
+        (False, {"loss": "kl", "label_loss_weight": 0.5, "token_loss_weight": 1, "mixed_precision": "no"}),
     ],
 )
 def test_bootstrap(new, options, run, teacher, student):

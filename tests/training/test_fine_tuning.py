@@ -34,7 +34,8 @@ from frugalvit import cli, remove_context_broadcast
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.context_broadcast import has_context_broadcast
-from frugalvit.training import bootstrap, trainer
+from frugalvit.training import bootstrap
+from frugalvit.training.trainer import ImageTrainer
 from tiny import save_vit
 
 
@@ -298,15 +299,18 @@ def test_trains_on_smaller_images_and_evaluates_on_whole_ones(vit, distill, tiny
         seen[torch.is_grad_enabled()].add(tuple(images.shape[1:]))
         return forward(module, images)
 
-    def watch(accelerator, model, optimizer):
-        monkeypatch.setattr(nn.Conv2d, "forward", note)
+    create_optimizer = ImageTrainer.create_optimizer
 
-    monkeypatch.setattr(trainer, "prepare_sharing", watch)
+    def watch(self, model=None):
+        monkeypatch.setattr(nn.Conv2d, "forward", note)
+        return create_optimizer(self, model)
+
+    monkeypatch.setattr(ImageTrainer, "create_optimizer", watch)
     options = {}
     if distill:
         tiny_run(name="teacher", model=folder, **STILL)
         monkeypatch.undo()
-        monkeypatch.setattr(trainer, "prepare_sharing", watch)
+        monkeypatch.setattr(ImageTrainer, "create_optimizer", watch)
         seen[False].clear(), seen[True].clear()
         options["distill_from"] = tmp_path / "teacher"
     results = tiny_run(model=folder, config_overrides=None, epochs=1, train_image_size=16, **options)

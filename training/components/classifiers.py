@@ -2,11 +2,10 @@
 
 import inspect
 import statistics
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 import transformers
-from accelerate.utils import set_seed
 from transformers import AutoModelForImageClassification, ViTImageProcessor
 
 from ...common.decoding import CorruptImageError, decode_image
@@ -80,24 +79,6 @@ def choose_variant(arguments: ModelArguments, pixels: int) -> str:
         arguments.model_type, fields["resize_size"] = ViTImpulseInitConfig.model_type, config.resize_size
     arguments.config_overrides = write_values(fields)
     return variant
-
-
-def starting_model(values: dict, config):
-    """Return the model that a run began with, before training.
-
-    Args:
-        values (`dict`): The run's arguments, from its `run.json`.
-        config (`PreTrainedConfig`): The trained model's configuration.
-    """
-    arguments, learning = (
-        group(**{f.name: values[f.name] for f in fields(group) if f.name in values})
-        for group in (ModelArguments, LearningArguments)
-    )
-    if not (arguments.model or arguments.model_type or arguments.config_overrides):
-        choose_variant(arguments, config.image_size)
-    set_seed(values["seed"])
-    names = [config.id2label[label] for label in range(config.num_labels)]
-    return build_model(arguments, learning, names, values["seed"])[0]
 
 
 def build_model(arguments: ModelArguments, learning: LearningArguments, names: list[str], seed: int = 0):

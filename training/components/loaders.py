@@ -1,27 +1,18 @@
 """Images put into batches that depend neither on workers nor on processes."""
 
-import hashlib
 import itertools
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import datasets
-import pyarrow.compute as pc
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
-from tqdm import tqdm
 
 from ...common.decoding import CorruptImageError, decode_image
-from ...common.files import write_json
 from ...common.interruptions import leave_interruptions_to_the_main_process
-from ...common.labels import class_names, label_numbers
 from ...common.views import ORDER, SHUFFLE, VIEW, View, random_seed, seeded
 from .augmentation import Mix
 
@@ -30,8 +21,6 @@ from .augmentation import Mix
 MANY_SHARDS = 100
 # Batches that are made before the first of them is repeated; each stays in memory until then.
 REPEATED_TOGETHER = 8
-# Images that are looked at before the next progress.
-CHECKED_TOGETHER = 256
 
 
 class ViewDataset(Dataset):
@@ -209,12 +198,9 @@ class StreamSampler(EpochSampler):
     """Keys (epoch, index, record) of the images of a stream that one process takes. A stream that ends begins anew.
 
     The sampler reads and the data set decodes, so that a process reads its shards once, in the same order whatever its
-    number of workers. A thread reads a block of `buffer_size` images ahead.
-
-    `datasets` shuffles the shards. The sampler shuffles within a block, because the shuffle buffer of `datasets` is
-    lost when a run goes on from its `state_dict`. That state is noted before each block, so that going on within an
-    epoch reads one block again at most. Without such a note of a run with as many processes, the epoch is read from
-    its beginning.
+    number of workers. `datasets` shuffles the shards, the sampler within a block. A thread reads a block of
+    `buffer_size` images ahead. A run that goes on within an epoch reads that from its beginning and skips what it has
+    seen.
 
     Args:
         images (`datasets.IterableDataset`): The shards that this process reads.
@@ -235,31 +221,16 @@ class StreamSampler(EpochSampler):
     ):
         super().__init__(0, length // processes, seed)
         self.images, self.buffer_size, self.process, self.processes = images, buffer_size, process, processes
-        # What is needed to read on from a block: its position, how often the stream has begun anew, and its state.
-        self.notes: list[dict] = []
 
     def start_at(self, epoch: int, position: int):
-        notes = self.notes if epoch == self.epoch else []
         super().start_at(epoch, position // self.processes)
-        self.notes = [note for note in notes if note["position"] <= self.position]
-
-    def state_dict(self, position: int) -> dict:
-        """The notes with which `start_at` is quick at this position of the epoch or later ones."""
-        position //= self.processes
-        later = [note["position"] > position for note in self.notes]
-        first = max(later.index(True) if True in later else len(later), 1) - 1
-        return {"processes": self.processes, "epoch": self.epoch, "notes": self.notes[first:]}
-
-    def load_state_dict(self, state: dict):
-        if state["processes"] == self.processes:
-            self.epoch, self.notes = state["epoch"], state["notes"]
 
     def __iter__(self) -> Iterator[tuple]:
-        start, blocks = self.position, self.read_blocks(self.notes)
+        start, blocks = self.position, self.read_blocks()
         with ThreadPoolExecutor(1) as reader:
             position, ahead = 0, reader.submit(next, blocks)
             while position < self.length:
-                position, records = ahead.result()
+                records = ahead.result()
                 if position + len(records) < self.length:
                     ahead = reader.submit(next, blocks)
                 for record in records:
@@ -267,41 +238,21 @@ class StreamSampler(EpochSampler):
                         yield self.epoch, position * self.processes + self.process, record
                     position += 1
 
-    def read_blocks(self, notes: list[dict]) -> Iterator[tuple[int, list[dict]]]:
-        """Positions and records of the blocks of the epoch, from the last noted one on; adds notes."""
-        note = notes.pop() if notes else {"position": 0, "repeat": 0, "state": None}
-        position, repeat, state = note["position"], note["repeat"], note["state"]
-        while position < self.length:
-            # For its shards: a buffer of one shuffles nothing, and nothing in it is lost.
+    def read_blocks(self) -> Iterator[list[dict]]:
+        """Records of the blocks of the epoch, which reads the stream as often as it needs to."""
+        position = 0
+        for repeat in itertools.count():
+            # For its shards: a buffer of one shuffles nothing.
             seed = random_seed(self.seed, self.epoch, repeat, ORDER)
-            images = self.images.shuffle(seed=seed, buffer_size=1)
-            if goes_on := state is not None:
-                images.load_state_dict(state)
-            records, found = iter(images), goes_on
-            while position < self.length:
-                with _quiet_datasets() if goes_on else nullcontext():
-                    block = list(itertools.islice(records, min(self.buffer_size, self.length - position)))
-                if not block:
-                    break
-                notes.append({"position": position, "repeat": repeat, "state": state})
-                state, goes_on, found = images.state_dict(), False, True
+            records, found = iter(self.images.shuffle(seed=seed, buffer_size=1)), False
+            while block := list(itertools.islice(records, min(self.buffer_size, self.length - position))):
                 generator = torch.Generator().manual_seed(random_seed(self.seed, self.epoch, position, SHUFFLE))
-                yield position, [block[i] for i in torch.randperm(len(block), generator=generator).tolist()]
-                position += len(block)
+                yield [block[i] for i in torch.randperm(len(block), generator=generator).tolist()]
+                position, found = position + len(block), True
+            if position == self.length:
+                return
             if not found:
                 raise ValueError("The stream has no images.")
-            repeat, state = repeat + 1, None
-
-
-@contextmanager
-def _quiet_datasets():
-    """Without the warning that a shuffle buffer is lost."""
-    verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(verbosity)
 
 
 def own_shards(images: datasets.IterableDataset, accelerator: Accelerator) -> datasets.IterableDataset | None:
@@ -388,7 +339,6 @@ class TrainingLoader:
                     f"{len(images)} training images make {available} batches of --batch-size {batch_size}, and an "
                     f"epoch takes {max(steps_per_epoch, 1)}. Lower --batch-size or --steps-per-epoch."
                 )
-        self.position, self.position_file = 0, f"stream_{accelerator.process_index}.json"
         self.batch_size, self.steps_per_epoch, self.skipped = batch_size, steps_per_epoch * repeats, 0
         self.repeats, self.parts_of_step = repeats, accumulation_steps
         length = steps_per_epoch * batch_size
@@ -415,16 +365,6 @@ class TrainingLoader:
         )
         self.loader = DeviceLoader(accelerator, loader, view, mix, shared=not own)
 
-    def save_position(self, checkpoint: Path):
-        """Note in a checkpoint where this process is within a stream."""
-        if isinstance(self.sampler, StreamSampler):
-            write_json(checkpoint / self.position_file, self.sampler.state_dict(self.position))
-
-    def load_position(self, checkpoint: Path):
-        """Go on within a stream where a checkpoint says."""
-        if isinstance(self.sampler, StreamSampler) and (file := checkpoint / self.position_file).is_file():
-            self.sampler.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
-
     def epoch(self, epoch: int, start: int = 0) -> Iterator[dict[str, torch.Tensor]]:
         """Batches of an epoch for this process, on its device, from optimizer step `start` on.
 
@@ -433,8 +373,7 @@ class TrainingLoader:
         """
         group = REPEATED_TOGETHER if self.repeats > 1 else 1
         done = start % (group * self.repeats)
-        self.position = (start - done) // self.repeats * self.batch_size
-        self.sampler.start_at(epoch, self.position)
+        self.sampler.start_at(epoch, (start - done) // self.repeats * self.batch_size)
         parts, done = iter(self.loader), done * self.parts_of_step
         while batches := list(itertools.islice(parts, group * self.parts_of_step)):
             skipped = [batch.pop("skipped") for batch in batches]
@@ -445,7 +384,6 @@ class TrainingLoader:
                         continue
                     self.skipped += count if repeat == 0 else 0
                     yield batch
-            self.position += group * self.batch_size
 
     def take_skipped(self, accelerator: Accelerator) -> int:
         """Images skipped since the last call, over all processes."""
@@ -486,52 +424,7 @@ def evaluation_loader(
     return DeviceLoader(accelerator, loader, view)
 
 
-def describe_images(images: datasets.Dataset | datasets.IterableDataset | None) -> dict[str, int | str]:
-    """Fingerprints of images, by name, which tell them from others that a run could find in their place: their number,
-    and hashes of the names of files and classes and of the labels; fewer of a stream or a dataset of PyTorch."""
-    if images is None:
-        return {}
-    found = {}
-    if "label" in images.features:
-        found["classes"] = _hash(class_names(images))
-    if isinstance(images, datasets.IterableDataset):
-        return found
-    found["images"] = len(images)
-    if not isinstance(images, datasets.Dataset):
-        return found
-    if "label" in images.features:
-        found["labels"] = _hash(label_numbers(images).tolist())
-    # Read from the table, where the bytes of images need not be.
-    paths = pc.struct_field(images.data.column("image"), "path").to_pylist()
-    found["files"] = _hash([path and "/".join(Path(path).parts[-2:]) for path in paths])
-    return found
-
-
-def _hash(values: list) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
-
-
-def check_images(images: "ViewDataset", accelerator: Accelerator):
-    """Read all images to evaluate on, and their masks, so that a broken one is known before hours of training.
-
-    Raises:
-        ImageError: for the first that cannot be read.
-    """
-    own = range(accelerator.process_index, len(images), accelerator.num_processes)
-    progress = tqdm(desc="evaluation images", total=len(own), unit="img", leave=False, disable=None, delay=5)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers, progress:
-        for start in range(0, len(own), CHECKED_TOGETHER):
-            indices = own[start : start + CHECKED_TOGETHER]
-            list(readers.map(images.read, indices))
-            progress.update(len(indices))
-
-
-def describe_parts(data, train: datasets.Dataset, evaluation: datasets.Dataset | None, test: datasets.Dataset | None):
-    """Fingerprints of all images of a run (`describe_images`) by name, and the splits, which `data`
-    (`ImageArguments`) names."""
-    parts = {"": train, "evaluation ": evaluation, "test ": test}
-    described = {
-        f"{part}{name}": value for part, images in parts.items() for name, value in describe_images(images).items()
-    }
-    splits = {"evaluation split": data.evaluated, "test split": data.tested}
-    return described | {name: split for name, split in splits.items() if split}
+def count_images(train, evaluation: datasets.Dataset | None, test: datasets.Dataset | None) -> dict[str, int]:
+    """Numbers of a run's images, as `results.json` and cards have them; a stream has none."""
+    parts = {"images": train, "evaluation images": evaluation, "test images": test}
+    return {name: len(part) for name, part in parts.items() if hasattr(part, "__len__")}

@@ -1,7 +1,6 @@
 """Models as a command's arguments describe them."""
 
 import inspect
-import re
 from pathlib import Path
 
 import torch
@@ -16,8 +15,6 @@ from .arguments import read_values
 from .optimizers import classifiers_inside
 
 
-# Bounds of what a new model is configured with.
-LARGEST_SIZE, MOST_LAYERS = 1_000_000, 1_000
 # What `--model-type` should be, for messages.
 NEW = "an architecture to train from scratch"
 
@@ -108,7 +105,7 @@ def load_checkpoint(auto_class, given: str, config, kind: str, **options):
 
 def new_config(model_type: str, text: str, drop_path: float, **labels):
     """Return the configuration of a new model for these labels, with the fields of `--config-overrides`."""
-    check_numbers(overrides := parse_overrides(model_type, text))
+    overrides = parse_overrides(model_type, text)
     # PVT's configuration keeps its own count of classes, unless it is given.
     counted = {"num_labels": len(labels["id2label"])} if "id2label" in labels else {}
     with one_error(model_type, NEW):
@@ -163,13 +160,3 @@ def parse_overrides(model_type: str, text: str) -> dict:
         if not hasattr(defaults, name):
             raise ValueError(f"--config-overrides: {model_type} configurations have no {name!r}.")
     return overrides
-
-
-def check_numbers(overrides: dict):
-    """Raise a ValueError for sizes of a new model that no machine could train."""
-    for name, value in overrides.items():
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int | float) and not abs(number) <= LARGEST_SIZE:
-                raise ValueError(f"--config-overrides: {name} is {value}, expected numbers up to {LARGEST_SIZE:,}.")
-            if re.search("layers$|^depths?$", name) and isinstance(number, int) and number > MOST_LAYERS:
-                raise ValueError(f"--config-overrides: {name} is {value}, expected {MOST_LAYERS:,} at most.")

@@ -5,18 +5,15 @@ import transformers
 
 from ...modeling.hosts.timm import is_timm
 from .arguments import OptimizerArguments
-from .muon import Muon, split_matrices
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float, optimizer: str = "adamw") -> list[dict]:
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
     """Return the groups of a model's trainable parameters for an optimizer. Matrices and filters decay; biases, norms,
     positions, [CLS] and the like do not, nor do the parameters that a model names by a method `no_weight_decay()`.
 
     Args:
         model (`nn.Module`): The model.
         weight_decay (`float`): Weight decay of the first group.
-        optimizer (`str`, *optional*, defaults to `"adamw"`): One of `OPTIMIZERS`; for `"muon"`, the matrices of the
-            model's body are a group of their own.
     """
     spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
     words = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
@@ -25,8 +22,11 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float, optimizer: str
         if parameter.requires_grad:
             spare = parameter.ndim < 2 or name in spared or any(word in name for word in words)
             (kept if spare else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    return split_matrices(model, *groups) if optimizer == "muon" else groups
+    # timm's Muon leaves the second group to AdamW, with what is no matrix of the first.
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": kept, "weight_decay": 0.0, "use_fallback": True},
+    ]
 
 
 def learning_rate_factors(
@@ -88,13 +88,16 @@ def make_optimizer(name: str, groups: list[dict], sam_rho: float = 0.05, **optio
         name (`str`): One of `OPTIMIZERS`.
         groups (`list[dict]`): The groups of `parameter_groups`.
         sam_rho (`float`, *optional*, defaults to 0.05): Radius within which SAM looks for the worst weights.
-        options: Options of AdamW.
+        options: Options of AdamW; Muon takes no `eps`.
 
     Raises:
         ValueError: if its library is not installed.
     """
     if name == "muon":
-        return Muon(groups, **options)
+        from timm.optim import Muon
+
+        options.pop("eps", None)
+        return Muon(groups, nesterov=True, **options)
     if name == "sam":
         try:
             import pytorch_optimizer
@@ -130,7 +133,7 @@ def optimizer_with_schedule(
         rates (`dict`, *optional*): Factor of the learning rate of each parameter, see `learning_rate_factors`.
         options: Passed to `make_optimizer`.
     """
-    groups = parameter_groups(model, optimization.weight_decay, name)
+    groups = parameter_groups(model, optimization.weight_decay)
     if rates:
         groups = [
             {**group, "params": members, "lr": factor * optimization.learning_rate}

@@ -228,7 +228,7 @@ def build_optimizer(
         return 0.0 if step < warmup and waits else schedule.inherited_learning_rate * rate(step)
 
     groups, rates = [], []
-    for group in parameter_groups(student, schedule.weight_decay, schedule.optimizer):
+    for group in parameter_groups(student, schedule.weight_decay):
         for members, factor in (
             ([p for p in group["params"] if p not in tuned], rate),
             ([p for p in group["params"] if p in tuned], inherited_rate),

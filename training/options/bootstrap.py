@@ -237,7 +237,7 @@ class ScheduleArguments:
         "inherited_learning_rate", "That of inherited weights, relative to --learning-rate."
     )
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, RoIs, token embeddings and [CLS].")
-    optimizer: str = argument("adamw", "adamw, or muon, which needs fewer epochs.", choices=["adamw", "muon"])
+    optimizer: str = argument("adamw", "adamw, or muon, for devices that are fast at bf16.", choices=["adamw", "muon"])
     warmup_epochs: float | None = by_recipe("warmup_epochs", "Epochs of warm-up.", ", 0 with --student")
     repeats: int | None = by_recipe("repeats", "Steps on every batch, for which the teacher runs once.")
 

@@ -64,7 +64,11 @@ class LearningArguments:
     crop_padding: int = argument(4, "Pixels of padding on each side.")
     padding_mode: str = argument("constant", "What they show: the image, or black.", choices=["reflect", "constant"])
     flip: float = argument(0.5, "Probability of a horizontal flip.")
-    optimizer: str = argument("adamw", "adamw, muon, or sam, adamw that seeks flat minima.", choices=[*OPTIMIZERS])
+    optimizer: str = argument(
+        "adamw",
+        "adamw; muon, for devices that are fast at bf16; sam, adamw that seeks flat minima.",
+        choices=[*OPTIMIZERS],
+    )
     sam_rho: float = argument(0.05, "How far --optimizer sam looks; the reference: 0.1.")
 
     def __post_init__(self):

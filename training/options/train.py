@@ -102,7 +102,9 @@ class LearningArguments:
     cutmix: float = argument(0.0, "CutMix's Beta parameter; 0 turns it off.")
     label_smoothing: float = argument(0.1, "Share of the target that is spread over all classes.")
     optimizer: str = argument(
-        "adamw", "adamw; muon, which needs fewer epochs; sam, adamw that seeks flat minima.", choices=[*OPTIMIZERS]
+        "adamw",
+        "adamw; muon, for devices that are fast at bf16; sam, adamw that seeks flat minima.",
+        choices=[*OPTIMIZERS],
     )
     sam_rho: float = argument(0.05, "How far --optimizer sam looks.")
     drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
