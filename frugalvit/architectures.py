@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 import frugalvit
@@ -14,7 +13,6 @@ import frugalvit
 from .common.exported import ExportedModule
 from .common.loading import check_folder, load_pretrained, one_error, split_revision
 from .common.views import vision_config_of
-from .configuration.configuration_base import pair
 from .modeling import modeling_sparseformer_vlm
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .modeling.modeling_sparseformer_vlm import TOWERS, part_name
@@ -93,14 +91,6 @@ def model_class(config) -> type[PreTrainedModel]:
 def load_model(name: str | os.PathLike, device: str | torch.device = "cpu") -> PreTrainedModel:
     """Load a model, of the class that it was saved from; arguments and errors as in `load_pretrained`."""
     return load_pretrained(name, device, False, SAVED, model_class)
-
-
-def image_size_of(model: nn.Module) -> tuple[int, int, int]:
-    """Channels, height and width of the images that a model takes."""
-    if hasattr(model, "default_cfg"):
-        return tuple(model.default_cfg["input_size"])
-    config = vision_config_of(model.config)
-    return (config.num_channels, *pair(config.image_size))
 
 
 def has_rois(model: PreTrainedModel) -> bool:

@@ -84,25 +84,6 @@ def draw_rois(
     return figure
 
 
-def draw_cells(image: torch.Tensor, rois: torch.Tensor, caption: str = "") -> Figure:
-    """Draw an image, and beside it with the cells of the tokens of a model that places them by content.
-
-    Args:
-        image (`torch.Tensor`): `(channels, height, width)`, 0 to 1; 1 or 3 channels.
-        rois (`torch.Tensor`): `(tokens, 4)`, the last of `outputs.rois`.
-        caption (`str`, *optional*): A line of text.
-    """
-    image, rois = _to_array(image), _to_numpy(rois)
-    headings, legend = ["Input", f"Cells of {len(rois)} tokens"], "Each cell is read with as many points."
-    figure, [panels] = _make_panels([image], headings, [caption] if caption else None, legend)
-    for axes in panels:
-        _draw_image(axes, image)
-    # A light line on a darker one is seen on any image.
-    for color, width in (("black", 1.6), ("white", 0.7)):
-        _draw_boxes(panels[1], rois, image.shape, color, width)
-    return figure
-
-
 def draw_segmentation(
     images: Sequence[torch.Tensor],
     masks: Sequence[torch.Tensor],
@@ -234,15 +215,13 @@ def _draw_image(
     axes.spines[:].set_visible(False)
 
 
-def _draw_boxes(
-    axes: Axes, rois: np.ndarray, shape: Sequence[int], color: str | None = None, linewidth: float = 1.5
-) -> None:
-    """Draw RoIs `(tokens, 4)` as boxes, the smaller ones on top, each in the color of its token or all in one."""
+def _draw_boxes(axes: Axes, rois: np.ndarray, shape: Sequence[int]) -> None:
+    """Draw RoIs `(tokens, 4)` as boxes in the colors of their tokens, the smaller ones on top."""
     left, top, right, bottom = rois.T * np.array([[shape[1]], [shape[0]]] * 2)
     corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1).reshape(-1, 4, 2)
     order = np.argsort(-np.abs((right - left) * (bottom - top)))
-    edges = color or TOKEN_COLORS(np.linspace(0, 1, len(rois)))[order]
-    width = linewidth * min(1, (16 / len(rois)) ** 0.35)
+    edges = TOKEN_COLORS(np.linspace(0, 1, len(rois)))[order]
+    width = 1.5 * min(1, (16 / len(rois)) ** 0.35)
     boxes = PolyCollection(corners[order], facecolors="none", edgecolors=edges, linewidths=width, joinstyle="miter")
     axes.add_collection(boxes, autolim=False)
 

@@ -9,7 +9,6 @@ from frugalvit.pictures import (
     MAX_MARGIN,
     MIN_MARGIN,
     TOKEN_COLORS,
-    draw_cells,
     draw_rois,
     draw_segmentation,
     save_figure,
@@ -211,12 +210,6 @@ def test_pyplot_does_not_know_the_figure():
 
     draw_rois(torch.rand(1, 3, 32, 32), make_rois())
     assert not pyplot.get_fignums()
-
-
-def test_cells_are_drawn_over_the_image():
-    figure = draw_cells(torch.rand(3, 20, 40), torch.tensor([[0.0, 0.0, 0.5, 1.0], [0.5, 0.0, 1.0, 1.0]]), "a cat")
-    assert headings(figure) == ["Input", "Cells of 2 tokens"] and figure.subfigs[0].get_suptitle() == "a cat"
-    np.testing.assert_allclose(corners(figure.axes[1]), [[0, 0, 20, 20], [20, 0, 40, 20]])
 
 
 class TestSegmentation:

@@ -79,9 +79,3 @@ def duration(seconds: float) -> str:
     if seconds < 10:
         return "a few seconds"
     return f"{5 * round(seconds / 5)} seconds" if seconds < 90 else f"{round(seconds / 60)} minutes"
-
-
-def foretold(seconds: Mapping[str, float]) -> str:
-    """The seconds that parts of a command will take, in words: all of them, and each."""
-    parts = [f"{duration(value)} for {name}" for name, value in seconds.items()]
-    return f"about {duration(sum(seconds.values()))} ({', '.join(parts)})"
