@@ -104,29 +104,6 @@ def draw_rois(
     return figure
 
 
-def draw_cells(image: torch.Tensor, rois: torch.Tensor, caption: str = "", panel_size: float = 2.6) -> Figure:
-    """Draw an image, and beside it with the cells at which the tokens look that are placed by content.
-
-    Args:
-        image (`torch.Tensor` of shape `(channels, height, width)`): Values from 0 to 1; 1 or 3 channels.
-        rois (`torch.Tensor` of shape `(tokens, 4)`): The last of `outputs.rois`.
-        caption (`str`, *optional*): A line of text.
-        panel_size (`float`, *optional*, defaults to 2.6): Width of a panel in inches.
-
-    Returns:
-        `matplotlib.figure.Figure`: As of `draw_rois`.
-    """
-    image, rois = _to_array(image), _to_numpy(rois)
-    headings, legend = ["Input", f"Cells of {len(rois)} tokens"], "Each cell is read with as many points."
-    figure, [panels] = _make_panels([image], headings, panel_size, legend, [caption] if caption else None)
-    for axes in panels:
-        _draw_image(axes, image, MIN_MARGIN, faded=False)
-    # Seen on any image: a light line on a darker one.
-    for color, width in (("black", 1.6), ("white", 0.7)):
-        _draw_boxes(panels[1], rois, image.shape, color, width)
-    return figure
-
-
 def draw_segmentation(
     images: torch.Tensor | Sequence[torch.Tensor],
     masks: Sequence[torch.Tensor],
@@ -389,10 +366,8 @@ def _draw_image(axes: Axes, image: np.ndarray, margin: float, faded: bool) -> No
     axes.spines[:].set_visible(False)
 
 
-def _draw_boxes(
-    axes: Axes, rois: np.ndarray, shape: Sequence[int], color: str | None = None, linewidth: float = 1.5
-) -> None:
-    """RoIs `(tokens, 4)` as boxes, the smaller ones on top, each in the color of its token or all in one."""
+def _draw_boxes(axes: Axes, rois: np.ndarray, shape: Sequence[int]) -> None:
+    """RoIs `(tokens, 4)` as boxes, the smaller ones on top, each in the color of its token."""
     left, top, right, bottom = rois.T * np.array([[shape[1]], [shape[0]]] * 2)
     corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1).reshape(-1, 4, 2)
     order = np.argsort(-np.abs((right - left) * (bottom - top)))
@@ -400,8 +375,8 @@ def _draw_boxes(
     boxes = PolyCollection(
         corners[order],
         facecolors="none",
-        edgecolors=color or colors[order],
-        linewidths=linewidth * min(1, (16 / len(rois)) ** 0.35),
+        edgecolors=colors[order],
+        linewidths=1.5 * min(1, (16 / len(rois)) ** 0.35),
         joinstyle="miter",
     )
     axes.add_collection(boxes, autolim=False)
