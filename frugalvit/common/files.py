@@ -27,6 +27,9 @@ EXPORT_FILES = "export.json report.json *.onnx *.onnx.data openvino_*.xml openvi
 def check_file_path(path: str | os.PathLike) -> Path:
     """Return the path if a file can be written there; raise a ValueError or an OSError otherwise."""
     path = Path(path)
+    # A link to itself is an error now rather than when all is done.
+    with suppress(FileNotFoundError):
+        path.stat()
     if path.is_dir():
         raise ValueError(f"Cannot write {str(path)!r}: it is a folder, expected a file name.")
     if not path.parent.is_dir():
@@ -69,6 +72,9 @@ def permit_as_usual(path: Path):
 
 
 def read_text(path: str | os.PathLike) -> str:
+    # A pipe that nobody writes to would be waited for.
+    if Path(path).exists() and not Path(path).is_file():
+        raise OSError(f"{str(path)!r} is no file, expected one with text.")
     return Path(path).read_text(encoding="utf-8")
 
 
@@ -164,6 +170,8 @@ def whole_folder(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _check_free(output: Path, overwrite: bool):
+    with suppress(FileNotFoundError):
+        output.stat()
     if output.exists() and not output.is_dir():
         raise ValueError(f"The output {str(output)!r} is a file, expected a folder to write; choose another name.")
     if not output.is_dir() or not any(output.iterdir()):
