@@ -18,7 +18,7 @@ from shared import add_results_argument, exported, write_table
 
 
 MODEL = "caltech101-sparseformer"
-RUNTIMES = ("openvino", "onnx", "torch")
+RUNTIMES = ("openvino", "onnx")
 COUNTS = (64, 16)
 
 

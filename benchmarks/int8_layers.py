@@ -91,14 +91,12 @@ def measure(name: str, runtime: str, float_layers: list[str], test: Dataset, tra
         export_parts(parts, model.config, runtime, "int8", folder, calibration, float_layers)
         size = sum(path.stat().st_size for path in folder.iterdir() if path.suffix != ".json")
         outputs = {part_name: {"outputs": list(part(**part.example(1)))}}
-        write_json(folder / REPORT, {"format": runtime, "precision": "int8", "parts": outputs, "macs": None})
+        write_json(folder / REPORT, {"format": runtime, "precision": "int8", "parts": outputs})
         found = compare_outputs(part, ExportedModule(folder), batches_for(part, processor, None, test))
     return {
         "float_layers": float_layers,
         "bytes": size,
-        "min_cosine": found.min_cosine,
-        "mean_cosine": found.mean_cosine,
-        "agreement": found.agreement,
+        **{name: found[name] for name in ("min_cosine", "mean_cosine", "agreement")},
     }
 
 

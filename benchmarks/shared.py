@@ -121,8 +121,7 @@ def exported(name: str, *options: str) -> ExportedModule:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / name
         export.main([str(checkpoint_path(name)), "--output", str(folder), "--limit", "16", *options])
-        # Written here.
-        return ExportedModule(folder, trust_remote_code=True)
+        return ExportedModule(folder)
 
 
 def print_rows(rows: list[dict]):

@@ -65,7 +65,7 @@ def build_model(name: str, trust_remote_code: bool = False) -> nn.Module:
         ValueError: if there is no such model.
     """
     if is_exported(name):
-        return ExportedModule(name, trust_remote_code=trust_remote_code)
+        return ExportedModule(name)
     if name in VITS:
         return ViTForImageClassification(ViTConfig(num_labels=1000, **VITS[name])).eval()
     if name.startswith("timm:"):

@@ -6,7 +6,7 @@ module of `options/` beside it, which imports little.
 
 import argparse
 import difflib
-import importlib
+import importlib.util
 import os
 import sys
 from types import ModuleType
@@ -44,7 +44,7 @@ COMMANDS = {
     "search": ("frugalvit.search", "find images of an index by words or by an image"),
     "export": (
         "frugalvit.export",
-        "write a model for OpenVINO, ONNX Runtime, ExecuTorch or a browser, compared first",
+        "write a model for OpenVINO, ONNX Runtime or a browser, compared first",
     ),
     "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after looking at everything"),
 }
@@ -53,8 +53,10 @@ COMMANDS = {
 def options_of(command: str) -> ModuleType:
     """The module of a command's options, with `make_parser()` and `parse(argv)`, which ends the process if options are
     wrong."""
-    package, _, name = COMMANDS[command][0].rpartition(".")
-    return importlib.import_module(f"{package}.options.{name}")
+    module = COMMANDS[command][0]
+    package, _, name = module.rpartition(".")
+    options = f"{package}.options.{name}"
+    return importlib.import_module(options if importlib.util.find_spec(options) else module)
 
 
 def usage() -> str:

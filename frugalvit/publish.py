@@ -62,9 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("--no-code is for folders: models of a hub repository load where frugalvit is not installed.")
     with prepared(arguments) as folder:
         model = folder / "model" if arguments.space else folder
-        checked = (
-            validate_exported(model, arguments.trust_remote_code) if is_exported(model) else validate_repository(model)
-        )
+        checked = validate_exported(model) if is_exported(model) else validate_repository(model)
         if arguments.no_code or arguments.space:
             remove_code(model)
         if arguments.space:

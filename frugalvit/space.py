@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub import SpaceCard, SpaceCardData
 from packaging.requirements import Requirement
 
-from .common.exported import is_exported, read_report
+from .common.exported import is_exported
 from .common.loading import load_image_classifier
 from .demo import example_images, gradio
 
@@ -68,9 +68,7 @@ def write_space(folder: Path, name: str, license: str | list[str] | None = None)
 
 def requirements(model: Path) -> list[str]:
     """Return the packages that the page with a model needs, as pip takes them, without gradio, which a Space has."""
-    extra = ""
-    if is_exported(model):
-        extra = "executorch" if read_report(model)["format"] == "executorch" else "export"
+    extra = "export" if is_exported(model) else ""
     found = []
     for requirement in map(Requirement, requires("frugalvit")):
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):

@@ -60,11 +60,11 @@ def validate_repository(folder: str | os.PathLike) -> list[str]:
     return _ready(found)
 
 
-def validate_exported(folder: str | os.PathLike, trust_remote_code: bool = False) -> list[str]:
+def validate_exported(folder: str | os.PathLike) -> list[str]:
     """Validate a folder of `frugalvit export` as `validate_repository` does a repository: its card is complete, and
-    its programs run. Programs of torch run only if they are trusted."""
+    its programs run."""
     folder = Path(folder)
-    return _ready({check_card: check_card(folder), check_programs: check_programs(folder, trust_remote_code)})
+    return _ready({check_card: check_card(folder), check_programs: check_programs(folder)})
 
 
 def _ready(found: dict[Callable, list[str]]) -> list[str]:
@@ -129,7 +129,7 @@ def check_results(folder: Path) -> list[str]:
     ]
 
 
-def check_programs(folder: Path, trust_remote_code: bool) -> list[str]:
+def check_programs(folder: Path) -> list[str]:
     """Its programs run, and what they compute is finite."""
     try:
         parts = read_report(folder)["parts"]
@@ -138,7 +138,7 @@ def check_programs(folder: Path, trust_remote_code: bool) -> list[str]:
     problems = []
     for name, part in parts.items():
         try:
-            program = ExportedModule(folder, name, trust_remote_code)
+            program = ExportedModule(folder, name)
         except ValueError as error:
             problems.append(str(error))
             continue

@@ -87,7 +87,7 @@ def test_help_and_wrong_options_wait_for_nothing():
 def test_choices_are_all_that_there_are():
     """Names that options list without importing what defines them."""
     from frugalvit import compare, contenders
-    from frugalvit.common import choices, exported
+    from frugalvit.common import choices
     from frugalvit.configuration import (
         configuration_base,
         configuration_bootstrapped_vit,
@@ -96,7 +96,6 @@ def test_choices_are_all_that_there_are():
     from frugalvit.modeling import conversion, inheritance, initialization, reference_initialization
     from frugalvit.options import compare as compared
 
-    assert tuple(exported.FORMATS) == choices.EXPORT_FORMATS
     assert tuple(initialization.INITIALIZATIONS) == choices.INITIALIZATIONS
     assert reference_initialization.REFERENCE == choices.REFERENCE
     assert inheritance.FOCUSINGS == choices.FOCUSINGS

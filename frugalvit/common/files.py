@@ -31,7 +31,7 @@ MODEL_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("modules.json", "sentence_bert_config.json"),
     # Files of exported models and of their page.
-    *("export.json", "report.json", "*.onnx", "*.onnx.data", "openvino_*.xml", "openvino_*.bin", "*.pte", "*.pt2"),
+    *("export.json", "report.json", "*.onnx", "*.onnx.data", "openvino_*.xml", "openvino_*.bin"),
     *("index.html", "ort*.mjs", "ort*.wasm"),
 )
 # Reasons for which nothing more can be written to a disk.

@@ -36,9 +36,6 @@ def make_parser() -> CommandParser:
         help="of an image classifier: publish a Space, the page of `frugalvit demo` with this model",
     )
     parser.add_argument("--private", action="store_true", help="make a new hub repository private")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run exported programs of torch, which can hold any code"
-    )
     return parser
 
 
