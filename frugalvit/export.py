@@ -136,10 +136,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def export_model(arguments: argparse.Namespace) -> dict[str, object]:
-    """Export, compare, and write the folder, or none of it.
-
-    Returns:
-        `dict`: The contents of `report.json`.
+    """Export, compare, and write the folder, or none of it. Return the contents of `report.json`.
 
     Raises:
         ValueError: if the exported model is not near enough to the original.
@@ -299,11 +296,10 @@ def compare_outputs(
     right: list[int] | None = None,
     num_tokens: int | None = None,
 ) -> dict[str, object]:
-    """Run the original and the program on the same inputs.
+    """Run the original and the program on the same inputs; raise a ValueError if an output is not finite.
 
     Args:
-        part (`Part`), exported (`ExportedModule`): The original and the program.
-        batches (iterator of `dict`): Inputs.
+        part (`Part`), exported (`ExportedModule`), batches (iterator of `dict`): Original, program and inputs.
         right (`list[int]`, *optional*): Labels of all images.
         num_tokens (`int`, *optional*): Latent tokens, where they can be chosen.
 
@@ -311,16 +307,12 @@ def compare_outputs(
         `dict`: The number of inputs that were `compared`; `min_cosine` and `mean_cosine` of the two models' first
         outputs (of feature maps, the last map); `agreement`, the share of images (of a segmenter, pixels) with the
         same label; `accuracy` and `original_accuracy` where labels are known.
-
-    Raises:
-        ValueError: if an output is not finite.
     """
     cosines, labels = [], []
     for inputs in batches:
         outputs = [each(**inputs, num_tokens=num_tokens) for each in (part, exported)]
         name = next(iter(outputs[0]))
         found = (each[name][-1] if isinstance(each[name], tuple) else each[name] for each in outputs)
-        # Programs in bfloat16 return it.
         expected, computed = (values.float() for values in found)
         check_scores(computed, name)
         cosines.append(F.cosine_similarity(expected.flatten(1), computed.flatten(1)))

@@ -48,16 +48,8 @@ def write_card(
     name: str,
     license: str | None = None,
 ):
-    """Write the card of an exported model.
-
-    Args:
-        folder (`Path`): Where it goes, as `README.md`.
-        model (`PreTrainedModel`): The original.
-        image_format (`ImageFormat`): The images that it takes.
-        report (`dict`): The contents of `report.json`.
-        name (`str`): The original's folder or hub id.
-        license (`str`, *optional*): The model's license; by default that of the original's card.
-    """
+    """Write the card of an exported model, `README.md`, given the original and its image format, the contents of
+    `report.json`, and the original's folder or hub id, whose card's license is the default."""
     base = split_revision(name)[0]
     from_hub = not Path(base).is_dir()
     title = f"{Path(base).name}, {report['format']}, {report['precision']}"

@@ -92,11 +92,6 @@ class Part(nn.Module):
         inputs = example_of(self.model.config, self.kind == "text_embeds", batch_size)
         return inputs | ({"num_tokens": torch.tensor(self.token_counts[-1])} if self.token_counts else {})
 
-    def dynamic_shapes(self) -> dict[str, dict | None]:
-        """Return the dynamic dimensions of the inputs for `torch.export`: that of the batch."""
-        batch = torch.export.Dim("batch", min=1, max=MAX_BATCH_SIZE)
-        return {name: {0: batch} if values.dim() else None for name, values in self.example(2).items()}
-
     def forward(
         self,
         pixel_values: torch.Tensor | None = None,
@@ -202,7 +197,10 @@ def export_parts(
         exporter = getattr(exporters, f"{prefix}Exporter")()
         components = {}
         for part_name, part in parts.items():
-            options = {"dynamic_shapes": part.dynamic_shapes()}
+            example = part.example(2)
+            batch = torch.export.Dim("batch", min=1, max=MAX_BATCH_SIZE)
+            shapes = {name: {0: batch} if values.dim() else None for name, values in example.items()}
+            options = {"dynamic_shapes": shapes}
             if precision == "int8":
                 kept = modules_named(part.model, float_layers)
                 make_quantizer = _openvino_quantizer if name == "openvino" else _onnx_quantizer
@@ -212,7 +210,7 @@ def export_parts(
                 options["compress_to_fp16"] = True
             try:
                 with torch.no_grad():
-                    exported = exporter.export(part, part.example(2), getattr(exporters, f"{prefix}Config")(**options))
+                    exported = exporter.export(part, example, getattr(exporters, f"{prefix}Config")(**options))
             except AssertionError as error:
                 # ONNX Runtime's quantizer, of ranges that are not finite.
                 raise ValueError(

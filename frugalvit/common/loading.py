@@ -127,17 +127,10 @@ def load_exported(
     outputs: list[str],
     part: str | None = None,
 ) -> ExportedModule:
-    """Load a program that `frugalvit export` wrote.
-
-    Args:
-        name (`str` or `os.PathLike`): Its folder.
-        device (`str` or `torch.device`, *optional*): The CPU, where it runs here.
-        kind (`str`): Kind of model that is expected, for messages.
-        outputs (`list[str]`): Outputs of which the program has to compute at least one.
-        part (`str`, *optional*): The program, of several; the one that sees images if not given.
+    """Load a program that `frugalvit export` wrote, by default the one that sees images; `kind` is for messages.
 
     Raises:
-        ValueError: if it computes none of these, another device is given, or the folder is damaged.
+        ValueError: if it computes none of the outputs, another device than the CPU is given, or the folder is damaged.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"The exported model {os.fspath(name)!r} runs on the CPU here, not on {str(device)!r}.")
