@@ -49,7 +49,7 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
         close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
         hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
         raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
-    check_folder(Path(folder), COUNTED)
+    check_folder(Path(folder))
     with one_error(name, COUNTED):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
     try:

@@ -209,7 +209,7 @@ class Embedder(_Application):
     def _load(name: str | os.PathLike, device: str | None, trust_remote_code: bool) -> tuple[nn.Module, object]:
         if is_exported(name):
             kind = "a model with an embedding"
-            model = load_exported(name, device, trust_remote_code, kind, EMBEDDINGS)
+            model = load_exported(name, device, kind, EMBEDDINGS)
             return model, load_image_processor(name, False, kind)
         return load_vision_model(name, device, trust_remote_code)
 

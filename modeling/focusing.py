@@ -90,7 +90,6 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
     """
     rois, offsets = in_float32(rois), in_float32(offsets)
     left_top, right_bottom = rois.unsqueeze(2).chunk(2, dim=-1)
-    # ExecuTorch has no `var_mean`.
     variance, mean = offsets.var(dim=2, keepdim=True), offsets.mean(dim=2, keepdim=True)
     # The square root has no finite gradient at 0, where all points of a token coincide.
     offsets = (offsets - mean) / (3 * (variance.clamp(min=1e-12).sqrt() + 1e-5))

@@ -147,8 +147,7 @@ def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
         above = worth * (1 - TIE * numbers)
         ordered.append(above.flatten(1))
         place += size
-    # All are put in order, not only as many as there are splits: a program may be given any number of them. ExecuTorch
-    # sorts by `topk` alone.
+    # All are put in order, not only as many as there are splits: a program may be given any number of them.
     order = torch.cat(ordered, dim=1).topk(place).indices
     is_split = (torch.arange(place, device=order.device) < num_splits).to(torch.float32)
     splits = torch.zeros(order.shape, device=order.device).scatter(1, order, is_split.expand_as(order))

@@ -55,7 +55,7 @@ def test_answers_at_once(argument):
 
 def test_choices_are_all_that_there_are():
     """Names that options list without importing what defines them."""
-    from frugalvit.common import choices, exported
+    from frugalvit.common import choices
     from frugalvit.configuration import (
         configuration_base,
         configuration_bootstrapped_vit,
@@ -63,7 +63,6 @@ def test_choices_are_all_that_there_are():
     )
     from frugalvit.modeling import conversion, inheritance, initialization, reference_initialization
 
-    assert tuple(exported.FORMATS) == choices.EXPORT_FORMATS
     assert tuple(initialization.INITIALIZATIONS) == choices.INITIALIZATIONS
     assert reference_initialization.REFERENCE == choices.REFERENCE
     assert inheritance.FOCUSINGS == choices.FOCUSINGS

@@ -11,9 +11,6 @@ QUANTIZATIONS = ("4bit", "8bit")
 OPEN_CLIP = "open_clip:"
 # How Accelerate shares a model out among devices.
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-# Runtimes that models are exported for, and the precisions of their products.
-EXPORT_FORMATS = ("openvino", "onnx", "executorch", "torch")
-EXPORT_PRECISIONS = ("float32", "bfloat16", "int8")
 # The label of pixels that do not count.
 IGNORED = 255
 # Optimizers of training commands.

@@ -1,10 +1,7 @@
 """Models for the commands: loaded whole or refused, on the device that is there."""
 
 import inspect
-import json
-import math
 import os
-import re
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +10,6 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
@@ -43,14 +39,12 @@ from .exported import ExportedModule, is_exported
 from .resources import locate_model
 
 
-# A side of an image, or of what an image processor makes.
-MOST_PIXELS = 4_096
 # Parts that no embedding of images reads: what pretraining needs, and an extra layer after [CLS].
 _UNREAD = frozenset({"pooler", "decoder", "mask_token"})
 
 
 def choose_device(name: str | None = None) -> torch.device:
-    """Return the device of that name, or without a name an accelerator if there is one, else the CPU.
+    """Return the device of a name, by default an accelerator if there is one, else the CPU.
 
     Raises:
         ValueError: if this machine has no such device.
@@ -69,8 +63,8 @@ def choose_device(name: str | None = None) -> torch.device:
 
 
 def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """The folder of a model, also of one that ships, by its name, or else its hub id; and its revision, as arguments
-    of `from_pretrained`: `owner/name@revision` pins a branch, tag or commit.
+    """Return a model's folder (of one that ships, by its name) or hub id, and its revision as an argument of
+    `from_pretrained`: `owner/name@revision` pins a branch, tag or commit.
 
     Raises:
         ValueError: if nothing follows the `@`, or a model of that name lies in a clone of the repository alone.
@@ -92,17 +86,14 @@ def load_image_classifier(
     trust_remote_code: bool = False,
     or_backbone: bool = False,
 ) -> tuple[PreTrainedModel, object]:
-    """Load a model for inference, in float32, and its image processor.
+    """Load a classifier for inference, in float32, and its image processor.
 
     Args:
-        name (`str` or `os.PathLike`): A folder that `save_pretrained` or `frugalvit export` wrote, or a hub id, see
-            `split_revision`.
+        name (`str` or `os.PathLike`):
+            Folder that `save_pretrained` or `frugalvit export` wrote, or a hub id, see `split_revision`.
         device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
         or_backbone (`bool`, *optional*, defaults to `False`): Take what was saved as a `SparseFormerBackbone`, too.
-
-    Returns:
-        `tuple`: The model and the image processor.
 
     Raises:
         ValueError: if there is no such model, it classifies nothing, weights are missing or left over, or a class has
@@ -114,17 +105,17 @@ def load_image_classifier(
         is_backbone = or_backbone and any(str(name).endswith("SparseFormerBackbone") for name in names)
         return modeling_sparseformer.SparseFormerBackbone if is_backbone else AutoModelForImageClassification
 
+    kind = f"an image classifier{' or a SparseFormer backbone' * or_backbone}"
     if is_exported(name):
-        model = load_exported(name, device, trust_remote_code, "an image classifier", ["logits"])
-        image_processor = load_image_processor(name, False, "an image classifier")
+        model = load_exported(name, device, kind, ["logits"])
+        image_processor = load_image_processor(name, False, kind)
     else:
-        kind = f"an image classifier{' or a SparseFormer backbone' * or_backbone}"
         model, image_processor = load_with_image_processor(name, device, trust_remote_code, kind, choose_class)
     labels = model.config.id2label
     if labels.keys() != {*range(len(labels))} or not all(isinstance(label, str) for label in labels.values()):
         raise ValueError(
-            f"Cannot load {os.fspath(name)!r} as an image classifier: id2label in its config.json has no names of the "
-            f"classes 0 to {len(labels) - 1}, one each."
+            f"Cannot load {os.fspath(name)!r} as {kind}: id2label in its config.json has no names of the classes 0 to "
+            f"{len(labels) - 1}, one each."
         )
     return model, image_processor
 
@@ -132,27 +123,18 @@ def load_image_classifier(
 def load_exported(
     name: str | os.PathLike,
     device: str | torch.device | None,
-    trust_remote_code: bool,
     kind: str,
     outputs: list[str],
     part: str | None = None,
 ) -> ExportedModule:
-    """Load a program that `frugalvit export` wrote.
-
-    Args:
-        name (`str` or `os.PathLike`): Its folder.
-        device (`str` or `torch.device`, *optional*): The CPU, where it runs here.
-        trust_remote_code (`bool`): Load programs that can run any code, those of torch.
-        kind (`str`): Kind of model that is expected, for messages.
-        outputs (`list[str]`): Outputs of which the program has to compute one at least.
-        part (`str`, *optional*): The program, of several; the one that sees images if not given.
+    """Load a program that `frugalvit export` wrote, by default the one that sees images; `kind` is for messages.
 
     Raises:
-        ValueError: if it computes none of these, is asked to another device, is damaged or not trusted.
+        ValueError: if it computes none of the outputs, another device than the CPU is given, or the folder is damaged.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"The exported model {os.fspath(name)!r} runs on the CPU here, not on {str(device)!r}.")
-    model = ExportedModule(name, part, trust_remote_code)
+    model = ExportedModule(name, part)
     if not {*outputs} & {*model.outputs}:
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: it computes {', '.join(model.outputs)}.")
     return model
@@ -161,22 +143,21 @@ def load_exported(
 def load_vision_model(
     name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, object]:
-    """Load a vision transformer to bootstrap from or a SparseFormer to go on with, for inference, in float32, and its
-    image processor.
+    """Load a vision transformer or a SparseFormer for inference, in float32, and its image processor.
 
     Parts that pretraining alone needs (a decoder, a mask token) and a pooler after [CLS] are left out: their weights
     may be missing or left over.
 
     Args:
-        name (`str` or `os.PathLike`): A folder that `save_pretrained` or timm wrote or a hub id, of a vision
-            transformer with or without classifier, a CLIP, a SigLIP, a SparseFormer or a LLaVA; or
-            `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID`, `open_clip:local-dir:FOLDER`, as open_clip names its
-            models.
+        name (`str` or `os.PathLike`):
+            Folder that `save_pretrained` or timm wrote, or a hub id, of a vision transformer with or without
+            classifier, a CLIP, a SigLIP, a SparseFormer or a LLaVA; or `open_clip:MODEL:PRETRAINED`,
+            `open_clip:hf-hub:ID`, `open_clip:local-dir:FOLDER`.
         device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
 
     Returns:
-        `tuple`: The model, of an open_clip model the whole, of a LLaVA the vision tower, and the image processor.
+        `tuple`: The model, of a LLaVA its vision tower, and the image processor.
 
     Raises:
         ValueError: if there is no such model, or weights are missing or left over.
@@ -196,7 +177,7 @@ def load_vision_model(
 
 
 def _tile_processor(image_processor, config: PreTrainedConfig) -> ViTImageProcessor:
-    """Return an image processor for the tower of a model that may cut images into tiles. It makes one tile of each."""
+    """Return an image processor that makes one tile of an image, for the tower of a model that cuts several."""
     height, width = pair(config.image_size)
     fields = ("do_convert_rgb", "do_normalize", "do_rescale", "image_mean", "image_std", "resample", "rescale_factor")
     known = {name: value for name in fields if (value := getattr(image_processor, name, None)) is not None}
@@ -207,8 +188,8 @@ def _tile_processor(image_processor, config: PreTrainedConfig) -> ViTImageProces
 
 
 def _vision_class(config: PreTrainedConfig) -> type:
-    """The class that a configuration was saved with, if Transformers or this package has it, or the base model where
-    that was for pretraining or a backbone; else a classifier where there is one for such a configuration."""
+    """Return the class that a configuration was saved with, if Transformers or this package has it, or the base model
+    of one for pretraining or a backbone; else a classifier if there is one for such a configuration."""
     architectures = config.architectures or ()
     if config.model_type == TIMM:
         # timm's own folders name no class.
@@ -235,8 +216,8 @@ def load_llava(
     device_map: str | None = None,
     grids: bool = False,
 ) -> tuple[PreTrainedModel, ProcessorMixin]:
-    """Load a LLaVA in the style of 1.5, a PaliGemma or, with `grids`, another model with a vision tower that can be
-    replaced, for inference, and its processor; other arguments and errors as in `load_pretrained`."""
+    """Load a LLaVA 1.5, a PaliGemma or, with `grids`, another VLM whose vision tower can be replaced, and its
+    processor; other arguments and errors as of `load_pretrained`."""
     classes = {"llava": LlavaForConditionalGeneration, "paligemma": PaliGemmaForConditionalGeneration}
     if grids:
         hosts = [getattr(transformers, f"{name}ForConditionalGeneration") for name in VLMS]
@@ -246,9 +227,9 @@ def load_llava(
         if config.model_type not in classes:
             if config.model_type.startswith("sparseformer_"):
                 raise ValueError("its tower is a SparseFormer already; give the model that this one was made from")
+            others = ", ".join([*classes][1:])
             raise ValueError(
-                f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5, or another of "
-                f"{', '.join([*classes][1:])}"
+                f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5, or another of {others}"
             )
         return classes[config.model_type]
 
@@ -268,124 +249,42 @@ def load_with_image_processor(
     choose_class: Callable[[PreTrainedConfig], type],
     unread: frozenset[str] = frozenset(),
 ) -> tuple[PreTrainedModel, object]:
-    """`load_pretrained` and the model's image processor."""
+    """Load a model by `load_pretrained`, and its image processor."""
     model = load_pretrained(name, device, trust_remote_code, kind, choose_class, unread)
     return model, load_image_processor(name, trust_remote_code, kind)
 
 
 def load_image_processor(name: str | os.PathLike, trust_remote_code: bool, kind: str):
-    """The image processor of a model, which has to take an image; arguments and errors as in `load_pretrained`."""
+    """Load the image processor of a model and try it; arguments and errors as in `load_pretrained`."""
     hub_id, revision = split_revision(name)
-    folder = Path(hub_id)
-    files = [folder / file for file in ("preprocessor_config.json", "processor_config.json")]
+    wrong = f"Cannot load {os.fspath(name)!r} as {kind}: "
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (61, 61, 3), dtype=np.uint8))
     try:
         with one_error(name, kind):
             found = AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
+            pixel_values = torch.as_tensor(np.asarray(found(image, return_tensors="pt")["pixel_values"]))
     except ValueError as error:
-        if folder.is_dir() and not any(file.exists() for file in files):
-            raise ValueError(
-                f"Cannot load {os.fspath(name)!r} as {kind}: without a preprocessor_config.json it does not say how "
-                "its images are resized and normalized. Save the image processor of the model's family beside it."
-            ) from error
-        raise
-    if problem := problem_with(found):
-        raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {problem}.")
+        if not Path(hub_id).is_dir() or any(Path(hub_id).glob("*processor_config.json")):
+            raise
+        raise ValueError(
+            f"{wrong}without a preprocessor_config.json it does not say how its images are resized and normalized. "
+            "Save the image processor of the model's family beside it."
+        ) from error
+    if not pixel_values.isfinite().all():
+        raise ValueError(f"{wrong}its image processor makes pixels that are not finite; check image_mean, image_std.")
     return found
 
 
-def problem_with(image_processor) -> str | None:
-    """The reason why an image processor cannot prepare images, found by trying one; None if it can."""
-    for attribute in ("size", "crop_size", "pad_size"):
-        numbers = getattr(image_processor, attribute, None)
-        try:
-            numbers = [number for number in dict(numbers or {}).values() if number is not None]
-        except (TypeError, ValueError):
-            numbers = [numbers]
-        for number in numbers:
-            if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= MOST_PIXELS:
-                return f"its image processor has the {attribute} {number!r}, expected 1 to {MOST_PIXELS:,} pixels"
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (61, 61, 3), dtype=np.uint8))
-    try:
-        pixel_values = torch.as_tensor(np.asarray(image_processor(image, return_tensors="pt")["pixel_values"]))
-    # As many ways to fail as there are processors.
-    except Exception as error:
-        return f"its image processor cannot prepare an image ({type(error).__name__}: {_one_line(error)})"
-    if not pixel_values.isfinite().all():
-        return "its image processor makes pixels that are not finite; check image_mean, image_std and rescale_factor"
-    return None
-
-
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in a folder's safetensors files, of which only the headers are read.
-
-    Raises:
-        ValueError: if a file is no safetensors file.
-        PermissionError: if a file may not be read.
-    """
-    shapes = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            # Of what may not be read, safetensors says that it is not there.
-            path.open("rb").close()
-            with safe_open(path, "pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except PermissionError:
-            raise
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"Cannot load {str(path)!r}: it holds no weights ({_one_line(error)}).") from error
-    return shapes
-
-
-def check_folder(folder: Path, kind: str):
-    """Check that a folder holds a model whose configuration fits its weights, before a model of such a size is made.
-
-    Each layer needs weights, and no width or number of tokens can be larger than all of them together. A path that is
-    no folder is left to the hub.
-
-    Raises:
-        ValueError: if there is no model in the folder, its configuration cannot be read, or does not fit the weights.
-    """
-    if not folder.is_dir():
+def check_folder(folder: Path):
+    """Raise a ValueError if there is no model in a folder. A path that is no folder is left to the hub."""
+    if not folder.is_dir() or (folder / "config.json").is_file():
         return
-    file = folder / "config.json"
-    if not file.is_file():
-        # What `Trainer` leaves where nobody has called `save_model`, and a run of ours before its first epoch's end.
-        checkpoints = {path.parent for path in folder.glob("checkpoint-*/config.json")}
-        if checkpoints:
-            newest = max(checkpoints, key=lambda path: (len(path.name), path.name))
-            hint = f"Its newest checkpoint has one: give {str(newest)!r}."
-        elif (folder / "metrics.jsonl").is_file():
-            hint = "No epoch of this run is finished yet; the command that began it goes on with it."
-        else:
-            hint = "Give a folder that `save_pretrained` wrote."
-        raise ValueError(f"There is no model in {str(folder)!r}: it has no config.json. {hint}")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise ValueError(f"Cannot load {str(folder)!r} as {kind}: its config.json is no JSON ({error}).") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"Cannot load {str(folder)!r} as {kind}: its config.json is no object of names and values.")
-    shapes = tensor_shapes(folder)
-    # Of other formats, what they hold is not known; no model has as much as this.
-    tensors, values = (len(shapes), sum(map(math.prod, shapes.values()))) if shapes else (10_000, 10**9)
-
-    def visit(fields: dict, where: str = ""):
-        for name, value in fields.items():
-            if isinstance(value, dict):
-                visit(value, f"{where}{name}.")
-            for number in value if isinstance(value, list) else [value]:
-                if not isinstance(number, int) or isinstance(number, bool):
-                    continue
-                layers = re.search("layers$|blocks$|^depths?$", name)
-                if layers or re.search("_size$|_sizes$|_dim$|_tokens$|_heads$|_points$|_channels$|_iterations$", name):
-                    most = tensors if layers else max(values, MOST_PIXELS)
-                    if number > most:
-                        raise ValueError(
-                            f"Cannot load {str(folder)!r} as {kind}: {where}{name} is {number:,} in config.json, and "
-                            f"the weights have {tensors:,} tensors of {values:,} values in all."
-                        )
-
-    visit(config)
+    hint = "Give a folder that `save_pretrained` wrote."
+    # Trainer leaves checkpoints alone where nobody has called `save_model`.
+    if checkpoints := [path.parent for path in folder.glob("checkpoint-*/config.json")]:
+        newest = max(checkpoints, key=lambda path: (len(path.name), path.name))
+        hint = f"Its newest checkpoint has one: give {str(newest)!r}."
+    raise ValueError(f"There is no model in {str(folder)!r}: it has no config.json. {hint}")
 
 
 def load_pretrained(
@@ -402,17 +301,16 @@ def load_pretrained(
     """Load a model of Transformers or of this package for inference, whole or not at all.
 
     Args:
-        name (`str` or `os.PathLike`): A folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
+        name (`str` or `os.PathLike`): Folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
         device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
         trust_remote_code (`bool`): Run code that comes with the model.
         kind (`str`): Kind of model that is expected, with an article, for messages.
-        choose_class (`Callable`): The class to load it with, given its configuration.
-        unread (`frozenset[str]`, *optional*): Parts, by name, that are not used: their weights may be missing or left
-            over, and a pooler is left out where it can be.
+        choose_class (`Callable`): Returns the class to load, given the configuration.
+        unread (`frozenset[str]`, *optional*):
+            Names of parts whose weights may be missing or left over; a pooler is left out where it can be.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Type of the weights.
-        quantize (`str`, *optional*): `"4bit"` or `"8bit"`, the weights of a language model by bitsandbytes.
-        device_map (`str`, *optional*): How Accelerate shares a model out among devices, for example `"auto"`, instead
-            of `device`.
+        quantize (`str`, *optional*): `"4bit"` or `"8bit"`, by bitsandbytes, for the weights of a language model.
+        device_map (`str`, *optional*): As of `from_pretrained`, instead of `device`.
 
     Raises:
         ValueError: if there is no such model, it is of another kind, weights are missing or left over, or bitsandbytes
@@ -426,7 +324,7 @@ def load_pretrained(
         raise ValueError(f"There is no folder {given!r}; give a folder that `save_pretrained` wrote, or a hub id.")
 
     device = choose_device(None if device is None else str(device))
-    check_folder(folder, kind)
+    check_folder(folder)
     placement = {"device_map": device_map} if device_map else {}
     if quantize:
         placement = {"device_map": device_map or {"": device}, "quantization_config": _quantization(quantize, dtype)}
@@ -448,8 +346,7 @@ def load_pretrained(
 
 
 def _quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Have bitsandbytes hold a language model in `bits`; the vision tower, the projector and the head stay as they
-    are."""
+    """Return bitsandbytes' configuration for a language model; the vision tower, projector and head are left out."""
     if not is_bitsandbytes_available():
         raise ValueError("--quantize is bitsandbytes', which is not installed: pip install 'frugalvit[quantize]'.")
     return BitsAndBytesConfig(
@@ -468,8 +365,8 @@ def check_complete(
     kind: str,
     unread: frozenset[str] = frozenset(),
 ):
-    """Raise a ValueError if weights are missing, left over or of other shapes, as the `report` of `from_pretrained`
-    says; other arguments as in `load_pretrained`."""
+    """Raise a ValueError if weights are missing, left over or of other shapes in the `report` of `from_pretrained`;
+    other arguments as of `load_pretrained`."""
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     for problem, keys in (
         ("lacks", report["missing_keys"]),
@@ -488,11 +385,13 @@ def check_complete(
 
 @contextmanager
 def one_error(name: str | os.PathLike, kind: str):
-    """Within, an error in loading a model, or a part of it, becomes a clear one of one line, and Transformers prints
-    nothing besides."""
+    """Turn errors in loading a model, or a part of it, into a `ValueError` of one line, and silence Transformers."""
+    verbosity = logging.get_verbosity()
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
     try:
-        with _quiet_transformers():
-            yield
+        yield
     # Weights, configurations and remote code fail in more ways than can be listed.
     except Exception as error:
         if "trust_remote_code" in str(error):
@@ -502,6 +401,10 @@ def one_error(name: str | os.PathLike, kind: str):
         else:
             message = f"{type(error).__name__}: {_one_line(error)}"
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {message}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()
 
 
 def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
@@ -522,20 +425,6 @@ def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
         message = f"{type(error).__name__}: {_one_line(error)}"
         raise ValueError(f"Cannot load the open_clip model {name!r}: {message}") from error
     return model.float().eval(), open_clip_image_processor(model)
-
-
-@contextmanager
-def _quiet_transformers():
-    """Within, Transformers shows no progress bar and no report: errors say what matters."""
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bar:
-            logging.enable_progress_bar()
 
 
 def _one_line(error: BaseException, limit: int = 300) -> str:

@@ -286,7 +286,7 @@ def evaluate_features(
     parts.test = take_first(parts.test, arguments.limit)
     if is_exported(arguments.model):
         kind = "a model with an embedding"
-        model = load_exported(arguments.model, arguments.device, arguments.trust_remote_code, kind, EMBEDDINGS)
+        model = load_exported(arguments.model, arguments.device, kind, EMBEDDINGS)
         image_processor, device = load_image_processor(arguments.model, False, kind), model.device
     else:
         model, image_processor = load_vision_model(arguments.model, arguments.device, arguments.trust_remote_code)

@@ -61,7 +61,7 @@ def load_two_towers(
     if is_exported(name):
         if vision_model:
             raise ValueError(f"The exported {name!r} keeps its image side; export the CLIP with the other one.")
-        return _exported(name, device, trust_remote_code)
+        return _exported(name, device)
     student, image_processor = load_vision_model(vision_model, device) if vision_model else (None, None)
     if name.startswith(OPEN_CLIP):
         return _open_clip(name, student, image_processor, device)
@@ -120,10 +120,10 @@ def _clip_class(config) -> type:
     return AutoModel
 
 
-def _exported(name: str, device: str | None, trust_remote_code: bool) -> TwoTowers:
+def _exported(name: str, device: str | None) -> TwoTowers:
     """The two programs of a CLIP."""
-    vision = load_exported(name, device, trust_remote_code, "a CLIP", ["image_embeds"])
-    text = load_exported(name, device, trust_remote_code, "a CLIP", ["text_embeds"], part="text_model")
+    vision = load_exported(name, device, "a CLIP", ["image_embeds"])
+    text = load_exported(name, device, "a CLIP", ["text_embeds"], part="text_model")
     config = text.config.text_config
     tokenizer = load_tokenizer(name, config.vocab_size)
     length = config.max_position_embeddings

@@ -127,9 +127,7 @@ def test_a_mask_token_may_be_missing(tmp_path):
     assert type(load_vision_model(folder, "cpu")[0]) is transformers.Dinov2Model
 
 
-@pytest.mark.parametrize(
-    "model_class", [transformers.RadioModel, transformers.CLIPVisionModel, transformers.ViTForImageClassification]
-)
+@pytest.mark.parametrize("model_class", [transformers.CLIPVisionModel, transformers.ViTForImageClassification])
 def test_a_folder_that_names_no_class(model_class, tmp_path):
     """The class follows from the configuration. Where a classifier could be meant, it is a classifier."""
     folder = write(make(model_class), tmp_path / "model")
@@ -235,24 +233,16 @@ def timm_processor(**settings) -> transformers.TimmWrapperImageProcessor:
 
 C_RADIO = {"do_center_crop": False, "do_normalize": False}
 PROCESSORS = {
-    "DINOv2": (transformers.BitImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
-    # Resizes numbers that are not rounded.
-    "DINOv3": (transformers.DINOv3ViTImageProcessor(size=square(64)), 1),
-    "SigLIP": (transformers.SiglipImageProcessor(size=square(64)), 0),
-    "AIMv2": (transformers.CLIPImageProcessor(size={"shortest_edge": 64}, crop_size=square(64)), 0),
-    "I-JEPA": (transformers.ViTImageProcessor(size=square(64)), 0),
-    "Pixio": (transformers.BitImageProcessor(size=square(64), do_center_crop=False), 0),
+    "cropped": (transformers.BitImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
     "DeiT, its own size": (transformers.DeiTImageProcessor(size=square(64), crop_size=square(64)), 0),
     "C-RADIO, with a size": (transformers.CLIPImageProcessor(size=square(64), **C_RADIO), 0),
     # Resize by PIL, which rounds otherwise than torchvision.
     "timm": (timm_processor(interpolation="bicubic", crop_pct=64 / 72), 1),
-    "timm, bilinear": (timm_processor(interpolation="bilinear", crop_pct=1.0), 1),
     "timm, squashed": (timm_processor(interpolation="bicubic", crop_pct=1.0, crop_mode="squash"), 1),
     # Half a pixel at the edges of the crop.
     "timm, rounded": (timm_processor(interpolation="bicubic", crop_pct=64 / 67), 1),
     "factor": (transformers.ViTImageProcessor(size=square(64), rescale_factor=1 / 127.5, image_mean=[1.0] * 3), 0),
     "no factor": (transformers.ViTImageProcessor(size=square(64), do_rescale=False, image_mean=[120.0, 110, 90]), 0),
-    "no normalization": (transformers.ViTImageProcessor(size=square(64), do_normalize=False, rescale_factor=0.1), 0),
     "neither": (transformers.ViTImageProcessor(size=square(64), do_normalize=False, do_rescale=False), 0),
     "inverted": (transformers.ViTImageProcessor(size=square(64), image_std=[-0.5, -0.4, -0.3]), 0),
     "one channel apart": (
@@ -264,9 +254,7 @@ PROCESSORS = {
         0,
     ),
     "normalized twice": (transformers.EfficientNetImageProcessor(size=square(64), include_top=True), 0),
-    "normalized once": (transformers.EfficientNetImageProcessor(size=square(64), include_top=False), 0),
     "blue first": (transformers.MobileViTImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
-    "red first": (transformers.MobileViTImageProcessor(size={"shortest_edge": 72}, do_flip_channel_order=False), 0),
     "padded": (transformers.MobileViTImageProcessor(size={"shortest_edge": 56}, crop_size=square(64)), 0),
     "blue first, normalized": (
         transformers.PPLCNetImageProcessor(resize_short=72, size=square(72), crop_size=square(64)),
@@ -274,8 +262,6 @@ PROCESSORS = {
     ),
     "rectangle": (transformers.ViTImageProcessor(size={"height": 48, "width": 64}), 0),
     "CLIP, padded": (transformers.CLIPImageProcessor(size={"shortest_edge": 50}, crop_size=square(64)), 0),
-    "ConvNeXt, large": (transformers.ConvNextImageProcessor(size={"shortest_edge": 384}), 0),
-    "LeViT": (transformers.LevitImageProcessor(size={"shortest_edge": 64}, crop_size=square(64)), 0),
     "PoolFormer": (
         transformers.PoolFormerImageProcessor(size={"shortest_edge": 64}, crop_size=square(64), crop_pct=0.9),
         0,
@@ -299,8 +285,17 @@ def assert_prepared_alike(processor, image: Image.Image, levels: float = 0):
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_evaluation_is_what_each_familys_processor_does(name):
-    assert_prepared_alike(PROCESSORS[name][0], photograph(160, 120), PROCESSORS[name][1])
+def test_each_processor_is_followed_and_undone(name):
+    """Evaluation prepares images as the processor does, and every factor, offset, mean and order of channels is undone
+    in pictures of what a model saw."""
+    processor, levels = PROCESSORS[name]
+    assert_prepared_alike(processor, photograph(160, 120), levels)
+    image = photograph(64, 64)
+    expected = EvalView(ImageFormat.from_processor(processor))(image)["pixel_values"]
+    seen = restore_images(processor, processor([image], return_tensors="pt")["pixel_values"])
+    assert seen.min() >= 0 and seen.max() <= 1 and seen.dtype == torch.float32
+    # Rounding, and what is no number of 0 to 255 after resizing.
+    assert (255 * seen[0] - expected).abs().mean() < 1
 
 
 # Those that make no pictures of pixels, turn and pad, or crop before they resize; training refuses them.
@@ -330,18 +325,6 @@ def test_training_prepares_images_as_every_processor_of_transformers_does(name):
     assert_prepared_alike(getattr(transformers, name)(), photograph(256, 256), levels)
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_pictures_show_what_a_model_saw(name):
-    """Every factor, offset, mean and order of channels of a processor is undone."""
-    processor, _ = PROCESSORS[name]
-    image = photograph(64, 64)
-    expected = EvalView(ImageFormat.from_processor(processor))(image)["pixel_values"]
-    seen = restore_images(processor, processor([image], return_tensors="pt")["pixel_values"])
-    assert seen.min() >= 0 and seen.max() <= 1 and seen.dtype == torch.float32
-    # Rounding, and what is no number of 0 to 255 after resizing.
-    assert (255 * seen[0] - expected).abs().mean() < 1
-
-
 class FarFromTraining(transformers.ViTImageProcessor):
     """One that also mirrors images."""
 
@@ -352,7 +335,7 @@ class FarFromTraining(transformers.ViTImageProcessor):
 def test_formats_convert_into_each_other():
     image = photograph(64, 64)
     formats = [
-        ImageFormat.from_processor(PROCESSORS[name][0]) for name in ("DINOv2", "blue first", "factor", "offset")
+        ImageFormat.from_processor(PROCESSORS[name][0]) for name in ("cropped", "blue first", "factor", "offset")
     ]
     formats = [replace(each, size=(64, 64), resize=None) for each in formats]
     pixels = EvalView(formats[0])(image)["pixel_values"][None]

@@ -88,7 +88,7 @@ def read_config(given: str, kind: str, trust_remote_code: bool = False, **values
         values: Fields to set differently.
     """
     name, revision = split_revision(given)
-    check_folder(Path(name), kind)
+    check_folder(Path(name))
     with one_error(given, kind):
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision, **values)
 
