@@ -6,7 +6,6 @@ from setuptools import setup
 PACKAGES = {
     "frugalvit": "frugalvit",
     "frugalvit.evaluation": "frugalvit/evaluation",
-    "frugalvit.options": "frugalvit/options",
     "frugalvit.configuration": "configuration",
     "frugalvit.modeling": "modeling",
     "frugalvit.modeling.hosts": "modeling/hosts",

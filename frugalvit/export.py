@@ -16,7 +16,14 @@ from transformers import PreTrainedModel
 
 from .architectures import has_rois, load_model
 from .common.classes import match_labels
-from .common.command_line import CommandParser, positive
+from .common.command_line import (
+    CommandParser,
+    add_dataset_arguments,
+    add_model_argument,
+    positive,
+    probability,
+    require_model,
+)
 from .common.data import load_images, sample, split_names
 from .common.exported import (
     FORMATS,
@@ -43,7 +50,6 @@ from .evaluation.images import image_batches, images_to_evaluate
 from .evaluation.two_towers import load_tokenizer
 from .export_card import rows, write_card
 from .export_page import check_page, write_page
-from .options.shared import add_dataset_arguments, add_model_argument, probability, require_model
 from .version import __version__
 
 

@@ -250,10 +250,13 @@ def modules_named(model: nn.Module, patterns: Iterable[str]) -> set[str]:
 def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]], kept: set[str]):
     """Return NNCF's quantizer for transformers, which leaves norms, softmax and additions of positions in floating
     point. `kept` are modules of the part's model whose layers stay so, too."""
-    config = exporters.NNCFQuantizationConfig(subset_size=len(calibration))
-    if kept:
-        import nncf
+    import nncf
 
+    config = exporters.NNCFQuantizationConfig(subset_size=len(calibration))
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        # Its sums of 8-bit products saturate unless weights use half of their range.
+        config.advanced_parameters = nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
+    if kept:
         # OpenVINO's converter counts layers by kind, in the order of the program.
         kinds = {torch.ops.aten.linear.default: "linear", torch.ops.aten.conv2d.default: "convolution"}
         counts, patterns = Counter(), []

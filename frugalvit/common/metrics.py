@@ -1,5 +1,7 @@
-"""Accuracy and segmentation scores."""
+"""Accuracy and segmentation scores as `evaluate` metrics that need no network."""
 
+import datasets
+import evaluate
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -7,7 +9,20 @@ from accelerate import Accelerator
 from .scores import check_scores, negative_log_likelihood
 
 
-class TopKAccuracy:
+class _Metric(evaluate.Metric):
+    """A metric that keeps `kept` of predictions and references, and writes nothing to disk."""
+
+    kept = datasets.Sequence(datasets.Value("int64"))
+
+    def __init__(self):
+        super().__init__(keep_in_memory=True)
+
+    def _info(self):
+        features = datasets.Features({"predictions": self.kept, "references": self.kept})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", inputs_description="", features=features)
+
+
+class TopKAccuracy(_Metric):
     """Share of images whose label, or one of whose labels, is among the k highest scores.
 
     Call `add_batch(predictions=scores, references=labels)` with scores `(batch, labels)` and labels `(batch,)`, or
@@ -16,53 +31,55 @@ class TopKAccuracy:
     """
 
     def __init__(self, k: int = 1):
-        self.k, self.hits = k, []
+        self.k = k
+        super().__init__()
 
     def add_batch(self, *, predictions, references):
+        """Keep the k best labels of each image, `(batch, k)`, rather than all scores, which have to be finite."""
         check_scores(predictions)
         best = np.argsort(-np.asarray(predictions), axis=1, kind="stable")[:, : self.k]
-        labels = np.asarray(references).reshape(len(best), -1)
-        self.hits += (best[:, :, None] == labels[:, None]).any((1, 2)).tolist()
+        references = np.asarray(references)
+        super().add_batch(predictions=best, references=references.reshape(len(references), -1))
 
-    def compute(self) -> dict[str, float]:
-        return {"accuracy" if self.k == 1 else f"top{self.k}_accuracy": float(np.mean(self.hits))}
-
-
-def accuracies(scores, labels) -> dict[str, float]:
-    """Compute `accuracy` and `top5_accuracy` of scores `(images, classes)`; labels as of `TopKAccuracy`."""
-    found = {}
-    for k in (1, 5):
-        accuracy = TopKAccuracy(k)
-        accuracy.add_batch(predictions=scores, references=labels)
-        found |= accuracy.compute()
-    return found
+    def _compute(self, predictions, references):
+        name = "accuracy" if self.k == 1 else f"top{self.k}_accuracy"
+        right = [not set(best).isdisjoint(labels) for best, labels in zip(predictions, references, strict=True)]
+        return {name: float(np.mean(right))}
 
 
-class SegmentationScores:
+def accuracies() -> evaluate.CombinedEvaluations:
+    """`TopKAccuracy` of 1 and of 5, to be called as one: `accuracy` and `top5_accuracy`."""
+    return evaluate.combine([TopKAccuracy(1), TopKAccuracy(5)])
+
+
+class SegmentationScores(_Metric):
     """Mean intersection over union, mean accuracy and pixel accuracy of all pixels together.
 
     Call `add_batch(predictions=maps, references=masks)` with class numbers of one shape, then `compute()`, which
     returns `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value a class. A class that does
     not occur and is not predicted has no intersection over union (`None`) and does not count in the means; one that is
-    only predicted has 0.
+    only predicted has 0. Of a batch, only the number of pixels of each class is kept.
 
     Args:
         num_labels (`int`): Classes.
         ignore_index (`int`): Reference that does not count.
     """
 
+    kept = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))
+
     def __init__(self, num_labels: int, ignore_index: int = 255):
         self.num_labels, self.ignore_index = num_labels, ignore_index
-        # Pixels of each class that are predicted, right and real.
-        self.counts = np.zeros((3, num_labels), dtype=np.int64)
+        super().__init__()
 
     def add_batch(self, *, predictions, references):
         """Count pixels of predictions and references, arrays of class numbers of one shape.
 
         Raises:
-            ValueError: if a number that counts is no class.
+            ValueError: if the shapes differ, or a number that counts is no class.
         """
         predictions, references = np.asarray(predictions), np.asarray(references)
+        if predictions.shape != references.shape:
+            raise ValueError(f"Got predictions of shape {predictions.shape} for references of {references.shape}.")
         counts = references != self.ignore_index
         predictions, references = predictions[counts].astype(np.int64), references[counts].astype(np.int64)
         for name, values in (("predictions", predictions), ("references", references)):
@@ -71,10 +88,12 @@ class SegmentationScores:
                     f"Got {name} from {values.min()} to {values.max()}, expected 0 to {self.num_labels - 1}."
                 )
         right = references[predictions == references]
-        self.counts += [np.bincount(each, minlength=self.num_labels) for each in (predictions, right, references)]
+        predicted, right, real = (np.bincount(x, minlength=self.num_labels) for x in (predictions, right, references))
+        super().add_batch(predictions=[[predicted, right]], references=[[real]])
 
-    def compute(self) -> dict[str, float | list[float | None] | None]:
-        predicted, right, real = self.counts
+    def _compute(self, predictions, references):
+        predicted, right = np.sum(predictions, axis=0)
+        [real] = np.sum(references, axis=0)
         union = real + predicted - right
         occurs, present = union > 0, real > 0
         iou = np.divide(right, union, out=np.full(self.num_labels, np.nan), where=occurs)
@@ -134,7 +153,7 @@ def evaluate_classifier(
     """
     was_training = model.training
     model.eval()
-    measured, loss, count = [TopKAccuracy(1), TopKAccuracy(5)], 0.0, 0
+    measured, loss, count = accuracies(), 0.0, 0
     for batch in loader:
         logits = model(pixel_values=batch["pixel_values"]).logits.float()
         logits = logits if classes is None else logits[:, classes]
@@ -143,7 +162,6 @@ def evaluate_classifier(
             logits, labels = accelerator.gather_for_metrics((logits, labels))
         loss += negative_log_likelihood(logits, labels).item()
         count += len(labels)
-        for accuracy in measured:
-            accuracy.add_batch(predictions=logits.cpu().numpy(), references=labels.cpu().numpy())
+        measured.add_batch(predictions=logits.cpu().numpy(), references=labels.cpu().numpy())
     model.train(was_training)
-    return {"loss": loss / count, **measured[0].compute(), **measured[1].compute()}
+    return {"loss": loss / count, **measured.compute()}

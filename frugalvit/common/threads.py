@@ -4,8 +4,7 @@ import os
 
 
 # How often a thread of OpenMP looks whether the others are done before it gives its core away. It is 300,000 times
-# otherwise: on a busy machine the one that is waited for then has no core. Of the numbers that were tried, this one costs
-# least on an idle machine.
+# otherwise: on a busy machine the one that is waited for then has no core.
 SPINS = "20000"
 
 

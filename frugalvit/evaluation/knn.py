@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def neighbor_accuracy(train: LabeledFeatures, test: LabeledFeatures, neighbors: int = 20) -> dict[str, object]:
     """`neighbors`, `accuracy` and `top5_accuracy` of `neighbor_scores`."""
     scores = neighbor_scores(train, test.features, neighbors)
-    return {"neighbors": neighbors, **accuracies(scores, test.labels)}
+    return {"neighbors": neighbors, **accuracies().compute(predictions=scores, references=test.labels)}
 
 
 @torch.inference_mode()

@@ -25,7 +25,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def probe_accuracy(train: LabeledFeatures, test: LabeledFeatures, seed: int = 0) -> dict[str, object]:
     """`penalty`, `accuracy` and `top5_accuracy` of `fit_probe`."""
     probe = fit_probe(train, seed)
-    return {"penalty": probe.penalty, **accuracies(probe(test.features), test.labels)}
+    measured = accuracies().compute(predictions=probe(test.features), references=test.labels)
+    return {"penalty": probe.penalty, **measured}
 
 
 class LinearProbe(nn.Module):

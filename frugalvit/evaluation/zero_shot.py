@@ -8,7 +8,7 @@ import datasets
 import torch
 
 from ..common.labels import class_names
-from ..common.metrics import TopKAccuracy
+from ..common.metrics import accuracies
 from ..common.reading import Reader
 from .images import image_batches, images_to_evaluate
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
@@ -131,12 +131,10 @@ def zero_shot_accuracy(
         `dict`: `images`, `skipped`, `accuracy` and `top5_accuracy`.
     """
     classifier = classifier.to(towers.device)
-    measured, count = [TopKAccuracy(1), TopKAccuracy(5)], 0
+    measured, count = accuracies(), 0
     reader = Reader(towers.image_processor, towers.share_read, exact)
     for pixel_values, indices in image_batches(reader, images, batch_size, num_workers, skip_corrupt):
         scores = towers.embed_images(pixel_values.to(towers.device)) @ classifier
-        for accuracy in measured:
-            accuracy.add_batch(predictions=scores.cpu().numpy(), references=images[indices]["label"])
+        measured.add_batch(predictions=scores.cpu().numpy(), references=images[indices]["label"])
         count += len(indices)
-    found = measured[0].compute() | measured[1].compute()
-    return {"images": count, "skipped": len(images) - count, **found}
+    return {"images": count, "skipped": len(images) - count, **measured.compute()}

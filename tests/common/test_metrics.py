@@ -97,7 +97,18 @@ class TestSegmentation:
         right = [guess == truth for guess, truth in pairs]
         assert results["pixel_accuracy"] == (pytest.approx(np.mean(right)) if right else None)
 
+    def test_counts_anew_after_computing(self):
+        scores = SegmentationScores(2)
+        scores.add_batch(predictions=np.array([[0, 1]]), references=np.array([[0, 1]]))
+        assert scores.compute()["mean_iou"] == 1
+        assert scores.compute(predictions=np.array([1, 1]), references=np.array([0, 0]))["mean_iou"] == 0
+        assert scores.compute(predictions=np.array([1]), references=np.array([255]))["mean_iou"] is None
+
     @pytest.mark.parametrize(("predictions", "references"), [([2], [0]), ([-1], [0]), ([0], [7])])
     def test_numbers_that_are_no_classes(self, predictions, references):
         with pytest.raises(ValueError, match="expected 0 to 1"):
             SegmentationScores(2).add_batch(predictions=predictions, references=references)
+
+    def test_shapes_that_differ(self):
+        with pytest.raises(ValueError, match=r"\(2, 3\) for references of \(3, 2\)"):
+            SegmentationScores(2).add_batch(predictions=np.zeros((2, 3)), references=np.zeros((3, 2)))

@@ -175,7 +175,7 @@ def shared_out(name, device, dtype, quantize, device_map):
     "options",
     [
         {},
-        pytest.param({"device_map": "auto"}, marks=pytest.mark.reliability),
+        pytest.param({"device_map": "auto"}, marks=pytest.mark.nightly),
         {"device_map": "auto", "lora_rank": 2},
     ],
 )

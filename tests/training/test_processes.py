@@ -215,20 +215,20 @@ def test_killed_runs_resume_bit_exactly(finished):
     assert {path.name for path in killed.iterdir()} == {path.name for path in whole.iterdir()}
 
 
-@pytest.mark.reliability
+@pytest.mark.nightly
 def test_a_classifier_of_four_processes(more_finished):
     assert_same_run(more_finished / "four", more_finished / "one")
     assert processes_of(more_finished / "four") == 4
 
 
-@pytest.mark.reliability
+@pytest.mark.nightly
 def test_a_run_of_two_processes_is_gone_on_with_by_one(more_finished):
     """The run goes on as it would have with two processes; the model draws nothing at random."""
     assert_same_run(more_finished / "fewer", more_finished / "one")
     assert processes_of(more_finished / "fewer") == 1
 
 
-@pytest.mark.reliability
+@pytest.mark.nightly
 def test_each_reads_its_own_shards(more_finished):
     """Every image once an epoch, none twice; and what goes on within an epoch sees what it would have seen."""
     finished = more_finished
@@ -261,7 +261,7 @@ def test_a_bootstrapped_student(finished):
     assert_same_run(finished / "student-two", finished / "student-one")
 
 
-@pytest.mark.reliability
+@pytest.mark.nightly
 def test_a_student_whose_weights_are_shared_out(more_finished):
     assert_same_run(more_finished / "student-sharded", more_finished / "student-one")
 
@@ -277,7 +277,7 @@ def test_processes_end_together_and_say_why(finished):
     said(finished / "raised.log.1", r"Really not\.")
 
 
-@pytest.mark.reliability
+@pytest.mark.nightly
 def test_lost_processes_end_together_and_say_why(more_finished):
     """One that is killed, and one whose DataLoader loses a process, ends the other."""
     said(
@@ -286,7 +286,7 @@ def test_lost_processes_end_together_and_say_why(more_finished):
     )
 
 
-@pytest.mark.reliability
+@pytest.mark.nightly
 @pytest.mark.parametrize("module", ["train", "bootstrap"])
 def test_deepspeed_has_the_losses_of_one_process_and_goes_on(module, teacher, tmp_path):
     pytest.importorskip("deepspeed")

@@ -148,7 +148,7 @@ class TestRecipe:
             segment.main(arguments)
         assert re.search(message, f"{raised.value} {capsys.readouterr().err}")
 
-    @pytest.mark.reliability
+    @pytest.mark.nightly
     def test_two_processes_give_the_losses_of_one(self, scenes, tmp_path):
         """The model has a pooling head, on which the scores of pixels do not depend."""
         torch.manual_seed(0)

@@ -34,7 +34,7 @@ def without_times(value):
     return [without_times(part) for part in value] if isinstance(value, list) else value
 
 
-@pytest.mark.reliability
+@pytest.mark.nightly
 def test_runs_killed_at_random_leave_nothing_broken(tmp_path):
     """SIGKILL at any moment of training."""
     vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
