@@ -182,6 +182,7 @@ def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: i
     ]
 
 
+@torch.no_grad()
 def measure_student(arguments, folder: Path) -> list[dict]:
     """Measure accuracy and cosine with the teacher on the test images, and on the same images as small objects, for
     each count of tokens. A student for several counts also chooses for each image as many as it needs to be sure."""
@@ -246,7 +247,7 @@ def test_images(
     return torch.stack(pixels), torch.tensor(records["label"])
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def outputs_for(
     arguments, call: Callable, image_format: ImageFormat, view: str = VIEWS[0]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -362,6 +363,7 @@ def tune_peer(arguments, name: str, model: MergedViT, teacher, processor, seed: 
     )
 
 
+@torch.no_grad()
 def measure_peer(arguments, model: MergedViT, teacher, processor) -> dict:
     """Accuracy on the test images, and cost."""
     model.to(choose_device())

@@ -2,8 +2,8 @@
 
 PyTorch multiplies float32 by MKL, which reads a weight as it lies; oneDNN, which comes with PyTorch, too, has products
 for weights in blocks. TorchInductor's freezing uses these, after minutes of compilation. Here a layer calls the same
-operators, and nothing is compiled. On a CPU of AMD, models were up to twice as fast in float32 and up to a fifth
-faster in bfloat16; where they are not, layers stay as they are.
+operators, and nothing is compiled. On a CPU of AMD, models were much faster in float32 and a little in
+bfloat16; where they are not, layers stay as they are.
 """
 
 import functools
