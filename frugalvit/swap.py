@@ -11,8 +11,8 @@ from .common.data import load_images, sample
 from .common.files import whole_folder
 from .common.loading import load_llava, load_vision_model
 from .common.reading import Reader
+from .configuration.configuration_sparseformer_vlm import image_grid
 from .evaluation.images import image_batches
-from .modeling.modeling_sparseformer_vlm import grid_of
 from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower
 from .options.swap import parse
 
@@ -32,7 +32,7 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
     tower, _ = load_vision_model(arguments.vision_model, "cpu")
     how = arguments.quantize, arguments.device_map
     llava, old_processor = load_llava(arguments.model, "cpu", dtype, *how, grids=True)
-    before = grid_of(llava.config)
+    before = image_grid(llava.config)
     model = swap_vision_tower(llava, tower, arguments.image_grid)
     if arguments.num_tokens is not None:
         model.set_num_tokens(arguments.num_tokens)
@@ -51,10 +51,10 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
     processor.save_pretrained(folder)
     quantized = f", its language model in {arguments.quantize}" if arguments.quantize else ""
     if hasattr(model.config, "tower_config"):
-        tokens, grid = model.config.tower_config.default_num_tokens, model.config.image_grid
+        tokens, grid = model.config.tower_config.default_num_tokens, image_grid(model.config)
         counts = (
             f"{tokens} tokens instead of {before**2} patches make a grid of {grid} x {grid}, of which the language "
-            f"model reads {model.config.tile_seq_length} tokens"
+            f"model reads {model.config.tokens_per_grid} tokens"
         )
         hint = ""
     else:

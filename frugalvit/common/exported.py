@@ -31,7 +31,6 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
-from ..modeling.modeling_sparseformer_vlm import GridTowerMixin
 from ..modeling.sparse_tokens import place_among
 from .choices import EXPORT_PRECISIONS as PRECISIONS
 from .files import forget_code, misshapen, read_json
@@ -197,7 +196,7 @@ def parts_of(
     Raises:
         ValueError: if the model cuts images into tiles, or pools its grid of patches.
     """
-    if isinstance(model, GridTowerMixin):
+    if hasattr(model.config, "tower_config"):
         raise ValueError(
             f"A {type(model).__name__} prepares its grid in ways that no program does. Export the SparseFormer that "
             "was swapped into it, from its own folder."

@@ -21,8 +21,8 @@ def make_parser() -> CommandParser:
         "--image-grid",
         type=positive,
         metavar="ROWS",
-        help="rows, and columns, of the grid of models that count on one (LLaVA-NeXT and OneVision, Idefics3, "
-        "SmolVLM, Gemma 3, InternVL; default: as before): fewer make fewer image tokens",
+        help="rows, and columns, of the grid of a Gemma 3 or a LLaVA-OneVision (default: as before): fewer make fewer "
+        "image tokens",
     )
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of the weights that are written (default: %(default)s)"
