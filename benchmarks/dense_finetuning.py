@@ -21,6 +21,7 @@ from segmentation_table import CLASSES, VOID
 from transformers import SegformerImageProcessor
 
 from frugalvit import (
+    PatchSparseFormerForSemanticSegmentation,
     SegmentationArguments,
     SegmentationTrainer,
     SparseFormerForSemanticSegmentation,
@@ -85,7 +86,7 @@ def models(arguments, model, image_format: ImageFormat) -> dict[str, Callable[[i
     def from_student(number: int, kind: str, **fields):
         folders = bootstrap_students(arguments, kind, image_format)
         folder = folders[min(number, len(folders) - 1)]
-        student = SparseFormerForSemanticSegmentation.from_pretrained(folder, **{**LINEAR, **fields})
+        student = PatchSparseFormerForSemanticSegmentation.from_pretrained(folder, **{**LINEAR, **fields})
         student.set_num_tokens(count)
         return student
 

@@ -7,7 +7,7 @@ Photographs of ten classes of Caltech-101, cut to ellipses of 12 to 192 pixels, 
 chance put them, so that boxes and classes are known. Each backbone's map of the last layer is computed once and
 frozen. Transformers' RT-DETR v2 learns from it, with equal heads: coarser maps are interpolated to the grid of the
 finest. Rows are the teacher at 336 x 448 pixels, for each of --tokens the teacher at the resolution that costs as
-much, students before training, and --student, folders that load as `SparseFormerBackbone`. Runs are kept under
+much, students before training, and --student, folders that load as `PatchSparseFormerBackbone`. Runs are kept under
 --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side. Writes detection.json
 and detection.webp, test images with the boxes that were found. Objects below 32 x 32 pixels are small, those above
 96 x 96 large, as COCO has it, though its images are larger. Needs frugalvit[detection].
@@ -41,7 +41,7 @@ from transformers import (
 from transformers.backbone_utils import BackboneConfigMixin, BackboneMixin
 from transformers.modeling_outputs import BackboneOutput
 
-from frugalvit import SparseFormerBackbone
+from frugalvit import PatchSparseFormerBackbone, SparseFormerBackbone
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
@@ -218,7 +218,7 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat):
         )
         yield from students(name, [student.to(device).eval()], arguments.tokens)
     for folder in arguments.student:
-        student = SparseFormerBackbone.from_pretrained(folder).to(device).eval()
+        student = PatchSparseFormerBackbone.from_pretrained(folder).to(device).eval()
         yield from students(Path(folder).name, [student], arguments.tokens)
 
 

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoImageProcessor
+from transformers import AutoConfig, AutoImageProcessor
 
-from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
+from frugalvit import SparseFormerForImageClassification
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.configuration.configuration_base import pair
 from frugalvit.modeling import inheritance
@@ -165,7 +165,7 @@ def load_trial(folder: Path, trial: str | None) -> tuple[nn.Module, object]:
     """Load a student with a trial's parts, and its image processor, from a run's folder."""
     if trial is None:
         return load_image_classifier(folder, "cpu")
-    model = SparseFormerForImageClassification(SparseFormerConfig.from_pretrained(folder))
+    model = SparseFormerForImageClassification(AutoConfig.from_pretrained(folder))
     hang_into(model.base_model, trial)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return model.eval(), AutoImageProcessor.from_pretrained(folder)

@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 import vllm
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, LlamaConfig, LlavaProcessor
+from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor, LlamaConfig, LlavaProcessor
 
 from frugalvit import (
     SparseFormerLlavaConfig,
     SparseFormerLlavaForConditionalGeneration,
-    SparseFormerVisionModel,
     checkpoint_path,
     matching_processor,
 )
@@ -75,7 +74,7 @@ def main():
 def make_llava(folder: Path):
     """Write a LLaVA with the shipped student as its tower, and its processor."""
     torch.manual_seed(0)
-    tower = SparseFormerVisionModel.from_pretrained(checkpoint_path(TOWER))
+    tower = AutoModel.from_pretrained(checkpoint_path(TOWER))
     tokenizer = word_tokenizer([PROMPT.removeprefix("<image>"), "a thing or another , seen from here or there"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.backend_tokenizer.post_processor = None

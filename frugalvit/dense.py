@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import save_file
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_BACKBONE_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from .common.files import check_file_path, whole_file
 from .common.image_files import find_images, read_images
 from .common.loading import load_vision_model, load_with_image_processor
-from .common.views import prepare_images, restore_images
+from .common.views import prepare_images, restore_images, vision_config_of
 from .configuration.configuration_sparseformer_base import is_sparseformer
 from .modeling.hosts import read_anatomy
 from .modeling.modeling_sparseformer import SparseFormerBackbone, SparseFormerPreTrainedModel
@@ -83,7 +83,7 @@ def write_dense_features(arguments: argparse.Namespace) -> None:
 def _choose_backbone(config: PreTrainedConfig) -> type:
     if not is_sparseformer(config) and not config.model_type.startswith("sparseformer_"):
         raise ValueError(f"it is a {config.model_type}, whose maps are its own; `frugalvit bootstrap` makes a student")
-    return SparseFormerBackbone
+    return MODEL_FOR_BACKBONE_MAPPING[type(vision_config_of(config))]
 
 
 def prepare_at_size(image_processor, images: Sequence[Image.Image], size: Sequence[int] | None = None) -> torch.Tensor:

@@ -174,7 +174,7 @@ def test_feature_maps(name, ask, image_file, tmp_path):
     labels, rois, features, attention = demo.look(model, image_processor, Image.open(image_file), num_tokens=4)
     assert bool(labels) == bool(shown[4][0].get("label")) == (name == "elastic")
     assert rois and attention and len(features.axes) == 3
-    backbone = frugalvit.SparseFormerBackbone.from_pretrained(tmp_path / name, reshape_hidden_states=True)
+    backbone = frugalvit.PatchSparseFormerBackbone.from_pretrained(tmp_path / name, reshape_hidden_states=True)
     pixel_values = image_processor(Image.open(image_file), return_tensors="pt")["pixel_values"]
     maps = [dense_features(backbone, pixel_values, tokens)["stage2"] for tokens in (16, 4)]
     for axes, colors in zip(features.axes[1:], principal_colors(*maps), strict=True):
